@@ -23,8 +23,9 @@ from typing import Any
 
 import psutil
 
-from monitoring.history import FRAGMENT_MEASURES, MEASURES, SWARM, Batch, Happening, History, RoundRow
-from monitoring.model import Model
+from monitoring.facts import RoundFacts
+from monitoring.history import FRAGMENT_MEASURES, MEASURES, SWARM, Batch, Happening, History, fragment_key
+from monitoring.model import Model, Recorder
 from tests.browser import browser, missing, wait_for
 from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
 from tests.swarms import ENVIRONMENT, ROOT
@@ -54,16 +55,16 @@ def history() -> dict[str, Any]:
     kept.close()
     opened_at = time.monotonic()
     again = History(path)
-    model = Model(MadeFeed(MadeSwarm(0)), again)
+    Recorder(Model(MadeFeed(MadeSwarm(0))), again)
     since, until = again.span()
     points = len(again.series(SWARM, since, until))
-    rounds, lines = len(again.rounds(240)), len(again.happenings(60))
+    rounds, lines = len(again.counted_rounds()), len(again.happenings(60))
     opened_s = time.monotonic() - opened_at
     rows = {
         table: again._reader.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
-        for table in ("samples", "fragments", "rounds", "happenings", "time_lines")
+        for table in ("samples", "rounds", "happenings")
     }
-    model.history.close()
+    again.close()
     on_disk = sum(file.stat().st_size for file in folder.iterdir())
     for file in folder.iterdir():
         file.unlink()
@@ -77,38 +78,31 @@ def history() -> dict[str, Any]:
 
 def _batch(at: int, names: list[str], *, with_round: bool) -> Batch:
     now = START + at
-    samples = {
+    samples: dict[str, tuple[float, ...]] = {
         name: tuple(float((at * 7 + place * 13 + number) % 9973) for place in range(len(MEASURES)))
         for number, name in enumerate(names)
     }
-    fragments = {f: tuple(float(at % 97) for _ in FRAGMENT_MEASURES) for f in range(FRAGMENTS)}
+    samples |= {fragment_key(f): tuple(float(at % 97) for _ in FRAGMENT_MEASURES) for f in range(FRAGMENTS)}
+    if not with_round:
+        return Batch(at=now, samples=samples)
     number = at // ROUND_S + 1
-    rounds = (
-        [RoundRow(f, number, now, "committed", PEERS, PEERS, 0, 1.2, 1, "") for f in range(FRAGMENTS)]
-        if with_round
-        else []
-    )
     times = {"ready_at": now, "begin_s": 0.21, "parts_s": 0.53, "mean_s": 0.9, "commit_s": 1.21}
     line = json.dumps({name: times for name in names[:-1]}, separators=(",", ":"))
-    happenings = (
-        [
-            Happening(
-                now,
-                "round_committed",
-                names[f],
-                f,
-                number,
-                f"round {number} of fragment {f} committed: 64 of 64",
-            )
-            for f in range(FRAGMENTS)
-        ]
-        if with_round
-        else []
-    )
+    rounds = [
+        RoundFacts(
+            fragment=f, round=number, at=now, outcome="committed", group_size=PEERS, contributors=PEERS,
+            staleness=0, duration_s=1.2, reason="", counted=True,
+        )
+        for f in range(FRAGMENTS)
+    ]  # fmt: skip
+    happenings = [
+        Happening(now, "round_committed", names[f], f, number,
+                  f"round {number} of fragment {f} committed: 64 of 64", f"commit {f} {number}")
+        for f in range(FRAGMENTS)
+    ]  # fmt: skip
     return Batch(
-        at=now, samples=samples, fragments=fragments, rounds=rounds, happenings=happenings,
-        time_lines={(f, number): line for f in range(FRAGMENTS)} if with_round else None,
-        counted={name: float(at) for name in names[:-1]} if with_round else None,
+        at=now, samples=samples, rounds=[(facts, line) for facts in rounds], happenings=happenings,
+        counted={name: float(at) for name in names[:-1]},
     )  # fmt: skip
 
 
@@ -117,15 +111,15 @@ def facts(peers: int = 512) -> dict[str, Any]:
     feed = MadeFeed(MadeSwarm(peers, start_at=START, round_s=30.0))
     feed.is_whole = False
     feed.advance(30)
-    model = Model(feed, History(None))
-    model.step(START + 30)
+    model = Model(feed)
+    recorder = Recorder(model, History(None))
+    recorder.follow(START + 30)
     steps, events, used_s = 0, 0, 0.0
     for t in range(30, 60):
         feed.advance(t + 1)
-        events += len(feed._news.events)
+        events += len(feed.news.events)
         before = time.process_time()
-        model.step(START + t)
-        model.keep(START + t)
+        recorder.follow(START + t)
         made = model.facts()
         used_s += time.process_time() - before
         steps += 1

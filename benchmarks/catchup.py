@@ -48,7 +48,7 @@ from json_workers import answer_of, say, spawn
 
 from p2p_co2.config import ClockConfig, LimitsConfig, PeerConfig, RunConfig
 from p2p_co2.digest import chunk_digests
-from p2p_co2.node.catching import Catching
+from p2p_co2.node.catchup import CatchupController
 from p2p_co2.protocol.catchup import STATE, CatchUpEvent, DonorRefused, Fetched
 from p2p_co2.protocol.catchup.donor import Donor
 from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
@@ -230,12 +230,11 @@ def _donor(ticket: str, folder: str, width: str, donors: str, name: str, fault: 
 def _lie() -> None:
     send = Donor._send_chunk
 
-    def wrong(self: Donor, fetch: Any, peer: Any, data: bytes) -> int:
-        size_bytes = send(self, fetch, peer, data)
+    def wrong(self: Donor, fetch: Any, peer: Any, data: bytes) -> None:
+        send(self, fetch, peer, data)
         chunk = self._out.messages[-1][1]
         assert isinstance(chunk, Chunk)
         chunk.data = bytes(len(chunk.data))
-        return size_bytes
 
     Donor._send_chunk = wrong  # type: ignore[method-assign]
 
@@ -251,34 +250,34 @@ def _invent(given: list[int]) -> None:
         invented_digests = list(chunk_digests(other, self._shape.chunk_bytes))
         exported(self, fragment, version, other, digest, invented_digests, now)
 
-    def counted(self: Donor, fetch: Any, peer: Any, data: Any) -> int:
+    def counted(self: Donor, fetch: Any, peer: Any, data: Any) -> None:
         given[0] += fetch.what == STATE
-        return send(self, fetch, peer, data)
+        send(self, fetch, peer, data)
 
     Donor.exported, Donor._send_chunk = invented, counted  # type: ignore[method-assign]
 
 
 def _newcomer(ticket: str, folder: str, width: str, donors: str, how: str) -> None:
     if how == "states":
-        replayable = Catching._replayable
-        Catching._replayable = lambda self, fragment: (  # type: ignore[method-assign]
-            replayable(self, fragment) if self._node.agreed[fragment].version else 0
+        replayable = CatchupController._replayable
+        CatchupController._replayable = lambda self, fragment: (  # type: ignore[method-assign]
+            replayable(self, fragment) if self._agreed[fragment].version else 0
         )
     model, optimizer = _model(int(width))
     fetched: list[tuple[float, Fetched]] = []
     refused: list[DonorRefused] = []
     replays: list[CaughtUp] = []
     contributed_at: list[float] = []
-    handle = Catching.handle
+    handle = CatchupController.handle
 
-    def watched(self: Catching, event: CatchUpEvent) -> None:
+    def watched(self: CatchupController, event: CatchUpEvent) -> None:
         if isinstance(event, Fetched) and event.goal.what == STATE:
             fetched.append((time.monotonic(), event))
         elif isinstance(event, DonorRefused):
             refused.append(event)
         handle(self, event)
 
-    Catching.handle = watched  # type: ignore[method-assign]
+    CatchupController.handle = watched  # type: ignore[method-assign]
 
     def on_event(event: Event) -> None:
         if isinstance(event, CaughtUp) and event.how == "replay":

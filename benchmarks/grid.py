@@ -57,8 +57,7 @@ from grid_recipe import PARAMETERS
 from bootstrap import netns
 from bootstrap.internet import Internet
 from bootstrap.local_swarm import Child, LocalSwarm, environment
-from monitoring.exchanges import ExchangeLog, Sample
-from monitoring.steady_state import SteadyState
+from monitoring.lines import ExchangeLog, Sample, SteadyState
 from p2p_co2.planning.profiles import PROFILES, LinkProfile
 from p2p_co2.system.process import program
 from p2p_co2.telemetry import events as ev
@@ -210,7 +209,7 @@ def _figures_of_ours(place: Lines, events: Sequence[ev.Event]) -> Figures:
         "points_late": _spread([event.staleness for event in applied]),
         "transfer_s": _spread(transfers),
         "line_used": place.used(since, until),
-        **_wholeness(applied, exchanges.names),
+        **_wholeness(applied, {e.peer: e.name for e in events if isinstance(e, ev.PeerStarted)}),
         "skipped_sends": sum(isinstance(event, ev.SendSkipped) for event in inside),
         "aborted": sorted({e.reason for e in inside if isinstance(e, ev.RoundAborted)}),
     }  # fmt: skip

@@ -29,6 +29,7 @@ both runs.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -50,7 +51,7 @@ from averaging_workers import serve_run
 from json_workers import answer_of, say, spawn
 
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
-from p2p_co2.system.memory import _pool, in_arenas_bytes, return_large_blocks
+from p2p_co2.system.memory import _pool, return_large_blocks
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer import Peer, connect
 from p2p_co2.trainer.offered import FromPayload, Kept, held_bytes
@@ -295,19 +296,34 @@ def _held(peer: Peer) -> dict[str, int]:
         "trainer: gradient in flight, or what the codec lost of it": sum(
             _size(one.gradient) for one in in_flight
         ),
-        "trainer: rounds made alone (the first: a past mean)": sum(
-            one._alone.held_bytes for one in fragments
-        ),
         "rounds: payloads": sum(len(offer.payload) for offer in offers),
         "rounds: means": sum(len(part.mean or b"") for member in members for part in member._parts),
         "catchup: past means": node.catchup.donor.history.held_bytes,
         "catchup: states being given": sum(
-            len(one.data) for one in list(node.catchup.donor._exports.values())
+            len(one.data) for one in list(node.catchup.donor.exports.values())
         ),
         "node: queued messages": sum(lane.bulk_bytes for lane in lanes),
         "memory: pages kept for the next round": _pool.held_bytes - _pool._used_bytes,
-        "allocator: free in its arenas": in_arenas_bytes()[1],
+        "allocator: free in its arenas": _free_in_arenas_bytes(),
     }
+
+
+class _Arenas(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
+            "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def _free_in_arenas_bytes() -> int:
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = _Arenas
+    return int(ask().fordblks)
 
 
 def _size(kept: Kept | None) -> int:

@@ -1,8 +1,4 @@
-"""``python -m bootstrap seed RUN.toml`` and ``python -m bootstrap demo``: the console script's programs by
-another name.
-
-An entry point stands above every floor, so it may call the command line; nothing imports it.
-"""
+"""``python -m bootstrap seed RUN.toml``: the console script by another name; nothing imports it."""
 
 import sys
 

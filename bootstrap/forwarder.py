@@ -1,14 +1,11 @@
-"""The packet forwarder of a rehearsal: a process of its own between a TUN device and ``wan``'s emulation.
+"""The packet forwarder of a rehearsal: a process between a TUN device and ``wan``'s emulation.
 
-    python -m bootstrap.forwarder WAN.json
+    python -m bootstrap.forwarder WAN.json PARENT
 
-It is for kernels without netem: the router in the middle sends every packet into the device, and takes it out
-again when this process says that it has arrived.
-
-Laws: it makes the device in its own network namespace and the device ends with it; it ends on SIGTERM, on
-SIGINT, and with its parent. Sources: the kernel's documentation of TUN/TAP, ``linux/if_tun.h``. Price: some
-24 us of processor time for each packet that the kernel hands over, however large, so 3 CPU seconds per GB of
-large packets on fast lines (``Internet`` sees to that), 20 per GB where they are small (docs/LOG.md).
+The router in the middle sends every packet into the device, and takes it out again when this process says
+that it has arrived. It makes the device in its own network namespace, and ends on SIGTERM, on SIGINT and with
+its parent. Source: ``linux/if_tun.h``. Price: some 24 us of processor time for each packet that the kernel
+hands over, however large: 3 CPU seconds per GB of large packets, 20 where they are small.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ import socket
 import struct
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,7 +28,6 @@ from bootstrap.wan import Wan, WanLink
 DEVICE = "wan"
 SLICE_S = 0.002
 """Packets are handled together once in so long: waking up costs ten times what a packet does."""
-_MAX_WAIT_S = 0.5
 _READS_AT_ONCE = 1024
 _PACKET_BYTES = 1 << 17
 _NICE = -10
@@ -43,13 +40,10 @@ _OFFLOAD_CHECKSUM_AND_TCP4 = 0x01 | 0x02
 def open_device(name: str) -> int:
     """A file of a new TUN device, non-blocking, with virtio-net headers. Raises ``OSError``."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        request = struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR)
-        fcntl.ioctl(device, _TUNSETIFF, request)
-        fcntl.ioctl(device, _TUNSETOFFLOAD, _OFFLOAD_CHECKSUM_AND_TCP4)
-    except OSError:
-        os.close(device)
-        raise
+    fcntl.ioctl(
+        device, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR)
+    )
+    fcntl.ioctl(device, _TUNSETOFFLOAD, _OFFLOAD_CHECKSUM_AND_TCP4)
     return device
 
 
@@ -58,26 +52,17 @@ def forward(device: int, wan: Wan, wanted: list[bool]) -> None:
     clock = time.monotonic
     while wanted:
         if wan.next_at() is None:
-            select.select((device,), (), (), _MAX_WAIT_S)
-        _take(device, wan, clock())
+            select.select((device,), (), (), 0.5)
+        now = clock()
+        with suppress(BlockingIOError):  # all are read
+            for _ in range(_READS_AT_ONCE):
+                wan.receive(os.read(device, _PACKET_BYTES), now)
         for packet in wan.due(clock() + SLICE_S / 2):
-            _give(device, packet, wan)
+            try:
+                os.write(device, packet)
+            except OSError:
+                wan.count.refused += 1  # the kernel finds fault with it, or has no room: to TCP a loss
         time.sleep(SLICE_S)
-
-
-def _take(device: int, wan: Wan, now: float) -> None:
-    try:
-        for _ in range(_READS_AT_ONCE):
-            wan.receive(os.read(device, _PACKET_BYTES), now)
-    except BlockingIOError:
-        return
-
-
-def _give(device: int, packet: bytes, wan: Wan) -> None:
-    try:
-        os.write(device, packet)
-    except OSError:
-        wan.count.refused += 1  # the kernel finds fault with it, or has no room: to TCP a loss
 
 
 def read_links(path: Path) -> tuple[dict[bytes, WanLink], int]:
@@ -109,10 +94,7 @@ def main(arguments: list[str]) -> int:
         print("running at ordinary priority")
     print("ready: yes", flush=True)
     started_at = time.monotonic()
-    try:
-        forward(device, wan, wanted)
-    finally:
-        os.close(device)
+    forward(device, wan, wanted)
     elapsed_s = time.monotonic() - started_at
     done = {**asdict(wan.count), "cpu_s": round(time.process_time(), 3), "wall_s": round(elapsed_s, 3)}
     print(json.dumps(done), flush=True)

@@ -1,16 +1,13 @@
-"""The internet of a rehearsal: one machine per peer, each behind its own router and line, all through one
-middle.
+"""The internet of a rehearsal: one machine per peer, each behind its own router, all through one middle.
 
     machine --lan0-- router --wan0------ middle ------wan0-- router --lan0-- machine
-                       |  rate up          |  rate down
-                       NAT, if asked       delay, jitter, loss: netem, or our forwarder on a TUN device
+                       NAT, if asked      |
+                                     TUN device, our forwarder: rate, delay, jitter, loss
 
 Each machine and each router is a network namespace, so the packets are real and so are TCP, its windows and
-its retransmissions. A line's queue is in the router and in the middle, not in the machine, as at home.
-
-Addresses are of 192.0.0.0/24: reserved for protocol assignments and no host's (RFC 6890), yet taken by libp2p
-for public ones, without which it neither relays nor punches holes. None of it can leave: no namespace here
-is connected with the outside.
+its retransmissions. Addresses are of 192.0.0.0/24: reserved for protocol assignments and no host's (RFC
+6890), yet taken by libp2p for public ones, without which it neither relays nor punches holes. No namespace
+here is connected with the outside.
 """
 
 from __future__ import annotations
@@ -26,29 +23,23 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Literal
 
 from bootstrap import forwarder, netns
 from bootstrap.local_swarm import environment
-from bootstrap.wan import QUEUE_S, WanLink
+from bootstrap.wan import WanLink
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.system.process import program
 
-Delay = Literal["netem", "forwarder"]
+EMULATION = (
+    "real packets between network namespaces; rates, delay, jitter, loss by our forwarder on a TUN device"
+)
 MAX_MACHINES = 64
 _GATEWAY = "192.0.0.65"
 _FIRST_ADDRESS = 66
 _LAN_GATEWAY, _LAN_ADDRESS = "192.168.1.1", "192.168.1.2"
 _TABLE = 100
 """The middle's routing table for what comes from the lines: into the forwarder."""
-_BURST_S = 0.004
-"""A rate limit is exact over this long: one tick of a kernel at 250 Hz."""
-_BURST_FLOOR_BYTES = 3200
-_PIECE_S = forwarder.SLICE_S
-"""What the kernel may hand over as one packet of many segments, in time of the line: the forwarder hands over
-what comes in as long together anyway. It is half of ``_BURST_S``, so the rate limit need not cut it."""
 _WORTH_PIECE_BYTES, _MOST_PIECE_BYTES = 12_000, 40_000
 """Smaller pieces are not much larger than the kernel's own: slow lines are left as they are."""
 _FORWARDER_READY_S = 10.0
@@ -64,13 +55,13 @@ _ROUTER_OPTIONS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a peer runs. ``address``: its own; ``public_address``: the one that others see it under."""
+    """Where a peer runs. ``address``: its own; ``public_address``: the one that others see it under;
+    ``port``: the middle's device towards it."""
 
     name: str
     namespace: str
     router: str
     port: str
-    """The middle's device towards it."""
     address: str
     public_address: str
     profile: LinkProfile
@@ -88,14 +79,13 @@ class Internet:
     """
 
     def __init__(self, kernel: netns.Kernel, folder: Path, seed: int, congestion: str = "") -> None:
-        self.kernel, self._folder, self._seed = kernel, folder, seed
+        self._kernel, self._folder, self._seed = kernel, folder, seed
         self._congestion = congestion
         self.machines: dict[str, Machine] = {}
-        self.delay_by: Delay = "netem" if kernel.netem and kernel.shaper else "forwarder"
         self.forwarded: dict[str, float] = {}
         """What the forwarder says of itself at its end."""
         self._namespaces: list[str] = []
-        self._next_address = _FIRST_ADDRESS
+        self._addresses = iter(range(_FIRST_ADDRESS, 255))
         self._forwarder: subprocess.Popen[bytes] | None = None
         self._log = folder / "forwarder.log"
 
@@ -109,67 +99,64 @@ class Internet:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-    # ---- building
 
     def add(self, name: str, profile: LinkProfile) -> Machine:
         """A machine with a line of ``profile``. Raises ``EnvironmentFault``."""
         if len(self.machines) >= MAX_MACHINES:
             raise EnvironmentFault(f"at most {MAX_MACHINES} machines in one rehearsal")
         hidden = profile.nat != "open"
+        if hidden and not self._kernel.masquerade:
+            raise EnvironmentFault("nft cannot make a router here; install nftables, or give --nat open")
         router_address = self._address()
-        machine = Machine(
+        address = _LAN_ADDRESS if hidden else self._address()
+        machine = self.machines[name] = Machine(
             name=name,
             namespace=self._namespace(name),
             router=self._namespace(f"{name}-router"),
             port=f"port{len(self.machines)}",
-            address=_LAN_ADDRESS if hidden else self._address(),
-            public_address="",
+            address=address,
+            public_address=router_address if hidden else address,
             profile=profile,
         )
-        public = router_address if hidden else machine.address
-        machine = Machine(**{**machine.__dict__, "public_address": public})
-        self.machines[name] = machine
         self._wire(machine, router_address)
         if hidden:
-            if not self.kernel.masquerade:
-                raise EnvironmentFault(
-                    "neither nft nor iptables can make a router here; install nftables, or give --nat open"
-                )
-            netns.masquerade(
-                machine.router, self.kernel.masquerade, "wan0", symmetric=profile.nat == "symmetric"
-            )
+            is_symmetric = profile.nat == "symmetric"
+            netns.masquerade(machine.router, "wan0", symmetric=is_symmetric)
         return machine
 
     def start(self) -> None:
         """Let the packets flow. Raises ``EnvironmentFault``."""
-        if self.delay_by == "netem":
-            for machine in self.machines.values():
-                netns.tc(machine.router, *_netem(machine.profile, "wan0"))
-                netns.tc(self._middle, *_netem(machine.profile, machine.port))
-        elif not self.kernel.tun:
-            raise EnvironmentFault(
-                "this kernel has neither netem nor /dev/net/tun, so nothing can delay packets"
+        self._enlarge_pieces()
+        links = {
+            machine.public_address: WanLink(
+                latency_s=machine.profile.latency_ms / 1e3,
+                jitter_s=machine.profile.jitter_ms / 1e3,
+                loss=machine.profile.loss,
+                up_bits_per_s=machine.profile.up_bits_per_s,
+                down_bits_per_s=machine.profile.down_bits_per_s,
             )
-        for machine in self.machines.values() if self.kernel.shaper else ():
-            profile = machine.profile
-            netns.tc(machine.router, *self._rate("wan0", profile.up_bits_per_s))
-            netns.tc(self._middle, *self._rate(machine.port, profile.down_bits_per_s))
-        if self.delay_by == "forwarder":
-            self._enlarge_pieces()
-            self._start_forwarder()
-
-    def words(self) -> str:
-        """Which emulation is in use, for the user."""
-        rates = f"the kernel's {self.kernel.shaper}" if self.kernel.shaper else "our packet forwarder"
-        delays = "the kernel's netem"
-        if self.delay_by == "forwarder":
-            delays = "our packet forwarder on a TUN device (this kernel has no netem)"
-        return f"real packets between network namespaces; rates by {rates}; delay, jitter, loss by {delays}"
+            for machine in self.machines.values()
+        }
+        forwarder.write_links(self._folder / "wan.json", links, self._seed)
+        arguments = program("bootstrap.forwarder", str(self._folder / "wan.json"), str(os.getpid()))
+        with self._log.open("wb") as log:
+            self._forwarder = subprocess.Popen(
+                netns.inside(self._middle, arguments),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                env={**os.environ, **environment()}, process_group=0,
+            )  # fmt: skip
+        ends_at = time.monotonic() + _FORWARDER_READY_S
+        while "ready: yes" not in (said := self._log.read_text(errors="replace")):
+            if self._forwarder.poll() is not None or time.monotonic() > ends_at:
+                raise EnvironmentFault(f"the packet forwarder did not start: {said[-300:]}")
+            time.sleep(0.02)
+        netns.ip(
+            self._middle,
+            f"link set {forwarder.DEVICE} up mtu 1500 txqueuelen 2000",
+            f"route add default dev {forwarder.DEVICE} table {_TABLE}",
+        )
 
     def traffic_bytes(self) -> dict[str, tuple[int, int]]:
         """Bytes (up, down) that each machine's line has carried, packet headers included."""
@@ -192,13 +179,11 @@ class Internet:
             for number in range(_PROBES):
                 sent_at = time.monotonic()
                 asking.sendto(bytes((number,)), (there.address, echo.getsockname()[1]))
-                try:
+                with contextlib.suppress(TimeoutError):  # lost under way, as it may be
                     question, sender = echo.recvfrom(8)
                     echo.sendto(question, sender)
                     if asking.recv(8) == question:
                         times_s.append(time.monotonic() - sent_at)
-                except TimeoutError:
-                    continue  # lost under way, as it may be
         return min(times_s, default=None)
 
     def close(self) -> None:
@@ -222,17 +207,16 @@ class Internet:
         return full
 
     def _address(self) -> str:
-        self._next_address += 1
-        return f"192.0.0.{self._next_address - 1}"
+        return f"192.0.0.{next(self._addresses)}"
 
     def _wire(self, machine: Machine, router_address: str) -> None:
         """Devices, addresses and routes of one line."""
-        home, router, middle, port = machine.namespace, machine.router, self._middle, machine.port
+        router, middle, port = machine.router, self._middle, machine.port
         netns.set_kernel_options(router, _ROUTER_OPTIONS)
         # By the route: a namespace may not choose what this machine's administrator has not allowed to all.
         control = f" congctl {self._congestion}" if self._congestion else ""
         netns.ip(
-            home,
+            machine.namespace,
             f"link add lan0 type veth peer name lan0 netns {router}",
             f"addr add {machine.address}/32 dev lan0",
             "link set lan0 up",
@@ -254,77 +238,26 @@ class Internet:
             f"addr add {_GATEWAY}/32 dev {port}",
             f"link set {port} up",
             f"route add {router_address} dev {port}",
+            f"rule add iif {port} lookup {_TABLE}",
         ]
         if machine.public_address != router_address:
             lines.append(f"route add {machine.public_address} via {router_address} dev {port} onlink")
-        if self.delay_by == "forwarder":
-            lines.append(f"rule add iif {port} lookup {_TABLE}")
         netns.ip(middle, *lines)
 
-    def _rate(self, device: str, bits_per_s: float) -> list[str]:
-        parent = "parent 1:1 handle 10:" if self.delay_by == "netem" else "root"
-        burst_bytes = max(_BURST_FLOOR_BYTES, int(bits_per_s * _BURST_S / 8))
-        if self.kernel.shaper == "tbf":
-            queue_bytes = int(bits_per_s * QUEUE_S / 8) + burst_bytes
-            limits = f"rate {int(bits_per_s)}bit burst {burst_bytes} limit {queue_bytes}"
-            return [f"qdisc add dev {device} {parent} tbf {limits}"]
-        packets = max(10, int(bits_per_s * QUEUE_S / 8 / 1500))
-        handle = "10" if self.delay_by == "netem" else "2"
-        parent = parent if self.delay_by == "netem" else "root handle 2:"
-        return [
-            f"qdisc add dev {device} {parent} htb default 1",
-            f"class add dev {device} parent {handle}: classid {handle}:1 htb rate {int(bits_per_s)}bit "
-            f"burst {burst_bytes}",
-            f"qdisc add dev {device} parent {handle}:1 pfifo limit {packets}",
-        ]
-
-    # ---- the forwarder
-
     def _enlarge_pieces(self) -> None:
-        """Let the machines' TCP hand over more segments at once. A connection does so for a millisecond of
-        its own rate: of several on a fast line two or three segments, and each costs the forwarder alone
-        24 us of processor time, however large it is. A loss still takes one segment (``segments``). Kernels
-        before 5.18 have no such option and pay that price."""
+        """Let the machines' TCP hand over as many segments at once as the forwarder takes in one slice of
+        time. A connection does so for a millisecond of its own rate: of several on a fast line two or three
+        segments, and each costs the forwarder 24 us, however large it is. Kernels before 5.18 lack the option
+        and pay that price."""
         for machine in self.machines.values():
             others = [one.profile.down_bits_per_s for one in self.machines.values() if one is not machine]
-            piece_bytes = int(min([machine.profile.up_bits_per_s, *others]) * _PIECE_S / 8)
+            rate = min([machine.profile.up_bits_per_s, *others])
+            piece_bytes = int(rate * forwarder.SLICE_S / 8)
             if piece_bytes >= _WORTH_PIECE_BYTES:
                 with contextlib.suppress(EnvironmentFault):
                     netns.set_kernel_options(machine.namespace, {"ipv4/tcp_tso_rtt_log": "31"})
                     size = min(piece_bytes, _MOST_PIECE_BYTES)
                     netns.ip(machine.namespace, f"link set lan0 gso_max_size {size}")
-
-    def _start_forwarder(self) -> None:
-        by_kernel = bool(self.kernel.shaper)
-        links = {
-            machine.public_address: WanLink(
-                latency_s=machine.profile.latency_ms / 1e3,
-                jitter_s=machine.profile.jitter_ms / 1e3,
-                loss=machine.profile.loss,
-                up_bits_per_s=0.0 if by_kernel else machine.profile.up_bits_per_s,
-                down_bits_per_s=0.0 if by_kernel else machine.profile.down_bits_per_s,
-            )
-            for machine in self.machines.values()
-        }
-        forwarder.write_links(self._folder / "wan.json", links, self._seed)
-        arguments = program("bootstrap.forwarder", str(self._folder / "wan.json"), str(os.getpid()))
-        with self._log.open("wb") as log:
-            self._forwarder = subprocess.Popen(
-                netns.inside(self._middle, arguments),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                env={**os.environ, **environment()}, process_group=0,
-            )  # fmt: skip
-        ends_at = time.monotonic() + _FORWARDER_READY_S
-        while "ready: yes" not in self._log.read_text(errors="replace"):
-            if self._forwarder.poll() is not None or time.monotonic() > ends_at:
-                said = self._log.read_text(errors="replace")[-300:]
-                raise EnvironmentFault(f"the packet forwarder did not start: {said}")
-            time.sleep(0.02)
-        netns.ip(
-            self._middle,
-            f"link set {forwarder.DEVICE} up mtu 1500 txqueuelen 2000",
-            f"route add default dev {forwarder.DEVICE} table {_TABLE}",
-        )
 
     def _stop_forwarder(self, process: subprocess.Popen[bytes]) -> None:
         process.send_signal(signal.SIGTERM)
@@ -344,8 +277,7 @@ def _deaf() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
     finally:
@@ -358,11 +290,3 @@ def _socket_at(address: str) -> socket.socket:
     made.bind((address, 0))
     made.settimeout(_PROBE_S)
     return made
-
-
-def _netem(profile: LinkProfile, device: str) -> list[str]:
-    """Half of the way's latency and loss at each end. The rate is far above the line's: with one, netem
-    keeps the order of packets in spite of jitter (tc-netem(8); the line's rate is the child's)."""
-    delay = f"delay {profile.latency_ms / 2:g}ms {profile.jitter_ms / 2:g}ms"
-    loss = f"loss {100 * profile.loss / 2:g}%" if profile.loss else ""
-    return [f"qdisc add dev {device} root handle 1: netem {delay} {loss} rate 40gbit limit 100000"]

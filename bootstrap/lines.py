@@ -42,7 +42,7 @@ class LineChanges:
             if self.nat == kind:
                 return kind
         if self.nat != "profile":
-            raise ConfigError("command line", "--nat", f"profile, {', '.join(kinds)} (got {self.nat!r})")
+            raise ConfigError.of_option("--nat", f"profile, {', '.join(kinds)} (got {self.nat!r})")
         return profile.nat
 
 
@@ -56,12 +56,19 @@ class Line:
     address: str = ""
     round_trip_s: float | None = None
 
+    @property
+    def figures(self) -> tuple[float, ...]:
+        """As a slowed carrier takes them: bits/s up and down, latency and jitter in seconds, loss."""
+        profile = self.profile
+        times_s = profile.latency_ms / 1e3, profile.jitter_ms / 1e3
+        return profile.up_bits_per_s, profile.down_bits_per_s, *times_s, profile.loss
+
 
 def lines_of(peers: int, profiles: str, changes: LineChanges, seed: int) -> list[Line]:
     """The lines of peer-1, peer-2 and so on. ``profiles``: one name, or several with commas, given out in
     turn. Raises ``ConfigError``."""
     if not 1 <= peers <= 32:
-        raise ConfigError("command line", "--peers", f"1 to 32 (got {peers})")
+        raise ConfigError.of_option("--peers", f"1 to 32 (got {peers})")
     names = [name.strip() for name in profiles.split(",")]
     return [
         Line(f"peer-{index + 1}", changes.applied(profile_of(names[index % len(names)], seed, index)))
@@ -73,7 +80,7 @@ def _bits_per_s(option: str, mbit: float | None, otherwise: int) -> int:
     if mbit is None:
         return otherwise
     if not 0.1 <= mbit <= 10_000:
-        raise ConfigError("command line", option, f"0.1 to 10000 Mbit/s (got {mbit:g})")
+        raise ConfigError.of_option(option, f"0.1 to 10000 Mbit/s (got {mbit:g})")
     return round(mbit * 1e6)
 
 
@@ -81,5 +88,5 @@ def _within(option: str, value: float | None, otherwise: float, most: float) -> 
     if value is None:
         return otherwise
     if not 0 <= value <= most:
-        raise ConfigError("command line", option, f"0 to {most:g} (got {value:g})")
+        raise ConfigError.of_option(option, f"0 to {most:g} (got {value:g})")
     return value

@@ -1,11 +1,9 @@
 """Processes of a swarm on one machine: started apart, stopped together, and none survives.
 
-Laws: every child has a process group of its own, so a Ctrl-C in the terminal reaches only the parent, which
-then asks each child by its id (SIGINT), waits a bounded time and ends the stragglers' groups (SIGKILL), with
-them the libp2p daemons below them. Whatever way the ``with`` block is left, no child is alive after it. Each
-child's output goes to a file of its own, so the end of that file can say why it died. The price: one process
-start-up per peer (importing torch takes seconds), which is what a real swarm pays too.
-"""
+Every child has a process group of its own, so a Ctrl-C in the terminal reaches only the parent. That asks
+each child by its id (SIGINT), waits a bounded time and ends the stragglers' groups (SIGKILL), with them the
+libp2p daemons below them. Whatever way the ``with`` block is left, no child is alive after it. Each child's
+output goes to a file of its own, whose end says why it died."""
 
 from __future__ import annotations
 
@@ -14,12 +12,12 @@ import signal
 import site
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
-from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.errors import EnvironmentFault
 from p2p_co2.system.process import processes_below
 
 _POLL_S = 0.1
@@ -57,12 +55,16 @@ class Child:
         return self.exit_status() is None
 
     def last_lines(self, count: int = 12) -> str:
-        """The end of its log, for a report of its death."""
+        """The end of its log."""
         try:
             text = self.log.read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
         return "\n".join(text.splitlines()[-count:])
+
+    def last_words(self) -> str:
+        """For a report of its death: its status, and the end of its log."""
+        return f"status {self.exit_status()}; its last lines ({self.log}):\n{self.last_lines()}"
 
 
 @dataclass
@@ -77,21 +79,15 @@ class LocalSwarm:
     def start(
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> Child:
-        """Start ``arguments`` in its own process group, its output in ``<folder>/<name>.log``.
-
-        Raises ``EnvironmentFault`` if the process or its log cannot be made.
-        """
+        """Start ``arguments`` in its own process group, its output in ``<folder>/<name>.log``. Raises
+        ``EnvironmentFault`` if the process or its log cannot be made."""
         log = self.folder / f"{name}.log"
         try:
             with log.open("ab") as output:
                 process = subprocess.Popen(
-                    list(arguments),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **(environment or {})},
-                    process_group=0,
-                )
+                    list(arguments), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    env={**os.environ, **(environment or {})}, process_group=0,
+                )  # fmt: skip
         except OSError as error:
             raise EnvironmentFault(f"cannot start {name}: {error.strerror}; see {log}") from None
         child = Child(name=name, process=process, log=log, started_at=time.time())
@@ -99,24 +95,17 @@ class LocalSwarm:
         return child
 
     def wait_for_line(self, child: Child, prefix: str, timeout_s: float) -> str:
-        """The rest of the first line of the child's log that begins with ``prefix``.
-
-        Raises ``EnvironmentFault`` with the end of its log if it dies first, or takes longer than
-        ``timeout_s``.
-        """
+        """The rest of the first line of the child's log that begins with ``prefix``. Raises
+        ``EnvironmentFault`` with the end of its log if it dies first, or takes longer than ``timeout_s``."""
         deadline_at = time.monotonic() + timeout_s
         while True:
             alive = child.running()
             for line in child.log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
                 if line.startswith(prefix) and line.endswith("\n"):
                     return line[len(prefix) :].strip()
-            if not alive:
-                raise EnvironmentFault(f"{child.name} ended too early; its last lines:\n{child.last_lines()}")
-            if time.monotonic() > deadline_at:
-                raise EnvironmentFault(
-                    f"{child.name} was not ready after {timeout_s:.0f} s; "
-                    f"its last lines:\n{child.last_lines()}"
-                )
+            problem = "ended too early" if not alive else f"was not ready after {timeout_s:.0f} s"
+            if not alive or time.monotonic() > deadline_at:
+                raise EnvironmentFault(f"{child.name} {problem}; its last lines:\n{child.last_lines()}")
             time.sleep(_POLL_S)
 
     def running(self) -> list[Child]:
@@ -145,10 +134,8 @@ class LocalSwarm:
         below = processes_below(child.pid)
         os.killpg(child.pid, signal.SIGKILL)
         for pid in below:
-            try:
+            with suppress(ProcessLookupError):  # it ended with the group, or by itself
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # it ended with the group, or by itself
         child.process.wait()
 
     def wait(self, children: Sequence[Child], timeout_s: float) -> bool:
@@ -173,21 +160,8 @@ class LocalSwarm:
     def __enter__(self) -> LocalSwarm:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def require_all_alive(peers: Iterable[Child]) -> None:
-    """For as long as nobody trains, because all wait for all: raises ``EnvironmentFault`` if one of ``peers``
-    has ended, rather than let the others wait for it."""
-    for child in peers:
-        if not child.running():
-            raise EnvironmentFault(
-                f"{child.name} ended before the training began, with status {child.exit_status()}; "
-                f"its last lines ({child.log}):\n{child.last_lines()}"
-            )
 
 
 def environment(threads: int = 1) -> dict[str, str]:
@@ -198,29 +172,3 @@ def environment(threads: int = 1) -> dict[str, str]:
         known = os.environ.get("PYTHONPATH")
         variables["PYTHONPATH"] = f"{_ROOT}{os.pathsep}{known}" if known else str(_ROOT)
     return variables
-
-
-def new_run_folder(folder: Path | None, kind: str) -> Path:
-    """Make ``folder`` (None: ``runs/KIND-<time>``) with its ``logs``. Raises ``ConfigError`` if it holds a
-    run already, ``EnvironmentFault`` if it cannot be made."""
-    folder = folder or Path("runs") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")
-    try:
-        (folder / "logs").mkdir(parents=True)
-    except FileExistsError:
-        raise ConfigError(
-            "command line", "--folder", f"{folder} holds a run already; name a new folder"
-        ) from None
-    except OSError as error:
-        raise EnvironmentFault(
-            f"cannot make {folder}: {error.strerror}; choose another with --folder"
-        ) from None
-    return folder
-
-
-def remove_empty_run_folder(folder: Path) -> None:
-    """Take back the folders of a run that did not begin, as far as nothing is in them."""
-    for empty in (folder / "logs", folder, folder.parent):
-        try:
-            empty.rmdir()
-        except OSError:
-            return  # something is in it, and so in those above

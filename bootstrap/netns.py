@@ -1,12 +1,8 @@
 """Network namespaces: made for one rehearsal, named after its process, removed with it.
 
-Laws: everything that this room makes on a machine is a namespace whose name carries the id and the start time
-of the process that owns it, or lies inside one; ``remove`` ends what runs in a namespace and takes it away;
-``sweep`` does the same for namespaces whose owner is dead, so a killed rehearsal leaves nothing for longer
-than until the next one. Nothing outside our own namespaces is changed: no address, route or rule of the
-machine's.
-
-Sources: ip-netns(8), ip-batch and tc-batch of iproute2, setns(2). Price: needs root, and iproute2.
+All that is made on a machine is a namespace whose name carries the id and the start time of its owner, or
+lies inside one. ``remove`` ends what runs in it; ``sweep`` removes those whose owner is dead. Nothing else of
+the machine is changed. Needs root and iproute2. Sources: ip-netns(8), setns(2).
 """
 
 from __future__ import annotations
@@ -20,62 +16,47 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from p2p_co2.errors import EnvironmentFault
-
-Shaper = Literal["tbf", "htb", ""]
-Masquerade = Literal["nft", "iptables", ""]
 
 _PREFIX = "p2pco2"
 _OURS = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-\S+")
 _MOUNTED = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
 _COMMAND_S = 20.0
-_EMPTY_S = 2.0
-"""How long ``remove`` waits for killed processes to be gone."""
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What this machine lets us emulate. ``problem``: why there are no namespaces, "" if there are.
-    ``shaper``: the queueing discipline that limits rates. ``netem``: it delays and loses. ``tun``: a program
-    can do so. ``masquerade``: the program that makes a router hide what is behind it."""
+    """What this machine lets us emulate. ``problem``: why there are no lines, "" if there are.
+    ``masquerade``: whether nft can make a router that hides what is behind it."""
 
     problem: str = ""
-    shaper: Shaper = ""
-    netem: bool = False
-    tun: bool = False
-    masquerade: Masquerade = ""
+    masquerade: bool = False
 
 
 def examine() -> Kernel:
     """Find out by trying, in a namespace that is removed again."""
     if os.geteuid() != 0:
         return Kernel("network namespaces need root; run it with sudo to rehearse with real packets")
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        return Kernel("the programs ip and tc are missing; install iproute2 (apt-get install iproute2)")
+    if shutil.which("ip") is None:
+        return Kernel("the program ip is missing; install iproute2 (apt-get install iproute2)")
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return Kernel("this kernel has no /dev/net/tun, so nothing can delay packets")
     try:
         trial = add("trial")
     except EnvironmentFault as error:
         return Kernel(str(error))
     try:
         ip(trial, "link add trial0 type veth peer name trial1")
+        return Kernel("", _masquerades(trial))
     except EnvironmentFault as error:
-        remove(trial)
         return Kernel(f"this kernel has no pairs of virtual devices ({error})")
-    try:
-        rates: tuple[tuple[Shaper, str], ...] = (
-            ("tbf", "tbf rate 1mbit burst 16kb latency 50ms"), ("htb", "htb default 1"),
-        )  # fmt: skip
-        shaper: Shaper = next((name for name, settings in rates if _has_discipline(trial, settings)), "")
-        netem = _has_discipline(trial, "netem delay 10ms 1ms loss 1%")
-        routers: tuple[Masquerade, ...] = ("nft", "iptables")
-        router: Masquerade = next((name for name in routers if _masquerades(trial, name)), "")
-        return Kernel("", shaper, netem, os.access("/dev/net/tun", os.R_OK | os.W_OK), router)
     finally:
         remove(trial)
 
@@ -91,20 +72,15 @@ def remove(namespace: str) -> None:
     """End every process inside and take the namespace away; nothing happens if it is gone already."""
     if not (_MOUNTED / namespace).exists():
         return
-    ends_at = time.monotonic() + _EMPTY_S
-    while (inside := _processes_in(namespace)) and time.monotonic() < ends_at:
-        for pid in inside:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # it was faster
+    for _ in range(100):
+        pids = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, check=False).stdout
+        if not pids:
+            break
+        for pid in pids.split():
+            with suppress(ProcessLookupError):  # it was faster
+                os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.02)
     subprocess.run(["ip", "netns", "del", namespace], capture_output=True, timeout=_COMMAND_S, check=False)
-
-
-def owned(pid: int) -> list[str]:
-    """Full names of the namespaces that process ``pid`` made."""
-    return [name for name in _names() if int(name.split("-")[1]) == pid]
 
 
 def sweep() -> list[str]:
@@ -123,19 +99,9 @@ def ip(namespace: str, *lines: str) -> None:
     _run(["ip", "-n", namespace, "-batch", "-"], "\n".join(lines))
 
 
-def tc(namespace: str, *lines: str) -> None:
-    """The same for tc(8)."""
-    _run(["tc", "-n", namespace, "-batch", "-"], "\n".join(lines))
-
-
 def inside(namespace: str, arguments: Sequence[str]) -> list[str]:
     """The command line that runs ``arguments`` in the namespace; its process id is that of the program."""
     return ["ip", "netns", "exec", namespace, *arguments]
-
-
-def run_inside(namespace: str, arguments: Sequence[str], text: str = "") -> None:
-    """Run a program there, ``text`` on its standard input. Raises ``EnvironmentFault``."""
-    _run(inside(namespace, arguments), text)
 
 
 def call_inside(namespace: str, call: Callable[[], _Result]) -> _Result:
@@ -170,43 +136,14 @@ def set_kernel_options(namespace: str, options: dict[str, str]) -> None:
     call_inside(namespace, write)
 
 
-def _has_discipline(trial: str, settings: str) -> bool:
-    try:
-        tc(trial, f"qdisc replace dev trial0 root {settings}")
-    except EnvironmentFault:
-        return False
-    return True
-
-
-def _masquerades(trial: str, program: str) -> bool:
-    if shutil.which(program) is None:
-        return False
-    try:
-        masquerade(trial, program, "trial0", symmetric=False)
-    except EnvironmentFault:
-        return False
-    return True
-
-
-def masquerade(router: str, program: str, outside: str, symmetric: bool) -> None:
+def masquerade(router: str, outside: str, symmetric: bool) -> None:
     """Make ``router`` hide what is behind it, and drop what was not asked for.
 
     ``outside``: its device towards the internet. Cone routers keep the port that the machine behind them
     chose; ``symmetric`` ones draw another for each connection. Raises ``EnvironmentFault``.
     """
-    if program == "nft":
-        chosen = "masquerade fully-random" if symmetric else "masquerade"
-        run_inside(router, ["nft", "-f", "-"], _NFT_RULES.format(outside=outside, how=chosen))
-        return
-    how = ["--random-fully"] if symmetric else []
-    unasked = ["-m", "conntrack", "--ctstate", "NEW,INVALID", "-j", "DROP"]
-    for rule in (
-        ["-t", "nat", "-A", "POSTROUTING", "-o", outside, "-j", "MASQUERADE", *how],
-        ["-A", "FORWARD", "-i", outside, *unasked],
-        ["-A", "INPUT", "-i", outside, "-p", "tcp", *unasked],
-        ["-A", "INPUT", "-i", outside, "-p", "udp", *unasked],
-    ):
-        run_inside(router, ["iptables", "-w", *rule])
+    chosen = "masquerade fully-random" if symmetric else "masquerade"
+    _run(inside(router, ["nft", "-f", "-"]), _NFT_RULES.format(outside=outside, how=chosen))
 
 
 _NFT_RULES = """
@@ -219,6 +156,14 @@ table ip p2pco2 {{
   }}
 }}
 """
+
+
+def _masquerades(trial: str) -> bool:
+    try:
+        masquerade(trial, "trial0", symmetric=False)
+    except EnvironmentFault:
+        return False
+    return True
 
 
 def _run(command: list[str], text: str = "") -> None:
@@ -236,13 +181,6 @@ def _run(command: list[str], text: str = "") -> None:
 def _names() -> list[str]:
     found = _MOUNTED.iterdir() if _MOUNTED.is_dir() else ()
     return sorted(path.name for path in found if _OURS.fullmatch(path.name))
-
-
-def _processes_in(namespace: str) -> list[int]:
-    done = subprocess.run(
-        ["ip", "netns", "pids", namespace], text=True, capture_output=True, timeout=_COMMAND_S, check=False
-    )
-    return [int(word) for word in done.stdout.split()]
 
 
 def _started_at_ticks(pid: int) -> int:

@@ -5,36 +5,44 @@ Each peer is the program that a volunteer runs, in a network namespace of its ow
 profile describes (``internet``); the seed is on a public machine. Without root, or where the kernel has no
 namespaces, the peers run on loopback and their carriers are slowed down instead; the user is told which.
 
-Laws: nothing survives a rehearsal, whatever ends it: no process, no namespace; one that was killed is swept
-up by the next. Exit status 0 only if every peer ended with the same digest. Price: all peers share this
-machine's cores, so the lines are real and the speed of the training is not.
-"""
+Nothing survives a rehearsal, whatever ends it: no process, no namespace; one that was killed is swept up by
+the next. Exit status 0 only if every peer ended with the same digest. All peers share this machine's cores,
+so the lines are real and the speed of the training is not."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from bootstrap.demo import software_versions
-from bootstrap.exit_status import exit_status_of
+from bootstrap import netns
+from bootstrap.internet import EMULATION, Internet
 from bootstrap.lines import Line, LineChanges, lines_of
-from bootstrap.local_swarm import new_run_folder, remove_empty_run_folder
-from bootstrap.rehearsal_swarm import RehearsalSwarm, Traffic
+from bootstrap.local_swarm import LocalSwarm
 from bootstrap.run_file import recipe_of
-from p2p_co2.config import RunConfig, read_run_config, write_toml
-from p2p_co2.errors import ConfigError
-from p2p_co2.system.process import ctrl_c_ends, full_disk_named, require_supported_platform
+from bootstrap.stage import LOOPBACK, Stage, prepare, require_carrier, run_in_new_folder, software_versions
+from p2p_co2.config import RunConfig, read_run_config
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.planning.profiles import PROFILES
+from p2p_co2.system.process import require_supported_platform
 from p2p_co2.telemetry.events import Event
-
-if TYPE_CHECKING:
-    from p2p_co2.recipes import Recipe
 
 DEFAULT_SECONDS = 120.0
 STOPPED = "stopped; no process and no namespace is left"
+_SAMPLE_EVERY_S = 0.1
+"""So often that an exchange of a second can be held against its line."""
+_MAX_SAMPLES = 200_000
+"""Five and a half hours of traffic; of a longer rehearsal the end is kept."""
+_SEED, _SEED_PORT, _SEED_PROFILE = "seed", "31337", PROFILES["fibre"]
+
+Traffic = tuple[float, dict[str, tuple[int, int]]]
+"""(unix time, bytes (up, down) by peer)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,22 +101,14 @@ def run_rehearsal(options: RehearsalOptions, watch_with: Callable[[RunConfig, Pa
     Raises ``ConfigError`` for options that make no rehearsal, ``EnvironmentFault`` if it cannot be started.
     """
     require_supported_platform()
-    if options.carrier not in {"auto", "grpc", "libp2p"}:
-        raise ConfigError("command line", "--carrier", f"auto, grpc or libp2p (got {options.carrier!r})")
+    require_carrier(options.carrier)
     config = run_config(options)
     lines = lines_of(options.peers, options.profile, options.line, config.seed)
-    return exit_status_of(lambda: _in_folder(options, config, lines, watch_with), STOPPED)
 
-
-def _in_folder(
-    options: RehearsalOptions,
-    config: RunConfig,
-    lines: list[Line],
-    watch_with: Callable[[RunConfig, Path], RehearsalWatch],
-) -> list[str]:
-    folder = new_run_folder(options.folder, "rehearsal")
-    with full_disk_named(folder):
+    def run(folder: Path) -> list[str]:
         return _rehearse(options, config, lines, watch_with, folder)
+
+    return run_in_new_folder(options.folder, "rehearsal", STOPPED, run)
 
 
 def _rehearse(
@@ -118,75 +118,121 @@ def _rehearse(
     watch_with: Callable[[RunConfig, Path], RehearsalWatch],
     folder: Path,
 ) -> list[str]:
-    try:
-        config, recipe = _prepared(options, config, folder)
-    except BaseException:
-        remove_empty_run_folder(folder)
-        raise
-    loss_start = recipe.held_out(recipe.model) if recipe.held_out is not None else None
+    with recipe_of(options.run_file, given=bool(options.recipe)):
+        config, loss_start = prepare(config, folder)
     with ExitStack() as stack:
-        swarm = RehearsalSwarm(config, folder, options.carrier)
-        emulation, lines = swarm.prepare(stack, lines, options.congestion, options.in_carrier)
+        kernel = netns.examine()
+        problem = "it was asked for" if options.in_carrier else kernel.problem
+        internet: Internet | None = None
+        if problem:
+            problem = (
+                f"carriers slowed down on loopback: no real packets, no routers to get through ({problem})"
+            )
+            # Nothing stands before a peer there.
+            lines = [replace(line, profile=replace(line.profile, nat="open")) for line in lines]
+        else:
+            internet = stack.enter_context(Internet(kernel, folder, config.seed, options.congestion))
+            lines = _built(internet, lines)
         watch = watch_with(config, folder)
         stack.callback(watch.close)
-        watch.begin(emulation, lines)
-        swarm.run(watch.see)
+        watch.begin(problem or EMULATION, lines)
+        traffic: deque[Traffic] = deque(maxlen=_MAX_SAMPLES)
+        with LocalSwarm(folder / "logs") as swarm:
+            played = Stage(swarm, config, folder, options.carrier)
+            with _sampled(internet, traffic):
+                _play(played, internet, lines, watch.see)
+        played.look(watch.see)
+        if internet is not None:
+            internet.close()
+        trained = played.collect()
         end = RehearsalEnd(
             config=config,
             folder=folder,
             loss_start=loss_start,
-            loss_end=swarm.collect(),
+            loss_end=trained.held_out_loss() if trained and trained.recipe.held_out else None,
             expected_peers=options.peers,
-            deaths=tuple(swarm.deaths.values()),
+            deaths=tuple(played.deaths.values()),
             software=software_versions(),
-            emulation=emulation,
+            emulation=problem or EMULATION,
             lines=tuple(lines),
-            traffic=swarm.traffic,
-            forwarded=swarm.forwarded,
+            traffic=traffic,
+            forwarded=internet.forwarded if internet else {},
         )
         return watch.finish(end)
+
+
+def _built(internet: Internet, lines: Sequence[Line]) -> list[Line]:
+    """Let the lines carry packets; returns them with what was measured."""
+    internet.add(_SEED, _SEED_PROFILE)
+    for line in lines:
+        internet.add(line.peer, line.profile)
+    internet.start()
+    return [
+        replace(
+            line,
+            address=internet.machines[line.peer].public_address,
+            round_trip_s=internet.round_trip_s(line.peer, _SEED),
+        )
+        for line in lines
+    ]
+
+
+def _play(
+    played: Stage, internet: Internet | None, lines: Sequence[Line], see: Callable[[Sequence[Event]], None]
+) -> None:
+    """Start everybody and look on until the peers have ended."""
+    if internet is None:
+        played.start_seed()
+    else:
+        seed = internet.machines[_SEED]
+        place = ("--host", seed.address, "--announce-host", seed.address, "--port", _SEED_PORT)
+        played.start_seed(place, seed.command)
+    for line in lines:
+        if internet is None:
+            slow_line = ",".join(f"{figure:g}" for figure in line.figures)
+            played.start_peer(line.peer, len(lines), (*LOOPBACK, "--slow-line", slow_line))
+        else:
+            played.start_peer(line.peer, len(lines), (), internet.machines[line.peer].command)
+    played.look_on(see)
+
+
+@contextmanager
+def _sampled(internet: Internet | None, traffic: deque[Traffic]) -> Iterator[None]:
+    """While entered, the lines' counters are read into ``traffic`` on a thread of their own."""
+    ended = threading.Event()
+
+    def sample() -> None:
+        while internet is not None and not ended.wait(_SAMPLE_EVERY_S):
+            try:
+                traffic.append((time.time(), internet.traffic_bytes()))
+            except EnvironmentFault:
+                return  # somebody took the namespaces away: the peers' end will tell
+
+    thread = threading.Thread(target=sample, name="line counters")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def run_config(options: RehearsalOptions) -> RunConfig:
     """The run to rehearse: the file's, ended after ``seconds``. Raises ``ConfigError``."""
     run = read_run_config(options.run_file) if options.run_file else RunConfig()
+    if options.recipe:
+        run = run.model_copy(update={"recipe": options.recipe, "recipe_digest": ""})
     clock = run.clock
     if options.seconds is not None and not 0 < options.seconds < math.inf:
-        raise ConfigError("command line", "--seconds", f"above 0 (got {options.seconds:g})")
+        raise ConfigError.of_option("--seconds", f"above 0 (got {options.seconds:g})")
     if options.seconds is None and clock.rounds:
         return run
     if clock.mode == "steps":
-        raise ConfigError(
-            str(options.run_file),
-            "clock.rounds",
-            'with clock.mode = "steps" only the run file can say when the rehearsal ends: give a number',
-        )
+        problem = 'with clock.mode = "steps" only the run file can say when the rehearsal ends: give a number'
+        raise ConfigError(str(options.run_file), "clock.rounds", problem)
     seconds = options.seconds or DEFAULT_SECONDS
     rounds = round(seconds / clock.round_s)
     if rounds < 1:
-        raise ConfigError(
-            "command line",
-            "--seconds",
-            f"at least one round of {clock.round_s:g} s (got {seconds:g}); or lower clock.round_s",
-        )
+        problem = f"at least one round of {clock.round_s:g} s (got {seconds:g}); or lower clock.round_s"
+        raise ConfigError.of_option("--seconds", problem)
     return run.model_copy(update={"clock": clock.model_copy(update={"rounds": rounds})})
-
-
-def _prepared(options: RehearsalOptions, config: RunConfig, folder: Path) -> tuple[RunConfig, Recipe]:
-    """Write the run file with its recipe's digest; build what every peer starts from."""
-    print("preparing the recipe ...", flush=True)
-    with ctrl_c_ends(STOPPED, lambda: remove_empty_run_folder(folder)):
-        import torch
-
-        from p2p_co2.recipes import load_recipe, recipe_digest
-
-    torch.set_num_threads(1)  # beside busy peers a second thread waits longer than it helps
-    if options.recipe:
-        config = config.model_copy(update={"recipe": options.recipe, "recipe_digest": ""})
-    with recipe_of(options.run_file, given=bool(options.recipe)):
-        if not config.recipe_digest:
-            digest = recipe_digest(config.recipe, config.recipe_options)
-            config = config.model_copy(update={"recipe_digest": digest})
-        recipe = load_recipe(config.recipe, config.recipe_options, config.seed)
-    (folder / "run.toml").write_text(write_toml(config), encoding="utf-8")
-    return config, recipe

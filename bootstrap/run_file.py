@@ -1,9 +1,5 @@
 """The default run as a file with every setting explained (``p2p-co2 init`` prints it), and which file is at
-fault for a recipe.
-
-Law: read back, the default is ``RunConfig()`` with another name: what the file says and what the defaults are
-cannot drift apart (a test holds them together).
-"""
+fault for a recipe. A test holds the file and the defaults together."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
 """The seed: where peers find each other and the run's settings. It never trains and never sees a tensor.
 
-Laws: the identity lies in the folder, so a seed that is started again (with a fixed port) is the one that its
-tickets name; the settings are signed by the first seed's key alone, and a further seed passes them on
-unchanged; what the DHT forgets is published again, and where the run was outlives this process (the file
-``positions``); a libp2p daemon that dies or hangs is started anew, where
-it was. A seed may be away for a while: peers that know each other go on without it. It imports no torch, so
-it needs little memory.
-"""
+Its identity lies in the folder, so a seed that is started again (with a fixed port) is the one that its
+tickets name. The first seed's key alone signs the settings; a further seed passes them on unchanged. What
+the DHT forgets is published again, and where the run was outlives this process (the file ``positions``). A
+libp2p daemon that dies or hangs is started anew. Peers that know each other go on while a seed is away. No
+torch."""
 
 from __future__ import annotations
 
@@ -26,11 +24,10 @@ from p2p_co2.config import OWN_LOOP, RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TicketError, TransportError
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES
-from p2p_co2.run_recipe import is_own
+from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.system.process import (
     FolderLock,
     StopSignals,
-    ctrl_c_ends,
     end_with_parent,
     full_disk_named,
     require_supported_platform,
@@ -43,9 +40,9 @@ if TYPE_CHECKING:
 
 RENEW_S = 600.0
 """Between two publications of the settings; far below the time for which the DHT keeps them."""
-_LOOK_EVERY_S = 10.0
 POSITIONS_EVERY_S = 60.0
 """Between two looks where the run is; each is kept for the case of a restart."""
+_LOOK_EVERY_S = 10.0
 _DAEMON_TIMEOUT_S = 15.0
 MAX_SEED_ADDRESSES = 8
 """Of one seed in a ticket: a ticket has to be short enough to be pasted."""
@@ -67,21 +64,6 @@ class SeedOptions:
     parent: int = 0
 
 
-@dataclass
-class _Seed:
-    """A seed about to serve: ``run`` None if its settings are still to be fetched. ``others``: seeds to
-    join."""
-
-    options: SeedOptions
-    identity: Identity
-    run: RunConfig | None
-    run_digest: bytes
-    run_key: PeerId
-    others: tuple[str, ...] = ()
-    known: tuple[str, ...] = ()
-    """Seeds that served the run when this one was last up."""
-
-
 def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:
     """Serve until somebody stops us; returns the exit status.
 
@@ -90,9 +72,8 @@ def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:
     """
     given = Ticket.parse(options.also) if options.also else None
     if not 0 <= options.port < 65536:
-        raise ConfigError(
-            "command line", "--port", f"from 1 to 65535, or 0 for any free one (got {options.port})"
-        )
+        problem = f"from 1 to 65535, or 0 for any free one (got {options.port})"
+        raise ConfigError.of_option("--port", problem)
     run = None if given and options.run_file is None else _run_of(options, say)
     if given and run and run.digest() != given.run:
         raise TicketError(
@@ -103,20 +84,10 @@ def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:
     with full_disk_named(options.folder):
         lock = FolderLock(options.folder)  # held until this process ends
         try:
-            asyncio.run(_until_stopped(_seed_of(options, run, given), say))
+            asyncio.run(_until_stopped(Seed(options, run, given, say)))
         finally:
             lock.release()
     return 0
-
-
-def _seed_of(options: SeedOptions, run: RunConfig | None, given: Ticket | None) -> _Seed:
-    identity = Identity.load_or_create(options.folder / "identity")
-    if given:
-        return _Seed(options, identity, run, given.run, PeerId(given.run_key), tuple(given.seeds))
-    assert run is not None
-    seed = _Seed(options, identity, run, run.digest(), identity.peer_id)
-    seed.known = _known_seeds(options.folder, seed)
-    return seed
 
 
 def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
@@ -124,9 +95,10 @@ def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
     if run.recipe_digest:
         return run
     say(f"computing the digest of recipe {run.recipe} (imports torch) ...")
-    with ctrl_c_ends():
-        from p2p_co2.recipes import BYTE_GPT, check_data, recipe_digest
+    take_back()
+    from p2p_co2.recipes import BYTE_GPT, check_data, recipe_digest
 
+    hand_over()
     with recipe_of(options.run_file):
         if run.recipe == BYTE_GPT:
             files = (str(run.recipe_options.get(key, "")) for key in ("text", "tokens"))
@@ -136,152 +108,172 @@ def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
     return run.model_copy(update={"recipe_digest": digest})
 
 
-def _known_seeds(folder: Path, seed: _Seed) -> tuple[str, ...]:
-    """The other seeds of this run, from the ticket that this seed printed when it was last up."""
-    try:
-        ticket = Ticket.parse((folder / "ticket").read_text(encoding="ascii").strip())
-    except (OSError, UnicodeDecodeError, TicketError):
-        return ()  # a first start, or a file that is no help
-    if ticket.run != seed.run_digest:
-        return ()
-    return tuple(maddr for maddr in ticket.seeds if not maddr.endswith(f"/p2p/{seed.identity.peer_id}"))
-
-
-async def _until_stopped(seed: _Seed, say: Callable[[str], None]) -> None:
+async def _until_stopped(seed: Seed) -> None:
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    with StopSignals(lambda: _set_from_signal(loop, stop)):
-        serving = asyncio.create_task(_serve(seed, say), name="seed")
-        stopping = asyncio.create_task(stop.wait(), name="stop")
-        try:
-            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopping.cancel()
-            serving.cancel()
-            await asyncio.wait({serving, stopping})
-        if not serving.cancelled() and (error := serving.exception()):
-            raise _first(error)
-    say("the seed has left")
+    serving = asyncio.create_task(seed.serve(), name="seed")
 
+    def ask() -> None:
+        loop.call_soon_threadsafe(serving.cancel)
 
-def _set_from_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    loop.call_soon_threadsafe(stop.set)
-
-
-def _first(error: BaseException) -> BaseException:
-    """The cause inside the groups that ``TaskGroup`` wraps around it."""
-    while isinstance(error, BaseExceptionGroup):
+    with StopSignals(ask):
+        await asyncio.wait({serving})
+    error = None if serving.cancelled() else serving.exception()
+    while isinstance(error, BaseExceptionGroup):  # ``TaskGroup`` wraps the cause
         error = error.exceptions[0]
-    return error
+    if error is not None:
+        raise error
+    seed.say("the seed has left")
 
 
-async def _serve(seed: _Seed, say: Callable[[str], None]) -> None:
-    from p2p_co2.net.discovery import Discovery
-    from p2p_co2.net.transport.libp2p_daemon import stop_p2p
-    from p2p_co2.net.transport.libp2p_relay import start_relay
-    from p2p_co2.net.transport.libp2p_revival import end_if_hung
-    from p2p_co2.net.transport.probe import ProbeServer
+class Seed:
+    """A seed of ``run`` (None if its settings are still to be fetched), or a further one of the run that
+    ``given`` invites to."""
 
-    def refused(peer: PeerId, error: RemoteProtocolError) -> None:
-        say(f"{time.strftime('%H:%M:%S')} refused a record: {error}")
+    def __init__(
+        self, options: SeedOptions, run: RunConfig | None, given: Ticket | None, say: Callable[[str], None]
+    ) -> None:
+        self.say, self._options, self._run = say, options, run
+        self._identity = Identity.load_or_create(options.folder / "identity")
+        if given:
+            self._digest, self._key = given.run, PeerId(given.run_key)
+            self._others = tuple(given.seeds)
+        else:
+            assert run is not None
+            self._digest, self._key = run.digest(), self._identity.peer_id
+            self._others = self._known_seeds()
+        self._must_join = given is not None
 
-    options = seed.options
-    async with AsyncExitStack() as stack:
-        p2p = await start_relay(
-            options.folder / "identity", options.host, options.port,
-            announce_host=options.announce_host, public=bool(options.announce_host), relay=options.relay,
-            say=say,
-        )  # fmt: skip
-        stack.push_async_callback(stop_p2p, p2p)
-        discovery = Discovery(p2p, seed.identity, seed.run_digest, refused)
-        stack.push_async_callback(discovery.close)
-        run = await _publish(seed, discovery, say)
-        discovery.hold_positions(read_positions(options.folder))
-        probes = ProbeServer(p2p, seed.run_digest)
-        stack.push_async_callback(probes.close)
-        await probes.start()
-        say(f'run "{run.name}", recipe {run.recipe}, digest {seed.run_digest.hex()[:16]}')
-        ticket = await _print_ticket(p2p, seed, say)
-        say(f"join with: {how_to_join(run.recipe)}")
-        say("Ctrl-C ends the seed; peers that know each other go on")
-        if options.port == 0 and not options.also:
-            say("the port is a free one: for a ticket that outlives a restart, give --port")
-        stack.push_async_callback(end_if_hung, p2p)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(_keep_up(discovery, options.folder, say), name="keep up")
-            group.create_task(_keep_daemon(p2p, seed, discovery, ticket, say), name="keep the daemon")
+    async def serve(self) -> None:
+        """Until cancelled. Raises ``EnvironmentFault``, ``TransportError``."""
+        from p2p_co2.net.discovery import Discovery
+        from p2p_co2.net.transport.libp2p_daemon import stop_p2p
+        from p2p_co2.net.transport.libp2p_relay import start_relay
+        from p2p_co2.net.transport.libp2p_revival import end_if_hung
+        from p2p_co2.net.transport.probe import ProbeServer
+
+        options = self._options
+        async with AsyncExitStack() as stack:
+            p2p = await start_relay(
+                options.folder / "identity", options.host, options.port,
+                announce_host=options.announce_host, public=bool(options.announce_host),
+                relay=options.relay, say=self.say,
+            )  # fmt: skip
+            stack.push_async_callback(stop_p2p, p2p)
+            discovery = Discovery(p2p, self._identity, self._digest, self._refused)
+            stack.push_async_callback(discovery.close)
+            run = await self._publish(discovery)
+            discovery.hold_positions(read_positions(options.folder))
+            probes = ProbeServer(p2p, self._digest)
+            stack.push_async_callback(probes.close)
+            await probes.start()
+            self.say(f'run "{run.name}", recipe {run.recipe}, digest {self._digest.hex()[:16]}')
+            ticket = await self._print_ticket(p2p)
+            self.say(f"join with: {how_to_join(run)}")
+            self.say("Ctrl-C ends the seed; peers that know each other go on")
+            if options.port == 0 and not options.also:
+                self.say("the port is a free one: for a ticket that outlives a restart, give --port")
+            stack.push_async_callback(end_if_hung, p2p)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._keep_up(discovery), name="keep up")
+                group.create_task(self._keep_daemon(p2p, discovery, ticket), name="keep the daemon")
+
+    def _known_seeds(self) -> tuple[str, ...]:
+        """The other seeds of this run, from the ticket that this seed printed when it was last up."""
+        try:
+            ticket = Ticket.parse((self._options.folder / "ticket").read_text(encoding="ascii").strip())
+        except (OSError, UnicodeDecodeError, TicketError):
+            return ()  # a first start, or a file that is no help
+        own = f"/p2p/{self._identity.peer_id}"
+        return tuple(s for s in ticket.seeds if not s.endswith(own)) if ticket.run == self._digest else ()
+
+    def _say_now(self, text: str) -> None:
+        self.say(f"{time.strftime('%H:%M:%S')} {text}")
+
+    def _refused(self, peer: PeerId, error: RemoteProtocolError) -> None:
+        self._say_now(f"refused a record: {error}")
+
+    async def _publish(self, discovery: Discovery) -> RunConfig:
+        """Join the other seeds, if there are any, and put the run's settings into the DHT."""
+        try:
+            await discovery.start(self._others)
+        except TransportError as error:
+            if self._must_join:
+                raise
+            self.say(f"warning: the other seeds of this run are away ({error}); going on alone")
+        if self._key == self._identity.peer_id and self._run is not None:
+            recipe_digest = bytes.fromhex(self._run.recipe_digest)
+            await discovery.publish_manifest(self._run.canonical_bytes(), recipe_digest)
+            return self._run
+        manifest = await discovery.fetch_manifest(self._key)
+        await discovery.keep_manifest()
+        return RunConfig.from_canonical_bytes(manifest.config)
+
+    async def _print_ticket(self, p2p: P2P, before: str = "") -> str:
+        """Print and keep the ticket, unless that of ``before`` still leads here; the one that counts."""
+        from p2p_co2.net.transport.libp2p_control import own_maddrs
+
+        own = seed_addresses(await own_maddrs(p2p, _DAEMON_TIMEOUT_S))
+        if before and set(own).intersection(Ticket.parse(before).seeds):
+            return before
+        seeds = tuple(dict.fromkeys((*own, *self._others)))[:MAX_ADDRESSES]
+        ticket = str(Ticket(self._digest, self._key, seeds))
+        _keep(self._options.folder, "ticket", f"{ticket}\n")
+        self.say(f"ticket: {ticket}")
+        return ticket
+
+    async def _keep_up(self, discovery: Discovery) -> None:
+        """Publish the settings again and again, keep where the run is, and tell how many peers there are when
+        that changes."""
+        renew_at, positions_at = time.monotonic() + RENEW_S, time.monotonic()
+        peers = 0
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            try:
+                if time.monotonic() > renew_at:
+                    await discovery.keep_manifest()
+                    renew_at = time.monotonic() + RENEW_S
+                found = len(await discovery.find_peers())
+                if time.monotonic() > positions_at or found < peers:  # who left said where it was
+                    keep_positions(self._options.folder, await discovery.gather_positions())
+                    positions_at = time.monotonic() + POSITIONS_EVERY_S
+            except (TransportError, EnvironmentFault) as error:
+                self._say_now(f"warning: {error}")
+                continue
+            if found != peers:
+                peers = found
+                self._say_now(f"peers: {peers}")
+
+    async def _keep_daemon(self, p2p: P2P, discovery: Discovery, ticket: str) -> None:
+        """Start the libp2p daemon again when it dies or hangs. Raises ``EnvironmentFault`` if it cannot."""
+        from p2p_co2.net.transport.libp2p_revival import keep_alive
+
+        async def revived(words: str) -> None:
+            nonlocal ticket
+            self._say_now(f"the libp2p daemon had ended ({words}); it was started again")
+            try:
+                await discovery.rebootstrap(self._others)
+                await discovery.keep_manifest()
+                ticket = await self._print_ticket(p2p, before=ticket)
+            except (TransportError, EnvironmentFault) as error:
+                self._say_now(f"warning: {error}")
+
+        words = await keep_alive(p2p, revived)
+        raise EnvironmentFault(f"the libp2p daemon ended ({words}); start the seed again")
 
 
-def how_to_join(recipe: str) -> str:
+def how_to_join(run: RunConfig) -> str:
     """What a volunteer types."""
-    if recipe == OWN_LOOP:
+    if run.recipe == OWN_LOOP:
         return "your own program: python my_loop.py TICKET"
-    if is_own(recipe):
+    if run.is_own_recipe:
         return "p2p-co2 join TICKET --recipe FILE.py:function, with a copy of the recipe's file"
     return "p2p-co2 join TICKET"
-
-
-async def _print_ticket(p2p: P2P, seed: _Seed, say: Callable[[str], None], before: str = "") -> str:
-    """Print and keep the ticket, unless that of ``before`` still leads here; returns the one that counts."""
-    from p2p_co2.net.transport.libp2p_control import own_maddrs
-
-    own = seed_addresses(await own_maddrs(p2p, _DAEMON_TIMEOUT_S))
-    if before and set(own).intersection(Ticket.parse(before).seeds):
-        return before
-    seeds = tuple(dict.fromkeys((*own, *seed.others, *seed.known)))[:MAX_ADDRESSES]
-    ticket = str(Ticket(seed.run_digest, seed.run_key, seeds))
-    _keep_ticket(seed.options.folder, ticket)
-    say(f"ticket: {ticket}")
-    return ticket
-
-
-async def _publish(seed: _Seed, discovery: Discovery, say: Callable[[str], None]) -> RunConfig:
-    """Join the other seeds, if there are any, and put the run's settings into the DHT."""
-    try:
-        await discovery.start(seed.others or seed.known)
-    except TransportError as error:
-        if seed.others:
-            raise
-        say(f"warning: the other seeds of this run are away ({error}); going on alone")
-    if seed.run_key == seed.identity.peer_id and seed.run is not None:
-        await discovery.publish_manifest(seed.run.canonical_bytes(), bytes.fromhex(seed.run.recipe_digest))
-        return seed.run
-    manifest = await discovery.fetch_manifest(seed.run_key)
-    await discovery.keep_manifest()
-    return RunConfig.from_canonical_bytes(manifest.config)
-
-
-async def _keep_up(discovery: Discovery, folder: Path, say: Callable[[str], None]) -> None:
-    """Publish the settings again and again, keep where the run is, and tell how many peers there are when
-    that changes."""
-    renew_at, positions_at = time.monotonic() + RENEW_S, time.monotonic()
-    peers = 0
-    while True:
-        await asyncio.sleep(_LOOK_EVERY_S)
-        try:
-            if time.monotonic() > renew_at:
-                await discovery.keep_manifest()
-                renew_at = time.monotonic() + RENEW_S
-            found = len(await discovery.find_peers())
-            if time.monotonic() > positions_at or found < peers:  # who left said where it was
-                keep_positions(folder, await discovery.gather_positions())
-                positions_at = time.monotonic() + POSITIONS_EVERY_S
-        except (TransportError, EnvironmentFault) as error:
-            say(f"{time.strftime('%H:%M:%S')} warning: {error}")
-            continue
-        if found != peers:
-            peers = found
-            say(f"{time.strftime('%H:%M:%S')} peers: {peers}")
 
 
 def keep_positions(folder: Path, sealed: Iterable[tuple[str, bytes]]) -> None:
     """Write where the run is, one sealed word of a peer to a line. Raises ``EnvironmentFault``."""
     lines = [f"{writer} {base64.b64encode(value).decode('ascii')}\n" for writer, value in sealed]
-    try:
-        (folder / "positions.new").write_text("".join(lines), encoding="ascii")
-        (folder / "positions.new").replace(folder / "positions")
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write to {folder}: {error.strerror}") from None
+    _keep(folder, "positions", "".join(lines))
 
 
 def read_positions(folder: Path) -> list[tuple[str, bytes]]:
@@ -303,26 +295,6 @@ def read_positions(folder: Path) -> list[tuple[str, bytes]]:
     return found
 
 
-async def _keep_daemon(
-    p2p: P2P, seed: _Seed, discovery: Discovery, ticket: str, say: Callable[[str], None]
-) -> None:
-    """Start the libp2p daemon again whenever it dies or hangs. Raises ``EnvironmentFault`` when it cannot."""
-    from p2p_co2.net.transport.libp2p_revival import keep_alive
-
-    async def revived(words: str) -> None:
-        nonlocal ticket
-        say(f"{time.strftime('%H:%M:%S')} the libp2p daemon had ended ({words}); it was started again")
-        try:
-            await discovery.rebootstrap(seed.others or seed.known)
-            await discovery.keep_manifest()
-            ticket = await _print_ticket(p2p, seed, say, before=ticket)
-        except (TransportError, EnvironmentFault) as error:
-            say(f"{time.strftime('%H:%M:%S')} warning: {error}")
-
-    words = await keep_alive(p2p, revived)
-    raise EnvironmentFault(f"the libp2p daemon ended ({words}); start the seed again")
-
-
 def seed_addresses(visible: Sequence[str]) -> tuple[str, ...]:
     """Which of our own addresses a ticket names: not the loopback, unless there is nothing else. Raises
     ``EnvironmentFault`` if there is none at all."""
@@ -340,9 +312,10 @@ def _is_loopback(maddr: str) -> bool:
     return kind in {"ip4", "ip6"} and ipaddress.ip_address(host).is_loopback
 
 
-def _keep_ticket(folder: Path, ticket: str) -> None:
+def _keep(folder: Path, name: str, text: str) -> None:
     try:
-        (folder / "ticket").write_text(f"{ticket}\n", encoding="ascii")
+        (folder / f"{name}.new").write_text(text, encoding="ascii")
+        (folder / f"{name}.new").replace(folder / name)
     except OSError as error:
         raise EnvironmentFault(
             f"cannot write to {folder}: {error.strerror}; choose another folder with --folder"

@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 from monitoring.board.run import run_behind_gate
-from monitoring.journals import JournalFeed
-from monitoring.relayed import RelayedFeed
+from monitoring.feeds import JournalFeed, RelayedFeed
 from p2p_co2.system.process import end_with_parent
 from p2p_co2.system.socket_activation import take_over
 

@@ -1,8 +1,5 @@
 """``docs/events.md``, made from the event types themselves: ``python -m monitoring.event_docs >
-docs/events.md``.
-
-A test holds the file against this, so it cannot grow old.
-"""
+docs/events.md``. A test holds the file against this, so it cannot grow old."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import inspect
 import textwrap
 import typing
 
-from p2p_co2.telemetry import events
 from p2p_co2.telemetry.events import EVENT_TYPES, Event
 
 _JSON = {
@@ -41,32 +37,25 @@ Observers (`p2p-co2 board`, `watch`, `export`) get the same events in reports th
 
 def event_docs() -> str:
     """The text of ``docs/events.md``."""
-    table = "".join(
-        f"| [`{kind}`](#{kind}) | {_first_line(event_type)} |\n" for kind, event_type in EVENT_TYPES.items()
-    )
-    return HEAD + table + "".join(_section(event_type) for event_type in EVENT_TYPES.values())
+    rows = [f"| [`{kind}`](#{kind}) | {_first_line(found)} |\n" for kind, found in EVENT_TYPES.items()]
+    return HEAD + "".join(rows) + "".join(_section(event_type) for event_type in EVENT_TYPES.values())
 
 
 def _section(event_type: type[Event]) -> str:
-    hints = typing.get_type_hints(event_type)
-    words = _field_words(event_type)
+    hints, words = typing.get_type_hints(event_type), _field_words(event_type)
     own = [field for field in dataclasses.fields(event_type) if field.name not in {"at", "peer"}]
     lines = [f"\n## {event_type.kind}\n\n{_doc(event_type)}\n"]
     if own:
         lines.append("\n| field | JSON | |\n|---|---|---|\n")
     for field in own:
-        optional = (
-            field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        )
+        optional = not field.default is field.default_factory is dataclasses.MISSING
         note = " ".join(filter(None, (words.get(field.name, ""), "(may be absent)" if optional else "")))
         lines.append(f"| `{field.name}` | {_JSON[hints[field.name]]} | {note} |\n")
     return "".join(lines)
 
 
 def _doc(event_type: type[Event]) -> str:
-    if not event_type.__doc__ or event_type.__doc__.startswith(event_type.__name__ + "("):
-        return f"See `{event_type.__name__}`."
-    return inspect.cleandoc(event_type.__doc__).replace("``", "`").replace("\n\n", "\n\n")
+    return inspect.cleandoc(event_type.__doc__ or "").replace("``", "`")
 
 
 def _first_line(event_type: type[Event]) -> str:
@@ -76,17 +65,13 @@ def _first_line(event_type: type[Event]) -> str:
 def _field_words(event_type: type[Event]) -> dict[str, str]:
     """The string that stands below a field, by the field's name."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(event_type))).body[0]
-    assert isinstance(tree, ast.ClassDef)
     found: dict[str, str] = {}
-    for field, below in zip(tree.body, tree.body[1:], strict=False):
-        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-            assert isinstance(below, ast.Expr)
-            assert isinstance(below.value, ast.Constant)
-            found[field.target.id] = " ".join(str(below.value.value).split()).replace("``", "`")
+    for field, below in zip(tree.body, tree.body[1:], strict=False):  # type: ignore[attr-defined]
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(words))):
+                found[name] = " ".join(words.split()).replace("``", "`")
     return found
 
 
 if __name__ == "__main__":
-    assert events.__doc__
     print(event_docs(), end="")

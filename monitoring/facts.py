@@ -10,6 +10,17 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+STATES = (
+    "starting", "joining", "behind", "training", "draining", "paused", "finished", "left", "gone", "silent",
+    "unreachable", "unknown",
+)  # fmt: skip
+"""Of a peer. Silence alone is not death, and neither is the word of others: it is "gone" when both come
+together."""
+ONLINE = frozenset({"starting", "joining", "training", "draining", "paused", "behind"})
+OVER = frozenset({"finished", "left"})
+BEHIND_ROUNDS = 2.0
+"""A peer that lags so far is not where the run is."""
+
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True)

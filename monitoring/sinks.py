@@ -10,15 +10,14 @@ own dependencies, which is why neither is installed with p2p-co2.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from monitoring.facts import SwarmFacts
-from monitoring.history import History
+from monitoring.facts import ONLINE, SwarmFacts
 from monitoring.model import Model
-from monitoring.peer_state import ONLINE
 from monitoring.words import plain
 from p2p_co2.errors import ConfigError
 from p2p_co2.system.process import StopSignals
@@ -69,9 +68,8 @@ class WandbSink:
         try:
             import wandb
         except ImportError:
-            raise ConfigError(
-                "command line", "--wandb", "needs wandb: pip install 'p2p-co2[wandb]'"
-            ) from None
+            words = "needs wandb: pip install 'p2p-co2[wandb]'"
+            raise ConfigError("command line", "--wandb", words) from None
         self._run: Any = wandb.init(project=project)
 
     def write(self, figures: dict[str, float], step: int) -> None:
@@ -83,39 +81,26 @@ class WandbSink:
 
 def open_sinks(tensorboard: Path | None, wandb: str) -> list[Sink]:
     """The sinks that were asked for. Raises ``ConfigError`` if that is none, or one is not installed."""
-    sinks: list[Sink] = []
-    if tensorboard is not None:
-        sinks.append(TensorBoardSink(tensorboard))
-    if wandb:
-        sinks.append(WandbSink(wandb))
-    if not sinks:
+    if tensorboard is None and not wandb:
         raise ConfigError("command line", "export", "where to? Give --tensorboard FOLDER or --wandb PROJECT")
-    return sinks
+    sinks: list[Sink] = [TensorBoardSink(tensorboard)] if tensorboard is not None else []
+    return sinks + ([WandbSink(wandb)] if wandb else [])
 
 
 def figures_of(facts: SwarmFacts) -> dict[str, float]:
     """What a sink gets: the swarm's figures, and some of each peer's, by name."""
-    found: dict[str, float | None] = {
-        "swarm/loss_agreed": facts.loss_agreed if facts.peers_online else None,
-        "swarm/loss_training": facts.loss_training if facts.peers_online else None,
-        "swarm/peers_online": float(facts.peers_online), "swarm/tokens_per_s": facts.tokens_per_s,
-        "swarm/utilisation": facts.utilisation if facts.peers_online else None,
-        "swarm/up_bytes_per_s": facts.up_bytes_per_s,
-        "swarm/rounds_committed": float(facts.rounds_committed),
-        "swarm/rounds_alone": float(facts.rounds_alone),
-        "swarm/rounds_aborted": float(facts.rounds_aborted), "swarm/staleness_mean": facts.staleness_mean,
-        "swarm/sync_delay_steps_mean": facts.sync_delay_steps_mean,
-    }  # fmt: skip
-    for peer in [peer for peer in facts.peers if peer.state in ONLINE][:MAX_PEERS]:
-        name = "peer/" + "".join(
-            char if char.isalnum() or char in "-_." else "_" for char in plain(peer.label, 40)
-        )
-        found[f"{name}/loss"] = peer.loss
-        found[f"{name}/tokens_per_s"] = peer.tokens_per_s
-        found[f"{name}/utilisation"] = peer.utilisation
-        found[f"{name}/exposed_s"] = peer.exposed_s
-        found[f"{name}/up_bytes"] = float(peer.up_bytes)
-    return {name: value for name, value in found.items() if value is not None}
+    online = [peer for peer in facts.peers if peer.state in ONLINE][:MAX_PEERS]
+    names = ("peers_online", "tokens_per_s", "up_bytes_per_s", "rounds_committed", "rounds_alone",
+             "rounds_aborted", "staleness_mean", "sync_delay_steps_mean")  # fmt: skip
+    found = {f"swarm/{name}": getattr(facts, name) for name in names}
+    if facts.peers_online:
+        of_peers = ("loss_agreed", "loss_training", "utilisation")
+        found |= {f"swarm/{name}": getattr(facts, name) for name in of_peers}
+    for peer in online:
+        label = re.sub(r"[^\w.-]", "_", plain(peer.label, 40))
+        for name in ("loss", "tokens_per_s", "utilisation", "exposed_s", "up_bytes"):
+            found[f"peer/{label}/{name}"] = getattr(peer, name)
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def export_feed(
@@ -124,38 +109,24 @@ def export_feed(
     """Write to ``sinks`` until the run is over, Ctrl-C, or ``seconds`` have passed, a run's past included
     where the feed has it; ``say`` hears when the swarm comes or goes. Returns the exit status; closes feed
     and sinks."""
-    model = Model(feed, History(None))
-
-    wrote_any = False
-
-    def write() -> None:
-        nonlocal wrote_any
-        facts = model.facts()
-        for sink in sinks if facts.peers_known else ():
-            sink.write(figures_of(facts), facts.tokens)
-            wrote_any = True
-
-    model.retold = write
-    stop = StopSignals(lambda: None)
+    model, stop = Model(feed), StopSignals(lambda: None)
     ends_at = time.monotonic() + seconds if seconds else float("inf")
-    told = ""
+    told, wrote_any = "", False
     try:
         with stop:
-            while not stop.asked and time.monotonic() < ends_at:
-                model.feed.watched(time.monotonic())
-                model.step(time.time())
-                model.keep(time.time())
-                facts = model.facts()
-                if facts.connection != told:
-                    told = facts.connection
-                    say(f"{told}: {plain(facts.connection_words, 300)}")
-                write()
-                if facts.connection == "ended":
-                    break
-                time.sleep(EVERY_S if not stop.asked else 0.0)
+            while not stop.asked and time.monotonic() < ends_at and told != "ended":
+                feed.watched(time.monotonic())
+                for _ in model.moments(time.time()):
+                    facts = model.facts()
+                    for sink in sinks if facts.peers_known else ():
+                        sink.write(figures_of(facts), facts.tokens)
+                        wrote_any = True
+                if feed.state.phase != told:
+                    told = feed.state.phase
+                    say(f"{told}: {plain(feed.state.words, 300)}")
+                time.sleep(EVERY_S if not stop.asked and told != "ended" else 0.0)
     finally:
         feed.close()
-        model.history.close()
         for sink in sinks:
             sink.close()
     if not wrote_any:

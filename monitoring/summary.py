@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from monitoring.standing import in_the_run
+from monitoring.known import in_the_run
 from monitoring.words import loss_unit
 from p2p_co2.config import RunConfig
-from p2p_co2.telemetry.peer_view import PeerView
-from p2p_co2.telemetry.view import SwarmView, mean_of
+from p2p_co2.telemetry.view import PeerView, SwarmView, mean_of
 
 FP32_BYTES = 4
 
@@ -48,22 +47,24 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
     ``_rounds``; ``bytes``: see ``_bytes``. ``staleness``, ``sync_delay_steps``: over all outer steps applied
     by any peer; see ``events.FragmentApplied``. ``utilisation``: of a peer, seconds in inner steps over
     seconds since its first inner step began; in the mean are those that were not behind the run when
-    they were last heard. ``exposed_s``: seconds the training thread stood still for
-    communication. ``digests_equal``: at least one peer finished and all that finished hold the same digest of
+    they were last heard. ``exposed_s``: seconds the training thread stood still for communication.
+    ``digests_equal``: at least one peer finished and all that finished hold the same digest of
     the agreed state. ``carriers``: open links by carrier, counted in each direction. ``versions``: software;
     ``outer_versions``: newest outer version per fragment.
     """
-    labels = view.labels()
+    labels, config = view.labels(), facts.config
     peers = {labels[peer.peer]: peer for peer in view.started_peers}
-    counted = [labels[peer.peer] for peer in in_the_run(view.started_peers)]
     used = {name: peer.utilisation for name, peer in peers.items()}
+    counted = [used[labels[peer.peer]] for peer in in_the_run(peers.values())]
     exposed_s = {name: round(peer.totals.exposed_s, 3) for name, peer in peers.items()}
-    config = facts.config
+    digests = {peer.end.digest for peer in peers.values() if peer.end is not None}
+    carriers = Counter(carrier for peer in peers.values() for carrier in peer.carriers.values())
+    versions = zip(*(peer.versions for peer in peers.values() if peer.versions), strict=False)
     return {
         "run": config.name,
         "peers": len(peers),
-        "processes": {name: peer.pid for name, peer in peers.items()},
-        "parameters": _parameters(peers.values()),
+        "processes": {name: peer.start.pid for name, peer in peers.items()},
+        "parameters": max((peer.start.parameters for peer in peers.values()), default=0),
         "tokens": sum(peer.totals.tokens for peer in peers.values()),
         "wall_s": _rounded((view.last_at or 0.0) - (view.started_at or 0.0), 2),
         "loss": {
@@ -74,19 +75,18 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
         "rounds": _rounds(view),
         "staleness": _distribution(view.staleness),
         "sync_delay_steps": _distribution(view.sync_delay_steps),
-        "gap_max": _rounded(view.gap_max, 4),
-        "bytes": _bytes(view, _fragments(view, config)),
+        "bytes": _bytes(view, peers, config),
         "utilisation": {
-            "mean": _rounded(_mean(value for name in counted if (value := used[name]) is not None), 4),
+            "mean": _rounded(_mean(counted), 4),
             "per_peer": {name: _rounded(value, 4) for name, value in used.items()},
         },
         "exposed_s": {"max": max(exposed_s.values(), default=0.0), "per_peer": exposed_s},
-        "digests_equal": _digests_equal(peers.values()),
-        "carriers": _carriers(peers.values()),
+        "digests_equal": len(digests) == 1 and "" not in digests,
+        "carriers": dict(sorted(carriers.items())),
         "codec": config.codec.name,
         "apply_rule": config.outer.rule,
         "versions": dict(facts.software),
-        "outer_versions": _outer_versions(peers.values()),
+        "outer_versions": [max(column) for column in versions],
         "warnings": view.warnings,
         "expected_peers": facts.expected_peers,
         "peer_table": {name: _peer(peer, labels) for name, peer in peers.items()},
@@ -116,20 +116,18 @@ def verdict(summary: dict[str, Any], by_loss: bool = True) -> list[str]:
         held = ", ".join(f"{name} {digest[:12] or 'none'}" for name, digest in finished.items())
         reasons.append(f"the peers hold different digests of the agreed state: {held}")
     start, end = summary["loss"]["start"], summary["loss"]["end"]
-    if not by_loss:
-        return reasons
-    if start is None or end is None:
+    if by_loss and (start is None or end is None):
         reasons.append("the held-out loss at start and end was not measured")
-    elif not end < start:
+    elif by_loss and not end < start:
         reasons.append(f"the held-out loss did not fall: {start:.4f} at the start, {end:.4f} at the end")
     return reasons
 
 
 def _rounds(view: SwarmView) -> dict[str, Any]:
     """``committed``, ``aborted``: rounds of the swarm, each once; ``alone``: made by one peer, with nobody
-    else. ``partial``: committed with somebody
-    missing from the mean of some part. ``missed``: committed, but given up by some member. ``duration_s``:
-    from a member's offer to its knowing of the commit, the slowest member of each round."""
+    else. ``partial``: committed with somebody missing from the mean of some part. ``missed``: committed, but
+    given up by some member. ``duration_s``: from a member's offer to its knowing of the commit, the slowest
+    member of each round."""
     committed = [known for known in view.rounds.values() if known.outcome == "committed"]
     durations_s = sorted(known.duration_s for known in committed if known.duration_s > 0)
     reasons = view.abort_reasons
@@ -141,15 +139,15 @@ def _rounds(view: SwarmView) -> dict[str, Any]:
         "open": sum(known.outcome == "open" for known in view.rounds.values()),
         "partial": sum(known.partial > 0 or known.contributors < known.group_size for known in committed),
         "missed": sum(bool(known.missed_by) for known in committed),
-        "contributors_mean": _rounded(_mean(float(known.contributors) for known in committed), 3),
+        "contributors_mean": _rounded(_mean(known.contributors for known in committed), 3),
         "duration_s": {
             "mean": _rounded(_mean(durations_s), 4),
-            "max": _rounded(durations_s[-1], 4) if durations_s else None,
+            "max": _rounded(max(durations_s, default=None), 4),
         },
     }
 
 
-def _bytes(view: SwarmView, fragments: int) -> dict[str, Any]:
+def _bytes(view: SwarmView, peers: Mapping[str, PeerView], config: RunConfig) -> dict[str, Any]:
     """Bytes against synchronous data-parallel training.
 
     A *sweep* is one committed round of every fragment: committed rounds / fragments.
@@ -160,48 +158,41 @@ def _bytes(view: SwarmView, fragments: int) -> dict[str, Any]:
     that product over ``per_parameter_per_round``. ``encoded_bits_per_parameter``: size of one encoded outer
     gradient of all fragments.
     """
-    labels = view.labels()
-    peers = view.started_peers
-    parameters, count = _parameters(peers), len(peers)
+    parameters, count = max((peer.start.parameters for peer in peers.values()), default=0), len(peers)
+    # As the peers cut the model, which may be in more pieces than asked for.
+    fragments = max((peer.start.fragments for peer in peers.values()), default=0) or config.fragments
     sweeps = view.committed / fragments
-    up_bytes = {labels[peer.peer]: peer.totals.up_bytes for peer in peers}
+    up_bytes = {name: peer.totals.up_bytes for name, peer in peers.items()}
+    whole = [peer.sent for peer in peers.values() if parameters and len(peer.sent) == fragments]
+    encoded = 8 * sum(sent.payload_bytes for sent in whole[0].values()) / parameters if whole else None
     sent = steps = None
     if parameters and count and sweeps:
         sent = sum(up_bytes.values()) / count / parameters / sweeps
-        steps = sum(peer.totals.inner_steps for peer in peers) / count / sweeps
+        steps = sum(peer.totals.inner_steps for peer in peers.values()) / count / sweeps
     data_parallel = FP32_BYTES * 2 * (1 - 1 / count) if count else 0.0
     return {
         "up_per_peer": up_bytes,
-        "down_per_peer": {labels[peer.peer]: peer.totals.down_bytes for peer in peers},
+        "down_per_peer": {name: peer.totals.down_bytes for name, peer in peers.items()},
         "per_parameter_per_round": _rounded(sent, 5),
-        "encoded_bits_per_parameter": _rounded(_encoded_bits(peers, parameters, fragments), 3),
+        "encoded_bits_per_parameter": _rounded(encoded, 3),
         "fp32_data_parallel_per_parameter_per_step": _rounded(data_parallel, 5),
         "inner_steps_per_sweep": _rounded(steps, 2),
-        "times_less_than_data_parallel": _rounded(data_parallel * steps / sent, 1)
-        if sent and steps
-        else None,
+        "times_less_than_data_parallel": _rounded(data_parallel * (steps or 0) / sent, 1) if sent else None,
     }
 
 
-def _encoded_bits(peers: Iterable[PeerView], parameters: int, fragments: int) -> float | None:
-    for peer in peers:
-        if parameters and len(peer.payload_bytes) == fragments:
-            return 8 * sum(peer.payload_bytes.values()) / parameters
-    return None
-
-
 def _peer(peer: PeerView, labels: dict[str, str]) -> dict[str, Any]:
-    totals = peer.totals
+    totals, tally, end = peer.totals, peer.tally, peer.end
     return {
         "peer": peer.peer,
-        "pid": peer.pid,
-        "device": peer.device,
-        "software": peer.software,
+        "pid": peer.start.pid,
+        "device": peer.start.device,
+        "software": peer.start.software,
         "phase": peer.phase,
         "finished": peer.finished,
         "left_reason": peer.left_reason,
-        "digest": peer.digest,
-        "position": _rounded(peer.position, 3),
+        "digest": end.digest if end is not None else "",
+        "position": _rounded(peer.progress.position, 3),
         "outer_versions": list(peer.versions),
         "inner_steps": totals.inner_steps,
         "tokens": totals.tokens,
@@ -214,41 +205,14 @@ def _peer(peer: PeerView, labels: dict[str, str]) -> dict[str, Any]:
         "wall_s": _rounded(totals.wall_s, 3),
         "utilisation": _rounded(peer.utilisation, 4),
         "staleness_mean": _rounded(mean_of(peer.staleness), 4),
-        "sync_delay_steps_mean": _rounded(mean_of(peer.sync_delay_steps), 3),
-        "sync_delay_max_s": _rounded(peer.sync_delay_max_s, 3),
-        "relative_error_max": _rounded(peer.relative_error_max, 6),
-        "clipped_share_max": _rounded(peer.clipped_share_max, 6),
-        "sends": peer.sends,
-        "skipped_sends": dict(sorted(peer.skipped_sends.items())),
-        "caught_up": dict(sorted(peer.caught_up.items())),
-        "refused": dict(sorted(peer.refused.items())),
+        "sync_delay_steps_mean": _rounded(mean_of(tally.sync_delay_steps), 3),
+        "sends": tally.sends,
+        "skipped_sends": dict(sorted(tally.skipped_sends.items())),
+        "caught_up": dict(sorted(tally.caught_up.items())),
+        "refused": dict(sorted(tally.refused.items())),
         "carriers": {labels.get(other, other): carrier for other, carrier in sorted(peer.carriers.items())},
-        "peak_memory_bytes": peer.peak_memory_bytes,
+        "peak_memory_bytes": end.peak_memory_bytes if end is not None else 0,
     }
-
-
-def _parameters(peers: Iterable[PeerView]) -> int:
-    return max((peer.parameters for peer in peers), default=0)
-
-
-def _fragments(view: SwarmView, config: RunConfig) -> int:
-    """As the peers cut the model, which may be in more pieces than asked for."""
-    return max((peer.fragments for peer in view.peers.values()), default=0) or config.fragments
-
-
-def _carriers(peers: Iterable[PeerView]) -> dict[str, int]:
-    links = Counter(carrier for peer in peers for carrier in peer.carriers.values())
-    return dict(sorted(links.items()))
-
-
-def _digests_equal(peers: Iterable[PeerView]) -> bool:
-    digests = {peer.digest for peer in peers if peer.finished}
-    return len(digests) == 1 and "" not in digests
-
-
-def _outer_versions(peers: Iterable[PeerView]) -> list[int]:
-    columns = zip(*(peer.versions for peer in peers if peer.versions), strict=False)
-    return [max(column) for column in columns]
 
 
 def _distribution(histogram: Counter[int]) -> dict[str, Any]:
@@ -259,8 +223,8 @@ def _distribution(histogram: Counter[int]) -> dict[str, Any]:
     }
 
 
-def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
 
 

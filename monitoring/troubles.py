@@ -9,13 +9,11 @@ said is text, never markup.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from monitoring.facts import PeerFacts, Trouble
-from monitoring.peer_state import ONLINE, OVER
-from monitoring.standing import BEHIND_ROUNDS
+from monitoring.facts import BEHIND_ROUNDS, ONLINE, OVER, PeerFacts, Trouble
 from monitoring.words import capped_words, clock, percent, plain, size
-from p2p_co2.telemetry.events import ContributionCapped, Event, MessageRefused, RoundAborted, Warned
+from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState, Sighting
 from p2p_co2.telemetry.view import SwarmView
 
@@ -30,14 +28,18 @@ ALONE_S = 30.0
 MOST_NAMED = 4
 BAD, ODD = "bad", "odd"
 INVITE = "invite others with: p2p-co2 join TICKET (the word that the seed printed)"
+_ABSENT = {
+    "gone": ("is gone", "the others go on; if it is yours, join again there with --resume"),
+    "silent": ("is silent", "if it is yours, see whether that machine sleeps or starves"),
+    "unreachable": ("cannot be reached", "if it is yours, ask p2p-co2 doctor there"),
+}
 
-Found = tuple[str, str, str, float]
-"""(severity, what is wrong, what to do, since when)."""
+Label = Callable[[str], str]
 
 
 def troubles(
     view: SwarmView,
-    labels: Mapping[str, str],
+    label: Label,
     peers: Sequence[PeerFacts],
     sightings: Mapping[str, Sighting],
     state: FeedState,
@@ -46,73 +48,61 @@ def troubles(
     """All that is wrong at ``now``, worst first."""
     found: list[Trouble] = []
     if state.phase == "lost":
+        # Everybody is silent to us then, which says nothing of anybody.
         what = f"The swarm is out of reach: {plain(state.words, 240)}"
-        found.append(_trouble("", (BAD, what, "what is shown is old, and it is looked for again", now)))
-    leading = max((sum(peer.versions) for peer in peers if peer.versions), default=0)
-    # With the swarm out of reach everybody is silent to us, which says nothing of anybody.
-    for peer in peers if state.phase != "lost" else ():
-        found += _of_peer(peer, sightings.get(peer.peer), now, leading)
-    found += _alone(view, peers, now) if state.phase != "lost" else []
-    found += _skipped(view, labels, now)
-    found += _of_events(view, labels, now)
+        found.append(_trouble("", BAD, what, "what is shown is old, and it is looked for again", now))
+    else:
+        leading = max((sum(peer.versions) for peer in peers if peer.versions), default=0)
+        for peer in peers:
+            found += _of_peer(peer, sightings.get(peer.peer), now, leading)
+        found += _alone(view, peers, now)
+    found += _skipped(view, label, now)
+    found += _of_events(view, label, now)
     found.sort(key=lambda trouble: (trouble.severity != BAD, -trouble.since_at, trouble.words))
     return tuple(found[:MAX_TROUBLES])
 
 
-def _trouble(peer: str, found: Found) -> Trouble:
-    severity, what, advice, since_at = found
+def _trouble(peer: str, severity: str, what: str, advice: str, since_at: float) -> Trouble:
     return Trouble(peer=peer, words=f"{what}; {advice}", severity=severity, since_at=since_at)
 
 
-_ABSENT = {
-    "gone": ("is gone", "the others go on; if it is yours, join again there with --resume"),
-    "silent": ("is silent", "if it is yours, see whether that machine sleeps or starves"),
-    "unreachable": ("cannot be reached", "if it is yours, ask p2p-co2 doctor there"),
-}
-
-
-def _of_peer(peer: PeerFacts, sighting: Sighting | None, now: float, leading: int) -> list[Trouble]:
-    name = plain(peer.label, 40)
-    seen_at = peer.last_seen_at or now
-    lines: list[Found] = []
+def _of_peer(peer: PeerFacts, sighting: Sighting | None, now: float, leading: int) -> Iterator[Trouble]:
+    name, reason, me = plain(peer.label, 40), plain(peer.reason, 160), peer.peer
     if peer.state in _ABSENT:
         word, advice = _ABSENT[peer.state]
-        lines.append((BAD, f"{name} {word}: {plain(peer.reason, 160)}", advice, seen_at))
+        yield _trouble(me, BAD, f"{name} {word}: {reason}", advice, peer.last_seen_at or now)
     elif peer.state == "unknown" and peer.reason and sighting is not None and sighting.refused:
-        what = f"{name} says nothing that can be read: {plain(peer.reason, 160)}"
-        lines.append((BAD, what, "its owner should install the organiser's version", now))
+        what = f"{name} says nothing that can be read: {reason}"
+        yield _trouble(me, BAD, what, "its owner should install the organiser's version", now)
     elif peer.state == "behind":
-        lines.append(
-            (ODD, f"{name} is left out: {plain(peer.reason, 160)}", "wait until it has caught up", now)
-        )
+        yield _trouble(me, ODD, f"{name} is left out: {reason}", "wait until it has caught up", now)
     if peer.nonsense:
         causes = ", ".join(f"{plain(cause, 60)} ({times})" for cause, times in peer.nonsense.items())
         what = f"{name} publishes nonsense, which is left out: {plain(causes, 200)}"
-        lines.append((BAD, what, "if you know its owner, ask what runs there", now))
+        yield _trouble(me, BAD, what, "if you know its owner, ask what runs there", now)
     if peer.state == "training":
-        lines += _of_training(peer, name, now, leading)
+        yield from _of_training(peer, name, now, leading)
     if peer.clock_offset_s is not None and abs(peer.clock_offset_s) > CLOCK_OFF_S:
-        off = f"{name}'s clock is {peer.clock_offset_s:+.0f} s off; its times are corrected here"
-        lines.append((ODD, off, "set that machine's clock by NTP", now))
-    return [_trouble(peer.peer, line) for line in lines]
+        what = f"{name}'s clock is {peer.clock_offset_s:+.0f} s off; its times are corrected here"
+        yield _trouble(me, ODD, what, "set that machine's clock by NTP", now)
 
 
-def _of_training(peer: PeerFacts, name: str, now: float, leading: int) -> list[Found]:
-    lines: list[Found] = []
+def _of_training(peer: PeerFacts, name: str, now: float, leading: int) -> Iterator[Trouble]:
     behind = (leading - sum(peer.versions)) / max(1, len(peer.versions))
     if peer.versions and behind >= BEHIND_ROUNDS:
         what = f"{name} is {behind:.0f} rounds behind the foremost peer"
-        lines.append((ODD, what, "it fetches them; if that lasts, look at its line with p2p-co2 plan", now))
-    spent_s = peer.exposed_s / max(1e-9, peer.exposed_s + peer.hidden_s)
+        advice = "it fetches them; if that lasts, look at its line with p2p-co2 plan"
+        yield _trouble(peer.peer, ODD, what, advice, now)
     if peer.utilisation is not None and peer.exposed_s > 5.0 and 1 - peer.utilisation > EXPOSED_SHARE:
-        waits = f"{name} spends {percent(1 - peer.utilisation)} of its time waiting"
-        of = f"({percent(spent_s)} of its communication is not hidden)"
-        lines.append((ODD, f"{waits} {of}", "p2p-co2 plan says what rounds its line bears", now))
+        share = percent(peer.exposed_s / (peer.exposed_s + peer.hidden_s))
+        what = f"{name} spends {percent(1 - peer.utilisation)} of its time waiting"
+        what += f" ({share} of its communication is not hidden)"
+        yield _trouble(peer.peer, ODD, what, "p2p-co2 plan says what rounds its line bears", now)
     cap, needed = peer.upload_cap_bytes_per_s, peer.needed_bytes_per_s
     if cap and needed and cap < needed:
         what = f"{name} may send {size(cap)}/s, and the rounds need {size(needed)}/s at least"
-        lines.append((ODD, what, "its owner may raise --upload; till then it is given a smaller share", now))
-    return lines
+        advice = "its owner may raise --upload; till then it is given a smaller share"
+        yield _trouble(peer.peer, ODD, what, advice, now)
 
 
 def _alone(view: SwarmView, peers: Sequence[PeerFacts], now: float) -> list[Trouble]:
@@ -121,90 +111,82 @@ def _alone(view: SwarmView, peers: Sequence[PeerFacts], now: float) -> list[Trou
     if len(here) != 1 or here[0].state not in ONLINE or not here[0].inner_steps:
         return []
     together = [
-        report.committed_at
+        commit.at
         for known in view.rounds.values()
         if known.outcome == "committed"
-        for report in known.reports.values()
+        for commit in known.commits.values()
     ]
     left = [peer.last_seen_at or 0.0 for peer in peers if peer is not here[0]]
     since_at = max([here[0].joined_at or now, *together, *left])
     if now - since_at < ALONE_S:
         return []
     what = f"{plain(here[0].label, 40)} has trained alone for {clock(now - since_at)}, and exchanges nothing"
-    return [_trouble(here[0].peer, (BAD, what, INVITE, since_at))]
+    return [_trouble(here[0].peer, BAD, what, INVITE, since_at)]
 
 
-def _skipped(view: SwarmView, labels: Mapping[str, str], now: float) -> list[Trouble]:
+def _skipped(view: SwarmView, label: Label, now: float) -> list[Trouble]:
     """One line for all skipped sends of late, if there are many among those that were due."""
-    recent = {
-        peer.peer: [(at, why) for at, why in peer.recent_sends if now - at <= RECENT_S]
+    recent = [
+        (peer.peer, at, why)
         for peer in view.peers.values()
-    }
-    due = sum(map(len, recent.values()))
-    skipped = {peer: [at for at, why in sends if why] for peer, sends in recent.items()}
-    count = sum(map(len, skipped.values()))
-    if due < MIN_SENDS or count <= SKIPPED_SHARE * due:
+        for at, why in peer.recent_sends
+        if now - at <= RECENT_S
+    ]
+    skipped = [(peer, at, why) for peer, at, why in recent if why]
+    if len(recent) < MIN_SENDS or len(skipped) <= SKIPPED_SHARE * len(recent):
         return []
-    reason = Counter(why for sends in recent.values() for _, why in sends if why).most_common(1)[0][0]
-    most = sorted(skipped, key=lambda peer: (-len(skipped[peer]), peer))
-    named = [plain(labels.get(peer, f"~{peer[-6:]}"), 24) for peer in most if skipped[peer]]
-    of = ", ".join(named[:MOST_NAMED]) + (", ..." if len(named) > MOST_NAMED else "")
-    what = f"{percent(count / due)} of the sends of late were skipped ({of}): {plain(reason, 100)}"
+    reason = Counter(why for _, _, why in skipped).most_common(1)[0][0]
+    by_peer = Counter(peer for peer, _, _ in sorted(skipped)).most_common()
+    named = ", ".join(plain(label(peer), 24) for peer, _ in by_peer[:MOST_NAMED])
+    of = named + (", ..." if len(by_peer) > MOST_NAMED else "")
+    share = percent(len(skipped) / len(recent))
+    what = f"{share} of the sends of late were skipped ({of}): {plain(reason, 100)}"
     advice = "the lines are too slow for these rounds: p2p-co2 plan says which they bear"
-    return [_trouble("", (ODD, what, advice, max(at for ats in skipped.values() for at in ats)))]
+    return [_trouble("", ODD, what, advice, max(at for _, at, _ in skipped))]
 
 
-def _of_events(view: SwarmView, labels: Mapping[str, str], now: float) -> list[Trouble]:
+def _of_events(view: SwarmView, label: Label, now: float) -> list[Trouble]:
     """Recent events that a person should act on, each kind and reason once, with how often."""
-    alike: dict[tuple[str, str], list[tuple[float, str, Event]]] = {}
-    for at, peer, _, event in view.notable:
+    alike: dict[tuple[str, str], list[ev.Event]] = {}
+    for at, _, _, event in view.notable:
         match event:
-            case RoundAborted():
+            case ev.RoundAborted():
                 key = "aborted", event.reason
-            case ContributionCapped():  # every member tells of it: one line for each peer that it is about
+            case ev.ContributionCapped():  # every member tells of it: one line for each peer it is about
                 key = "capped", event.other
-            case MessageRefused():
+            case ev.MessageRefused():
                 key = f"refused {event.other}", event.reason
-            case Warned():
+            case ev.Warned():
                 key = "warned", event.text
             case _:
                 continue
         if now - at <= RECENT_S:
-            alike.setdefault(key, []).append((at, peer, event))
-    return [_of_alike(told, labels) for told in alike.values()]
+            alike.setdefault(key, []).append(event)
+    return [_of_alike(told, lambda peer: plain(label(peer), 40)) for told in alike.values()]
 
 
-def _of_alike(told: Sequence[tuple[float, str, Event]], labels: Mapping[str, str]) -> Trouble:
+def _of_alike(told: Sequence[ev.Event], name: Label) -> Trouble:
     """One line for events of one kind and reason; the newest is last."""
-
-    def name(peer: str) -> str:
-        return plain(labels.get(peer, f"~{peer[-6:]}"), 40)
-
-    at, peer, event = told[-1]
-    writers = sorted({name(writer) for _, writer, _ in told})
-    who = writers[0] if len(writers) == 1 else f"{len(writers)} peers ({', '.join(writers[:MOST_NAMED])})"
+    event, writers = told[-1], sorted({name(one.peer) for one in told})
+    is_one = len(writers) == 1
+    who = writers[0] if is_one else f"{len(writers)} peers ({', '.join(writers[:MOST_NAMED])})"
+    peer, severity = event.peer, ODD
     match event:
-        case RoundAborted():
-            rounds = {(one.fragment, one.round) for _, _, one in told if isinstance(one, RoundAborted)}
+        case ev.RoundAborted():
+            rounds = {(one.fragment, one.round) for one in told if isinstance(one, ev.RoundAborted)}
             what = f"Round {event.round} of fragment {event.fragment} was aborted: {plain(event.reason, 140)}"
             what += f" ({len(rounds) - 1} more of late)" if len(rounds) > 1 else ""
             advice = "its work goes into the next one; if that goes on, look at the peer that is named"
-            return _trouble(peer, (BAD, what, advice, at))
-        case ContributionCapped():
-            what = f"{name(event.other)} {capped_words(event)}"
+            severity = BAD
+        case ev.ContributionCapped():
+            peer, what = event.other, f"{name(event.other)} {capped_words(event)}"
             advice = "if it is honest, raise weight_cap in the next run file"
-            return _trouble(event.other, (ODD, what, advice, at))
-        case MessageRefused():
-            refuse = f"refuse{'s'[: len(writers) == 1]} messages of {name(event.other)}"
+        case ev.MessageRefused():
+            refuse = f"refuse{'s' * is_one} messages of {name(event.other)}"
             what = f"{who} {refuse}: {plain(event.reason, 80)}"
-            return _trouble(peer, (ODD, what, "its owner should install the organiser's version", at))
-    text = event.text if isinstance(event, Warned) else event.kind
-    return _trouble(
-        peer,
-        (
-            ODD,
-            f"{who} warn{'s'[: len(writers) == 1]}: {plain(text, 200)}",
-            "its own terminal or log says more",
-            at,
-        ),
-    )
+            advice = "its owner should install the organiser's version"
+        case _:
+            text = event.text if isinstance(event, ev.Warned) else event.kind
+            what = f"{who} warn{'s' * is_one}: {plain(text, 200)}"
+            advice = "its own terminal or log says more"
+    return _trouble(peer, severity, what, advice, event.at)

@@ -11,41 +11,19 @@ import re
 import time
 from collections.abc import Mapping
 
-from monitoring.peer_state import LEFT_PREFIX
-from p2p_co2.telemetry.events import (
-    AgreedMeasured,
-    CaughtUp,
-    CheckpointSaved,
-    ContributionCapped,
-    Event,
-    LinkLost,
-    LinkOpened,
-    MessageRefused,
-    Paused,
-    PeerFinished,
-    PeerJoined,
-    PeerLeft,
-    PeerStarted,
-    Resumed,
-    RoundAborted,
-    RoundCommitted,
-    SendSkipped,
-    TrainingEnded,
-    Warned,
-)
+from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.view import SwarmView
 
 UNKNOWN = "-"
-NATS = "nats per token"
+LEFT_PREFIX = "left: "
+"""How membership begins the reason of a peer that said goodbye."""
+_PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
+"""A peer id in running text: its end tells peers apart and leaves room for the rest."""
 
 
 def loss_unit(recipe: str) -> str:
     """The unit of a run's losses: known for the built-in recipe, the author's affair ("") for others."""
-    return NATS if recipe == "byte-gpt" else ""
-
-
-_PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
-"""A peer id in running text: its end tells peers apart and leaves room for the rest."""
+    return "nats per token" if recipe == "byte-gpt" else ""
 
 
 def plain(text: str, limit: int = 120) -> str:
@@ -74,17 +52,6 @@ def figure(value: float | None, digits: int = 0) -> str:
     return UNKNOWN if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
 
 
-def capped_words(event: ContributionCapped) -> str:
-    """What its peer claims and what it counted as: in the work of the round's median member, or as a share
-    where only the size of what it sent was too large."""
-    times = event.claimed / event.median if event.median > 0 else math.inf
-    if times >= 2:
-        counted = event.counted / event.median
-        return f"claims {figure(times)} times the median work: counted as {figure(counted, 1)} times"
-    share = percent(event.counted / event.claimed if event.claimed > 0 else 0.0)
-    return f"sends far larger changes than the others: counted as {share} of its work"
-
-
 def percent(share: float | None) -> str:
     return UNKNOWN if share is None or not math.isfinite(share) else f"{100 * share:.1f} %"
 
@@ -100,9 +67,7 @@ def clock(seconds: float | None) -> str:
 
 def ago(at: float | None, now: float) -> str:
     """How long before ``now`` a figure was measured; "" if it is not known or it has just been."""
-    if at is None or not now - at >= 1.0:
-        return ""
-    return f", {clock(now - at)} ago"
+    return "" if at is None or not now - at >= 1.0 else f", {clock(now - at)} ago"
 
 
 def date(at: float | None) -> str:
@@ -110,99 +75,110 @@ def date(at: float | None) -> str:
     if at is None or not math.isfinite(at) or abs(at) > 1e11:
         return UNKNOWN
     then, today = time.localtime(at), time.localtime()
-    same_day = then[:3] == today[:3]
-    return time.strftime("%H:%M:%S" if same_day else "%d %b %H:%M", then)
+    return time.strftime("%H:%M:%S" if then[:3] == today[:3] else "%d %b %H:%M", then)
+
+
+def links(carriers: Mapping[str, int]) -> str:
+    """Open links, by carrier."""
+    return plain(", ".join(f"{count} {carrier}" for carrier, count in carriers.items()), 40) or UNKNOWN
+
+
+def capped_words(event: ev.ContributionCapped) -> str:
+    """What its peer claims and what it counted as: in the work of the round's median member, or as a share
+    where only the size of what it sent was too large."""
+    times = event.claimed / event.median if event.median > 0 else math.inf
+    if times >= 2:
+        counted = event.counted / event.median
+        return f"claims {figure(times)} times the median work: counted as {figure(counted, 1)} times"
+    share = percent(event.counted / event.claimed if event.claimed > 0 else 0.0)
+    return f"sends far larger changes than the others: counted as {share} of its work"
 
 
 def news(view: SwarmView, newest: int) -> list[tuple[float, str]]:
     """The ``newest`` lines of what happened, oldest first: (at, words). What every member reports is said
     once."""
-    labels = view.labels()
-    lines: list[tuple[float, str, str]] = []
+    labels, lines = view.labels(), dict[str, tuple[float, str]]()
     for at, _, _, event in reversed(view.notable):
         key, words = describe(event, labels)
-        known = next((i for i, line in enumerate(lines) if line[1] == key), None)
-        if known is None and words:
-            lines.append((at, key, words))
+        if words and key not in lines:
+            lines[key] = at, words
         if len(lines) == newest:
             break
-    return [(at, words) for at, _, words in reversed(lines)]
+    return list(lines.values())[::-1]
 
 
-def describe(event: Event, labels: Mapping[str, str]) -> tuple[str, str]:
-    """What makes the event the same for all who report it, and the event in words ("" if it is not worth a
+def describe(event: ev.Event, labels: Mapping[str, str]) -> tuple[str, str]:
+    """What makes the event the same for all that report it, and the event in words ("" if it is not worth a
     line)."""
 
     def name(peer: str) -> str:
         return plain(labels.get(peer, f"~{peer[-6:]}"), 24)
 
-    me = name(event.peer)
-    key, words = "", ""
+    me, key, words = name(event.peer), "", ""
     match event:
-        case PeerJoined():
+        case ev.PeerJoined():
             # At the start everybody meets everybody: one line for each newcomer is enough.
             key, words = f"joined {event.other}", f"{name(event.other)} joined"
-        case PeerLeft():
+        case ev.PeerLeft():
+            how = "left" if event.reason.startswith(LEFT_PREFIX) else "is gone"
             key = f"left {event.other}"
-            said = event.reason.startswith(LEFT_PREFIX)
-            how = "left" if said else "is gone"
             words = f"{name(event.other)} {how}: {event.reason.removeprefix(LEFT_PREFIX)}"
-        case LinkOpened():
+        case ev.LinkOpened():
             why = f" ({event.reason})" if event.reason else ""
             words = f"{me} reaches {name(event.other)} by {event.carrier}{why}"
-        case LinkLost():
+        case ev.LinkLost():
             words = f"{me} lost its {event.carrier} link to {name(event.other)}: {event.reason}"
-        case CaughtUp():
+        case ev.CaughtUp():
             span = f"version {event.from_version} to {event.to_version} of fragment {event.fragment}"
             lost = event.rounds_given_up
             words = f"{me} caught up, {span}, by {event.how} from {name(event.donor)}"
             words += f"; given up: {lost} round{'s' if lost > 1 else ''} that it made alone" if lost else ""
-        case ContributionCapped():
+        case ev.ContributionCapped():
             key, words = f"capped {event.other}", f"{name(event.other)} {capped_words(event)}"
-        case MessageRefused():
+        case ev.MessageRefused():
             words = f"{me} refused a message from {name(event.other)}: {event.reason}"
-        case RoundCommitted() | RoundAborted() | SendSkipped():
-            key, words = _words_of_round(event, me)
         case _:
-            words = _words_of_itself(event, me)
+            key, words = _of_round(event, me)
+            words = words or _of_itself(event, me)
     return key or words, plain(words)
 
 
-def _words_of_round(event: RoundCommitted | RoundAborted | SendSkipped, me: str) -> tuple[str, str]:
+def _of_round(event: ev.Event, me: str) -> tuple[str, str]:
     match event:
-        case RoundCommitted():
+        case ev.RoundCommitted(group_size=1):
+            return "", f"{me} made round {event.round} of fragment {event.fragment} alone"
+        case ev.RoundCommitted():
             share = f"{event.contributors} of {event.group_size} are in the mean"
             words = f"round {event.round} of fragment {event.fragment} committed: {share}, "
-            if event.group_size == 1:
-                return "", f"{me} made round {event.round} of fragment {event.fragment} alone"
             return f"commit {event.fragment} {event.round}", f"{words}{figure(event.duration_s, 2)} s at {me}"
-        case RoundAborted():
+        case ev.RoundAborted():
             words = f"round {event.round} of fragment {event.fragment} aborted: {event.reason}"
             return f"abort {event.fragment} {event.round} {event.reason}", words
-    return "", f"{me} skipped a send of fragment {event.fragment}: {event.reason}"
+        case ev.SendSkipped():
+            return "", f"{me} skipped a send of fragment {event.fragment}: {event.reason}"
+    return "", ""
 
 
-def _words_of_itself(event: Event, me: str) -> str:
-    """An event that is about its writer alone."""
+def _of_itself(event: ev.Event, me: str) -> str:
     words = ""
     match event:
-        case PeerStarted():
+        case ev.PeerStarted():
             words = f"started on {event.device}"
             if event.resumed_from:
                 words += f", resumed at step {figure(event.inner_steps)}, round {figure(event.position, 1)}"
-        case AgreedMeasured():
+        case ev.AgreedMeasured():
             words = f"measured the agreed parameters: held-out loss {figure(event.loss, 4)}"
-        case CheckpointSaved():
+        case ev.CheckpointSaved():
             words = f"saved a checkpoint in {figure(event.duration_s, 2)} s"
-        case Paused():
+        case ev.Paused():
             words = f"rests: {event.reason}"
-        case Resumed():
+        case ev.Resumed():
             words = f"goes on after {clock(event.paused_s)}"
-        case TrainingEnded():
+        case ev.TrainingEnded():
             most_s = event.offers_within_s + event.settles_within_s
             words = f"trained to the end of the run; waits until all agree, at most {clock(most_s)}"
-        case Warned():
+        case ev.Warned():
             words = f"warns: {event.text}"
-        case PeerFinished():
+        case ev.PeerFinished():
             words = f"finished: {event.reason}"
     return f"{me} {words}" if words else ""

@@ -1,9 +1,8 @@
 """What all peers of a run must agree on (``RunConfig``), and what is one peer's own (``PeerConfig``).
 
-Laws: both are frozen and validated where they are read; an unknown key is an error, never ignored; equal
-``RunConfig`` values have equal ``canonical_bytes`` and so equal ``digest``, on every machine. A digest covers
-every field, so two peers that differ in any agreed setting refuse each other before anything is downloaded.
-"""
+Both are frozen and validated where they are read; an unknown key is an error. Equal ``RunConfig`` values
+have equal ``canonical_bytes`` and so equal ``digest``, which covers every field: two peers that differ in
+any agreed setting refuse each other before anything is downloaded."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ class CodecConfig(_Frozen):
 
 
 class OuterConfig(_Frozen):
-    """The outer optimizer (ALGORITHMS: CO2 arXiv 2401.16265, Streaming DiLoCo 2501.18512).
+    """The outer optimizer (CO2 arXiv 2401.16265, Streaming DiLoCo 2501.18512).
 
     ``rule``: how live parameters meet new outer parameters. ``lr``, ``momentum``, ``nesterov``: SGD on the
     mean outer gradient. ``gap_penalty``: CO2's staleness gap penalty. ``clip``: outer momentum clipping,
@@ -148,6 +147,11 @@ class RunConfig(_Frozen):
             )
         return self
 
+    @property
+    def is_own_recipe(self) -> bool:
+        """Whether the recipe is a user's "file.py:function" rather than a built-in name."""
+        return ":" in self.recipe
+
     def canonical_bytes(self) -> bytes:
         """The agreed settings as bytes: JSON with sorted keys, every default written out."""
         settings = self.model_dump(mode="json")
@@ -165,11 +169,8 @@ class RunConfig(_Frozen):
         except ValidationError as error:
             wrong = _config_error("the published run manifest", error)
             problem = wrong.problem.partition(";")[0]  # whose cure is for who writes a run file
-            raise ConfigError(
-                wrong.where,
-                wrong.key,
-                f"{problem}; the run is of another version of p2p-co2, install the organiser's",
-            ) from None
+            cure = "the run is of another version of p2p-co2, install the organiser's"
+            raise ConfigError(wrong.where, wrong.key, f"{problem}; {cure}") from None
 
 
 class LimitsConfig(_Frozen):
@@ -270,12 +271,11 @@ def _write_table(lines: list[str], prefix: str, table: dict[str, Any]) -> None:
 
 
 def _read(kind: type[_Config], path: Path) -> _Config:
+    problems = {FileNotFoundError: "no such file", IsADirectoryError: "is a folder; name the file in it"}
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(str(path), "", "no such file") from None
-    except IsADirectoryError:
-        raise ConfigError(str(path), "", "is a folder; name the file in it") from None
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ConfigError(str(path), "", problems[type(error)]) from None
     except UnicodeDecodeError:
         raise ConfigError(str(path), "", "not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:

@@ -22,15 +22,17 @@ class P2PCo2Error(Exception):
 
 
 class ConfigError(P2PCo2Error):
-    """The user's input is wrong.
-
-    ``where`` is the file (or "command line"), ``key`` the dotted key, ``problem`` what is wrong and
-    what would be right.
-    """
+    """The user's input is wrong. ``where`` is the file (or "command line"), ``key`` the dotted key,
+    ``problem`` what is wrong and what would be right."""
 
     def __init__(self, where: str, key: str, problem: str) -> None:
         self.where, self.key, self.problem = where, key, problem
         super().__init__(f"{where}: {key}: {problem}" if key else f"{where}: {problem}")
+
+    @classmethod
+    def of_option(cls, option: str, problem: str) -> ConfigError:
+        """What is wrong with an option such as ``--peers``."""
+        return cls("command line", option, problem)
 
 
 class TicketError(P2PCo2Error):

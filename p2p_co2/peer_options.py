@@ -1,29 +1,21 @@
-"""One peer's settings as the command line gives them: to ``join``, and to ``doctor``, which looks whether
-they will do; and where a peer listens, whether the command line or a training loop of one's own starts it.
-"""
+"""One peer's settings as the command line gives them to ``join`` and ``doctor``, and where a peer listens."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pydantic import ValidationError
+
+from p2p_co2.config import PeerConfig, read_peer_config
 from p2p_co2.errors import ConfigError
-
-if TYPE_CHECKING:
-    from p2p_co2.config import PeerConfig
-    from p2p_co2.ticket import Ticket
+from p2p_co2.ticket import Ticket
 
 
 def peer_config(path: Path | None, given: dict[str, Any], ticket: str = "") -> PeerConfig:
     """Defaults, then the file ``path``, then what is ``given`` (None: not), by dotted key; where to
     listen as ``listening`` says. Raises ``ConfigError`` by the option's name, ``TicketError``."""
-    from pydantic import ValidationError
-
-    from p2p_co2.config import PeerConfig, read_peer_config
-    from p2p_co2.ticket import Ticket
-
-    read = read_peer_config(path) if path else PeerConfig()
-    table = read.model_dump()
+    table = (read_peer_config(path) if path else PeerConfig()).model_dump()
     for key, value in given.items():
         if value is not None:
             section, _, field = key.rpartition(".")
@@ -32,10 +24,11 @@ def peer_config(path: Path | None, given: dict[str, Any], ticket: str = "") -> P
         config = PeerConfig.model_validate(table)
     except ValidationError as error:
         first = error.errors()[0]
-        option = "--" + str(first["loc"][-1]).replace("_", "-").removesuffix("-bytes-per-s")
-        option = option.removesuffix("-s")
+        option = "--" + str(first["loc"][-1]).replace("_", "-").removesuffix("-bytes-per-s").removesuffix(
+            "-s"
+        )
         problem = first["msg"].removeprefix("Value error, ")
-        raise ConfigError("command line", option, f"{problem} (got {first['input']!r})") from None
+        raise ConfigError.of_option(option, f"{problem} (got {first['input']!r})") from None
     return listening(config, Ticket.parse(ticket) if ticket else None)
 
 

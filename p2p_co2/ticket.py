@@ -1,18 +1,15 @@
 """A ticket: one word that invites to a run.
 
 It carries what a newcomer cannot look up: the digest of the run's settings, the key that signs them, and
-addresses of seeds. Everything else comes from the swarm and is checked against these. Not a secret, and no
-proof of anything about the holder.
+addresses of seeds. Everything else comes from the swarm and is checked against these. Not a secret.
 
-Form: ``p2pco2-`` and the base58 of (version, run, run key, seeds, checksum). Base58 has no letters that look
-alike and no characters that a mail program or a shell would change. The checksum is 4 bytes of sha256, so a
-typing mistake passes with probability 2^-32; only the one spelling that ``str`` gives is taken. Price: about
-130 characters for one seed.
-"""
+Form: ``p2pco2-`` and the base58 of (version, run, run key, seeds, 4 bytes of sha256). Base58 has no letters
+that look alike; only the one spelling that ``str`` gives is taken. About 130 characters for one seed."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import ipaddress
 import re
 from collections.abc import Iterable
@@ -76,9 +73,7 @@ class Ticket:
         try:
             data = base58.b58decode(word.removeprefix(PREFIX).encode("ascii"))
         except ValueError:  # also UnicodeEncodeError
-            raise TicketError(
-                "the ticket has a character that no ticket has; copy it again, as a whole"
-            ) from None
+            raise TicketError("the ticket has a character that no ticket has; copy it as a whole") from None
         content, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
         if _checksum(content) != checksum:
             raise TicketError("the ticket is damaged or cut short; copy it again, as a whole")
@@ -95,12 +90,19 @@ class Ticket:
     @classmethod
     def _read(cls, content: bytes) -> Ticket:
         """The fields behind the version byte; the checksum was right, so a fault here is the writer's."""
-        fields = _Fields(content)
-        run, run_key = fields.take(32), fields.take(_KEY_BYTES)
+        rest = io.BytesIO(content)
+
+        def take(count: int) -> bytes:
+            taken = rest.read(count)
+            if len(taken) < count:
+                raise TicketError("the ticket ends too early; ask the organiser for a new one")
+            return taken
+
+        run, run_key = take(32), take(_KEY_BYTES)
         seeds = []
-        for _ in range(fields.take(1)[0]):
-            address = fields.take(fields.take(1)[0]).decode("latin-1")
-            seeds.append(f"{address}/p2p/{peer_id_of(fields.take(_KEY_BYTES))}")
+        for _ in range(take(1)[0]):
+            address = take(take(1)[0]).decode("latin-1")
+            seeds.append(f"{address}/p2p/{peer_id_of(take(_KEY_BYTES))}")
         return cls(run, peer_id_of(run_key), tuple(seeds))
 
 
@@ -119,17 +121,6 @@ def by_peer(maddrs: Iterable[str]) -> dict[PeerId, list[str]]:
     for maddr in maddrs:
         found.setdefault(PeerId(maddr.rpartition("/p2p/")[2]), []).append(maddr)
     return found
-
-
-class _Fields:
-    def __init__(self, data: bytes) -> None:
-        self._rest = data
-
-    def take(self, count: int) -> bytes:
-        if len(self._rest) < count:
-            raise TicketError("the ticket ends too early; ask the organiser for a new one")
-        taken, self._rest = self._rest[:count], self._rest[count:]
-        return taken
 
 
 def _checksum(content: bytes) -> bytes:

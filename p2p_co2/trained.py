@@ -1,9 +1,7 @@
 """A trained model out of a checkpoint: for sampling and for its held-out loss.
 
-It puts the agreed parameters, not a peer's live ones, into the recipe's model: what the whole swarm holds is
-what is measured. Law: the fragment plan's digest must be the checkpoint's, so parameters never land in the
-wrong place.
-"""
+It puts the agreed parameters, not a peer's live ones, into the recipe's model. The fragment plan's digest
+must be the checkpoint's, so parameters never land in the wrong place."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ from pathlib import Path
 import torch
 
 from p2p_co2.errors import ConfigError
-from p2p_co2.recipes import Recipe
-from p2p_co2.run_recipe import load_run_recipe
+from p2p_co2.recipes import Recipe, load_run_recipe
 from p2p_co2.tensors.checkpoint import load_agreed
 from p2p_co2.tensors.fragments.live import LiveParameters
 from p2p_co2.tensors.fragments.names import named_buffers

@@ -1,7 +1,4 @@
-"""``python -m peers TICKET ...`` is ``p2p-co2 join TICKET ...``.
-
-An entry point stands above every floor, so it may call the command line; nothing imports it.
-"""
+"""``python -m peers TICKET ...`` is ``p2p-co2 join TICKET ...``; nothing imports it."""
 
 import sys
 

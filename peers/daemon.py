@@ -1,10 +1,8 @@
 """A volunteer's peer: joins by ticket, refuses a recipe that is not the run's, trains, leaves cleanly.
 
-The loop below is the one a user would write with the library (``examples/own_loop.py``); all of the swarm is
-behind ``peer.step``. Laws: nothing of a stranger's is run: an own recipe is a file on this machine whose
-digest must be the run's before it is imported; one Ctrl-C leaves cleanly, two at once. The price: inner steps
-are whole, so leaving waits for the step in progress.
-"""
+The loop in ``_train`` is the one a user would write with the library (``examples/own_loop.py``); all of the
+swarm is behind ``peer.step``. One Ctrl-C leaves cleanly, two at once; leaving waits for the inner step in
+progress."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ import hashlib
 import importlib
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
@@ -22,19 +21,23 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.node.placing import ALONE
 from p2p_co2.protocol.wire.identity import Identity
-from p2p_co2.run_recipe import load_run_recipe
 from p2p_co2.system.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.ticket import Ticket
 from peers.doctor.findings import State
 from peers.doctor.machine import look_at_machine
-from peers.measuring import AgreedLoss
 from peers.status import StatusLines
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from p2p_co2.recipes import Recipe
     from p2p_co2.trainer import Connection, Peer
+
+SHARE = 0.005
+AT_MOST_EVERY_S = 10.0
+"""Measurements of the agreed loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,20 +86,14 @@ def join_run(options: JoinOptions, watch: Watch | None = None) -> int:
 
     Raises ``TicketError``, ``ConfigError``, ``EnvironmentFault``, ``TransportError`` as named in those.
     """
-    watch = watch or StatusLines(print)
+    watch, running = watch or StatusLines(print), _Running()
     try:
-        return _join(options, watch)
+        with StopSignals(running.stop):
+            _look_and_join(options, running, watch)
+    except KeyboardInterrupt:
+        watch.say("stopped before the training began")
     finally:
         watch.close()
-
-
-def _join(options: JoinOptions, watch: Watch) -> int:
-    running = _Running()
-    with StopSignals(running.stop):
-        try:
-            _look_and_join(options, running, watch)
-        except KeyboardInterrupt:
-            watch.say("stopped before the training began")
     return 0
 
 
@@ -131,11 +128,10 @@ def _look_into_folder(options: JoinOptions) -> None:
     folder = options.config.folder
     FolderLock(folder).release()
     if options.resume and options.start_over:
-        raise ConfigError("command line", "--start-over", "begins anew, and --resume does not; leave one out")
+        raise ConfigError.of_option("--start-over", "begins anew, and --resume does not; leave one out")
     if options.resume and not has_checkpoint(folder / "checkpoint"):
-        raise ConfigError(
-            "command line", "--resume", f"{folder} has no checkpoint; leave it out, or name another --folder"
-        )
+        problem = f"{folder} has no checkpoint; leave it out, or name another --folder"
+        raise ConfigError.of_option("--resume", problem)
 
 
 def _look_first(config: PeerConfig, say: Callable[[str], None]) -> None:
@@ -187,6 +183,7 @@ def _join_and_train(
 ) -> None:
     import torch
 
+    from p2p_co2.recipes import load_run_recipe
     from p2p_co2.trainer import connect
 
     torch.set_num_threads(options.config.limits.threads or len(os.sched_getaffinity(0)))
@@ -239,11 +236,43 @@ def _checked_device(device: str) -> str:
     try:
         kind = torch.device(device).type
     except RuntimeError:
-        raise ConfigError(
-            "command line", "--device", f"torch knows no device {device!r}; use cpu or cuda"
-        ) from None
+        problem = f"torch knows no device {device!r}; use cpu or cuda"
+        raise ConfigError.of_option("--device", problem) from None
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "command line", "--device", "torch sees no CUDA device here; use cpu, or a CUDA build of torch"
-        )
+        problem = "torch sees no CUDA device here; use cpu, or a CUDA build of torch"
+        raise ConfigError.of_option("--device", problem)
     return device
+
+
+class AgreedLoss:
+    """When a peer measures the held-out loss of the agreed parameters, so that boards can draw it.
+
+    All peers of one version hold the same parameters and the same held-out data, so one measurement a round
+    is enough, and they take turns. But for each peer's first one it costs at most ``SHARE`` of the training
+    thread's time. ``held_out``: loss of a model on a small slice that nobody trains on; None measures
+    nothing."""
+
+    def __init__(self, held_out: Callable[[nn.Module], float] | None) -> None:
+        self._held_out = held_out
+        self._next_at = 0.0
+        self._round = -1
+        """The last one whose turn was looked at."""
+
+    def begin(self, peer: Peer) -> None:
+        """Before the first step: where the run, or this peer, begins."""
+        self._round = int(peer.position)
+        self._measure(peer)
+        self._next_at = time.monotonic() + AT_MOST_EVERY_S  # a first one takes longer than those that follow
+
+    def after_step(self, peer: Peer) -> None:
+        """Measure if a round has begun that is this peer's to measure."""
+        if int(peer.position) == self._round or self._held_out is None:
+            return
+        self._round = int(peer.position)
+        if peer.has_turn(self._round) and time.monotonic() >= self._next_at:
+            self._measure(peer)
+
+    def _measure(self, peer: Peer) -> None:
+        if self._held_out is not None:
+            duration_s = peer.measure_agreed(self._held_out)
+            self._next_at = time.monotonic() + max(AT_MOST_EVERY_S, duration_s / SHARE)

@@ -1,7 +1,6 @@
 """What a volunteer sees of their own peer: a line every ten seconds, and the events that matter as they come.
 
-Law: it only reads events and never raises into the thread that reports them. Price: one figure per matter;
-the journal has the rest.
+It only reads events and never raises into the thread that reports them; the journal has all figures.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from p2p_co2.telemetry.events import (
     Progress,
     Resumed,
     RoundAborted,
-    RoundBegan,
     RoundCommitted,
     StateLoading,
     TrainingEnded,
@@ -50,7 +48,6 @@ class StatusLines:
         self._carriers: dict[str, str] = {}
         self._committed = self._alone = self._aborted = 0
         self._staleness = 0
-        self._deadlines: dict[int, tuple[float, float]] = {}
 
     def see(self, event: Event) -> None:
         """Take in one event; prints if it is worth a line of its own, or if the next status line is due."""
@@ -84,15 +81,6 @@ class StatusLines:
                 self._aborted += 1
             case FragmentApplied():
                 self._staleness = event.staleness
-            case RoundBegan():
-                self._deadlines[event.fragment] = (event.deadline_s, event.parts_deadline_s)
-
-    def _waits(self) -> str:
-        """The deadlines of the rounds that this peer began last, over all fragments."""
-        if not self._deadlines:
-            return "-"
-        ready, parts = zip(*self._deadlines.values(), strict=True)
-        return f"{_span(ready)} for peers, {_span(parts)} for parts"
 
     def _news(self, event: Event) -> str:
         text = ""
@@ -144,7 +132,6 @@ class StatusLines:
             f"staleness {self._staleness}",
             f"up {now.up_bytes / 1e6:.1f} MB, down {now.down_bytes / 1e6:.1f} MB",
             f"stood still {now.exposed_s:.1f} s",
-            f"waits at most {self._waits()}",
         )
         return " | ".join(figures)
 
@@ -156,8 +143,3 @@ def _catching_up(event: StateLoading | CaughtUp) -> str:
     more = ", ..." if len(event.fragments) > MOST_NAMED else ""
     to_come = f"{(event.total_bytes - event.received_bytes) / 1e6:.1f} MB to come"
     return f"loading the agreed state: {to_come} (fragments: {named}{more}; donors: {event.donors})"
-
-
-def _span(seconds: tuple[float, ...]) -> str:
-    low, high = f"{min(seconds):.1f}", f"{max(seconds):.1f}"
-    return f"{low} s" if low == high else f"{low} to {high} s"

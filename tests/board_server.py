@@ -75,9 +75,9 @@ def feed_of(kind: str) -> MadeFeed:
     feed = LiveFeed(swarm)
     if kind == "evil":
         feed.advance(PAST_S)
-        feed._news.events += evil_events(time.time() - 1)
+        feed.news.events += evil_events(time.time() - 1)
         nonsense = Counter({EVIL[:40]: 3, "an impossible number": 2})
-        feed._news.sightings.append(Sighting(peer_id(99), "answering", time.time(), refused=nonsense))
+        feed.news.sightings.append(Sighting(peer_id(99), "answering", refused=nonsense))
     return feed
 
 

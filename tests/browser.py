@@ -6,6 +6,9 @@ Each browser has an empty profile of its own and makes no request but to the boa
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +20,8 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
+
+from tests.swarms import ENVIRONMENT, ROOT
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -55,6 +60,23 @@ def browser(*, phone: bool = False, dark: bool = False) -> Iterator[WebDriver]:
     finally:
         driver.quit()
         shutil.rmtree(profile, ignore_errors=True)
+
+
+@contextmanager
+def board(arguments: list[str]) -> Iterator[str]:
+    """A board as a process, ``python`` with ``arguments``; its address."""
+    command = [sys.executable, "-u", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert first.startswith("board: "), first
+        yield first.removeprefix("board: ").strip()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(120)
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def text_of(driver: WebDriver, test_id: str) -> str:

@@ -114,9 +114,7 @@ class World:
                 _, _, sender, receiver, message = heapq.heappop(self._under_way)
                 self.machines[receiver].receive(message, sender, self.now)
             for machine in self.machines.values():
-                machine.awake.begins(self.now)
                 machine.handle_timer(self.now)
-                machine.awake.ends(self.now)
             self._take_all()
 
     def _take_all(self) -> None:

@@ -30,7 +30,7 @@ MEASURING = ("test_kill", "test_faults", "test_rehearsal", "test_doctor_network"
 SWARMS = ("test_swarm", "test_cells", "test_hostile", "test_leaks", "test_examples")
 """Start processes and wait for conditions; the longest first. Other files marked ``swarm`` follow them."""
 WAITING = (
-    "test_flood", "test_transport", "test_transport_libp2p", "test_discovery", "test_monitoring_feeds",
+    "test_flood", "test_transport", "test_transport_libp2p", "test_discovery", "test_board_history",
     "test_network", "test_gate",
 )  # fmt: skip
 """Wait more than they work; short ones, which even out the end."""

@@ -7,66 +7,32 @@ from p2p_co2.telemetry.events import FragmentApplied, PeerStarted, Progress, Rou
 
 def started(peer: str, at: float = 0.0, name: str = "", pid: int = 7) -> PeerStarted:
     return PeerStarted(
-        at=at,
-        peer=peer,
-        name=name,
-        pid=pid,
-        software="0",
-        device="cpu",
-        parameters=1000,
-        fragments=2,
+        at=at, peer=peer, name=name, pid=pid, software="0", device="cpu", parameters=1000, fragments=2,
         run="aa",
-    )
+    )  # fmt: skip
 
 
 def progress(peer: str, at: float, *, loss: float = 2.0, inner_steps: int = 10) -> Progress:
     return Progress(
-        at=at,
-        peer=peer,
-        phase="training",
-        position=at / 10,
-        inner_steps=inner_steps,
-        tokens=100 * inner_steps,
-        tokens_per_s=50.0,
-        loss=loss,
-        train_s=9.0,
-        exposed_s=0.5,
-        wall_s=10.0,
-        up_bytes=500,
-        down_bytes=400,
-        versions=(1, 0),
-    )
+        at=at, peer=peer, phase="training", position=at / 10, inner_steps=inner_steps,
+        tokens=100 * inner_steps, tokens_per_s=50.0, loss=loss, train_s=9.0, exposed_s=0.5,
+        wall_s=10.0, up_bytes=500, down_bytes=400, versions=(1, 0),
+    )  # fmt: skip
 
 
 def applied(peer: str, staleness: int, delay: int, gap: float = 1.0) -> FragmentApplied:
     return FragmentApplied(
-        at=1.0,
-        peer=peer,
-        fragment=0,
-        version=1,
-        contributed=True,
-        staleness=staleness,
-        sync_delay_steps=delay,
-        sync_delay_s=0.5,
-        gap=gap,
-        gradient_norm=1.0,
-        momentum_norm=1.0,
+        at=1.0, peer=peer, fragment=0, version=1, contributed=True, staleness=staleness,
+        sync_delay_steps=delay, sync_delay_s=0.5, gap=gap, gradient_norm=1.0, momentum_norm=1.0,
         clipped_share=0.0,
-    )
+    )  # fmt: skip
 
 
 def committed(peer: str, number: int, *, contributors: int = 3, duration_s: float = 1.0) -> RoundCommitted:
     return RoundCommitted(
-        at=float(number),
-        peer=peer,
-        fragment=0,
-        round=number,
-        coordinator="a",
-        group_size=3,
-        contributors=contributors,
-        partial=3 - contributors,
-        duration_s=duration_s,
-    )
+        at=float(number), peer=peer, fragment=0, round=number, coordinator="a", group_size=3,
+        contributors=contributors, partial=3 - contributors, duration_s=duration_s,
+    )  # fmt: skip
 
 
 def aborted(peer: str, number: int, reason: str = "too few") -> RoundAborted:

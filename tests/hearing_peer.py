@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from p2p_co2.node.catching import Catching
+from p2p_co2.node.agreement import Agreement
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.progress import SwarmProgress
 from p2p_co2.node.surroundings import Clock
@@ -43,8 +43,12 @@ class Place:
             process=1,
         )
         self.progress = self.node.progress = SwarmProgress(cast(Any, self.node), 0.25, rounds)
-        self.node.catching = Catching(cast(Any, self.node))
+        majority = Agreement(PeerId("me"), self.node.membership, self.node.agreed, self._standing, 32)
+        self.node.catching = SimpleNamespace(majority=majority, busy=lambda: False)
         self.node.membership.found([], self.now)
+
+    def _standing(self) -> tuple[Status.Phase, frozenset[int]]:
+        return self.progress.local.phase, self.progress.local.finished
 
     def hear(self, peer: PeerId, phase: Status.Phase, *versions: int, settled: bool = False) -> None:
         digests = [bytes([version]) * 32 for version in versions]
@@ -58,7 +62,7 @@ class Place:
         self.conclude()
 
     def move(self, *versions: int) -> None:
-        self.node.agreed = [AgreedVersion(version, bytes([version]) * 32) for version in versions]
+        self.node.agreed[:] = [AgreedVersion(version, bytes([version]) * 32) for version in versions]
         self.conclude()
 
     def conclude(self) -> None:

@@ -7,26 +7,30 @@ from collections import Counter
 from typing import Any
 
 from monitoring import charts
-from monitoring.history import SWARM, History
-from monitoring.model import Model
+from monitoring.history import SWARM, History, fragment_key
+from monitoring.model import Model, Recorder
 from p2p_co2.telemetry import events as ev
-from p2p_co2.telemetry.feed import Sighting
+from p2p_co2.telemetry.feed import Feed, Sighting
 from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
 
 START = 1_800_000_000.0
 EVIL = "<img src=x onerror=alert(1)>{a|b}\x1b[2J"
 
 
-def model_after(seconds: int, peers: int = 6, **options: Any) -> Model:
+def followed(feed: Feed, now: float, history: History | None = None) -> tuple[Model, History]:
+    """A model of all that ``feed`` gives by ``now``, and the history that was kept of it."""
+    model, kept = Model(feed), history or History(None)
+    Recorder(model, kept).follow(now)
+    return model, kept
+
+
+def model_after(seconds: int, peers: int = 6, **options: Any) -> tuple[Model, History]:
     feed = MadeFeed(MadeSwarm(peers, start_at=START, **options))
     feed.advance(seconds)
-    model = Model(feed, History(None))
-    model.step(START + seconds)
-    model.keep(START + seconds)
-    return model
+    return followed(feed, START + seconds)
 
 
-def evil_model() -> Model:
+def evil_model() -> tuple[Model, History]:
     """A swarm in which one peer says all that the checks of a report let pass."""
     feed = MadeFeed(MadeSwarm(3, start_at=START))
     feed.advance(40)
@@ -39,7 +43,7 @@ def evil_model() -> Model:
         "down_bytes": 0,
         "versions": (2**53,) * 256,
     }
-    feed._news.events += [
+    feed.news.events += [
         ev.PeerStarted(at=START, peer=bad, name=EVIL, pid=0, software=EVIL, device=EVIL, parameters=2**53,
                        fragments=2**53, run=EVIL),
         ev.Progress(at=START + 1, peer=bad, phase=EVIL, position=1e15, tokens_per_s=1e15, loss=math.nan,
@@ -57,23 +61,19 @@ def evil_model() -> Model:
         ev.Warned(at=START + 39, peer=bad, text=EVIL),
         ev.MessageRefused(at=START + 39, peer=bad, other=EVIL, reason=EVIL),
     ]  # fmt: skip
-    feed._news.sightings.append(Sighting(bad, "answering", START, refused=Counter({EVIL: 3})))
+    feed.news.sightings.append(Sighting(bad, "answering", refused=Counter({EVIL: 3})))
     feed.is_whole = False
-    model = Model(feed, History(None))
-    model.step(START + 40)
-    model.keep(START + 40)
-    return model
+    return followed(feed, START + 40)
 
 
-def all_charts(model: Model) -> list[charts.Options]:
+def all_charts(model: Model, history: History) -> list[charts.Options]:
     facts, palette = model.facts(), charts.DARK
-    span = model.history.span()
-    rows = model.history.series(SWARM, *span)
-    fragments = {f: model.history.fragment_series(f, *span) for f in range(min(4, facts.fragments))}
+    rows = history.series(SWARM, *history.span())
+    fragments = {f: history.series(fragment_key(f), *history.span()) for f in range(min(4, facts.fragments))}
     members = {peer_id(0): {"ready_at": 5.0, "begin_s": 0.1, "parts_s": 0.3, "mean_s": 0.2, "commit_s": 0.6}}
     return [
-        charts.loss(palette, rows, model.history.agreed(), over_tokens=True),
-        charts.loss(palette, rows, model.history.agreed(), over_tokens=False),
+        charts.loss(palette, rows, history.agreed(), over_tokens=True),
+        charts.loss(palette, rows, history.agreed(), over_tokens=False),
         charts.over_time(palette, rows, {"tokens/s": ("tokens_per_s", charts.GREEN, 1.0)}),
         charts.rounds(palette, facts.rounds, facts.fragments),
         charts.staleness(palette, {f: {0: 3, 7: 1} for f in range(3)}),
@@ -82,5 +82,6 @@ def all_charts(model: Model) -> list[charts.Options]:
         charts.link_matrix(palette, facts.peers),
         charts.hidden_and_exposed(palette, facts.peers),
         charts.fragment_lines(palette, fragments, 1),
+        *(charts.peer_traffic(palette, rows, peer) for peer in facts.peers),
         charts.round_time_line(palette, members, {peer_id(0): EVIL}),
     ]

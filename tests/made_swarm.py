@@ -8,12 +8,15 @@ tokens, a link has a rate and a round trip, one peer is slow, one dies, one come
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.protocol.wire.identity import PeerId, peer_id_of
 from p2p_co2.telemetry import events as ev
-from p2p_co2.telemetry.feed import FeedState, News, Sighting
+from p2p_co2.telemetry.feed import Feed, FeedState, News, Sighting
+from tests.event_samples import aborted, applied, committed, progress, started
 
 TOKENS_PER_S = 2400
 PAYLOAD_BYTES = 170_000
@@ -71,27 +74,25 @@ class MadeSwarm:
         return sorted(found, key=lambda event: event.at)
 
     def _started(self, number: int, now: float) -> list[ev.Event]:
-        return [
-            ev.PeerStarted(
-                at=now, peer=peer_id(number), name=f"peer-{number + 1}", pid=1000 + number,
-                software="p2p-co2 0.1.0", device="cuda" if number % 3 == 1 else "cpu", parameters=1_300_000,
-                fragments=self.fragments, run=self.run_config.digest().hex(),
-                upload_cap_bytes_per_s=60_000.0 if number == 1 else 0.0,
-            )
-        ]  # fmt: skip
+        made = started(peer_id(number), now, f"peer-{number + 1}", pid=1000 + number)
+        return [replace(
+            made, software="p2p-co2 0.1.0", device="cuda" if number % 3 == 1 else "cpu", parameters=1_300_000,
+            fragments=self.fragments, run=self.run_config.digest().hex(),
+            upload_cap_bytes_per_s=60_000.0 if number == 1 else 0.0,
+        )]  # fmt: skip
 
     def _progress(self, number: int, t: int, now: float) -> ev.Progress:
-        since = self.half_s if number == self.late else 0.0
-        own_s = t - since
+        own_s = t - (self.half_s if number == self.late else 0.0)
         tokens = int(TOKENS_PER_S * own_s * (0.6 + 0.1 * (number % 5)))
         exposed_s = own_s * (0.07 if number == 2 else 0.008)
         per_s = 2 * (1 - 1 / self.peers) * PAYLOAD_BYTES * self.fragments / self.round_s
-        return ev.Progress(
-            at=now + 0.001 * number % 0.5, peer=peer_id(number), phase="training", position=t / self.round_s,
-            inner_steps=tokens // 512, tokens=tokens, tokens_per_s=TOKENS_PER_S * (0.6 + 0.1 * (number % 5)),
-            loss=1.4 + 4.0 / (1 + t / 20) ** 0.6 + 0.05 * self._random.random(), train_s=own_s - exposed_s,
-            exposed_s=exposed_s, wall_s=max(own_s, 0.001), up_bytes=int(per_s * own_s),
-            down_bytes=int(per_s * own_s * 1.02), versions=(int(t // self.round_s),) * self.fragments,
+        loss = 1.4 + 4.0 / (1 + t / 20) ** 0.6 + 0.05 * self._random.random()
+        return replace(
+            progress(peer_id(number), now + 0.001 * number % 0.5, loss=loss, inner_steps=tokens // 512),
+            position=t / self.round_s, tokens=tokens, tokens_per_s=TOKENS_PER_S * (0.6 + 0.1 * (number % 5)),
+            train_s=own_s - exposed_s, exposed_s=exposed_s, wall_s=max(own_s, 0.001),
+            up_bytes=int(per_s * own_s), down_bytes=int(per_s * own_s * 1.02),
+            versions=(int(t // self.round_s),) * self.fragments,
         )  # fmt: skip
 
     def _links(self, number: int, t: int, now: float) -> list[ev.Event]:
@@ -110,86 +111,59 @@ class MadeSwarm:
     def _round(self, fragment: int, number: int, t: int, now: float) -> list[ev.Event]:
         group = [peer for peer in range(self.peers) if self.present(peer, t)][:32]
         names = tuple(sorted(peer_id(peer) for peer in group))
-        coordinator = names[(fragment * 31 + number) % len(names)]
+        first = names[(fragment * 31 + number) % len(names)]
+        key: dict[str, Any] = {"fragment": fragment, "round": number}
         found: list[ev.Event] = [
-            ev.RoundBegan(at=now, peer=coordinator, fragment=fragment, round=number, group=names,
-                          waited_s=0.2, deadline_s=2.0)
-        ]  # fmt: skip
+            ev.RoundBegan(at=now, peer=first, **key, group=names, waited_s=0.2, deadline_s=2.0)
+        ]
         if self.dead >= 0 and 0 <= t - self.half_s < 5 and fragment % 2 == 0:
             reason = "the owner of part 2 fell silent"
-            return found + [
-                ev.RoundAborted(at=now + 0.9, peer=name, fragment=fragment, round=number, reason=reason)
-                for name in names
-            ]
+            return found + [replace(aborted(name, number, reason), at=now + 0.9, **key) for name in names]
         partial = int(number % 7 == 3)
         for place, name in enumerate(names):
-            spread = 0.02 * place % 0.3
-            found.append(
-                ev.RoundCommitted(
-                    at=now + 0.7 + spread, peer=name, fragment=fragment, round=number,
-                    coordinator=coordinator, group_size=len(names), contributors=len(names) - partial,
-                    partial=partial, duration_s=0.7 + spread, begun_s=0.22, parts_s=0.45,
-                    means_s=0.6 + spread,
-                )
-            )  # fmt: skip
-            found.append(
-                ev.FragmentSent(
-                    at=now + 0.001, peer=name, fragment=fragment, round=number, payload_bytes=PAYLOAD_BYTES,
-                    weight=2000.0, relative_error=0.014,
-                )
-            )  # fmt: skip
-            stale = int((number + place) % 11 == 5)
-            found.append(
-                ev.FragmentApplied(
-                    at=now + 0.75 + spread, peer=name, fragment=fragment, version=number, contributed=True,
-                    staleness=stale, sync_delay_steps=4 + 3 * stale + place % 3, sync_delay_s=0.75 + spread,
-                    gap=1.0 + 0.05 * stale + 0.01 * (number % 3), gradient_norm=0.4, clipped_share=0.0,
+            took_s, stale = 0.7 + 0.02 * place % 0.3, int((number + place) % 11 == 5)
+            found += [
+                replace(
+                    committed(name, number, contributors=len(names) - partial, duration_s=took_s), **key,
+                    at=now + took_s, coordinator=first, group_size=len(names), partial=partial, begun_s=0.22,
+                    parts_s=0.45, means_s=took_s - 0.1,
+                ),
+                ev.FragmentSent(at=now + 0.001, peer=name, **key, payload_bytes=PAYLOAD_BYTES, weight=2000.0,
+                                relative_error=0.014),
+                replace(
+                    applied(name, stale, 4 + 3 * stale + place % 3, 1.0 + 0.05 * stale + 0.01 * (number % 3)),
+                    at=now + took_s + 0.05, fragment=fragment, version=number, sync_delay_s=took_s + 0.05,
                     momentum_norm=0.5 + 1.0 / (1 + number / 10) + 0.05 * fragment,
-                )
-            )  # fmt: skip
+                ),
+            ]  # fmt: skip
         weights = {name: 1800.0 + 100 * place for place, name in enumerate(names)}
-        found.append(
-            ev.RoundCounted(
-                at=now + 0.7, peer=coordinator, fragment=fragment, round=number, decided_by=coordinator,
-                weights=weights,
-            )
-        )  # fmt: skip
+        found.append(ev.RoundCounted(at=now + 0.7, peer=first, **key, decided_by=first, weights=weights))
         if fragment == 0 and number % 2 == 1:
-            loss = 1.45 + 4.0 / (1 + t / 20) ** 0.6
-            found.append(
-                ev.AgreedMeasured(
-                    at=now + 0.8, peer=coordinator, loss=loss, position=t / self.round_s, tokens=0,
-                    duration_s=0.2,
-                )
-            )  # fmt: skip
+            found.append(ev.AgreedMeasured(
+                at=now + 0.8, peer=first, loss=1.45 + 4.0 / (1 + t / 20) ** 0.6, position=t / self.round_s,
+                tokens=0, duration_s=0.2,
+            ))  # fmt: skip
         return found
 
 
-class MadeFeed:
-    """A ``Feed`` over a made-up swarm; ``advance`` moves its time, or ``clock`` does (unix seconds)."""
+class MadeFeed(Feed):
+    """A feed over a made-up swarm; ``advance`` moves its time, or ``clock`` does (unix seconds)."""
 
     def __init__(self, swarm: MadeSwarm, state: FeedState | None = None) -> None:
         self.swarm = swarm
-        self.run: RunConfig | None = swarm.run_config
+        self.run = swarm.run_config
         self.place = "a made-up swarm"
-        self.me = ""
         self.is_whole = True
         self.state = state or FeedState("connected", "made up")
         self._next = 0
-        self._news = News(sightings=[Sighting(peer_id(n), "answering") for n in range(swarm.peers)])
+        self.news = News(sightings=[Sighting(peer_id(n), "answering") for n in range(swarm.peers)])
 
     def advance(self, until: int) -> None:
         """Let seconds pass, up to ``until`` since the start."""
         for t in range(self._next, until):
-            self._news.events += self.swarm.at(t)
+            self.news.events += self.swarm.at(t)
         self._next = max(self._next, until)
 
     def take(self) -> News:
-        news, self._news = self._news, News()
+        news, self.news = self.news, News()
         return news
-
-    def watched(self, now: float) -> None:
-        return
-
-    def close(self) -> None:
-        return

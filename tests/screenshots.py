@@ -13,13 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from selenium.webdriver.chrome.webdriver import WebDriver
 
-from tests.browser import browser, missing, wait_for, whole_page
+from tests.browser import board, browser, missing, wait_for, whole_page
 from tests.swarms import ENVIRONMENT, ROOT
 
 SECONDS = 180
@@ -69,7 +67,7 @@ def main() -> int:
         demo.send_signal(signal.SIGINT)
         demo.wait(60)
         log.close()
-    with _board(["-m", "p2p_co2.cli", "board", str(run)]) as address:
+    with board(["-m", "p2p_co2.cli", "board", str(run)]) as address:
         for mode in ("dark", "phone"):
             _all_pages(folder, address, mode)  # the same run from its journals, as long as it takes
     _states(folder)
@@ -85,21 +83,6 @@ def _all_pages(folder: Path, address: str, mode: str) -> None:
         for name, path in PAGES.items():
             _picture(driver, address + path, READY[name], folder / f"{name}-{mode}.png", mode == "phone")
         _deeper(driver, address, folder, mode)
-
-
-@contextmanager
-def _board(arguments: list[str]) -> Iterator[str]:
-    """A board as a process; its address."""
-    command = [sys.executable, "-u", *arguments]
-    board = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT)
-    try:
-        assert board.stdout is not None
-        yield board.stdout.readline().removeprefix("board: ").strip()
-    finally:
-        board.send_signal(signal.SIGINT)
-        board.wait(15)
-        if board.stdout is not None:
-            board.stdout.close()
 
 
 def _address(log: Path, demo: subprocess.Popen[bytes]) -> str:
@@ -159,7 +142,7 @@ def _states(folder: Path) -> None:
         "lost": "banner",
     }  # fmt: skip
     for kind, ready in shown.items():
-        with _board(["-m", "tests.board_server", kind]) as address, browser() as driver:
+        with board(["-m", "tests.board_server", kind]) as address, browser() as driver:
             _picture(driver, address, ready, folder / f"state-{kind}.png", False)
 
 

@@ -21,7 +21,7 @@ FLOORS = (
     {"config", "telemetry", "protocol.wire", "protocol.heartbeat", "protocol.schedule", "planning.profiles"},
     {"ticket", "tensors"},
     {"protocol", "recipes"},
-    {"net", "peer_options", "run_recipe", "trained", "planning"},
+    {"net", "peer_options", "trained", "planning"},
     {"node", "simnet"},
     {"trainer"},
     {"peers", "bootstrap", "monitoring"},
@@ -35,18 +35,11 @@ NO_TORCH = MESSAGE_WING | {"errors", "config", "system", "planning", "telemetry"
 MACHINES = {"protocol.membership", "protocol.rounds", "protocol.catchup", "protocol.reports"}
 
 IN_CIRCLES = {
-    "bootstrap.plan.command",
-    "bootstrap.plan.picture",
-    "bootstrap.plan.report",
-    "p2p_co2.node.apart",
-    "p2p_co2.node.catching",
     "p2p_co2.node.deciding",
     "p2p_co2.node.finding",
-    "p2p_co2.node.majority",
     "p2p_co2.node.node",
     "p2p_co2.node.progress",
     "p2p_co2.node.receiving",
-    "p2p_co2.node.replay",
     "p2p_co2.protocol.rounds.listening",
     "p2p_co2.protocol.rounds.member",
     "p2p_co2.simnet.faults",
@@ -56,14 +49,11 @@ IN_CIRCLES = {
     "p2p_co2.simnet.swarm",
 }
 TOO_LARGE = {
-    "monitoring.model.Model",
     "p2p_co2.net.discovery.dht.Discovery",
-    "p2p_co2.node.catching.Catching",
     "p2p_co2.node.links.Links",
     "p2p_co2.node.network.Network",
     "p2p_co2.node.node.Node",
     "p2p_co2.node.progress.SwarmProgress",
-    "p2p_co2.protocol.catchup.download.Download",
     "p2p_co2.protocol.membership.Membership",
     "p2p_co2.protocol.rounds.asking.Asking",
     "p2p_co2.protocol.rounds.coordination.Coordination",
@@ -80,7 +70,6 @@ TOO_LARGE = {
     "p2p_co2.simnet.process.Process",
     "p2p_co2.simnet.swarm.Swarm",
     "p2p_co2.simnet.training.Training",
-    "p2p_co2.telemetry.peer_view.PeerView",
     "p2p_co2.trainer.fragment_ledger.FragmentLedger",
     "p2p_co2.trainer.network_thread.NetworkThread",
     "p2p_co2.trainer.peer.Peer",
@@ -88,7 +77,6 @@ TOO_LARGE = {
 }
 WHOLES_GIVEN_AWAY = {
     "p2p_co2.net.transport.slow.SlowCarriers: SlowCarrier(self)",
-    "p2p_co2.node.node.Node: Catching(self)",
     "p2p_co2.node.node.Node: Deciding(self)",
     "p2p_co2.node.node.Node: Finding(self)",
     "p2p_co2.node.node.Node: Receiving(self)",

@@ -7,12 +7,11 @@ import itertools
 import json
 import re
 import signal
-import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ from p2p_co2.recipes import recipe_digest
 from p2p_co2.telemetry.events import Progress, RoundCommitted
 from p2p_co2.telemetry.view import fold
 from tests.board_server import EVIL
-from tests.browser import browser, errors, missing, text_of, wait_for
-from tests.swarms import ENVIRONMENT, ROOT, Swarm, swarm
+from tests.browser import board, browser, errors, missing, text_of, wait_for
+from tests.swarms import Swarm, swarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.skipif(bool(missing()), reason=missing())]
 RUN = RunConfig(
@@ -50,21 +49,9 @@ def number(text: str) -> float:
     return float(re.sub(r"[^\d.]", "", text))
 
 
-@contextmanager
-def made_board(kind: str) -> Iterator[str]:
+def made_board(kind: str) -> AbstractContextManager[str]:
     """A board over a made-up swarm; its address."""
-    command = [sys.executable, "-m", "tests.board_server", kind]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT)
-    try:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        assert first.startswith("board: "), first
-        yield first.removeprefix("board: ").strip()
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(BOUND_S)
-        assert process.stdout is not None
-        process.stdout.close()
+    return board(["-m", "tests.board_server", kind])
 
 
 def board_of(running: Swarm) -> str:

@@ -12,15 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bootstrap import seed
-from bootstrap.local_swarm import LocalSwarm, environment
-from bootstrap.seed import SeedOptions, how_to_join, serve_run
+from bootstrap.local_swarm import LocalSwarm
+from bootstrap.seed import Seed, SeedOptions, how_to_join
+from bootstrap.stage import exit_status_of
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.net.discovery import Discovery
-from p2p_co2.net.transport import libp2p_relay
 from p2p_co2.protocol.wire.identity import Identity
-from p2p_co2.system.process import processes_below, program
+from p2p_co2.system.process import processes_below
 from p2p_co2.ticket import Ticket
 from tests.transport_peers import open_peer, until
 
@@ -64,11 +63,6 @@ def test_nothing_survives_a_child_that_does_not_listen(tmp_path: Path) -> None:
     assert _gone(below)
 
 
-def test_a_ctrl_c_has_three_of_its_ten_seconds_for_all_but_the_wait(tmp_path: Path) -> None:
-    """Where a peer hangs, ending a demo took 2 s beside the wait, and more on a busier machine."""
-    assert LocalSwarm(tmp_path).grace_s < 7
-
-
 def test_nothing_survives_an_error_in_the_parent(tmp_path: Path) -> None:
     started = []
 
@@ -106,37 +100,6 @@ def test_a_death_that_nobody_asked_for_is_seen_with_its_last_words(tmp_path: Pat
         assert child.exit_status() == 1
 
 
-def test_waiting_for_a_line_is_bounded(tmp_path: Path) -> None:
-    with LocalSwarm(tmp_path) as swarm:
-        child = swarm.start("polite", [*PYTHON, POLITE])
-        with pytest.raises(EnvironmentFault, match="not ready after"):
-            swarm.wait_for_line(child, "ticket:", 0.2)
-
-
-def test_children_are_in_groups_of_their_own(tmp_path: Path) -> None:
-    """A Ctrl-C in the terminal goes to the foreground group: only to the parent."""
-    with LocalSwarm(tmp_path) as swarm:
-        child = swarm.start("polite", [*PYTHON, POLITE])
-        assert os.getpgid(child.pid) == child.pid != os.getpgid(0)
-
-
-def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with LocalSwarm(tmp_path) as swarm, pytest.raises(EnvironmentFault, match="cannot start nobody"):
-        swarm.start("nobody", [str(tmp_path / "no-such-program")])
-
-
-def test_our_programs_run_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where a folder of the user's has the name of one of ours."""
-    (tmp_path / "peers").mkdir()
-    (tmp_path / "peers" / "__init__.py").write_text("raise SystemExit('the wrong one')")
-    monkeypatch.chdir(tmp_path)
-    with LocalSwarm(tmp_path) as swarm:
-        child = swarm.start("peer", program("peers", "--help"), environment())
-        assert swarm.wait([child], BOUND_S)
-        assert child.exit_status() == 0
-        assert "TICKET" in child.last_lines(200)
-
-
 def _gone(pid: int) -> bool:
     """A killed orphan is reaped by init in its own time: a zombie counts as gone."""
     for _ in range(int(BOUND_S / 0.05)):
@@ -149,34 +112,13 @@ def _gone(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("announce_host", "public"), [("seed.example.org", True), ("", False)])
-def test_a_seed_with_a_public_name_relays_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announce_host: str, public: bool
-) -> None:
-    asked: list[object] = []
-
-    async def start_p2p(*_: object, **options: object) -> None:
-        asked.append(options)
-        raise EnvironmentFault("far enough")
-
-    monkeypatch.setattr(libp2p_relay, "start_p2p", start_p2p)
-    run_file = tmp_path / "run.toml"
-    run_file.write_text(f'recipe_digest = "{bytes(32).hex()}"\n')
-    options = SeedOptions(run_file=run_file, folder=tmp_path / "seed", port=4001, announce_host=announce_host)
-    with pytest.raises(EnvironmentFault, match="far enough"):
-        serve_run(options, lambda _: None)
-    assert asked == [{"announce_host": announce_host, "public": public, "relay": True}]
-
-
 async def test_a_seed_brings_its_libp2p_daemon_back_where_it_was(tmp_path: Path) -> None:
     run = RunConfig(recipe_digest=bytes(32).hex())
     identity = Identity.load_or_create(tmp_path / "identity")
     said: list[str] = []
     options = SeedOptions(folder=tmp_path, host="127.0.0.1")
     others = set(processes_below(os.getpid()))
-    serving = asyncio.create_task(
-        seed._serve(seed._Seed(options, identity, run, run.digest(), identity.peer_id), said.append)
-    )
+    serving = asyncio.create_task(Seed(options, run, None, said.append).serve())
     try:
         async with open_peer("libp2p", tmp_path / "peer", run=run.digest()) as peer:
             p2p = peer.carrier._p2p  # type: ignore[attr-defined]
@@ -205,4 +147,32 @@ async def test_a_seed_brings_its_libp2p_daemon_back_where_it_was(tmp_path: Path)
     ],
 )
 def test_a_seed_says_how_its_run_is_joined(recipe: str, words: str) -> None:
-    assert words in how_to_join(recipe)
+    assert words in how_to_join(RunConfig(recipe=recipe))
+
+
+@pytest.mark.parametrize(("reasons", "status"), [([], 0), (["the loss did not fall"], 1)])
+def test_reasons_are_told_and_make_it_a_failure(
+    reasons: list[str], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status_of(lambda: reasons, "stopped") == status
+    assert capsys.readouterr().err == "".join(f"error: {reason}\n" for reason in reasons)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_is_stopped_cleans_up_and_says_so(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cleaned: list[bool] = []
+
+    def run() -> list[str]:
+        try:
+            os.kill(os.getpid(), number)
+            return ["it went on"]
+        finally:
+            cleaned.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert exit_status_of(run, "stopped; nothing is left") == 130
+    assert capsys.readouterr().err == "stopped; nothing is left\n"
+    assert cleaned == [True]
+    assert signal.getsignal(signal.SIGTERM) is before

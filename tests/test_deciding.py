@@ -12,8 +12,6 @@ from unittest.mock import Mock
 import pytest
 
 from p2p_co2.digest import digest
-from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.node.catching import Catching
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.ledger import (
     AgreedMean,
@@ -24,8 +22,7 @@ from p2p_co2.node.ledger import (
     agreed_mean,
 )
 from p2p_co2.node.node import Node
-from p2p_co2.node.replay import OTHER_HISTORY, checked_mean
-from p2p_co2.protocol.catchup import ROUND, STATE, CatchUp, Fetched, Goal, Shape
+from p2p_co2.protocol.catchup import ROUND, Fetched, Goal
 from p2p_co2.protocol.rounds import (
     Committed,
     FellBehind,
@@ -37,15 +34,11 @@ from p2p_co2.protocol.rounds import (
     Rounds,
 )
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import (
-    Chunk,
     Contributor,
-    Fetch,
     Member,
     Outcome,
     PartOutcome,
-    Refusal,
     RoundKey,
     Status,
 )
@@ -78,16 +71,10 @@ def node_with(live: list[PeerId], group_size: int = 32) -> Any:
         membership=SimpleNamespace(live=infos, quiet_s=0.0),
         catchup=SimpleNamespace(ask_swarm=lambda vouch: None),
         catching=SimpleNamespace(
-            apart=SimpleNamespace(moved=lambda *of: None, is_unshared=lambda fragment: True),
+            majority=SimpleNamespace(moved=lambda *of: None),
             overtaken=lambda fragment: None,
         ),
     )
-
-
-def node_that_catches_up(live: list[PeerId], group_size: int = 32) -> Any:
-    node = node_with(live, group_size)
-    node.catching = Catching(node)
-    return node
 
 
 async def test_a_state_that_is_ours_already_is_not_adopted_again() -> None:
@@ -237,7 +224,7 @@ async def test_a_slice_that_is_refused_is_counted_once_and_only_in_a_job_that_is
     jobs: list[ReduceWanted] = []
 
     class Refuses:
-        async def reduce(self, fragment: int, slices: Any, step: str) -> Reduced:
+        async def reduce(self, fragment: int, slices: Any) -> Reduced:
             raise SliceRefused(liar, "not finite")
 
     net = Network(3)
@@ -260,61 +247,6 @@ async def test_a_slice_that_is_refused_is_counted_once_and_only_in_a_job_that_is
         net.run_until_settled()  # nobody waits for this owner for ever
     await deciding._reduce(jobs[0])
     assert refused == ([(liar, "bad slice", "not finite; fragment 0, round 1")] if is_open else [])
-
-
-@pytest.mark.parametrize("is_unshared", [True, False])
-async def test_while_lonely_work_goes_back_nobody_is_given_the_state_that_holds_it(is_unshared: bool) -> None:
-    """Who had loaded it in that moment would have brought the same work to the others once more."""
-    catchup = CatchUp(make_identity(0), RUN, Shape((10,), (1000,)))
-    catchup.moved(0, 4)
-    asker, chunk = MEMBERS[0], Fetch(what=STATE, version=4, request=1, want_chunk=True)
-    sent: list[Any] = []
-
-    def ask() -> None:
-        catchup.receive(chunk, asker, 1.0)
-        sent.extend(type(message) for _, message in catchup.messages_to_send())
-
-    class Slow:
-        async def adopt(
-            self, fragment: int, data: bytes, agreed: AgreedVersion, parts: Any, *how: bool
-        ) -> AgreedVersion:
-            assert how == (False, is_unshared)
-            ask()
-            return agreed
-
-    node = node_with(MEMBERS)
-    node.rounds = node.progress = Mock()
-    node.rounds.next_commit = lambda fragment: None
-    node.refresh = node.pump = Mock()
-    node.catchup = catchup
-    node.catching.apart.is_unshared = lambda fragment: is_unshared
-    catchup.receive(Fetch(what=STATE, version=4, request=1), asker, 1.0)
-    catchup.exported(0, 4, bytes(1000), bytes(32), [bytes(32)], 1.0)
-    catchup.messages_to_send()
-    await Deciding(node, cast(Any, Slow()), cast(Any, None)).adopt(0, b"", AgreedVersion(9, bytes(32)))
-    ask()
-    assert sent == [Refusal if is_unshared else Chunk, Chunk]
-
-
-@pytest.mark.parametrize("is_ours_alone", [True, False])
-async def test_work_that_others_have_a_part_of_is_not_kept_to_go_back(is_ours_alone: bool) -> None:
-    """Of lonely rounds; that would be half a copy for as long as nobody joins in."""
-    told: list[bool] = []
-
-    class Told:
-        async def commit(self, mean: AgreedMean) -> AgreedVersion:
-            told.append(mean.is_alone)
-            return AgreedVersion(4, START)
-
-    node = node_with(MEMBERS)
-    node.rounds = node.progress = node.catchup = Mock()
-    node.refresh = node.pump = Mock()
-    node.catching.apart.may_stay_unshared = lambda fragment: is_ours_alone
-    fetched = round_of([node.me])
-    mean = agreed_mean(Outcome.FromString(fetched.decision.outcome), fetched.data)
-    assert mean.is_alone
-    await Deciding(node, cast(Any, Told()), cast(Any, None)).take(mean, fetched.decision)
-    assert told == [is_ours_alone]
 
 
 async def test_a_round_upon_a_state_that_was_exchanged_meanwhile_is_told_of() -> None:
@@ -455,39 +387,3 @@ def round_of(members: list[PeerId]) -> Fetched:
     decision = certify(outcome, *signers)
     goal = Goal(ROUND, 0, 5, (members[0],))
     return Fetched(goal, 5, bytearray(MEAN), decision, b"", tuple(members[:1]), 0.1, 0)
-
-
-def test_a_round_whose_coordinator_was_no_member_is_replayed() -> None:
-    mean = checked_mean(node_that_catches_up([*MEMBERS, COORDINATOR.peer_id]), round_of(MEMBERS))
-    assert mean is not None
-    assert mean.round == 5
-
-
-def test_a_round_is_replayed_whose_coordinator_was_here_and_left() -> None:
-    """Else all the rounds since are loaded as a whole state; but for who was here so long ago that as many as
-    may be here at once went after it."""
-    node = node_that_catches_up(MEMBERS)
-    majority = node.catching.majority
-    majority.left(COORDINATOR.peer_id)
-    assert checked_mean(node, round_of(MEMBERS)) is not None
-    for number in range(MAX_PEERS):
-        for _ in range(2):
-            majority.left(PeerId(f"peer {number}"))
-        assert majority.may_decide(COORDINATOR.peer_id, set()) == (number < MAX_PEERS - 1)
-
-
-def test_a_coordinator_that_nobody_knows_is_no_fault_of_the_donor() -> None:
-    with pytest.raises(RemoteProtocolError) as caught:
-        checked_mean(node_that_catches_up(MEMBERS), round_of(MEMBERS))
-    assert caught.value.reason == OTHER_HISTORY
-
-
-@pytest.mark.parametrize(("group_size", "is_taken"), [(2, True), (32, False)])
-def test_a_full_group_of_a_larger_swarm_speaks_for_it(group_size: int, is_taken: bool) -> None:
-    others = [make_identity(index).peer_id for index in range(4, 12)]
-    node = node_that_catches_up([*MEMBERS, *others, COORDINATOR.peer_id], group_size)
-    if is_taken:
-        assert checked_mean(node, round_of(MEMBERS)) is not None
-    else:
-        with pytest.raises(RemoteProtocolError, match="most peers"):
-            checked_mean(node, round_of(MEMBERS))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +12,10 @@ from matplotlib.image import imread
 
 from bootstrap.demo import DemoEnd, DemoOptions, RunningDemo
 from bootstrap.local_swarm import LocalSwarm
+from bootstrap.stage import Stage
 from p2p_co2.cli.demo import DemoWatch
 from p2p_co2.telemetry.events import CaughtUp, Event, Progress
-from p2p_co2.telemetry.journal import Journal, Tail
+from p2p_co2.telemetry.journal import Journal
 from tests.told_run import FACTS, IDS, story
 
 
@@ -82,35 +82,25 @@ def test_a_peer_that_never_came_is_a_reason_and_deaths_come_first(tmp_path: Path
     assert "3" in reasons[1]
 
 
-class Unseen:
-    """Of a demo of which nobody looks at the picture."""
-
-    def see(self, events: Sequence[Event]) -> None: ...
-    def finish(self, end: DemoEnd) -> list[str]:
-        return [*end.notes]
-
-    def close(self) -> None: ...
-
-
 @pytest.mark.parametrize("caught_up", [False, True])
 def test_who_comes_when_all_others_have_left_trains_no_run_of_its_own(
     tmp_path: Path, caught_up: bool
 ) -> None:
     python = [sys.executable, "-c"]
     with LocalSwarm(tmp_path) as swarm:
-        demo = RunningDemo(DemoOptions(peers=2, kill_one=True), FACTS.config, tmp_path, swarm)
+        stage = Stage(swarm, FACTS.config, tmp_path, "auto")
+        demo = RunningDemo(DemoOptions(peers=2, kill_one=True), stage, swarm)
         for name, seconds in (("peer-1", 2.0), ("peer-3", 5.0)):
-            demo.peers[name] = swarm.start(name, [*python, f"import time; time.sleep({seconds})"])
-            demo.tails[name] = Tail(tmp_path / f"{name}.jsonl")
-        demo.killed, demo.latecomer = ("peer-2",), "peer-3"
+            stage.adopt(swarm.start(name, [*python, f"import time; time.sleep({seconds})"]), tmp_path / name)
+        demo.killed, demo.latecomer = ["peer-2"], "peer-3"
         began = Progress(
             at=1.0, peer=IDS["ada"], phase="training", position=0.0, inner_steps=1, tokens=1,
             tokens_per_s=1.0, loss=1.0, train_s=1.0, exposed_s=0.0, wall_s=1.0, up_bytes=0, down_bytes=0,
             versions=(0,),
         )  # fmt: skip
-        with Journal(tmp_path / "peer-1.jsonl") as journal:
+        with Journal(tmp_path / "peer-1" / "events.jsonl") as journal:
             journal.write(began)
-        with Journal(tmp_path / "peer-3.jsonl") as journal:
+        with Journal(tmp_path / "peer-3" / "events.jsonl") as journal:
             journal.write(replace(began, peer=IDS["bob"]))
             if caught_up:
                 journal.write(
@@ -119,10 +109,10 @@ def test_who_comes_when_all_others_have_left_trains_no_run_of_its_own(
                         donor=IDS["ada"], bytes=1, duration_s=0.1,
                     )
                 )  # fmt: skip
-        demo.look_on(Unseen())
-        status = demo.peers["peer-3"].exit_status()
+        stage.look_on(lambda events: None, demo.act)
+        status = stage.peers["peer-3"].exit_status()
     assert status == (0 if caught_up else -9)
-    assert demo.killed == (("peer-2",) if caught_up else ("peer-2", "peer-3"))
+    assert demo.killed == (["peer-2"] if caught_up else ["peer-2", "peer-3"])
     assert [note.partition(":")[0] for note in demo.notes] == (
         [] if caught_up else ["peer-3 came too late and was ended"]
     )

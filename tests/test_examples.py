@@ -57,8 +57,3 @@ def test_the_readmes_loop_and_the_example_train_together(tmp_path: Path) -> None
         len({tuple(state_digest(state, LEAST_CHUNK_BYTES) for state in each.states) for each in agreed}) == 1
     )
     assert min(state.version for state in agreed[0].states) >= 3
-
-
-def test_the_example_run_file_spells_out_the_defaults() -> None:
-    run = read_run_config(ROOT / "examples" / "run.toml")
-    assert run.model_copy(update={"name": "run"}) == type(run)()

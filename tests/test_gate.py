@@ -77,14 +77,6 @@ def test_nothing_runs_until_somebody_knocks(tmp_path: Path) -> None:
         get(gate.address)
 
 
-def test_a_program_that_went_is_started_again(tmp_path: Path) -> None:
-    gate = Gate("127.0.0.1", 0, command(tmp_path, "once"), lambda message: answers(b"again"))
-    try:
-        assert [get(gate.address), get(gate.address)] == ["again", "again"]
-    finally:
-        gate.close()
-
-
 def test_what_cannot_be_answered_is_told_in_words(tmp_path: Path) -> None:
     def ask(message: Relayed) -> Future[Relayed]:
         failed: Future[Relayed] = Future()

@@ -6,13 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from p2p_co2.recipes import load_recipe
 from p2p_co2.trainer.peer import Peer
-from peers import measuring
-from peers.measuring import AT_MOST_EVERY_S, SHARE, AgreedLoss
+from peers import daemon as measuring
+from peers.daemon import AT_MOST_EVERY_S, SHARE, AgreedLoss
 
 
 class Clock:
@@ -72,37 +69,3 @@ def test_measuring_stays_within_its_share_of_the_time(clock: Clock) -> None:
     assert len(alone.measured) - 1 == pytest.approx(400 / (0.2 / SHARE), abs=1)
     (quick,) = run(clock, ["a"], rounds=100, round_s=1.0, cost_s=0.0)
     assert len(quick.measured) - 1 == pytest.approx(100 / AT_MOST_EVERY_S, abs=1)
-
-
-def test_without_held_out_data_nothing_is_measured(clock: Clock) -> None:
-    peer: Any = Trainer("a", [])
-    loss = AgreedLoss(None)
-    loss.begin(peer)
-    peer.position = 7.0
-    loss.after_step(peer)
-    assert not peer.measured
-
-
-def test_a_glance_is_a_small_fixed_slice_of_the_held_out_data() -> None:
-    recipe = load_recipe(
-        "byte-gpt", {"layers": 1, "width": 32, "heads": 2, "context": 32, "batch": 4}, seed=0
-    )
-    assert recipe.glance is not None
-    assert recipe.held_out is not None
-    rows: list[int] = []
-
-    class Counted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = nn.Parameter(torch.zeros(1))
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            rows.append(len(inputs))
-            return torch.zeros(*inputs.shape, 256)
-
-    recipe.held_out(Counted())
-    whole, rows[:] = sum(rows), []
-    recipe.glance(Counted())
-    assert 8 * sum(rows) <= whole
-    assert recipe.glance(recipe.model) == recipe.glance(recipe.model)
-    assert recipe.glance(recipe.model) == pytest.approx(recipe.held_out(recipe.model), rel=0.05)

@@ -1,22 +1,32 @@
-"""The figures of a run by hand, and readers that survive missing, broken and hostile data."""
+"""The figures of a run by hand, in words, tables and a picture; readers survive missing, broken and
+hostile data."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from matplotlib.image import imread
+from rich.console import Console
 
+from monitoring.known import Known
+from monitoring.lines import ExchangeLog, SteadyState, exchange_figures
 from monitoring.picture import draw_run
 from monitoring.summary import RunFacts, summarise, verdict
-from monitoring.terminal import plain_line
-from monitoring.words import news
+from monitoring.terminal import LiveTerminal
+from monitoring.words import ago, clock, describe, figure, news, percent, plain, size
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.telemetry.events import CaughtUp, PeerLeft, PeerStarted
+from p2p_co2.planning.profiles import PROFILES
+from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.view import fold
+from tests.event_samples import started
 from tests.told_run import FACTS, IDS, frame, hostile_view, printed, story, swarm
 
 # ---- summary, by hand
@@ -79,7 +89,7 @@ def test_every_fault_is_a_reason() -> None:
 
 def test_a_killed_peer_is_named_with_what_others_saw() -> None:
     view = swarm(finish=False)
-    view.add(PeerLeft(at=119.0, peer=IDS["ada"], other=IDS["bob"], reason="no sign of life for 6 s"))
+    view.add(ev.PeerLeft(at=119.0, peer=IDS["ada"], other=IDS["bob"], reason="no sign of life for 6 s"))
     summary = summarise(view, FACTS)
     assert summary["digests_equal"]
     assert verdict(summary) == ["peer bob did not finish (last phase training, no sign of life for 6 s)"]
@@ -100,6 +110,12 @@ def test_nothing_started() -> None:
     assert "0 of 4 peers finished" in printed(summary)
 
 
+def test_the_summary_does_not_depend_on_interleaving() -> None:
+    ada, bob = story("ada", "bob"), story("bob", "ada")
+    mixed = [event for pair in zip(bob, ada, strict=True) for event in pair]
+    assert summarise(fold(mixed), FACTS) == summarise(fold([*ada, *bob]), FACTS)
+
+
 # ---- hostile data
 
 
@@ -107,12 +123,7 @@ def test_markup_control_characters_and_nan_do_not_break_a_reader(tmp_path: Path)
     view = hostile_view()
     summary = summarise(view, RunFacts(config=RunConfig(), loss_start=math.nan))
     json.dumps(summary, allow_nan=False)
-    for text in (
-        frame(view),
-        printed(summary),
-        plain_line(view, 1.0, None, None),
-        "\n".join(w for _, w in news(view, 99)),
-    ):
+    for text in (frame(view), printed(summary), "\n".join(words for _, words in news(view, 99))):
         assert "\x1b" not in text
         assert "\x07" not in text
     assert "[red]$x_?[31m?" in frame(view)
@@ -122,7 +133,9 @@ def test_markup_control_characters_and_nan_do_not_break_a_reader(tmp_path: Path)
 @pytest.mark.parametrize(("rounds", "words"), [(0, ""), (1, "1 round"), (3, "3 rounds")])
 def test_rounds_that_a_peer_gave_up_are_told(rounds: int, words: str) -> None:
     span = {"fragment": 0, "from_version": 7, "to_version": 4, "bytes": 8, "duration_s": 0.1}
-    event = CaughtUp(at=9.0, peer=IDS["ada"], how="state", donor=IDS["bob"], rounds_given_up=rounds, **span)
+    event = ev.CaughtUp(
+        at=9.0, peer=IDS["ada"], how="state", donor=IDS["bob"], rounds_given_up=rounds, **span
+    )
     told = [said for _, said in news(fold([*story("ada", "bob"), event]), 99)]
     (line,) = (said for said in told if "ada caught up" in said)
     assert line.endswith(f"; given up: {words} that it made alone" if rounds else "by state from ~BBBBBB")
@@ -142,17 +155,7 @@ def test_the_picture_has_its_size_and_is_not_blank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["_hidden", "$", "名前", ""])
 def test_any_name_can_be_drawn(tmp_path: Path, name: str) -> None:
     first = story("ada", "bob")
-    renamed = PeerStarted(
-        at=100.0,
-        peer=IDS["ada"],
-        name=name,
-        pid=1,
-        software="",
-        device="cpu",
-        parameters=1,
-        fragments=1,
-        run="",
-    )
+    renamed = replace(started(IDS["ada"], name=name), at=100.0)
     draw_run(fold([renamed, *first[1:]]), tmp_path / "loss.png")
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
@@ -163,10 +166,196 @@ def test_an_empty_run_can_be_drawn_and_a_bad_path_is_said(tmp_path: Path) -> Non
         draw_run(fold([]), tmp_path / "absent" / "loss.png")
 
 
-# ---- laws
+# ---- words and terminal
 
 
-def test_the_summary_does_not_depend_on_interleaving() -> None:
-    ada, bob = story("ada", "bob"), story("bob", "ada")
-    mixed = [event for pair in zip(bob, ada, strict=True) for event in pair]
-    assert summarise(fold(mixed), FACTS) == summarise(fold([*ada, *bob]), FACTS)
+def test_words_for_figures() -> None:
+    assert [size(count) for count in (0, 999, 1000, 99_949, 999_600, 34e6, None, math.nan)] == [
+        "0 B", "999 B", "1.0 kB", "99.9 kB", "1.0 MB", "34.0 MB", "-", "-",
+    ]  # fmt: skip
+    assert (clock(59.6), clock(3600), clock(-5), clock(None)) == ("1:00", "1:00:00", "0:00", "-")
+    assert (ago(40.0, 130.4), ago(130.0, 130.4), ago(140.0, 130.4)) == (", 1:30 ago", "", "")
+    assert (ago(None, 130.4), ago(math.nan, 130.4)) == ("", "")
+    assert (figure(12345.6), figure(math.inf), percent(0.985)) == ("12,346", "-", "98.5 %")
+    assert (plain("a\x1b[31m\n b", 20), plain("abcdef", 4)) == ("a?[31m b", "abc…")
+
+
+def test_who_goes_on_from_a_checkpoint_is_said_to() -> None:
+    anew = started("ada")
+    again = replace(anew, resumed_from="runs/peer/checkpoint", inner_steps=1695, position=21.0)
+    assert describe(anew, {"ada": "ada"})[1] == "ada started on cpu"
+    assert describe(again, {"ada": "ada"})[1] == "ada started on cpu, resumed at step 1,695, round 21.0"
+
+
+def test_a_frame_shows_every_peer_and_the_rounds() -> None:
+    text = frame(swarm(finish=False))
+    row = next(line for line in text.splitlines() if line.startswith("bob"))
+    assert row.split()[:9] == ["bob", "training", "2.055", "300", "2.9", "0.33", "95.0", "%", "0.0"]
+    assert "rounds 6 committed 1 aborted" in text
+    assert "aborted: the owner of part 1 was lost (1)" in text
+    assert "round 4 of fragment 0 aborted: the owner of part 1 was lost" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_no_cell_is_shortened_on_a_narrow_terminal(width: int) -> None:
+    text = frame(swarm(), width=width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    table = text[text.index("\npeer ") : text.index("staleness mean")]
+    assert "…" not in table
+
+
+def test_a_silent_peer_and_a_crowd() -> None:
+    assert "bob is silent: no word for 99 s" in frame(swarm(finish=False), now=220.0)
+    crowd = fold(ev.PeerJoined(at=1.0, peer=IDS["ada"], other=f"peer {number:06d}") for number in range(30))
+    assert "and 26 more" in frame(crowd, rows=29)
+
+
+def test_the_summary_is_readable() -> None:
+    facts = RunFacts(
+        config=FACTS.config, loss_start=5.5, loss_end=2.25, text="def f(\x1b[2J):\n    [bold]pass"
+    )
+    text = printed(summarise(swarm(), facts))
+    for part in (
+        "5.5000 to 2.2500 nats per token",
+        "yes, 2 of 2 peers finished",
+        "80.0 bytes per parameter in the same 20.0 steps (80 times as much)",
+        "0 ██████████████████████████████ 8",
+        "1 ███████████████ 4",
+        "def f(?[2J):\n    [bold]pass",
+    ):
+        assert part in text
+
+
+def shown(console: Console, times: dict[float, bool], expected_s: float | None = 60.0) -> None:
+    """Show a swarm at each time since the start, before it trains or (True) when it does."""
+    with LiveTerminal(console, expected_s=expected_s) as live:
+        for second, trains in times.items():
+            live.show(Known(swarm() if trains else fold([]), live.started_at + second))
+
+
+def test_without_a_terminal_there_is_a_plain_line_every_ten_seconds() -> None:
+    stream = io.StringIO()
+    shown(Console(file=stream, width=300), {float(second): True for second in range(25)})
+    lines = stream.getvalue().splitlines()
+    times = ["[0:00, trained 0:00 of 1:00]", "[0:10, trained 0:10 of 1:00]", "[0:20, trained 0:20 of 1:00]"]
+    assert [line[: line.index("]") + 1] for line in lines] == times
+    assert "of 2 peers" in lines[0]
+    assert "loss 2.055 (training), 12,000 tokens, 0 tokens/s, rounds 6 committed 1 aborted" in lines[0]
+
+
+def test_starting_is_not_training_and_a_late_end_is_no_overrun() -> None:
+    stream = io.StringIO()
+    shown(Console(file=stream, width=300), {0.0: False, 40.0: True, 50.0: True, 70.0: True}, 20.0)
+    starts = [line.split(" of 0:20]")[0] for line in stream.getvalue().splitlines()]
+    assert starts == [f"[{at}, trained {of}" for at, of in
+                      (("0:00", "0:00"), ("0:40", "0:00"), ("0:50", "0:10"), ("1:10", "0:20"))]  # fmt: skip
+
+
+def test_on_a_terminal_the_table_is_drawn_and_left_standing() -> None:
+    stream = io.StringIO()
+    shown(Console(file=stream, width=120, height=40, force_terminal=True), {0.0: False, 1.0: True}, None)
+    assert "Nobody is training right now" in stream.getvalue()
+    assert "finished" in stream.getvalue()
+
+
+@settings(max_examples=40, deadline=None)
+@given(kept=st.lists(st.integers(0, 200), max_size=60, unique=True))
+def test_any_part_of_the_story_can_be_shown(kept: list[int]) -> None:
+    whole = [*story("ada", "bob"), *story("bob", "ada", digest="e" * 64)]
+    view = fold(whole[index] for index in sorted(kept) if index < len(whole))
+    summary = summarise(view, FACTS)
+    json.dumps(summary, allow_nan=False)
+    assert verdict(summary) or summary["peers"] == 2
+    assert frame(view)
+    assert printed(summary)
+
+
+# ---- lines of a rehearsal
+
+LINES = {"ada": PROFILES["dsl"], "bob": PROFILES["dsl"]}
+"""20 Mbit/s up."""
+
+
+def told_exchange() -> ExchangeLog:
+    """One round of two peers: 5 MB encoded, so that each sends 5 MB; 2.5 s until the slower one holds all
+    means, 4 s until the last one knows of the commit."""
+    log = ExchangeLog()
+    for peer in ("a", "b"):
+        log.add(ev.PeerStarted(
+            at=0.0, peer=peer, name={"a": "ada", "b": "bob"}[peer], pid=1, software="", device="cpu",
+            parameters=1, fragments=1, run="",
+        ))  # fmt: skip
+    log.add(
+        ev.FragmentSent(
+            at=9.0, peer="a", fragment=0, round=1, payload_bytes=5_000_000, weight=1.0, relative_error=0.0
+        )
+    )
+    log.add(ev.RoundBegan(at=10.0, peer="a", fragment=0, round=1, group=("a", "b"), waited_s=1, deadline_s=1))
+    for peer, at, begun_s, means_s in (("a", 13.0, 0.0, 2.0), ("b", 14.0, 1.0, 3.5)):
+        log.add(ev.RoundCommitted(
+            at=at, peer=peer, fragment=0, round=1, coordinator="a", group_size=2, contributors=2, partial=0,
+            duration_s=at - 9.0, begun_s=begun_s, parts_s=1.5, means_s=means_s,
+        ))  # fmt: skip
+    return log
+
+
+def test_an_exchange_is_held_against_its_line() -> None:
+    traffic = [(at, {name: (int(1.25e6 * (at - 10)), 0) for name in LINES}) for at in (10.0, 12.0, 14.0)]
+    figures = exchange_figures(told_exchange(), traffic, LINES)
+    assert figures["count"] == 1
+    assert figures["duration_s"]["median"] == 4.0
+    assert figures["line_share"]["median"] == 0.5  # 10 of 20 Mbit/s
+    assert figures["goodput_share"]["median"] == pytest.approx(40 / 4.0 / 20)
+    assert figures["transfer_share"]["median"] == pytest.approx(40 / 2.5 / 20)
+
+
+def test_exchanges_that_overlap_share_the_line() -> None:
+    log = told_exchange()
+    log.add(ev.RoundBegan(at=11.5, peer="b", fragment=0, round=2, group=("a", "b"), waited_s=1, deadline_s=1))
+    log.add(ev.RoundCommitted(
+        at=15.0, peer="b", fragment=0, round=2, coordinator="b", group_size=2, contributors=2, partial=0,
+        duration_s=3.5, begun_s=0.5, parts_s=1.5, means_s=3.5,
+    ))  # fmt: skip
+    traffic = [(at, {name: (int(1.25e6 * (at - 10)), 0) for name in LINES}) for at in (10.0, 12.5, 15.0)]
+    figures = exchange_figures(log, traffic, LINES)
+    assert figures["count"] == 2
+    assert figures["line_share"]["lowest"] == figures["line_share"]["highest"] == 0.5
+    assert figures["goodput_share"]["lowest"] == pytest.approx(2 * 40 / 5.0 / 20)  # 10 to 15
+    assert figures["transfer_share"]["lowest"] == pytest.approx(2 * 40 / 4.5 / 20, abs=1e-4)  # 10 to 14.5
+
+
+def test_of_a_round_that_nobody_timed_only_the_whole_is_told() -> None:
+    log = told_exchange()
+    log.add(ev.RoundBegan(at=20.0, peer="a", fragment=0, round=2, group=("a", "b"), waited_s=1, deadline_s=1))
+    log.add(ev.RoundCommitted(
+        at=24.0, peer="b", fragment=0, round=2, coordinator="a", group_size=2, contributors=2, partial=0,
+        duration_s=0.0,
+    ))  # fmt: skip
+    figures = exchange_figures(log, [], LINES)
+    assert figures["count"] == 2
+    assert figures["goodput_share"]["lowest"] == figures["goodput_share"]["highest"]
+    assert figures["transfer_share"]["highest"] == pytest.approx(40 / 2.5 / 20)
+
+
+def progress(at: float, train_s: float, versions: tuple[int, ...]) -> ev.Progress:
+    return ev.Progress(
+        at=at, peer="a", phase="training", position=0.0, inner_steps=1, tokens=int(10 * train_s),
+        tokens_per_s=0.0, loss=1.0, train_s=train_s, exposed_s=0.0, wall_s=at, up_bytes=0, down_bytes=0,
+        versions=versions,
+    )  # fmt: skip
+
+
+def test_checkpoints_are_told_beside_what_the_network_costs() -> None:
+    log = SteadyState(1)
+    saved = [
+        ev.CheckpointSaved(at=at, peer="a", path="", versions=(1,), duration_s=2.0) for at in (9.0, 20.0)
+    ]
+    for event in (progress(5.0, 1.0, (0,)), saved[0], progress(10.0, 2.0, (1,)), saved[1],
+                  progress(30.0, 20.0, (2,))):  # fmt: skip
+        log.add(event)
+    assert log.figures()["utilisation"] == {"a": 0.9}
+    assert log.figures()["measuring_share"] == {"a": 0.0}
+    log.add(ev.AgreedMeasured(at=21.0, peer="a", loss=1.0, position=1.0, tokens=1, duration_s=1.0))
+    assert log.figures()["measuring_share"] == {"a": 0.05}
+    assert log.figures()["saving_share"] == {"a": 0.1}  # not the one before the first rounds
+    assert log.figures()["tokens_per_s"] == 9.0

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from p2p_co2.config import PeerConfig
-from p2p_co2.node.reporting import Reporting
+from p2p_co2.node.reporting import ReportService
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.network_thread import NetworkThread
@@ -55,7 +55,7 @@ def until_the_loop_is_through(thread: NetworkThread) -> None:
 def test_observers_hear_of_the_end_after_all_that_was_told_before_it(tmp_path: Path) -> None:
     with running(tmp_path, []) as thread:
         heard: list[ev.Event] = []
-        reporting = Reporting.__new__(Reporting)
+        reporting = ReportService.__new__(ReportService)
         reporting._loop, reporting._responder = thread._loop, SimpleNamespace(see=heard.append)  # type: ignore[assignment]
         thread._reporting = reporting
         thread._node = SimpleNamespace(say_goodbye=lambda reason: None)  # type: ignore[assignment]

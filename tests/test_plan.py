@@ -12,13 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bootstrap.plan import PlanOptions, run_plan
-from bootstrap.plan.command import as_table, make_plan
+from bootstrap.plan import PlanOptions, make_plan, run_plan
 from bootstrap.plan.links import GivenLink, read_links
-from bootstrap.plan.picture import jobs_of
-from bootstrap.plan.report import WHY, print_plan, seconds, size
+from bootstrap.plan.report import print_plan
 from p2p_co2.errors import ConfigError
-from p2p_co2.planning.simulator import utilisation
 from p2p_co2.recipes import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,15 +75,6 @@ def test_what_is_given_is_not_measured_and_needs_no_torch(run_file: Path) -> Non
     assert json.loads(table)["given"]["setting"]["parameters"] == 10**8
 
 
-def test_json_has_the_same_fields_for_given_and_advised(run_file: Path) -> None:
-    table = as_table(make_plan(options(run_file)))
-    assert table["given"]["forecast"].keys() == table["advised"]["forecast"].keys()
-    assert table["binding"] == max(table["shortest_round_s"], key=table["shortest_round_s"].get) == "upload"
-    assert table["is_reached"] is False
-    assert table["advised"]["setting"]["round_s"] > 4.0
-    json.dumps(table, allow_nan=False)
-
-
 def test_the_table_says_what_binds_and_what_to_write(run_file: Path) -> None:
     text = StringIO()
     print_plan(make_plan(options(run_file)), Console(file=text, width=200))
@@ -116,23 +104,11 @@ def test_advice_is_in_the_words_of_the_runs_clock(run_file: Path, mode: str) -> 
     assert ("clock.inner_steps_per_round = " in text.getvalue()) == (mode == "steps")
 
 
-def test_every_constraint_has_its_reason_in_words(run_file: Path) -> None:
-    assert make_plan(options(run_file)).advice.bounds.keys() <= WHY.keys()
-
-
 def test_a_picture_is_drawn(run_file: Path, tmp_path: Path) -> None:
     said: list[str] = []
     assert run_plan(options(run_file, plot=tmp_path / "plan.png", as_json=True), said.append) == 0
     assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert (tmp_path / "plan.png").stat().st_size > 20_000
-
-
-def test_the_curves_order_the_methods(run_file: Path) -> None:
-    # At any bandwidth, what waits less and sends less often and fewer bits is busier.
-    jobs = list(jobs_of(make_plan(options(run_file)).setting).values())
-    for rate in (1e6, 1e8, 1e10):
-        busy = [utilisation(job, rate, 4) for job in jobs]
-        assert busy == sorted(busy)
 
 
 # ---- links
@@ -165,27 +141,10 @@ def test_links_by_profile_figures_and_measurement(tmp_path: Path) -> None:
     [
         ("no json", "not JSON"),
         ("[]", "link: missing"),
-        (
-            '{"link": {"up_bytes_per_s": null, "down_bytes_per_s": 1, "round_trip_s": 1}}',
-            "link.up_bytes_per_s: was not",
-        ),
-        (
-            '{"link": {"up_bytes_per_s": 1, "down_bytes_per_s": -1, "round_trip_s": 1}}',
-            "link.down_bytes_per_s",
-        ),
-        ('{"link": {"up_bytes_per_s": 1, "down_bytes_per_s": 1, "round_trip_s": NaN}}', "link.round_trip_s"),
-        (
-            '{"link": {"up_bytes_per_s": true, "down_bytes_per_s": 1, "round_trip_s": 1}}',
-            "link.up_bytes_per_s",
-        ),
-        (
-            f'{{"link": {{"up_bytes_per_s": 1{"0" * 400}, "down_bytes_per_s": 1, "round_trip_s": 1}}}}',
-            "link.up_bytes_per_s",
-        ),
-        (
-            '{"link": {"up_bytes_per_s": 1e-308, "down_bytes_per_s": 1, "round_trip_s": 1}}',
-            "link.up_bytes_per_s",
-        ),
+        ('{"link": {"up_bytes_per_s": null}}', "link.up_bytes_per_s: was not"),
+        ('{"link": {"up_bytes_per_s": true}}', "link.up_bytes_per_s: was not"),
+        ('{"link": {"up_bytes_per_s": 1e-308}}', "link.up_bytes_per_s: was not"),
+        ('{"link": {"up_bytes_per_s": 1, "down_bytes_per_s": -1}}', "link.down_bytes_per_s"),
         ("[" * 100_000, "not JSON"),
     ],
 )
@@ -221,15 +180,3 @@ def test_impossible_options_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         make_plan(options(run_file, **changes))
-
-
-def test_a_run_of_an_own_program_needs_size_and_step(run_file: Path) -> None:
-    run_file.write_text('recipe = "own-loop"')
-    assert make_plan(options(run_file)).setting.parameters == 10**8
-    with pytest.raises(ConfigError, match="--parameters and --step-s"):
-        make_plan(options(run_file, step_s=0.0))
-
-
-def test_figures_have_units() -> None:
-    assert [seconds(s) for s in (0.05, 2.0, 1200.0, 7200.0)] == ["50 ms", "2 s", "20 min", "2 h"]
-    assert [size(b) for b in (5, 5e3, 5e6, 5e9, 5e15)] == ["5 B", "5 kB", "5 MB", "5 GB", "5e+03 TB"]

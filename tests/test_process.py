@@ -17,13 +17,15 @@ import psutil
 import pytest
 
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.system.governor import BY_HAND, Governor
 from p2p_co2.system.process import (
     FolderLock,
-    StopSignals,
     is_kept,
     processes_below,
+    program,
     require_supported_platform,
 )
+from tests.test_architecture import ROOT
 
 BOUND_S = 120.0
 """On what takes less than a second on a machine that is at rest."""
@@ -95,11 +97,6 @@ def test_another_machine_is_refused_with_what_to_do(system: str, machine: str) -
         require_supported_platform(system, machine)
 
 
-def test_linux_on_x86_64_is_ours() -> None:
-    require_supported_platform("linux", "x86_64")
-    require_supported_platform("linux", "AMD64")
-
-
 # ---- stop signals
 
 
@@ -116,36 +113,6 @@ def test_the_first_signal_asks_and_the_second_leaves_nothing(number: signal.Sign
         assert until(lambda: has_ended(below))
 
 
-def test_the_handlers_of_before_come_back() -> None:
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    asked: list[int] = []
-    with StopSignals(lambda: asked.append(1)) as signals:
-        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) != before
-        assert not signals.asked
-        signal.raise_signal(signal.SIGTERM)
-        assert signals.asked
-    assert asked == [1]
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_ctrl_c_that_an_import_would_swallow_ends_the_process_at_once(name: str, status: int) -> None:
-    importing = (
-        "import signal; from p2p_co2.system.process import ctrl_c_ends\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "with ctrl_c_ends(): pass\n"
-        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
-        "assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL\n"
-        "with ctrl_c_ends('gone', lambda: print('given back', flush=True)):\n"
-        f"    try: signal.raise_signal(signal.{name})\n"
-        "    except KeyboardInterrupt: pass\n"
-        "    print('went on', flush=True)"
-    )
-    with started(importing) as process:
-        assert process.wait(BOUND_S) == status
-        assert process.communicate() == ("given back\n", "gone\n")
-
-
 # ---- parents and children
 
 
@@ -157,28 +124,6 @@ def test_a_child_is_asked_to_leave_when_its_parent_is_killed(tmp_path: Path) -> 
         parent.kill()
         assert until(lambda: has_ended(child))
     assert said.read_text() == "asked to leave\n"
-
-
-def test_a_parent_that_is_gone_already_counts_as_ended_now() -> None:
-    nobody = "from p2p_co2.system.process import end_with_parent; end_with_parent({}); print('still here')"
-    for parent, status, said in ((0, 0, "still here"), (2**22 + 1, -signal.SIGTERM, "")):
-        with started(nobody.format(parent)) as process:
-            assert line_of(process) == said
-            assert process.wait(BOUND_S) == status
-
-
-def test_processes_below_are_children_and_theirs() -> None:
-    below = f"import os; print(os.getpid(), flush=True); {SLEEP}"
-    for _ in range(2):
-        below = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {below!r}]).wait()"
-    with started(below) as process:
-        lowest = int(line_of(process))
-        found = processes_below(process.pid)
-        assert len(found) == 2
-        assert found[1] == lowest
-        os.kill(lowest, signal.SIGKILL)
-        process.wait(BOUND_S)
-        assert processes_below(process.pid) == []
 
 
 # ---- folders
@@ -231,3 +176,78 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFault, match=r"cannot use the folder .*file/peer.*--folder"):
         FolderLock(tmp_path / "file" / "peer")
+
+
+NAMES = ("peers", "bootstrap", "monitoring", "tests", "program", "process")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A user's folder whose modules must not be imported by us."""
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the user\\'s own')\n")
+    return tmp_path
+
+
+def said(command: list[str], home: Path) -> tuple[int, str]:
+    """Of a process that starts in ``home``, which is also on the module path before our packages."""
+    path = os.pathsep.join([str(home), str(ROOT)])
+    ended = subprocess.run(
+        command, cwd=home, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("module", ["peers", "bootstrap", "monitoring"])
+def test_our_programs_run_our_packages(module: str, home: Path) -> None:
+    status, words = said(program(module, "--help"), home)
+    assert status == 0, words
+    assert "usage" in words.lower()
+
+
+def test_the_command_line_imports_our_packages(home: Path) -> None:
+    console_script = str(Path(sys.executable).parent / "p2p-co2")
+    status, words = said([console_script, "join", "p2pco2-nonsense", "--folder", "here"], home)
+    assert (status, "the user's own" in words) == (2, False), words
+    assert "ticket" in words
+
+
+def test_the_library_imports_none_of_them_into_a_users_program(home: Path) -> None:
+    (home / "train.py").write_text(
+        "import sys, p2p_co2.trainer\n"
+        "print(sorted({'peers', 'bootstrap', 'monitoring'} & set(sys.modules)))\n"
+    )
+    assert said([sys.executable, "train.py"], home) == (0, "[]\n")
+
+
+NOON, EVENING, NIGHT, MORNING = 12 * 60, 21 * 60, 23 * 60, 8 * 60
+
+
+def test_without_hours_it_works_until_it_is_told_otherwise() -> None:
+    governor = Governor()
+    assert governor.resting(NOON) == ""
+    governor.toggle(NOON)
+    assert governor.resting(NOON) == BY_HAND
+    assert governor.resting(NIGHT) == BY_HAND
+    governor.toggle(NIGHT)
+    assert governor.resting(NIGHT) == ""
+
+
+def test_outside_its_hours_it_rests_and_says_why() -> None:
+    governor = Governor("22:00-07:00")
+    assert governor.resting(NOON) == "outside its hours (22:00-07:00)"
+    assert governor.resting(22 * 60) == ""
+    assert governor.resting(7 * 60 - 1) == ""
+    assert governor.resting(7 * 60) != ""
+
+
+def test_a_wish_holds_until_the_hours_turn() -> None:
+    governor = Governor("22:00-07:00")
+    assert governor.resting(NOON)
+    governor.toggle(NOON)  # work now, though it is day
+    assert governor.resting(EVENING) == ""
+    assert governor.resting(NIGHT) == ""
+    assert governor.resting(MORNING)  # the night is over, and with it the wish
+    governor.pause()
+    assert governor.resting(MORNING) == BY_HAND
+    assert governor.resting(NIGHT) == ""  # so does this one end

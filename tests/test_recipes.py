@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -10,12 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.recipes import BYTE_GPT, Recipe, load_recipe, recipe_digest
+from p2p_co2.recipes import BYTE_GPT, Recipe, load_recipe, load_run_recipe, recipe_digest
 from p2p_co2.recipes import corpus as corpora
 from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, next_token_loss
-from p2p_co2.recipes.recipe import first_tensor_numel, warm_up
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.checkpoint import Checkpoint, save
+from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
+from p2p_co2.trained import Trained
 
 TINY: dict[str, str | int | float | bool] = {"layers": 2, "width": 32, "heads": 2, "context": 32, "batch": 4}
 
@@ -64,18 +70,6 @@ def test_default_shape_has_between_one_and_two_million_parameters_and_starts_nea
     assert model(tokens).shape == (2, 64, 256)
     loss = next_token_loss(model, (tokens, tokens.roll(-1, 1)))
     assert loss.item() == pytest.approx(math.log(256), abs=0.2)
-
-
-def test_learning_rate_warms_up_on_the_swarms_clock() -> None:
-    assert [warm_up(position, 2.0) for position in (0.0, 1.0, 2.0, 50.0)] == pytest.approx(
-        [0.1, 0.55, 1.0, 1.0]
-    )
-    assert warm_up(0.0, 0.0) == 1.0
-
-
-def test_tokens_are_those_of_the_first_tensor() -> None:
-    assert first_tensor_numel({"x": [torch.ones(3, 4), torch.ones(9)]}) == 12
-    assert first_tensor_numel("nothing") == 1
 
 
 def test_windows_are_the_text_shifted_by_one(text: Path) -> None:
@@ -142,12 +136,6 @@ def test_every_peer_starts_with_the_same_bits_and_torch_keeps_its_random_state(s
     assert not torch.equal(first["embedding.weight"], other["embedding.weight"])
 
 
-def test_peers_draw_different_windows_and_the_same_seed_the_same(text: Path) -> None:
-    recipe = load_recipe(BYTE_GPT, TINY | {"text": str(text)}, seed=0)
-    assert torch.equal(next(recipe.batches(1, 4))[0], next(recipe.batches(1, 4))[0])
-    assert not torch.equal(next(recipe.batches(1, 4))[0], next(recipe.batches(2, 4))[0])
-
-
 def test_embedded_corpus_is_the_same_each_time_and_holds_out_whole_documents() -> None:
     corpus, again = corpora.embedded_corpus(), corpora.embedded_corpus()
     assert torch.equal(corpus.train, again.train)
@@ -165,12 +153,6 @@ def test_folder_holds_out_whole_files(tmp_path: Path) -> None:
     assert held_out
     assert not train & held_out
     assert len(train | held_out) == 60
-
-
-def test_one_file_holds_out_its_tail(text: Path) -> None:
-    corpus = corpora.text_corpus(text)
-    assert bytes(torch.cat(list(corpus)).tolist()) == text.read_bytes()
-    assert len(corpus.held_out) == len(text.read_bytes()) // 20
 
 
 def test_digest_covers_what_must_agree_and_no_more(own: Path, tmp_path: Path) -> None:
@@ -254,11 +236,6 @@ def test_bad_text_is_refused(content: bytes, message: str, tmp_path: Path) -> No
         load_recipe(BYTE_GPT, {"text": str(path)}, seed=0)
 
 
-def test_folder_without_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no \.txt"):
-        load_recipe(BYTE_GPT, {"text": str(tmp_path)}, seed=0)
-
-
 @pytest.mark.parametrize(
     ("content", "vocab_size", "message"),
     [
@@ -299,17 +276,162 @@ def test_user_batches_that_run_out_say_so(own: Path) -> None:
         next(batches)
 
 
-def test_bad_names_and_files_are_refused(tmp_path: Path) -> None:
-    for name in ("bit-gpt", "file.py", "file.txt:make", "file.py:not a name"):
-        for use in (lambda name: load_recipe(name, {}, 0), lambda name: recipe_digest(name, {})):
-            with pytest.raises(ConfigError, match="no such recipe; write"):
-                use(name)
-    with pytest.raises(ConfigError, match="no such file"):
-        recipe_digest(f"{tmp_path}/absent.py:make", {})
-    broken = tmp_path / "broken.py"
-    broken.write_text("def make(:\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="not valid Python"):
-        load_recipe(f"{broken}:make", {}, 0)
-    broken.write_text("import no_such_module_at_all\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="cannot import what it needs"):
-        load_recipe(f"{broken}:make", {}, 0)
+SMALL: dict[str, str | int | float | bool] = {"layers": 1, "width": 16, "heads": 2, "context": 16}
+OWN_OF_RUN = """
+from pathlib import Path
+import torch
+from torch import nn
+
+Path(__file__).with_suffix(".ran").touch()
+
+def make(width: int = 3):
+    return nn.Linear(width, 1), [torch.ones(2, width)], lambda model, x: model(x).square().mean()
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(OWN_OF_RUN, encoding="utf-8")
+    return path
+
+
+def has_run(own_file: Path) -> bool:
+    return own_file.with_suffix(".ran").exists()
+
+
+def run_of(name: str, options: dict[str, str | int | float | bool], seed: int = 0) -> RunConfig:
+    """A run as its organiser publishes it."""
+    return RunConfig(
+        recipe=name, recipe_options=options, recipe_digest=recipe_digest(name, options), seed=seed
+    )
+
+
+# ---- by hand
+
+
+def test_a_peer_may_train_on_a_text_of_its_own(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 100)
+    inputs, _ = next(load_run_recipe(run_of("byte-gpt", SMALL), data={"text": str(text)}).batches(0, 4))
+    assert set(inputs.flatten().tolist()) <= set(b"abcdefgh")
+
+
+# ---- refused, and nothing of a stranger's file has run
+
+
+def test_a_file_that_only_the_run_names_is_not_run(own_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"get that file from the organiser.*--recipe FILE.py:function"):
+        load_run_recipe(run_of(f"{own_file}:make", {}))
+    assert not has_run(own_file)
+
+
+@pytest.mark.parametrize("change", ["file", "function", "option"])
+def test_another_recipe_than_the_organisers_is_refused_before_it_runs(own_file: Path, change: str) -> None:
+    run = run_of(f"{own_file}:make", {"width": 5})
+    function = "make"
+    if change == "file":
+        own_file.write_text(OWN_OF_RUN + "\n# one more line\n")
+    elif change == "function":
+        function = "other"
+    else:
+        run = run.model_copy(update={"recipe_options": {"width": 6}})
+    with pytest.raises(
+        ConfigError, match=r"is another than the run's \(digest [0-9a-f]{12} here, [0-9a-f]{12} "
+    ):
+        load_run_recipe(run, f"{own_file}:{function}")
+    assert not has_run(own_file)
+
+
+def test_an_own_file_for_a_built_in_recipe_is_refused_before_it_runs(own_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"built-in recipe 'byte-gpt'; leave it out"):
+        load_run_recipe(run_of("byte-gpt", SMALL), f"{own_file}:make")
+    assert not has_run(own_file)
+
+
+def test_data_of_ones_own_must_leave_the_recipe_what_it_is(own_file: Path) -> None:
+    with pytest.raises(ConfigError, match="only built-in recipes let a peer choose"):
+        load_run_recipe(run_of(f"{own_file}:make", {}), f"{own_file}:make", {"text": "mine.txt"})
+    assert not has_run(own_file)
+
+
+LAYERED: dict[str, str | int | float | bool] = {"layers": 2, "width": 16, "heads": 2, "context": 16}
+OWN_WITH_BUFFERS = """
+import torch
+from torch import nn
+
+def make():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return model, [torch.ones(2, 3)], lambda model, x: model(x).square().mean()
+"""
+
+
+def published(name: str, options: dict[str, str | int | float | bool]) -> RunConfig:
+    digest = recipe_digest(name, options)
+    return RunConfig(recipe=name, recipe_options=options, recipe_digest=digest, fragments=2)
+
+
+def checkpoint_of(run: RunConfig) -> tuple[Checkpoint, dict[str, Tensor]]:
+    """A checkpoint whose agreed parameters are random; and those."""
+    model = load_recipe(run.recipe, run.recipe_options, seed=0).model
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    agreed = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    plan = plan_fragments(model, run.fragments)
+    live = LiveParameters(model, plan)
+    states = tuple(outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments)
+    saved = Checkpoint(
+        run_config_json=run.canonical_bytes().decode(),
+        plan_digest=plan.digest,
+        states=states,
+        buffers={name: buffer + 3 * name.endswith("running_mean") for name, buffer in model.named_buffers()},
+        optimizer={},
+        position=1.0,
+        inner_steps=7,
+        tokens=70,
+    )
+    return saved, agreed
+
+
+def parameters_of(trained: Trained) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in trained.recipe.model.named_parameters()}
+
+
+def test_what_is_sampled_and_measured_are_the_agreed_parameters(tmp_path: Path) -> None:
+    saved, agreed = checkpoint_of(published("byte-gpt", LAYERED))
+    save(tmp_path, saved)
+    trained = Trained.load(tmp_path)
+    loaded = parameters_of(trained)
+    assert loaded.keys() == agreed.keys()
+    assert all(loaded[name].equal(agreed[name]) for name in agreed)
+    reference = load_recipe("byte-gpt", LAYERED, seed=1)
+    reference.model.load_state_dict(agreed, strict=False)
+    assert reference.held_out is not None
+    assert trained.held_out_loss() == reference.held_out(reference.model)
+
+
+def test_an_own_recipe_is_named_again_and_its_buffers_come_along(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(OWN_WITH_BUFFERS, encoding="utf-8")
+    saved, agreed = checkpoint_of(published(f"{own}:make", {}))
+    save(tmp_path / "checkpoint", saved)
+    with pytest.raises(ConfigError, match=r"--recipe FILE\.py:function"):
+        Trained.load(tmp_path / "checkpoint")
+    trained = Trained.load(tmp_path / "checkpoint", f"{own}:make")
+    loaded = parameters_of(trained)
+    assert all(loaded[name].equal(agreed[name]) for name in agreed)
+    assert dict(trained.recipe.model.named_buffers())["1.running_mean"].tolist() == [3.0] * 4
+    assert not trained.recipe.model.training
+    with pytest.raises(ConfigError, match="no held-out data"):
+        trained.held_out_loss()
+    with pytest.raises(ConfigError, match="makes no text"):
+        trained.sample("x", 1, 0)
+
+
+def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
+    saved, _ = checkpoint_of(published("byte-gpt", LAYERED))
+    save(tmp_path, replace(saved, plan_digest=bytes(32)))
+    with pytest.raises(ConfigError, match="is of another model"):
+        Trained.load(tmp_path)

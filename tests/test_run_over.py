@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from bootstrap.seed import keep_positions, read_positions
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import RUN_OVER, RunOver, TransportError
 from p2p_co2.net.discovery.records import CLOCK_SLACK_S, TOGETHER_S, run_position
-from p2p_co2.node.observer import Observer
+from p2p_co2.node.observer import where_it_was
 from p2p_co2.protocol.wire.messages_pb2 import RunPosition
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.events import FragmentApplied, Progress
@@ -175,14 +173,7 @@ def test_newcomers_that_meet_only_each_other_wait_for_a_while_and_are_refused() 
 def test_who_looks_at_a_run_without_peers_is_told_where_it_was(
     last: RunPosition | None, rounds: int, words: str
 ) -> None:
-    observer: Any = SimpleNamespace(
-        _lock=threading.Lock(), _poller=SimpleNamespace(answering=0), _last=last,
-        _run=SimpleNamespace(clock=SimpleNamespace(rounds=rounds)),
-    )  # fmt: skip
-    observer._last_words = lambda: Observer._last_words(observer)
-    state = Observer._found(observer, 0)
-    assert state.phase == "connected"
-    assert state.words == f"the seed answers, but no peer is listed: {words}"
+    assert where_it_was(last, rounds) == words
 
 
 def test_a_seed_that_is_started_again_knows_where_the_run_was(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from p2p_co2.config import ClockConfig, OuterConfig, RunConfig
-from p2p_co2.node.catching import Catching
+from p2p_co2.node.catchup import CatchupController
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.planning.traffic import payload_bytes
-from p2p_co2.protocol.catchup.line import Lines
+from p2p_co2.protocol.catchup.lines import Lines
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.protocol.rounds.bounds import READY_CAP_S, ROUND_CAP_S
 from p2p_co2.protocol.schedule import FIRST_ROUND_BOUND_S, SLEW
@@ -148,8 +148,8 @@ def test_two_halves_that_never_find_together_again_are_called_out() -> None:
     swarm.world.call_at(20.0, swarm.split, {peer: n % 2 for n, peer in enumerate(swarm.peer_ids())})
     swarm.world.call_at(healed_at, swarm.heal)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Catching, "look_around", lambda catching, now: None)
-        patch.setattr(Catching, "go_to", lambda catching, *where: False)
+        patch.setattr(CatchupController, "look_around", lambda catching, now: None)
+        patch.setattr(CatchupController, "go_to", lambda catching, *where: False)
         found = swarm.run().violations
     assert [one.at for one in forks(found)] == pytest.approx([healed_at + swarm.inspector.heal_s] * 2)
     assert found[-1].text.endswith("different states at the end")

@@ -144,10 +144,10 @@ def test_words_of_more_or_fewer_fragments_than_the_run_has_count_for_nothing(
         status = Status(phase=told, versions=versions, digests=[bytes([9]) * 32] * digests)
         place.node.membership.receive(Ping(nonce=1, sent_at=place.now, status=status), peer, place.now)
         place.conclude()
-        place.node.catching.apart.where_to(0, place.now)
+        place.node.catching.majority.decide(0, replayable=True)
     for peer in (OTHER, NEWCOMER):
         place.lose(peer)
-        place.node.catching.apart.where_to(0, place.now)
+        place.node.catching.majority.decide(0, replayable=True)
     assert place.progress.missing() == ""
 
 

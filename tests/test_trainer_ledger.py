@@ -57,13 +57,11 @@ class Simulated:
         """The last offer came to nothing."""
         self.take(self.ledger.abort(self.ledger.state.version + 1, self.weight)[1])
 
-    def commit(
-        self, mean: bytes, parts: list[PartWeights], base_version: int | None = None, is_alone: bool = False
-    ) -> None:
+    def commit(self, mean: bytes, parts: list[PartWeights], base_version: int | None = None) -> None:
         round_ = self.ledger.state.version + 1
         decoded = self.codec.decode(torch.frombuffer(bytearray(mean), dtype=torch.uint8))
         base = round_ - 1 if base_version is None else base_version
-        self.take(self.ledger.commit(round_, base, lambda: decoded, parts, mean, is_alone).merge)
+        self.take(self.ledger.commit(round_, base, lambda: decoded, parts, mean).merge)
 
 
 def everybody(peers: list[Simulated], blocks: int) -> list[PartWeights]:

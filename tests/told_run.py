@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
+from monitoring.known import Known, swarm_facts
 from monitoring.summary import RunFacts
-from monitoring.terminal import print_summary, swarm_frame
+from monitoring.terminal import NEWS_LINES, print_summary
+from monitoring.terminal import frame as frame_of
+from monitoring.words import news
 from p2p_co2.config import RunConfig
-from p2p_co2.telemetry.events import (
-    CaughtUp,
-    Event,
-    FragmentApplied,
-    FragmentSent,
-    LinkLost,
-    LinkOpened,
-    MessageRefused,
-    PeerFinished,
-    PeerLeft,
-    PeerStarted,
-    Progress,
-    RoundAborted,
-    RoundCommitted,
-    SendSkipped,
-    Warned,
-)
+from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.view import SwarmView, fold
+from tests.event_samples import aborted, applied, committed, progress, started
 
 IDS = {"ada": "12D3KooWAAAAAA", "bob": "12D3KooWBBBBBB"}
 FACTS = RunFacts(
@@ -42,82 +32,34 @@ FACTS = RunFacts(
 
 def story(
     name: str, other: str, *, finish: bool = True, digest: str = "d" * 64, last_loss: float = 2.0
-) -> list[Event]:
+) -> list[ev.Event]:
     """1000 parameters in 2 fragments, 3 committed rounds each, one abort; 60 inner steps, 20 s."""
-    me, them = IDS[name], IDS[other]
-    events: list[Event] = [
-        PeerStarted(
-            at=100.0,
-            peer=me,
-            name=name,
-            pid=11 if name == "ada" else 12,
-            software="0.1",
-            device="cpu",
-            parameters=1000,
-            fragments=2,
-            run="aa",
-        ),
-        LinkOpened(at=100.5, peer=me, other=them, carrier="grpc"),
+    me = IDS[name]
+    events: list[ev.Event] = [
+        started(me, 100.0, name, pid=11 if name == "ada" else 12),
+        ev.LinkOpened(at=100.5, peer=me, other=IDS[other], carrier="grpc"),
     ]
     for second in range(21):
-        events.append(
-            Progress(
-                at=101.0 + second,
-                peer=me,
-                phase="training",
-                position=second / 7,
-                inner_steps=3 * second,
-                tokens=300 * second,
-                tokens_per_s=300.0,
-                loss=math.nan if second == 0 else last_loss + 3 * math.exp(-second / 5),
-                train_s=0.95 * second,
-                exposed_s=0.01 * second if name == "ada" else 0.0,
-                wall_s=float(second),
-                up_bytes=150 * second,
-                down_bytes=140 * second,
-                versions=(second // 7, second // 7),
-            )
-        )
-    for number in (1, 2, 3):
-        for fragment in (0, 1):
-            at = 101.0 + 6 * number + fragment
-            key: dict[str, Any] = {"at": at, "peer": me, "fragment": fragment}
-            events += [
-                FragmentSent(**key, round=number, payload_bytes=266, weight=1.0, relative_error=0.01),
-                RoundCommitted(
-                    **key,
-                    round=number,
-                    coordinator=me,
-                    group_size=2,
-                    contributors=2,
-                    partial=0,
-                    duration_s=0.5,
-                ),
-                FragmentApplied(
-                    **key,
-                    version=number,
-                    contributed=True,
-                    staleness=number // 3,
-                    sync_delay_steps=2 * number,
-                    sync_delay_s=1.0,
-                    gap=1.0,
-                    gradient_norm=1.0,
-                    momentum_norm=1.0,
-                    clipped_share=0.0,
-                ),
-            ]
-    events.append(RoundAborted(at=121.0, peer=me, fragment=0, round=4, reason="the owner of part 1 was lost"))
+        now = replace(
+            progress(me, 101.0 + second, inner_steps=3 * second), position=second / 7, tokens_per_s=300.0,
+            loss=math.nan if second == 0 else last_loss + 3 * math.exp(-second / 5), train_s=0.95 * second,
+            exposed_s=0.01 * second if name == "ada" else 0.0, wall_s=float(second), up_bytes=150 * second,
+            down_bytes=140 * second, versions=(second // 7,) * 2,
+        )  # fmt: skip
+        events.append(now)
+    for number, fragment in itertools.product((1, 2, 3), (0, 1)):
+        key: dict[str, Any] = {"at": 101.0 + 6 * number + fragment, "fragment": fragment}
+        round_ = committed(me, number, duration_s=0.5)
+        events += [
+            ev.FragmentSent(**key, peer=me, round=number, payload_bytes=266, weight=1, relative_error=0.01),
+            replace(round_, **key, group_size=2, contributors=2, partial=0),
+            replace(applied(me, number // 3, 2 * number), **key, version=number),
+        ]
+    reason = "the owner of part 1 was lost"
+    events.append(replace(aborted(me, 4, reason), at=121.0))
     if finish:
-        events.append(
-            PeerFinished(
-                at=122.0,
-                peer=me,
-                reason="the run ended",
-                digest=digest,
-                versions=(3, 3),
-                peak_memory_bytes=10**8,
-            )
-        )
+        end = ev.PeerFinished(at=122.0, peer=me, reason="the run ended", digest=digest, versions=(3, 3))
+        events.append(replace(end, peak_memory_bytes=10**8))
     return events
 
 
@@ -126,75 +68,23 @@ def swarm(**of_bob: Any) -> SwarmView:
 
 
 def hostile_view() -> SwarmView:
-    name = "[red]$x_\x1b[31m\u202e界" * 20
-    events: list[Event] = [
-        PeerStarted(
-            at=1.0, peer="p", name=name, pid=1, software="", device="[/]", parameters=0, fragments=0, run=""
-        ),
-        Progress(
-            at=2.0,
-            peer="p",
-            phase="[/bold]",
-            position=math.nan,
-            inner_steps=-1,
-            tokens=0,
-            tokens_per_s=math.nan,
-            loss=math.nan,
-            train_s=math.nan,
-            exposed_s=math.nan,
-            wall_s=math.nan,
-            up_bytes=0,
-            down_bytes=10**18,
-            versions=(),
-        ),
-        PeerLeft(at=2.0, peer="p", other="", reason="[link]"),
-        LinkOpened(at=2.0, peer="p", other="q", carrier="[x]"),
-        LinkLost(at=2.0, peer="p", other="z", carrier="[x]", reason="[/x]"),
-        RoundAborted(at=3.0, peer="p", fragment=-5, round=10**15, reason="[/]\x07"),
-        CaughtUp(
-            at=3.0,
-            peer="p",
-            fragment=0,
-            from_version=0,
-            to_version=0,
-            how="",
-            donor="",
-            bytes=0,
-            duration_s=0.0,
-        ),
-        MessageRefused(at=3.0, peer="p", other="[/]", reason="[/]"),
-        SendSkipped(at=3.0, peer="p", fragment=0, reason="[/]"),
-        Warned(at=3.0, peer="p", text="[/]" * 1000),
-        FragmentApplied(
-            at=3.0,
-            peer="p",
-            fragment=0,
-            version=0,
-            contributed=False,
-            staleness=-3,
-            sync_delay_steps=10**15,
-            sync_delay_s=math.nan,
-            gap=math.nan,
-            gradient_norm=math.nan,
-            momentum_norm=0.0,
-            clipped_share=math.nan,
-        ),
-        FragmentApplied(
-            at=3.0,
-            peer="p",
-            fragment=0,
-            version=0,
-            contributed=False,
-            staleness=0,
-            sync_delay_steps=-7,
-            sync_delay_s=0.0,
-            gap=1.0,
-            gradient_norm=0.0,
-            momentum_norm=0.0,
-            clipped_share=0.0,
-        ),
-    ]
-    return fold(events)
+    name, nan = "[red]$x_\x1b[31m\u202e界" * 20, math.nan
+    return fold([
+        replace(started("p", 1.0, name), parameters=0, fragments=0, device="[/]"),
+        replace(progress("p", 2.0, loss=nan, inner_steps=-1), phase="[/bold]", position=nan, tokens_per_s=nan,
+                train_s=nan, exposed_s=nan, wall_s=nan, down_bytes=10**18, versions=()),
+        ev.PeerLeft(at=2.0, peer="p", other="", reason="[link]"),
+        ev.LinkOpened(at=2.0, peer="p", other="q", carrier="[x]"),
+        ev.LinkLost(at=2.0, peer="p", other="z", carrier="[x]", reason="[/x]"),
+        replace(aborted("p", 10**15, "[/]\x07"), fragment=-5, at=3.0),
+        ev.CaughtUp(at=3.0, peer="p", fragment=0, from_version=0, to_version=0, how="", donor="", bytes=0,
+                    duration_s=0.0),
+        ev.MessageRefused(at=3.0, peer="p", other="[/]", reason="[/]"),
+        ev.SendSkipped(at=3.0, peer="p", fragment=0, reason="[/]"),
+        ev.Warned(at=3.0, peer="p", text="[/]" * 1000),
+        replace(applied("p", -3, 10**15, gap=nan), sync_delay_s=nan, gradient_norm=nan, clipped_share=nan),
+        applied("p", 0, -7),
+    ])  # fmt: skip
 
 
 def drawn(renderable: Any, width: int = 120) -> str:
@@ -203,13 +93,9 @@ def drawn(renderable: Any, width: int = 120) -> str:
     return console.export_text()
 
 
-def frame(view: SwarmView, *, now: float = 123.0, width: int = 120, rows: int = 24) -> str:
-    return drawn(
-        swarm_frame(
-            view, "demo", now, elapsed_s=31.0, trained_s=23.0, expected_s=60.0, width=width, most_rows=rows
-        ),
-        width,
-    )
+def frame(view: SwarmView, *, now: float = 123.0, width: int = 120, rows: int = 48) -> str:
+    told = news(view, NEWS_LINES)
+    return drawn(frame_of(swarm_facts(Known(view, now)), width, rows, news=told), width)
 
 
 def printed(summary: dict[str, Any]) -> str:

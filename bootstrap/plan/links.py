@@ -1,7 +1,7 @@
 """The peers' links of a plan: measured by ``doctor``, given in figures, or of a named profile.
 
-Law: one source at a time, and the plan says which. A measured or given link is everybody's: plan for the
-slowest one. Price: without any of them the profile is ``DEFAULT_PROFILE``, an ordinary home line.
+One source at a time, and the plan says which. A measured or given link is everybody's: plan for the slowest
+one. Without any of them it is ``DEFAULT_PROFILE``, an ordinary home line.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def read_links(given: GivenLink, peers: int, seed: int) -> tuple[tuple[Link, ...
     """One link for each of ``peers``, and where they come from in words. Raises ``ConfigError``."""
     figures = bool(given.up_mbit or given.down_mbit or given.rtt_ms or given.loss)
     if figures + bool(given.profile) + (given.file is not None) > 1:
-        raise ConfigError(
-            "command line", "--profile", "give a profile, figures of a link, or --link, not several"
-        )
+        raise ConfigError.of_option("--profile", "give a profile, figures of a link, or --link, not several")
     if given.file is not None:
         link = _measured(given.file)
         return (link,) * peers, f"measured ({given.file}): {described(link)}"
@@ -68,11 +66,11 @@ def _figures(given: GivenLink) -> Link:
         ("--loss", given.loss, 0.99),
     ):
         if not 0 <= value <= most:
-            raise ConfigError("command line", option, f"from 0 to {most:g} (got {value:g})")
+            raise ConfigError.of_option(option, f"from 0 to {most:g} (got {value:g})")
     if given.up_mbit * 1e6 / 8 < _LEAST_BYTES_PER_S:
-        raise ConfigError("command line", "--up-mbit", "say what the link uploads, in Mbit/s")
+        raise ConfigError.of_option("--up-mbit", "say what the link uploads, in Mbit/s")
     if 0 < given.down_mbit * 1e6 / 8 < _LEAST_BYTES_PER_S:
-        raise ConfigError("command line", "--down-mbit", "say what the link downloads, in Mbit/s")
+        raise ConfigError.of_option("--down-mbit", "say what the link downloads, in Mbit/s")
     return Link(
         up_bytes_per_s=given.up_mbit * 1e6 / 8,
         down_bytes_per_s=(given.down_mbit or 10 * given.up_mbit) * 1e6 / 8,
@@ -100,12 +98,11 @@ def _measured(path: Path) -> Link:
         "down_bytes_per_s": (_LEAST_BYTES_PER_S, _MOST_BYTES_PER_S),
         "round_trip_s": (1e-9, _LONGEST_TRIP_S),
     }
-    values = [measured.get(name) for name in bounds]
-    for (name, (least, most)), value in zip(bounds.items(), values, strict=True):
+    figures = {}
+    for name, (least, most) in bounds.items():
+        value = measured.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            got = str(value)[:40]
-            raise ConfigError(
-                str(path), f"link.{name}", f"was not measured (got {got}); run doctor with a ticket"
-            )
-    up, down, trip = (float(value) for value in values if value is not None)
-    return Link(up_bytes_per_s=up, down_bytes_per_s=down, round_trip_s=trip)
+            problem = f"was not measured (got {str(value)[:40]}); run doctor with a ticket"
+            raise ConfigError(str(path), f"link.{name}", problem)
+        figures[name] = float(value)
+    return Link(**figures)

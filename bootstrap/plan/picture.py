@@ -1,26 +1,23 @@
 """Compute utilisation over bandwidth, as a picture: methods that wait beside this run.
 
-Law: drawn from the plan alone, by matplotlib's Agg canvas without global state. The curves are those of
-``planning.simulator`` (no latency, no loss), so they compare methods; what is expected on the plan's link is
-in its table. Colours are Okabe and Ito's (2008), told apart by colour-blind readers.
-"""
+The curves are those of ``planning.simulator`` (no latency, no loss), so they compare methods; what is
+expected on the plan's link is in its table. Colours are Okabe and Ito's (2008), told apart by colour-blind
+readers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from bootstrap.plan.plan import Plan
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.planning import Setting
 from p2p_co2.planning.simulator import Job, utilisation
 from p2p_co2.planning.traffic import bits_per_value
-
-if TYPE_CHECKING:
-    from bootstrap.plan.command import Plan
 
 COLOURS = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2", "#009E73")
 INK, FAINT = "#222222", "#DDDDDD"
@@ -44,13 +41,8 @@ def draw_plan(plan: Plan, path: Path) -> None:
     if plan.advice.setting != plan.setting:
         curves["shortest round"] = _overlapped(plan.advice.setting)
     for colour, (name, job) in zip(COLOURS, curves.items(), strict=False):
-        axes.plot(
-            bits,
-            [100 * utilisation(job, rate, _ROUNDS) for rate in bits],
-            color=colour,
-            linewidth=2,
-            label=name,
-        )
+        busy = [100 * utilisation(job, rate, _ROUNDS) for rate in bits]
+        axes.plot(bits, busy, color=colour, linewidth=2, label=name)
     _mark(axes, plan)
     axes.set_xscale("log")
     axes.set_xticks([1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11])
@@ -107,15 +99,10 @@ def _mark(axes: Any, plan: Plan) -> None:
     rate = 8 * min(min(link.up_bytes_per_s, link.down_bytes_per_s) for link in plan.setting.links)
     axes.axvline(rate, color=INK, linewidth=1, linestyle="--")
     axes.annotate(
-        f"slowest link\n{rate / 1e6:.3g} Mbit/s",
-        (rate, 4),
-        xytext=(6, 0),
-        textcoords="offset points",
-        fontsize=9,
-        color=INK,
+        f"slowest link\n{rate / 1e6:.3g} Mbit/s", (rate, 4), xytext=(6, 0), textcoords="offset points",
+        fontsize=9, color=INK, zorder=5,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-        zorder=5,
-    )
+    )  # fmt: skip
     axes.annotate(
         f"target {plan.advice.target:.0%}", (10**_TO, 100 * plan.advice.target), xytext=(-4, -12),
         textcoords="offset points", fontsize=9, color=INK, ha="right",

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bootstrap.plan.plan import Plan
 from p2p_co2.planning import Forecast, Setting
-
-if TYPE_CHECKING:
-    from bootstrap.plan.command import Plan
 
 WHY = {
     "upload": "the slowest upload has to carry every fragment once a round, idle a fifth of the time",
@@ -35,28 +32,18 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print ``plan`` to ``console``; stdout if None."""
     console = console or Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
     setting, advice = plan.setting, plan.advice
+    what = f": {setting.parameters:,} parameters ({plan.sources['parameters']}), "
     console.print(
-        Text.assemble(
-            (f'plan of "{plan.run.name}"', "bold"),
-            f": {setting.parameters:,} parameters ({plan.sources['parameters']}), ",
-            f"{len(setting.links)} peers in a round",
-        )
+        Text.assemble((f'plan of "{plan.run.name}"', "bold"), what, f"{len(setting.links)} peers in a round")
     )
     console.print(Text(f"inner step {setting.step_s:.3g} s ({plan.sources['step']})"))
     console.print(Text(f"links: {plan.sources['links']}"))
     console.print(_comparison(plan))
     console.print(_constraints(plan))
-    verdict = "reaches" if advice.is_reached else "does not reach"
-    console.print(
-        Text.assemble(
-            ("as given ", "bold"),
-            (
-                f"{verdict} {advice.target:.0%} of compute utilisation",
-                "green" if advice.is_reached else "bold red",
-            ),
-            f" within one step of staleness. What binds: {advice.binding} ({WHY[advice.binding]}).",
-        )
-    )
+    verdict, colour = ("reaches", "green") if advice.is_reached else ("does not reach", "bold red")
+    reached = (f"{verdict} {advice.target:.0%} of compute utilisation", colour)
+    binds = f" within one step of staleness. What binds: {advice.binding} ({WHY[advice.binding]})."
+    console.print(Text.assemble(("as given ", "bold"), reached, binds))
     console.print(Text(_advised_line(plan), style="bold"))
     for trouble in plan.forecast.troubles:
         console.print(Text(f"as given: {trouble}", style="red"))
@@ -67,11 +54,9 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 def _advised_line(plan: Plan) -> str:
     advice = plan.advice
     setting, clock = advice.setting, plan.run.clock
-    length = (
-        f"round_s = {setting.round_s:g}"
-        if clock.mode == "time"
-        else f"inner_steps_per_round = {advice.inner_steps}"
-    )
+    length = f"inner_steps_per_round = {advice.inner_steps}"
+    if clock.mode == "time":
+        length = f"round_s = {setting.round_s:g}"
     return (
         f"the shortest round that reaches {advice.target:.0%}: clock.{length}, "
         f'fragments = {len(setting.fragments)}, codec.name = "{setting.codec}", '

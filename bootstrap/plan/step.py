@@ -1,17 +1,15 @@
 """The model of a run file on this machine: its fragments counted, its inner step measured.
 
-Law: what is measured is what a peer does between two steps of the swarm (loss, backward, optimizer), on real
-batches of the recipe. Price: some seconds of training, bounded; first steps are thrown away, since they
-allocate.
-"""
+Measured is what a peer does between two steps of the swarm (loss, backward, optimizer), on real batches of
+the recipe, for some seconds; the first steps, which allocate, are thrown away."""
 
 from __future__ import annotations
 
 import os
+import resource
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -27,14 +25,6 @@ MOST_S = 12.0
 
 
 @dataclass(frozen=True)
-class RunModel:
-    """``fragments``: values in each."""
-
-    recipe: Recipe
-    fragments: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class StepMeasure:
     """``step_s``: median of the inner step. ``tokens``: of one step. ``train_bytes``: this process, with the
     model, its gradients and the optimizer, at its largest."""
@@ -45,34 +35,29 @@ class StepMeasure:
     how: str
 
 
-def load_model(run: RunConfig, device: str) -> RunModel:
-    """Build the recipe's model on ``device``. Raises ``ConfigError``."""
+def load_model(run: RunConfig, device: str) -> tuple[Recipe, tuple[int, ...]]:
+    """(the recipe with its model on ``device``, values in each fragment). Raises ``ConfigError``."""
     if run.recipe == OWN_LOOP:
-        raise ConfigError(
-            "command line",
-            "--step-s",
-            "this run is trained by a program of its own: give --parameters and --step-s",
-        )
+        problem = "this run is trained by a program of its own: give --parameters and --step-s"
+        raise ConfigError.of_option("--step-s", problem)
     recipe = load_recipe(run.recipe, run.recipe_options, run.seed)
     plan = plan_fragments(recipe.model, run.fragments)
     try:
         recipe.model.to(device)
     except (RuntimeError, AssertionError):  # torch's words for a device that is not there
-        raise ConfigError("command line", "--device", f"torch cannot use {device!r} here; use cpu") from None
-    return RunModel(recipe, tuple(fragment.numel for fragment in plan.fragments))
+        raise ConfigError.of_option("--device", f"torch cannot use {device!r} here; use cpu") from None
+    return recipe, tuple(fragment.numel for fragment in plan.fragments)
 
 
-def measure_step(model: RunModel, device: str, batch: int, threads: int) -> StepMeasure:
+def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepMeasure:
     """Train for a moment and take the time of each step. ``batch``, ``threads``: 0 for the recipe's own and
     all cores."""
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
-    recipe = model.recipe
-    sequences = batch or recipe.default_batch
     optimizer = recipe.optimizer(recipe.model.parameters())
     times_s: list[float] = []
     tokens = 0
     began_at = time.perf_counter()
-    for data in recipe.batches(0, sequences):
+    for data in recipe.batches(0, batch or recipe.default_batch):
         at = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         recipe.loss(recipe.model, data).backward()  # type: ignore[no-untyped-call]  # so torch declares it
@@ -82,18 +67,10 @@ def measure_step(model: RunModel, device: str, batch: int, threads: int) -> Step
         now = time.perf_counter()
         times_s.append(now - at)
         tokens = recipe.tokens(data)
-        measured = len(times_s) - WARM_UP_STEPS
-        enough = measured >= LEAST_STEPS and sum(times_s[WARM_UP_STEPS:]) >= LEAST_S
-        if enough or now - began_at > MOST_S:
+        counted = times_s[WARM_UP_STEPS:]
+        if (len(counted) >= LEAST_STEPS and sum(counted) >= LEAST_S) or now - began_at > MOST_S:
             break
     counted = times_s[WARM_UP_STEPS:] or times_s[-1:]
     how = f"measured here, median of {len(counted)} steps, {torch.get_num_threads()} threads, {device}"
-    return StepMeasure(statistics.median(counted), tokens, _largest_bytes(), how)
-
-
-def _largest_bytes() -> float:
-    """The largest resident set of this process, as the kernel keeps it (proc(5), VmHWM)."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith("VmHWM:"):
-            return 1024.0 * int(line.split()[1])
-    return 0.0
+    largest_bytes = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return StepMeasure(statistics.median(counted), tokens, largest_bytes, how)

@@ -7,10 +7,9 @@ from typing import Any
 from nicegui import ui
 
 from monitoring import charts
-from monitoring.board.bandwidth_page import peer_traffic
-from monitoring.board.shell import Chart, Frame, Text, Tile, card, split_unit
+from monitoring.board.shell import Chart, Frame, Listing, Text, card, head, tiles
 from monitoring.facts import PeerFacts, SwarmFacts
-from monitoring.words import UNKNOWN, clock, date, figure, percent, plain, size
+from monitoring.words import UNKNOWN, clock, date, figure, links, percent, plain, size
 
 SLOW_TABLE_PEERS = 128
 """With more peers the table is sent every other second."""
@@ -37,12 +36,11 @@ def _shown_with(decimals: int) -> str:
 
 class PeersPage:
     def __init__(self, frame: Frame) -> None:
-        self._frame = frame
         self._rows: list[dict[str, Any]] = []
         self._turn = 0
 
     def build(self) -> None:
-        with card("Peers") as panel, panel.default_slot.children[0]:
+        with card("Peers") as panel, head(panel):
             self._count = Text("b-hint", "peers-count")
             ui.element("div").classes("b-grow")
             search = ui.input(placeholder="search").props("dense outlined clearable data-testid=search")
@@ -55,7 +53,7 @@ class PeersPage:
             self._table = ui.table(columns=columns, rows=[], row_key="peer", pagination=25)
             self._table.props("dense flat data-testid=peers-table")
             self._table.bind_filter_from(search, "value")
-            self._table.on("rowClick", _open_peer)
+            self._table.on("rowClick", lambda click: ui.navigate.to(f"/peer/{click.args[1]['peer']}"))
             ui.label(
                 "Tokens, loss, rates and utilisation are a peer's own word. Its share is counted by the "
                 "group: weights in decisions that a coordinator signed and another member witnessed."
@@ -75,31 +73,23 @@ class PeersPage:
         return  # no charts
 
 
-def _open_peer(click: Any) -> None:
-    ui.navigate.to(f"/peer/{click.args[1]['peer']}")
-
-
 def _row(peer: PeerFacts, now: float) -> dict[str, Any]:
     over = peer.state in {"left", "gone", "finished", "silent", "unreachable"}
-    links = ", ".join(f"{count} {carrier}" for carrier, count in peer.carriers.items())
     return {
-        "peer": peer.peer,
-        "label": plain(peer.label, 32),
-        "state": peer.state,
-        "device": plain(peer.device, 16),
-        "tokens": peer.tokens,
-        "share": None if peer.share_counted is None else round(100 * peer.share_counted, 2),
-        "rate": round(peer.tokens_per_s),
-        "loss": None if peer.loss is None else round(peer.loss, 3),
-        "staleness": None if peer.staleness_mean is None else round(peer.staleness_mean, 2),
-        "used": None if peer.utilisation is None else round(100 * peer.utilisation, 1),
-        "up": None if peer.up_bytes_per_s is None else round(peer.up_bytes_per_s / 1000, 1),
-        "links": plain(links, 40) or UNKNOWN,
+        "peer": peer.peer, "label": plain(peer.label, 32), "state": peer.state,
+        "device": plain(peer.device, 16), "tokens": peer.tokens,
+        "share": _rounded(peer.share_counted, 2, 100),
+        "rate": round(peer.tokens_per_s), "loss": _rounded(peer.loss, 3),
+        "staleness": _rounded(peer.staleness_mean, 2), "used": _rounded(peer.utilisation, 1, 100),
+        "up": _rounded(peer.up_bytes_per_s, 1, 1e-3), "links": links(peer.carriers),
         "version": plain(peer.software, 24),
         "seen": None if peer.last_seen_at is None else round(max(0.0, now - peer.last_seen_at)),
-        "joined": date(peer.joined_at),
-        "why": plain(peer.reason, 90) if over else "",
-    }
+        "joined": date(peer.joined_at), "why": plain(peer.reason, 90) if over else "",
+    }  # fmt: skip
+
+
+def _rounded(value: float | None, digits: int, times: float = 1.0) -> float | None:
+    return None if value is None else round(times * value, digits)
 
 
 class PeerPage:
@@ -107,108 +97,82 @@ class PeerPage:
 
     def __init__(self, frame: Frame, peer: str) -> None:
         self._frame, self._peer = frame, peer
-        self._known = False
 
     def build(self) -> None:
         with ui.element("div"):
             ui.link("All peers", "/peers").classes("b-link")
             self._title = Text("b-title", "peer-title")
             self._id = Text("b-hint b-words")
-        with ui.element("div").classes("b-tiles four"):
-            self._tiles = {
-                name: Tile(caption, f"peer-{name}")
-                for name, caption in (
-                    ("state", "State"), ("tokens", "Tokens trained"), ("share", "Share of the work"),
-                    ("staleness", "Mean staleness"), ("used", "Compute utilisation"),
-                    ("loss", "Training loss"), ("sent", "Sent"), ("exposed", "Stood still"),
-                )
-            }  # fmt: skip
-        with card("Its history") as panel, panel.default_slot.children[0]:
-            ui.element("div").classes("b-grow")
+        captions = {
+            "state": "State", "tokens": "Tokens trained", "share": "Share of the work",
+            "staleness": "Mean staleness", "used": "Compute utilisation", "loss": "Training loss",
+            "sent": "Sent", "exposed": "Stood still",
+        }  # fmt: skip
+        self._tiles = tiles(captions, "peer-")
+        with card("Its history") as panel, head(panel):
             self._frame.range_choice()
         with panel, ui.element("div").classes("b-two"):
-            self._speed = Chart("chart-peer-tokens", "low")
-            self._loss = Chart("chart-peer-loss", "low")
-            self._used = Chart("chart-peer-utilisation", "low")
-            self._traffic = Chart("chart-peer-traffic", "low")
+            names = ("tokens", "loss", "utilisation", "traffic")
+            self._charts = {name: Chart(f"chart-peer-{name}", "low") for name in names}
         with ui.element("div").classes("b-two"):
             with card("What it says of itself", "own word"):
-                self._own = ui.element("div").classes("b-dl")
+                self._own = Listing()
             with card("What happened at it"):
-                self._lines = ui.element("div").props("data-testid=peer-events")
-        self._own_shown: list[tuple[str, str]] = []
-        self._lines_shown: list[tuple[str, str]] = []
+                self._lines = Listing(test_id="peer-events")
+
+    def _facts(self, facts: SwarmFacts) -> PeerFacts | None:
+        return next((peer for peer in facts.peers if peer.peer == self._peer), None)
 
     def refresh(self, facts: SwarmFacts) -> None:
-        peer = next((peer for peer in facts.peers if peer.peer == self._peer), None)
+        peer, shown = self._facts(facts), self._tiles
         if peer is None:
             self._title.set("No such peer is known here")
             self._id.set(plain(self._peer, 80))
             return
         self._title.set(plain(peer.label, 60))
         self._id.set(peer.peer)
-        self._set_tiles(peer)
-        pairs = _own_words(peer, facts.at)
-        if pairs != self._own_shown:
-            self._own_shown = pairs
-            self._own.clear()
-            with self._own:
-                for name, value in pairs:
-                    ui.label(name)
-                    ui.label(value)
-        self._show_lines()
-
-    def _set_tiles(self, peer: PeerFacts) -> None:
-        tiles = self._tiles
-        tiles["state"].set(peer.state, "", plain(peer.reason, 90))
-        tiles["tokens"].set(figure(peer.tokens), "", "own word")
-        share = percent(peer.share_counted).removesuffix(" %")
-        tiles["share"].set(share, "%", f"{figure(peer.tokens_counted)} tokens counted by the group")
+        shown["state"].set(peer.state, "", plain(peer.reason, 90))
+        shown["tokens"].set(figure(peer.tokens), "", "own word")
+        counted = f"{figure(peer.tokens_counted)} tokens counted by the group"
+        shown["share"].set(percent(peer.share_counted), "", counted)
         skipped = f"{peer.skipped_sends} send{'' if peer.skipped_sends == 1 else 's'} skipped"
-        tiles["staleness"].set(figure(peer.staleness_mean, 2), "outer steps", skipped)
-        tiles["used"].set(percent(peer.utilisation).removesuffix(" %"), "%", "own word")
-        unit = self._frame.model.facts().loss_unit.replace(" per ", "/")
-        tiles["loss"].set(figure(peer.loss, 3), unit, "own word")
-        tiles["sent"].set(*split_unit(size(peer.up_bytes)), f"{size(peer.down_bytes)} received")
-        hidden = f"{figure(peer.hidden_s, 1)} s hidden"
-        tiles["exposed"].set(figure(peer.exposed_s, 1), "s", hidden)
-
-    def _show_lines(self) -> None:
-        found = self._frame.model.history.happenings(12, peer=self._peer)
+        shown["staleness"].set(figure(peer.staleness_mean, 2), "outer steps", skipped)
+        shown["used"].set(percent(peer.utilisation), "", "own word")
+        shown["loss"].set(figure(peer.loss, 3), facts.loss_unit.replace(" per ", "/"), "own word")
+        shown["sent"].set(size(peer.up_bytes), "", f"{size(peer.down_bytes)} received")
+        shown["exposed"].set(figure(peer.exposed_s, 1), "s", f"{figure(peer.hidden_s, 1)} s hidden")
+        self._own.show_pairs(_own_words(peer, facts.at))
+        found = self._frame.history.happenings(12, peer=self._peer)
         lines = [(date(line.at), plain(line.words, 200)) for line in found]
-        if lines == self._lines_shown:
-            return
-        self._lines_shown = lines
-        self._lines.clear()
-        with self._lines:
-            if not lines:
-                ui.label("Nothing that is worth a line yet.").classes("b-hint")
-            for at, words in lines:
-                with ui.element("div").classes("b-line two"):
-                    ui.label(at).classes("b-when")
-                    ui.label(words).classes("b-words")
+        self._lines.show(lines, lambda: _show_lines(lines))
 
     def redraw(self, facts: SwarmFacts) -> None:
-        peer = next((peer for peer in facts.peers if peer.peer == self._peer), None)
+        peer, palette = self._facts(facts), self._frame.palette
         if peer is None:
             return
-        palette = self._frame.palette
-        since, until = self._frame.span(facts)
-        rows = self._frame.model.history.series(self._peer, since, until)
-        for chart, lines, unit in (
-            (self._speed, {"tokens/s": ("tokens_per_s", charts.GREEN, 1.0)}, "tokens/s"),
-            (self._loss, {"training loss": ("loss", charts.ORANGE, 1.0)}, "training loss"),
-            (self._used, {"utilisation": ("utilisation", charts.BLUE, 100.0)}, "utilisation, %"),
+        rows = self._frame.history.series(self._peer, *self._frame.span(facts))
+        for name, measure, colour, scale, unit in (
+            ("tokens", "tokens_per_s", charts.GREEN, 1.0, "tokens/s"),
+            ("loss", "loss", charts.ORANGE, 1.0, "training loss"),
+            ("utilisation", "utilisation", charts.BLUE, 100.0, "utilisation, %"),
         ):
-            options = charts.over_time(palette, rows, lines)
+            options = charts.over_time(palette, rows, {unit: (measure, colour, scale)})
             options["yAxis"]["name"] = unit
-            chart.set(options)
-        self._traffic.set(peer_traffic(self._frame, peer, since, until))
+            self._charts[name].set(options)
+        self._charts["traffic"].set(charts.peer_traffic(palette, rows, peer))
+
+
+def _show_lines(lines: list[tuple[str, str]]) -> None:
+    if not lines:
+        ui.label("Nothing that is worth a line yet.").classes("b-hint")
+    for at, words in lines:
+        with ui.element("div").classes("b-line two"):
+            ui.label(at).classes("b-when")
+            ui.label(words).classes("b-words")
 
 
 def _own_words(peer: PeerFacts, now: float) -> list[tuple[str, str]]:
-    links = ", ".join(f"{count} {carrier}" for carrier, count in peer.carriers.items())
-    offset_s = peer.clock_offset_s
+    offset_s, cap = peer.clock_offset_s, peer.upload_cap_bytes_per_s
     pairs = [
         ("device", plain(peer.device, 40)), ("software", plain(peer.software, 60)),
         ("joined", date(peer.joined_at)),
@@ -216,11 +180,8 @@ def _own_words(peer: PeerFacts, now: float) -> list[tuple[str, str]]:
         ("clock", "not compared" if offset_s is None else f"{offset_s:+.2f} s against this reader's"),
         ("inner steps", figure(peer.inner_steps)), ("position", f"round {figure(peer.position, 2)}"),
         ("outer versions", plain(", ".join(map(str, peer.versions)), 200)),
-        ("open links", plain(links, 80) or UNKNOWN),
-        ("upload cap", f"{size(peer.upload_cap_bytes_per_s)}/s" if peer.upload_cap_bytes_per_s else "none"),
+        ("open links", links(peer.carriers)), ("upload cap", f"{size(cap)}/s" if cap else "none"),
     ]  # fmt: skip
-    pairs += [(f"refused: {plain(why, 40)}", figure(times)) for why, times in list(peer.refused.items())[:6]]
-    pairs += [
-        (f"nonsense: {plain(why, 40)}", figure(times)) for why, times in list(peer.nonsense.items())[:6]
-    ]
+    for kind, told in (("refused", peer.refused), ("nonsense", peer.nonsense)):
+        pairs += [(f"{kind}: {plain(why, 40)}", figure(times)) for why, times in list(told.items())[:6]]
     return pairs

@@ -11,16 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from monitoring.board.server import Activity, Place, address, listening_socket, serve
-from monitoring.history import History
-from monitoring.model import Model
-from monitoring.past import recall_journal
+from monitoring.feeds import PastFeed
+from monitoring.history import TIERS, History
+from monitoring.model import Model, Recorder
+from p2p_co2.config import RunConfig
+from p2p_co2.errors import EnvironmentFault
 from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry.feed import Feed
+from p2p_co2.telemetry.journal import read_events
 
 IDLE_S = 90.0
 """A board behind a gate ends after this long without a request or an open page."""
 KNOWN_WITHIN_S = 5.0
 """By then a board knows which peer it belongs to, or does without its past."""
+MAX_PAST_BYTES = 4 << 20
+"""Of a peer's journal, some three hours."""
+PAST_ROUNDS_KEPT = 192
+"""At a time: each step of the past looks at all of them."""
 
 
 def run_board(feed: Feed, place: Place, history: Path | None, say: Callable[[str], None] = print) -> int:
@@ -32,7 +39,10 @@ def run_board(feed: Feed, place: Place, history: Path | None, say: Callable[[str
     try:
         bound = listening_socket(place)
         say(f"board: {address(place, bound)}")
-        _run(feed, place, bound, history, lambda activity: False, say)
+        kept = History.or_in_memory(history)
+        if kept.trouble:
+            say(f"warning: {kept.trouble}")
+        _run(feed, place, bound, kept, lambda activity: False)
     finally:
         feed.close()
     return 0
@@ -51,38 +61,46 @@ def run_behind_gate(
     def is_over(activity: Activity) -> bool:
         return activity.idle_s() > IDLE_S or (gone is not None and gone.is_set())
 
+    kept = History.or_in_memory(history)
     try:
-        _run(feed, Place(), bound, history, is_over, lambda words: None, journal)  # the page says it
+        if journal is not None:
+            ends_at = time.monotonic() + KNOWN_WITHIN_S
+            while not feed.me and time.monotonic() < ends_at:
+                time.sleep(0.02)
+            recall_journal(journal, feed.me, feed.run, kept)
+        _run(feed, Place(), bound, kept, is_over)
     finally:
         feed.close()
     return 0
 
 
-def _run(
-    feed: Feed, place: Place, bound: socket.socket, history: Path | None, over: Callable[[Activity], bool],
-    say: Callable[[str], None], journal: Path | None = None,
-) -> None:  # fmt: skip
-    kept = History.or_in_memory(history)
-    if kept.trouble:
-        say(f"warning: {kept.trouble}")
+def recall_journal(journal: Path, me: str, run: RunConfig | None, history: History) -> None:
+    """Put what peer ``me`` wrote into ``journal`` since ``history`` ends into it, as if a board had been
+    there. Price: two or three seconds of CPU for a full journal, and only the peer's own word."""
+    now = time.time()
+    since = max(history.span()[1], now - TIERS[-1][1])
     try:
-        if journal is not None and journal.exists():
-            ends_at = time.monotonic() + KNOWN_WITHIN_S
-            while not feed.me and time.monotonic() < ends_at:
-                time.sleep(0.02)
-            recall_journal(journal, feed.me, feed.run, kept)
-        asyncio.run(_serve_until_stopped(Model(feed, kept), place, bound, over))
-    finally:
-        kept.close()
+        told = read_events(journal, MAX_PAST_BYTES)
+    except EnvironmentFault:
+        return  # it was written by an own loop, or not at all
+    events = [event for event in told if event.peer == me and since < event.at <= now]
+    if events:
+        Recorder(Model(PastFeed(events, run, me), PAST_ROUNDS_KEPT), history).follow(now)
 
 
-async def _serve_until_stopped(
-    model: Model, place: Place, bound: socket.socket, is_over: Callable[[Activity], bool]
+def _run(
+    feed: Feed, place: Place, bound: socket.socket, history: History, is_over: Callable[[Activity], bool]
 ) -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    with StopSignals(lambda: _set(loop, stop)):
-        await serve(model, place, bound, stop, is_over)
+    async def until_stopped() -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
+        def end() -> None:
+            loop.call_soon_threadsafe(stop.set)
 
-def _set(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    loop.call_soon_threadsafe(stop.set)
+        with StopSignals(end):
+            await serve(Model(feed), history, place, bound, stop, is_over)
+
+    try:
+        asyncio.run(until_stopped())
+    finally:
+        history.close()

@@ -1,4 +1,5 @@
-"""The board as a process: binds, guards, ticks, serves pages, ``/metrics`` and ``/api/swarm``.
+"""The board as a process: binds, guards, ticks, serves pages, ``/metrics`` and ``/api/swarm``. NiceGUI keeps
+one application per process.
 
 Security: bound to loopback unless told otherwise, and then nothing is answered without the token (a cookie
 after the first visit). On loopback the Host header must name this machine, so that a web site cannot reach
@@ -23,6 +24,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 from urllib.parse import parse_qs
 
@@ -34,12 +36,13 @@ from nicegui import ui
 from monitoring.board.bandwidth_page import BandwidthPage
 from monitoring.board.events_page import EventsPage, RoundPage
 from monitoring.board.peers_page import PeerPage, PeersPage
-from monitoring.board.shell import Frame
+from monitoring.board.shell import Frame, Page
 from monitoring.board.staleness_page import StalenessPage
 from monitoring.board.swarm_page import SwarmPage
 from monitoring.facts import SwarmFacts
+from monitoring.history import History
 from monitoring.metrics import CONTENT_TYPE, FactsCollector, exposition
-from monitoring.model import Model
+from monitoring.model import Model, Recorder
 from p2p_co2.errors import ConfigError, EnvironmentFault
 
 TICK_S = 1.0
@@ -110,13 +113,16 @@ class Activity:
         self._asked_at = time.monotonic()
         self._open = 0
 
-    def begins(self, *, is_page: bool) -> None:
+    @contextlib.contextmanager
+    def during(self, *, is_page: bool) -> Iterator[None]:
+        """Around a request, or a page that is open."""
         self._asked_at = time.monotonic()
         self._open += is_page
-
-    def ends(self, *, is_page: bool) -> None:
-        self._asked_at = time.monotonic()
-        self._open -= is_page
+        try:
+            yield
+        finally:
+            self._asked_at = time.monotonic()
+            self._open -= is_page
 
     def idle_s(self) -> float:
         """Seconds without a request or an open page."""
@@ -127,8 +133,8 @@ class Guard:
     """ASGI middleware: the token, or on loopback the Host and Origin headers; and who is here."""
 
     def __init__(self, app: _App, token: str, activity: Activity) -> None:
-        self.activity = activity
-        self.app, self._token = app, token  # NiceGUI looks for its own application behind `app`
+        self._activity, self._token = activity, token
+        self.app = app  # NiceGUI looks for its own application behind `app`
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         if scope["type"] not in {"http", "websocket"}:
@@ -139,15 +145,10 @@ class Guard:
         if refusal:
             await _refuse(scope, receive, send, refusal)
             return
-        given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
-        if self._token and given:
+        if self._token and _token_in(scope):
             send = _with_cookie(send, self._token)
-        is_page = scope["type"] == "websocket"
-        self.activity.begins(is_page=is_page)
-        try:
+        with self._activity.during(is_page=scope["type"] == "websocket"):
             await self.app(scope, receive, send)
-        finally:
-            self.activity.ends(is_page=is_page)
 
     def _refusal(self, scope: _Scope, headers: dict[str, str]) -> str:
         host = headers.get("host", "")
@@ -157,12 +158,16 @@ class Guard:
         if not self._token:
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
             return "" if _is_this_machine(name) else "this board is for this machine only"
-        given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        offered = (given, _cookie(headers.get("cookie", "")), bearer)
+        offered = (_token_in(scope), _cookie(headers.get("cookie", "")), bearer)
         if any(hmac.compare_digest(word.encode(), self._token.encode()) for word in offered):
             return ""
         return "the token is missing or wrong; open the address that the board printed"
+
+
+def _token_in(scope: _Scope) -> str:
+    """The token in the address; "" if it is not there."""
+    return str(parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0])
 
 
 def _is_this_machine(name: str) -> bool:
@@ -201,9 +206,8 @@ def _with_cookie(send: _Send, token: str) -> _Send:
     return sending
 
 
-def make_app(model: Model, broken: Callable[[BaseException], None]) -> FastAPI:
-    """The board's application; ``broken`` hears of an error that ended its ticking. NiceGUI keeps one
-    application per process, so call it once."""
+def make_app(model: Model, recorder: Recorder, broken: Callable[[BaseException], None]) -> FastAPI:
+    """The board's application; ``broken`` hears of an error that ended its ticking."""
 
     def ticked(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -211,13 +215,14 @@ def make_app(model: Model, broken: Callable[[BaseException], None]) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        ticking = asyncio.create_task(keep_ticking(model), name="tick")
+        ticking = asyncio.create_task(_keep_ticking(model, recorder), name="tick")
         ticking.add_done_callback(ticked)
         yield
         ticking.cancel()
         await asyncio.gather(ticking, return_exceptions=True)
 
     app = FastAPI(title="p2p-co2", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    collector = FactsCollector(model.facts, lambda: model.feed.me)
 
     @app.get("/api/swarm")
     async def swarm() -> Response:
@@ -227,13 +232,11 @@ def make_app(model: Model, broken: Callable[[BaseException], None]) -> FastAPI:
     async def schema() -> Response:
         return Response(json.dumps(swarm_schema()), media_type="application/schema+json")
 
-    collector = FactsCollector(model.facts, lambda: model.feed.me)
-
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(exposition(collector), media_type=CONTENT_TYPE)
 
-    add_pages(model)
+    _add_pages(model, recorder)
     # At its start NiceGUI asks every object of the process what it is, and torch's old names answer that they
     # are old: nothing that a user of the board could act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module="nicegui")
@@ -244,34 +247,21 @@ def make_app(model: Model, broken: Callable[[BaseException], None]) -> FastAPI:
     return app
 
 
-def add_pages(model: Model) -> None:
-    @ui.page("/")
-    def swarm_page() -> None:
-        Frame(model, "/", SwarmPage)
-
-    @ui.page("/staleness")
-    def staleness_page() -> None:
-        Frame(model, "/staleness", StalenessPage)
-
-    @ui.page("/bandwidth")
-    def bandwidth_page() -> None:
-        Frame(model, "/bandwidth", BandwidthPage)
-
-    @ui.page("/peers")
-    def peers_page() -> None:
-        Frame(model, "/peers", PeersPage)
+def _add_pages(model: Model, recorder: Recorder) -> None:
+    pages: dict[str, Callable[[Frame], Page]] = {
+        "/": SwarmPage, "/staleness": StalenessPage, "/bandwidth": BandwidthPage, "/peers": PeersPage,
+        "/events": EventsPage,
+    }  # fmt: skip
+    for place, make in pages.items():
+        ui.page(place)(partial(Frame, model, recorder, place, make))
 
     @ui.page("/peer/{peer}")
     def peer_page(peer: str) -> None:
-        Frame(model, "/peers", lambda frame: PeerPage(frame, peer))
-
-    @ui.page("/events")
-    def events_page() -> None:
-        Frame(model, "/events", EventsPage)
+        Frame(model, recorder, "/peers", lambda frame: PeerPage(frame, peer))
 
     @ui.page("/round/{fragment}/{number}")
     def round_page(fragment: _RoundNumber, number: _RoundNumber) -> None:
-        Frame(model, "/events", lambda frame: RoundPage(frame, fragment, number))
+        Frame(model, recorder, "/events", lambda frame: RoundPage(frame, fragment, number))
 
 
 def swarm_schema() -> dict[str, Any]:
@@ -279,27 +269,15 @@ def swarm_schema() -> dict[str, Any]:
     return SwarmFacts.model_json_schema()
 
 
-async def keep_ticking(model: Model) -> None:
+async def _keep_ticking(model: Model, recorder: Recorder) -> None:
     """Fold what is new once a second, write history in a thread."""
     while True:
         started_at = time.monotonic()
-        model.step(time.time())
-        batch = model.batch(time.time())
-        if batch is not None:
-            try:
-                await asyncio.to_thread(model.history.write, batch)
-            except EnvironmentFault as error:
-                model.wrote(batch, str(error))
-            else:
-                model.wrote(batch, "")
+        for events in model.moments(time.time()):
+            recorder.see(events)
+            if batch := recorder.batch():
+                await asyncio.to_thread(recorder.write, batch)
         await asyncio.sleep(max(0.05, TICK_S - (time.monotonic() - started_at)))
-
-
-async def _until(stop: asyncio.Event, is_over: Callable[[], bool]) -> None:
-    while not stop.is_set() and not is_over():
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await stop.wait()
 
 
 class _Server(uvicorn.Server):
@@ -312,6 +290,7 @@ class _Server(uvicorn.Server):
 
 async def serve(
     model: Model,
+    history: History,
     place: Place,
     bound: socket.socket,
     stop: asyncio.Event,
@@ -328,14 +307,20 @@ async def serve(
         errors.append(error)
         server.should_exit = True
 
-    app = Guard(make_app(model, broken), place.token, activity)
+    async def until_over() -> None:
+        while not stop.is_set() and not is_over(activity):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await stop.wait()
+
+    app = Guard(make_app(model, Recorder(model, history), broken), place.token, activity)
     config = uvicorn.Config(
         app, log_level="warning", lifespan="on", ws="websockets-sansio", timeout_graceful_shutdown=2,
         access_log=False,
     )  # fmt: skip
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[bound]), name="serve")
-    stopping = asyncio.create_task(_until(stop, lambda: is_over(activity)), name="stop")
+    stopping = asyncio.create_task(until_over(), name="stop")
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     await asyncio.wait({serving}, timeout=5.0)

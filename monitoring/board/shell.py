@@ -15,25 +15,32 @@ from typing import Any, Protocol
 from nicegui import ui
 from nicegui.element import Element
 
-from monitoring.charts import BLUE, DARK, LIGHT, OUTCOME_WORDS, OUTCOMES, Options, Palette
+from monitoring.charts import BLUE, DARK, LIGHT, OUTCOMES, Options, Palette
 from monitoring.facts import SwarmFacts
-from monitoring.model import Model
+from monitoring.model import Model, Recorder
 from monitoring.words import UNKNOWN, clock, plain
 
-PAGES = (
-    ("/", "Swarm"),
-    ("/staleness", "Staleness"),
-    ("/bandwidth", "Bandwidth"),
-    ("/peers", "Peers"),
-    ("/events", "Events"),
-)
+PAGES = (("/", "Swarm"), ("/staleness", "Staleness"), ("/bandwidth", "Bandwidth"), ("/peers", "Peers"),
+         ("/events", "Events"))  # fmt: skip
 REFRESH_S = 1.0
 ANSWER_S = 30.0
 "Of a browser: a busy one takes seconds to run its first script."
 CHARTS_EVERY_S = 2.0
 """Charts over time change with the history's finest samples, so no faster than those."""
-STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
+CSS = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 _STATES = {"connected": "live", "connecting": "connecting", "lost": "out of reach", "ended": "run is over"}
+_RANGES = {"10 min": 600.0, "1 h": 3600.0, "1 day": 86400.0, "all": None}
+_NOTHING = {
+    "connecting": ("Looking for the swarm", "This takes some seconds, longer from behind NAT."),
+    "empty": ("Nobody is training right now", "The run exists. As soon as a peer joins, it appears here."),
+    "lost": (
+        "The swarm is out of reach",
+        "It is tried again every few seconds. If it stays so, the run is over or its seed is down: ask its "
+        "organiser.",
+    ),
+    "ended": ("Nothing was written", "The journals of this folder hold no event."),
+}
+"""The page while there is no peer to show."""
 
 
 class Page(Protocol):
@@ -65,19 +72,23 @@ class Tile:
         with ui.element("div").classes("b-tile"):
             ui.label(caption).classes("b-cap")
             with ui.element("div").classes("b-num"):
-                self._number = ui.element("span").props(f"data-testid={test_id}")
-                with self._number:
-                    self._number_text = ui.label("-").style("display:inline")
-                self._unit = ui.label("").classes("b-unit").style("display:inline")
+                with ui.element("span").props(f"data-testid={test_id}"):
+                    self._number = Text("b-inline")
+                self._unit = Text("b-unit b-inline")
             self._sub = Text("b-sub", f"{test_id}-sub")
 
     def set(self, number: str, unit: str = "", sub: str = "") -> None:
-        unit = "" if number == UNKNOWN else unit
-        if self._number_text.text != number:
-            self._number_text.set_text(number)
-        if self._unit.text != unit:
-            self._unit.set_text(unit)
+        """``number`` may bring its unit: "12 kB"."""
+        number, _, own = number.partition(" ")
+        self._number.set(number)
+        self._unit.set("" if number == UNKNOWN else unit or own)
         self._sub.set(sub)
+
+
+def tiles(captions: dict[str, str], prefix: str = "") -> dict[str, Tile]:
+    """A row of tiles by name, from their captions."""
+    with ui.element("div").classes("b-tiles four"):
+        return {name: Tile(caption, prefix + name) for name, caption in captions.items()}
 
 
 class Chart:
@@ -94,13 +105,39 @@ class Chart:
             self._chart.options.clear()
             self._chart.options.update(options)
 
-    def clear(self) -> None:
-        """Forget what was drawn, so that other colours are sent."""
-        self._made = {}
+
+class Listing:
+    """A part of a page that is drawn anew when what it shows has changed."""
+
+    def __init__(self, classes: str = "", test_id: str = "") -> None:
+        self._shown: Any = None
+        self._place = ui.element("div").classes(classes)
+        if test_id:
+            self._place.props(f"data-testid={test_id}")
+
+    def show(self, shown: Any, draw: Callable[[], None]) -> None:
+        if shown != self._shown:
+            self._shown = shown
+            self._place.clear()
+            with self._place:
+                draw()
+
+    def show_pairs(self, pairs: list[tuple[str, str]], otherwise: str = "") -> None:
+        """Names and values in two columns; ``otherwise`` where there are none."""
+
+        def draw() -> None:
+            if not pairs and otherwise:
+                ui.label(otherwise).classes("b-hint")
+            with ui.element("div").classes("b-dl"):
+                for name, value in pairs:
+                    ui.label(name)
+                    ui.label(value)
+
+        self.show(pairs, draw)
 
 
 def card(title: str, hint: str = "") -> Element:
-    """A titled panel; use as a context."""
+    """A titled panel; use as a context. ``head`` of it has room for controls."""
     panel = ui.element("div").classes("b-card")
     with panel, ui.element("div").classes("b-head"):
         ui.label(title).classes("b-title")
@@ -109,29 +146,64 @@ def card(title: str, hint: str = "") -> Element:
     return panel
 
 
+def head(panel: Element) -> Element:
+    """The line with a card's title; use as a context."""
+    return panel.default_slot.children[0]
+
+
 def outcome_legend() -> None:
     """What the colours and letters of rounds mean; wraps where a chart's own legend would be cut off."""
     with ui.element("div").classes("b-legend"):
-        for kind, (colour, _) in OUTCOMES.items():
+        for colour, _, words in OUTCOMES.values():
             with ui.element("span"):
                 ui.element("i").style(f"background:{colour}")
-                ui.label(OUTCOME_WORDS[kind])
+                ui.label(words)
+
+
+class _Header:
+    """Which run this is, how it is reached, the pages."""
+
+    def __init__(self, here: str, on_dark: Callable[[], None]) -> None:
+        self._phase = ""
+        with ui.element("header").classes("b-top"):
+            with ui.element("div").classes("b-bar"):
+                ui.label("p2p-co2").classes("b-name")
+                self._run = Text("b-run", "run")
+                ui.element("div").classes("b-grow")
+                with ui.element("span").classes("b-state"):
+                    self._dot = ui.element("span").classes("b-dot")
+                    self._state = Text("", "state")
+                toggle = ui.button(icon="contrast", on_click=on_dark, color=None)
+                toggle.props('flat dense round size=sm aria-label="light or dark" data-testid=dark')
+            with ui.element("nav").classes("b-nav"):
+                for path, name in PAGES:
+                    ui.link(name, path).classes("here" if path == here else "")
+
+    def set(self, facts: SwarmFacts) -> None:
+        where = f"{plain(facts.run, 64)}  ·  " if facts.run else ""
+        self._run.set(f"{where}{plain(facts.place, 120)}")
+        self._state.set(_STATES.get(facts.connection, facts.connection))
+        if facts.connection != self._phase:
+            self._dot.classes(remove=self._phase, add=facts.connection)
+            self._phase = facts.connection
 
 
 class Frame:
-    """One browser's view: header, banner, and the page's body or what stands in its place."""
+    """One browser's view: header, banner, and the page's body or what stands in its place. Pages read
+    ``model``, ``history`` and ``palette``."""
 
-    def __init__(self, model: Model, here: str, make: Callable[[Frame], Page]) -> None:
-        self.model = model
+    def __init__(self, model: Model, recorder: Recorder, here: str, make: Callable[[Frame], Page]) -> None:
+        self.model, self.history = model, recorder.history
         self.palette: Palette = LIGHT
-        self.range_s: float | None = None
-        self._make, self._here = make, here
+        self._recorder = recorder
+        self._range_s: float | None = None
+        self._make = make
         self._page: Page | None = None
         self._drawn_at = 0.0
-        ui.add_css(STYLE)
+        ui.add_css(CSS)
         ui.colors(primary=BLUE)
         self._dark = ui.dark_mode(None)
-        self._header()
+        self._header = _Header(here, self._toggle_dark)
         with ui.element("main").classes("b-page"):
             self._banner = Text("b-banner", "banner")
             self._body = ui.element("div").style("display:contents")
@@ -144,7 +216,8 @@ class Frame:
         """Bring the page up to date."""
         self.model.feed.watched(time.monotonic())
         facts = self.model.facts()
-        self._set_header(facts)
+        self._header.set(facts)
+        self._set_banner(facts)
         if not self._may_show(facts):
             return
         if self._page is None:
@@ -164,58 +237,28 @@ class Frame:
 
     def span(self, facts: SwarmFacts) -> tuple[float, float]:
         """From when to when charts over time reach, unix seconds."""
-        first, last = self.model.history.span()
+        first, last = self.history.span()
         until = max(last, facts.at if facts.connection != "ended" else last)
-        since = first if self.range_s is None else max(first, until - self.range_s)
-        return since, until
+        return first if self._range_s is None else max(first, until - self._range_s), until
 
     def range_choice(self) -> None:
         """Buttons for how far back charts over time reach."""
 
         def choose(choice: Any) -> None:
-            self.range_s = {"10 min": 600.0, "1 h": 3600.0, "1 day": 86400.0}.get(str(choice.value))
+            self._range_s = _RANGES.get(str(choice.value))
             self.redraw_soon()
 
-        ui.toggle(["10 min", "1 h", "1 day", "all"], value="all", on_change=choose).props(
+        ui.element("div").classes("b-grow")
+        ui.toggle(list(_RANGES), value="all", on_change=choose).props(
             "dense unelevated no-caps size=sm toggle-color=primary"
         )
 
-    # ---- the frame itself
-
-    def _header(self) -> None:
-        with ui.element("header").classes("b-top"):
-            with ui.element("div").classes("b-bar"):
-                ui.label("p2p-co2").classes("b-name")
-                self._run = Text("b-run", "run")
-                ui.element("div").classes("b-grow")
-                with ui.element("div").classes("b-state"):
-                    self._dot = ui.element("span").classes("b-dot")
-                    self._state = Text("", "state")
-                toggle = ui.button(icon="contrast", on_click=self._toggle_dark, color=None).props(
-                    "flat dense round size=sm"
-                )
-                toggle.props('aria-label="light or dark" data-testid=dark')
-            with ui.element("nav").classes("b-nav"):
-                for path, name in PAGES:
-                    ui.link(name, path).classes("here" if path == self._here else "")
-        self._phase = ""
-
-    def _set_header(self, facts: SwarmFacts) -> None:
-        where = f"{plain(facts.run, 64)}  ·  " if facts.run else ""
-        self._run.set(f"{where}{plain(facts.place, 120)}")
-        self._state.set(_STATES.get(facts.connection, facts.connection))
-        if facts.connection != self._phase:
-            self._dot.classes(remove=self._phase, add=facts.connection)
-            self._phase = facts.connection
-        text = ""
+    def _set_banner(self, facts: SwarmFacts) -> None:
+        text = plain(self._recorder.trouble, 300)
         if facts.connection == "lost" and facts.peers_known:
             newest = max((peer.last_seen_at or 0.0 for peer in facts.peers), default=facts.at)
-            ago = clock(max(0.0, facts.at - newest))
-            text = (
-                f"The swarm is out of reach, what is shown is {ago} old. {plain(facts.connection_words, 300)}"
-            )
-        elif self.model.trouble_with_history:
-            text = plain(self.model.trouble_with_history, 300)
+            old = f"what is shown is {clock(max(0.0, facts.at - newest))} old"
+            text = f"The swarm is out of reach, {old}. {plain(facts.connection_words, 300)}"
         self._banner.set(text)
         self._banner.label.set_visibility(bool(text))
 
@@ -229,8 +272,12 @@ class Frame:
             self._instead = kind + facts.connection_words
             self._page = None
             self._body.clear()
-            with self._body:
-                nothing(kind, facts.connection_words)
+            big, small = _NOTHING.get(kind, ("Nothing to show", ""))
+            with self._body, ui.element("div").classes("b-empty").props(f"data-testid=nothing-{kind}"):
+                ui.element("div").classes("b-pulse" if kind == "connecting" else "b-ring")
+                ui.label(big).classes("b-big")
+                ui.label(small).classes("b-sub")
+                ui.label(plain(facts.connection_words, 400)).classes("b-sub").style("margin-top:10px")
         return False
 
     def _toggle_dark(self) -> None:
@@ -250,31 +297,3 @@ class Frame:
         self.palette = DARK if dark else LIGHT
         self.redraw_soon()
         self.tick()
-
-
-def nothing(kind: str, words: str) -> None:
-    """The page while there is no peer to show; ``kind``: connecting, empty, lost or ended."""
-    big, small = {
-        "connecting": ("Looking for the swarm", "This takes some seconds, longer from behind NAT."),
-        "empty": (
-            "Nobody is training right now",
-            "The run exists. As soon as a peer joins, it appears here.",
-        ),
-        "lost": (
-            "The swarm is out of reach",
-            "It is tried again every few seconds. If it stays so, the run is over or its seed is down: ask "
-            "its organiser.",
-        ),
-        "ended": ("Nothing was written", "The journals of this folder hold no event."),
-    }.get(kind, ("Nothing to show", ""))
-    with ui.element("div").classes("b-empty").props(f"data-testid=nothing-{kind}"):
-        ui.element("div").classes("b-pulse" if kind == "connecting" else "b-ring")
-        ui.label(big).classes("b-big")
-        ui.label(small).classes("b-sub")
-        ui.label(plain(words, 400)).classes("b-sub").style("margin-top:10px")
-
-
-def split_unit(text: str) -> tuple[str, str]:
-    """("12", "kB") of "12 kB"."""
-    number, _, unit = text.partition(" ")
-    return number, unit if number != UNKNOWN else ""

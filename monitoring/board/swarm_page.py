@@ -5,38 +5,32 @@ from __future__ import annotations
 from nicegui import ui
 
 from monitoring import charts
-from monitoring.board.shell import Chart, Frame, Tile, card, split_unit
-from monitoring.facts import SwarmFacts, Trouble
+from monitoring.board.shell import Chart, Frame, Listing, card, head, tiles
+from monitoring.facts import SwarmFacts
 from monitoring.history import SWARM
 from monitoring.words import ago, clock, figure, percent, plain, size
 
 
 class SwarmPage:
     def __init__(self, frame: Frame) -> None:
-        self._frame, self._model = frame, frame.model
-        self._shown: tuple[Trouble, ...] | None = None
+        self._frame = frame
 
     def build(self) -> None:
-        with ui.element("div").classes("b-tiles four"):
-            self._tiles = {
-                name: Tile(caption, name)
-                for name, caption in (
-                    ("loss", "Loss"), ("peers-online", "Peers online"), ("round", "Current round"),
-                    ("tokens", "Tokens trained"), ("tokens-per-s", "Tokens per second"),
-                    ("utilisation", "Compute utilisation"), ("bytes-per-s", "Sent per second"),
-                    ("rounds", "Rounds committed"),
-                )
-            }  # fmt: skip
+        self._tiles = tiles({
+            "loss": "Loss", "peers-online": "Peers online", "round": "Current round",
+            "tokens": "Tokens trained", "tokens-per-s": "Tokens per second",
+            "utilisation": "Compute utilisation", "bytes-per-s": "Sent per second",
+            "rounds": "Rounds committed",
+        })  # fmt: skip
         with card("What is wrong now"):
-            self._troubles = ui.element("div").props("data-testid=troubles")
-        unit = self._model.facts().loss_unit or "in the recipe's own unit"
+            self._troubles = Listing(test_id="troubles")
+        unit = self._frame.model.facts().loss_unit or "in the recipe's own unit"
         with card("Loss of the agreed parameters", unit) as panel:
-            with panel.default_slot.children[0]:
+            with head(panel):
                 self._axis = ui.toggle(
                     ["over time", "over tokens"], value="over time", on_change=self._frame.redraw_soon
                 )
                 self._axis.props("dense unelevated no-caps size=sm toggle-color=primary")
-                ui.element("div").classes("b-grow")
                 self._frame.range_choice()
             self._loss = Chart("chart-loss")
         with ui.element("div").classes("b-three"):
@@ -52,58 +46,44 @@ class SwarmPage:
         ).classes("b-foot")
 
     def refresh(self, facts: SwarmFacts) -> None:
-        tiles = self._tiles
-        kind = "training, mean of peers"
-        if facts.loss_kind == "held-out":
-            kind = f"held-out{ago(facts.loss_agreed_at, facts.at)}; agreed parameters"
-        tiles["loss"].set(figure(facts.loss, 3), facts.loss_unit.replace(" per ", "/"), kind)
-        tiles["peers-online"].set(figure(facts.peers_online), "", f"of {facts.peers_known} known")
+        shown = self._tiles
+        held_out = f"held-out{ago(facts.loss_agreed_at, facts.at)}; agreed parameters"
+        kind = held_out if facts.loss_kind == "held-out" else "training, mean of peers"
+        shown["loss"].set(figure(facts.loss, 3), facts.loss_unit.replace(" per ", "/"), kind)
+        shown["peers-online"].set(figure(facts.peers_online), "", f"of {facts.peers_known} known")
         total = f"of {facts.rounds_total}" if facts.rounds_total else "without end"
         every = f", {figure(facts.round_s, 0)} s each" if facts.round_s else ""
-        tiles["round"].set(figure(facts.position, 1), "", f"{total}{every}")
-        counted = f"{figure(facts.tokens_counted)} counted by the group"
-        tiles["tokens"].set(figure(facts.tokens), "", counted)
-        tiles["tokens-per-s"].set(figure(facts.tokens_per_s), "tokens/s", "sum of the peers")
+        shown["round"].set(figure(facts.position, 1), "", f"{total}{every}")
+        shown["tokens"].set(figure(facts.tokens), "", f"{figure(facts.tokens_counted)} counted by the group")
+        shown["tokens-per-s"].set(figure(facts.tokens_per_s), "tokens/s", "sum of the peers")
         expected = facts.utilisation_predicted
         words = f"{percent(expected)} predicted" if expected is not None else "of the time is training"
-        tiles["utilisation"].set(*split_unit(percent(facts.utilisation)), words)
-        tiles["bytes-per-s"].set(
-            *split_unit(f"{size(facts.up_bytes_per_s)}/s"), f"{size(facts.up_bytes)} so far"
-        )
-        tiles["rounds"].set(
-            figure(facts.rounds_committed),
-            "",
-            f"{f'{facts.rounds_alone} alone, ' if facts.rounds_alone else ''}"
-            f"{facts.rounds_aborted} aborted, {facts.rounds_counted} checked",
-        )
-        if facts.troubles != self._shown:
-            self._shown = facts.troubles
-            self._show_troubles(facts)
-
-    def _show_troubles(self, facts: SwarmFacts) -> None:
-        self._troubles.clear()
-        with self._troubles:
-            if not facts.troubles:
-                ended = facts.rounds_total and facts.position >= facts.rounds_total
-                words = "The run is over." if ended else "Nothing: every peer is heard, and rounds commit."
-                ui.label(words).classes("b-fine")
-            for trouble in facts.troubles:
-                with ui.element("div").classes(f"b-row {trouble.severity}"):
-                    ui.label("Wrong" if trouble.severity == "bad" else "Note").classes("b-mark")
-                    ui.label(plain(trouble.words, 400)).classes("b-words")
-                    ui.label(f"{clock(max(0.0, facts.at - trouble.since_at))} ago").classes("b-when")
+        shown["utilisation"].set(percent(facts.utilisation), "", words)
+        shown["bytes-per-s"].set(f"{size(facts.up_bytes_per_s)}/s", "", f"{size(facts.up_bytes)} so far")
+        alone = f"{facts.rounds_alone} alone, " if facts.rounds_alone else ""
+        words = f"{alone}{facts.rounds_aborted} aborted, {facts.rounds_counted} checked"
+        shown["rounds"].set(figure(facts.rounds_committed), "", words)
+        self._troubles.show(facts.troubles, lambda: _show_troubles(facts))
 
     def redraw(self, facts: SwarmFacts) -> None:
         since, until = self._frame.span(facts)
-        palette, rows = self._frame.palette, self._model.history.series(SWARM, since, until)
-        agreed = [row for row in self._model.history.agreed() if row[0] >= since - 900]
+        palette, rows = self._frame.palette, self._frame.history.series(SWARM, since, until)
+        agreed = [row for row in self._frame.history.agreed() if row[0] >= since - 900]
         over_tokens = self._axis.value == "over tokens"
         self._loss.set(charts.loss(palette, rows, agreed, over_tokens=over_tokens))
         self._speed.set(charts.over_time(palette, rows, {"tokens/s": ("tokens_per_s", charts.GREEN, 1.0)}))
         used = {"utilisation": ("utilisation", charts.BLUE, 100.0)}
         self._used.set(charts.over_time(palette, rows, used, share=True))
-        traffic = {
-            "sent": ("up_bytes_per_s", charts.ORANGE, 1e-3),
-            "received": ("down_bytes_per_s", charts.SKY, 1e-3),
-        }
-        self._traffic.set(charts.over_time(palette, rows, traffic))
+        self._traffic.set(charts.over_time(palette, rows, charts.TRAFFIC))
+
+
+def _show_troubles(facts: SwarmFacts) -> None:
+    if not facts.troubles:
+        ended = facts.rounds_total and facts.position >= facts.rounds_total
+        words = "The run is over." if ended else "Nothing: every peer is heard, and rounds commit."
+        ui.label(words).classes("b-fine")
+    for trouble in facts.troubles:
+        with ui.element("div").classes(f"b-row {trouble.severity}"):
+            ui.label("Wrong" if trouble.severity == "bad" else "Note").classes("b-mark")
+            ui.label(plain(trouble.words, 400)).classes("b-words")
+            ui.label(f"{clock(max(0.0, facts.at - trouble.since_at))} ago").classes("b-when")

@@ -1,4 +1,4 @@
-"""The demo seen by ``monitoring``: where the command line puts the two applications together.
+"""A demo or a rehearsal seen by ``monitoring``: where the command line puts the applications together.
 
 Stands on the floor of ``cli``, its only user; it exists so that ``bootstrap`` and ``monitoring`` need not
 know each other. Price: every event of every peer is folded here, in the process that also starts the peers
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from bootstrap.demo import DemoEnd
+from monitoring.known import Known
 from monitoring.picture import draw_run
 from monitoring.report import write_report
 from monitoring.summary import RunFacts, summarise, verdict
@@ -26,80 +29,87 @@ from p2p_co2.telemetry.events import Event
 from p2p_co2.telemetry.view import SwarmView
 
 
-class DemoWatch:
-    """A ``bootstrap.demo.Watch``: the live table, and at the end the summary, the picture, the report and the
-    verdict. ``board``: serve the board at a printed address meanwhile; idle until somebody looks."""
+class RunTerminal:
+    """The live table of a run of this process's children, and its summary. ``place``: what it is."""
 
-    def __init__(self, config: RunConfig, folder: Path, board: bool = True) -> None:
-        self._view = SwarmView()
+    def __init__(self, config: RunConfig, place: str) -> None:
+        self.view = SwarmView()
         # A log file or a pipe has no width: enough for the lines that take the live table's place.
-        self._console = Console(width=None if sys.stdout.isatty() else 150)
-        self._folder = folder
-        self._gate: Gate | None = None
-        if board:
-            command = program("monitoring", str(folder.resolve()))
-            self._gate = Gate("127.0.0.1", 0, command)
-            print(f"board: {self._gate.address}", flush=True)
-        expected_s = config.clock.rounds * config.clock.round_s
-        self._terminal: LiveTerminal | None = LiveTerminal(
-            f"p2p-co2 demo in {folder}", expected_s, console=self._console
-        )
+        self.console = Console(width=None if sys.stdout.isatty() else 150)
+        self._config, self._place = config, place
+        self._terminal: LiveTerminal | None = None
+
+    def open(self) -> None:
+        """Begin the table."""
+        clock = self._config.clock
+        expected_s = clock.rounds * clock.round_s if clock.mode == "time" else None
+        self._terminal = LiveTerminal(self.console, expected_s=expected_s)
         self._terminal.__enter__()
 
     def see(self, events: Sequence[Event]) -> None:
         for event in events:
-            self._view.add(event)
+            self.view.add(event)
         if self._terminal:
-            self._terminal.show(self._view)
+            self._terminal.show(Known(self.view, time.time(), self._config, place=self._place))
+
+    def close(self) -> None:
+        """Give the terminal back; may be called twice."""
+        if self._terminal:
+            self._terminal.__exit__(None, None, None)
+            self._terminal = None
+
+    def conclude(self, folder: Path, facts: RunFacts, title: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        """Write ``summary.json``, with ``more``, and ``loss.png``; print the summary and return it."""
+        summary = {**summarise(self.view, facts), **more}
+        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        draw_run(
+            self.view, folder / "loss.png", title=f"{summary['peers']} peers{title}",
+            loss_start=facts.loss_start, loss_end=facts.loss_end, loss_unit=summary["loss"]["unit"],
+        )  # fmt: skip
+        print_summary(summary, self.console)
+        return summary
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False)
+
+
+class DemoWatch(RunTerminal):
+    """A ``bootstrap.demo.Watch``: the live table, and at the end the summary, the picture, the report and the
+    verdict. ``board``: serve the board at a printed address meanwhile; idle until somebody looks."""
+
+    def __init__(self, config: RunConfig, folder: Path, board: bool = True) -> None:
+        super().__init__(config, f"demo in {folder}")
+        self._gate: Gate | None = None
+        if board:
+            self._gate = Gate("127.0.0.1", 0, program("monitoring", str(folder.resolve())))
+            print(f"board: {self._gate.address}", flush=True)
+        self.open()
 
     def finish(self, end: DemoEnd) -> list[str]:
         """Write ``summary.json``, ``loss.png`` and ``report.html``, print the summary; why the run was no
         success, if it was none."""
         self.close()
         facts = RunFacts(
-            config=end.config,
-            loss_start=end.loss_start,
-            loss_end=end.loss_end,
-            expected_peers=end.expected_peers,
-            software=end.software,
-            text=end.text,
-        )
-        summary = summarise(self._view, facts)
-        (end.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        draw_run(
-            self._view,
-            end.folder / "loss.png",
-            title=f"{summary['peers']} peers, {end.config.codec.name}, rule {end.config.outer.rule}",
-            loss_start=end.loss_start,
-            loss_end=end.loss_end,
-            loss_unit=summary["loss"]["unit"],
-        )
+            config=end.config, loss_start=end.loss_start, loss_end=end.loss_end,
+            expected_peers=end.expected_peers, software=end.software, text=end.text,
+        )  # fmt: skip
+        title = f", {end.config.codec.name}, rule {end.config.outer.rule}"
+        summary = self.conclude(end.folder, facts, title, {})
         ends = (
-            (self._view.started_at, 0, end.loss_start),
-            (self._view.last_at, summary["tokens"], end.loss_end),
+            (self.view.started_at, 0, end.loss_start),
+            (self.view.last_at, summary["tokens"], end.loss_end),
         )
         agreed = [(at, tokens, loss) for at, tokens, loss in ends if at is not None and loss is not None]
         write_report(end.folder, end.folder / "report.html", agreed)
-        print_summary(summary, self._console)
-        for note in end.notes:
-            self._console.print(f"note: {note}", markup=False, highlight=False)
-        self._console.print(f"written to {end.folder}", markup=False, highlight=False)
-        return [*end.deaths, *verdict(_without(summary, end.killed))]
+        for text in (*(f"note: {note}" for note in end.notes), f"written to {end.folder}"):
+            self.say(text)
+        # Who was killed on purpose need not have finished.
+        left = {name: peer for name, peer in summary["peer_table"].items() if name not in end.killed}
+        expected = summary["expected_peers"] - len(end.killed)
+        return [*end.deaths, *verdict({**summary, "peer_table": left, "expected_peers": expected})]
 
     def close(self) -> None:
         """Give the terminal and the board's port back; may be called twice."""
+        super().close()
         if self._gate is not None:
             self._gate.close()
-        if self._terminal:
-            self._terminal.__exit__(None, None, None)
-            self._terminal = None
-
-
-def _without(summary: dict[str, object], killed: Sequence[str]) -> dict[str, object]:
-    """The summary as the verdict is to see it: who was killed on purpose need not have finished."""
-    table = summary["peer_table"]
-    assert isinstance(table, dict)
-    left = {name: peer for name, peer in table.items() if name not in killed}
-    expected = summary["expected_peers"]
-    assert isinstance(expected, int)
-    return {**summary, "peer_table": left, "expected_peers": expected - len(killed)}

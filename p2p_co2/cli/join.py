@@ -2,22 +2,19 @@
 
 Stands on the floor of ``cli``, its only user; it exists so that ``peers`` and ``monitoring`` need not know
 each other. Laws: it only reads events, which come from several threads; it never raises into the thread that
-reports them; a peer that did not come up leaves no table, so that a refusal is its one line. Price: a frame
-twice a second at most, about 5 ms of CPU each.
+reports them; a peer that did not come up leaves no table, so that a refusal is its one line.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 
 from rich.console import Console
 
+from monitoring.known import Known
 from monitoring.terminal import LiveTerminal
 from p2p_co2.telemetry.events import Event, PeerFinished, PeerStarted
 from p2p_co2.telemetry.view import SwarmView
-
-FRAME_S = 0.5
 
 
 class JoinWatch:
@@ -27,7 +24,6 @@ class JoinWatch:
         self._console = console or Console()
         self._lock = threading.Lock()
         self._view = SwarmView()
-        self._next_at = 0.0
         self._last_words = ""
         self._terminal: LiveTerminal | None = None
         self._closed = False
@@ -37,13 +33,12 @@ class JoinWatch:
         with self._lock:
             self._view.add(event)
             if isinstance(event, PeerStarted) and self._terminal is None and not self._closed:
-                self._terminal = LiveTerminal("", None, console=self._console, own=True)
+                self._terminal = LiveTerminal(self._console, own=True)
                 self._terminal.__enter__()
             if isinstance(event, PeerFinished):
                 self._last_words = f"left: {event.reason}; agreed state {event.digest[:16]}"
-            if self._terminal is not None and time.monotonic() >= self._next_at:
-                self._next_at = time.monotonic() + FRAME_S
-                self._terminal.show(self._view)
+            if self._terminal is not None:
+                self._terminal.show(Known(self._view, event.at))
 
     def say(self, text: str) -> None:
         """One line above the table; any thread."""
@@ -56,7 +51,7 @@ class JoinWatch:
             self._closed = True
             if self._terminal is None:
                 return
-            self._terminal.show(self._view)
+            self._terminal.show(Known(self._view, self._view.last_at or 0.0), now=True)
             self._terminal.__exit__(None, None, None)
             self._terminal = None
             if self._last_words:

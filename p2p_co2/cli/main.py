@@ -1,15 +1,17 @@
 """The console script ``p2p-co2``: reads the command line, starts an application, turns errors into one line.
 
-It stands above the applications and is the only place that wires them together (the demo of ``bootstrap`` is
-watched by ``monitoring`` through an observer handed in here). Laws: ``--help`` and ``--version`` import
-neither torch nor hivemind; a mistake of the user's gives one line on stderr that says how to mend it and exit
-status 2 (this machine or the network at fault: 1; the run over: 3), never a traceback. A traceback is left to
-bugs.
-"""
+It is the only place that wires the applications together (the demo of ``bootstrap`` is watched by
+``monitoring``). ``--help`` and ``--version`` import neither torch nor hivemind. A mistake of the user's
+gives one line on stderr that says how to mend it and exit status 2 (this machine or the network at fault: 1;
+the run over: 3); a traceback is left to bugs."""
 
 from __future__ import annotations
 
-from p2p_co2.cli.ctrl_c import hand_over, take_back, was_interrupted  # before all that takes time to import
+from p2p_co2.system.ctrl_c import (
+    hand_over,
+    take_back,
+    was_interrupted,
+)  # before all that takes time to import
 
 # isort: split
 import errno
@@ -24,10 +26,16 @@ from typing import Annotated
 import typer
 
 from p2p_co2.cli import checks, views
+from p2p_co2.cli.checks import says
 from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
-from p2p_co2.peer_options import peer_config
 
 hand_over()
+RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The run; a default if absent.")]
+Peers = Annotated[int, typer.Option(help="Peer processes.")]
+Carrier = Annotated[str, typer.Option(help="auto, grpc or libp2p.")]
+OwnRecipe = Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")]
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")]
+Parent = Annotated[int, typer.Option(hidden=True, help="Leave when this process ends.")]
 HELP_ORDER = (
     "demo", "init", "plan", "rehearse", "simulate", "seed", "doctor", "join", "board", "watch", "export",
     "sample", "eval",
@@ -102,8 +110,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and end."),
+        bool, says("Show the version and end.", "--version", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     pass
@@ -111,36 +118,24 @@ def _options(
 
 @app.command()
 def seed(
-    run_file: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run; a default if absent.")
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(help="Fixed port, so that tickets outlive a restart; 0 for any.")] = 0,
-    folder: Annotated[Path, typer.Option(help="Keeps the seed's identity and the published run.")] = Path(
-        "runs/seed"
-    ),
-    announce_host: Annotated[
-        str, typer.Option(help="Address that others dial, if it is not the host's.")
-    ] = "",
-    also: Annotated[str, typer.Option(metavar="TICKET", help="Become a further seed of this run.")] = "",
+    run_file: RunFile = None,
+    host: Annotated[str, says("Address to listen on; 0.0.0.0 for all.")] = "0.0.0.0",
+    port: Annotated[int, says("Fixed port, so that tickets outlive a restart; 0 for any.")] = 0,
+    folder: Annotated[Path, says("Keeps the seed's identity and the published run.")] = Path("runs/seed"),
+    announce_host: Annotated[str, says("Address that others dial, if it is not the host's.")] = "",
+    also: Annotated[str, says("Become a further seed of this run.", metavar="TICKET")] = "",
     relay: Annotated[
-        bool, typer.Option(help="Pass on traffic between peers that cannot reach each other directly.")
+        bool, says("Pass on traffic between peers that cannot reach each other directly.")
     ] = True,
-    parent: Annotated[int, typer.Option(hidden=True, help="Leave when this process ends.")] = 0,
+    parent: Parent = 0,
 ) -> None:
     """Publish a run and print its ticket; peers find each other through this process, which never trains."""
     from bootstrap.seed import SeedOptions, serve_run
 
     options = SeedOptions(
-        run_file=run_file,
-        host=host,
-        port=port,
-        folder=folder,
-        announce_host=announce_host,
-        also=also,
-        relay=relay,
-        parent=parent,
-    )
+        run_file=run_file, host=host, port=port, folder=folder, announce_host=announce_host, also=also,
+        relay=relay, parent=parent,
+    )  # fmt: skip
     raise typer.Exit(serve_run(options))
 
 
@@ -149,59 +144,47 @@ def join(
     ticket: Annotated[
         str, typer.Argument(metavar="TICKET", help="The string that the organiser's seed printed.")
     ],
-    config_file: Annotated[
-        Path | None, typer.Option("--config", metavar="PEER.toml", help="These options.")
-    ] = None,
-    folder: Annotated[Path | None, typer.Option(help="Keeps identity, checkpoints and events.")] = None,
-    name: Annotated[str | None, typer.Option(help="What others see beside the peer's id.")] = None,
-    device: Annotated[str | None, typer.Option(help="torch's name of it: cpu, cuda, cuda:1.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences per inner step; 0 for the recipe's.")] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads for training; 0 for the number of cores.")
-    ] = None,
-    carrier: Annotated[str | None, typer.Option(help="auto, grpc or libp2p.")] = None,
+    config_file: checks.ConfigFile = None,
+    folder: Annotated[Path | None, says("Keeps identity, checkpoints and events.")] = None,
+    name: Annotated[str | None, says("What others see beside the peer's id.")] = None,
+    device: checks.Device = None,
+    batch: Annotated[int | None, says("Sequences per inner step; 0 for the recipe's.")] = None,
+    threads: Annotated[int | None, says("CPU threads for training; 0 for the number of cores.")] = None,
+    carrier: checks.Carrier = None,
     host: Annotated[
-        str | None,
-        typer.Option(help="Address to listen on; all of this machine's, if the seeds are elsewhere."),
+        str | None, says("Address to listen on; all of this machine's, if the seeds are elsewhere.")
     ] = None,
-    announce_host: Annotated[str | None, typer.Option(help="Address that others dial.")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
-    libp2p_port: Annotated[int | None, typer.Option(help="0 for any.")] = None,
+    announce_host: checks.AnnounceHost = None,
+    grpc_port: checks.Port = None,
+    libp2p_port: checks.Port = None,
     board: Annotated[
-        bool | None,
-        typer.Option("--board/--no-board", help="Serve a page on loopback; idle until looked at."),
+        bool | None, says("Serve a page on loopback; idle until looked at.", "--board/--no-board")
     ] = None,
-    board_port: Annotated[int | None, typer.Option(help="Of that page; 0 for any.")] = None,
-    min_peers: Annotated[
-        int | None, typer.Option(help="Wait (bounded) for this many before training.")
-    ] = None,
+    board_port: Annotated[int | None, says("Of that page; 0 for any.")] = None,
+    min_peers: Annotated[int | None, says("Wait (bounded) for this many before training.")] = None,
     upload: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Upload cap: bytes per second, or 500k, 2M, 20Mbit.")
+        str | None, says("Upload cap: bytes per second, or 500k, 2M, 20Mbit.", metavar="RATE")
     ] = None,
-    download: Annotated[str | None, typer.Option(metavar="RATE", help="Download cap, likewise.")] = None,
+    download: Annotated[str | None, says("Download cap, likewise.", metavar="RATE")] = None,
     hours: Annotated[
-        str | None, typer.Option(help="Train only then, local time: 22:00-07:00, or several with commas.")
+        str | None, says("Train only then, local time: 22:00-07:00, or several with commas.")
     ] = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Insist on the checkpoint in the folder: it is gone on from anyway."),
+        bool, says("Insist on the checkpoint in the folder: it is gone on from anyway.", "--resume")
     ] = False,
-    start_over: Annotated[
-        bool, typer.Option("--start-over", help="Begin anew, whatever was trained before.")
-    ] = False,
+    start_over: Annotated[bool, says("Begin anew, whatever was trained before.", "--start-over")] = False,
     checkpoint_every: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="Between checkpoints; 0 for what 100 GB of writes a day allow."),
+        float | None, says("Between checkpoints; 0 for what 100 GB of writes a day allow.", metavar="SECONDS")
     ] = None,
-    recipe: Annotated[
-        str, typer.Option(metavar="FILE.py:function", help="This run's own recipe, here.")
-    ] = "",
-    text: Annotated[Path | None, typer.Option(help="Train on your own file or folder of text.")] = None,
-    tokens: Annotated[Path | None, typer.Option(help="Train on your own file of token ids.")] = None,
-    slow_line: Annotated[str | None, typer.Option(hidden=True, help="Of a rehearsal without root.")] = None,
-    parent: Annotated[int, typer.Option(hidden=True, help="Leave when this process ends.")] = 0,
+    recipe: Annotated[str, says("This run's own recipe, here.", metavar="FILE.py:function")] = "",
+    text: Annotated[Path | None, says("Train on your own file or folder of text.")] = None,
+    tokens: Annotated[Path | None, says("Train on your own file of token ids.")] = None,
+    slow_line: Annotated[str | None, says("Of a rehearsal without root.", hidden=True)] = None,
+    parent: Parent = 0,
 ) -> None:
     """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once; SIGUSR1 pauses and goes on."""
+    from p2p_co2.peer_options import peer_config
+
     config = peer_config(
         config_file,
         {
@@ -242,33 +225,25 @@ def _rate(option: str, text: str | None) -> float | None:
         value = math.nan
     if found is None or math.isnan(value):
         problem = f"{text!r} is no rate; write bytes per second (500k, 2M) or bits (20Mbit)"
-        raise ConfigError("command line", option, problem)
+        raise ConfigError.of_option(option, problem)
     return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
 
 
 @app.command()
 def demo(
-    peers: Annotated[int, typer.Option(help="Peer processes.")] = 4,
-    seconds: Annotated[float, typer.Option(help="Length of the training.")] = 150.0,
-    round_s: Annotated[float, typer.Option(help="Seconds between a fragment's rounds.")] = 5.0,
-    rule: Annotated[str, typer.Option(help="How new parameters arrive: keep, co2, blend or eager.")] = "keep",
-    codec: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8, fp4, nf4, int4 or e3m0.")] = "int4",
-    carrier: Annotated[str, typer.Option(help="auto, grpc or libp2p.")] = "auto",
-    device: Annotated[str, typer.Option(help="What all peers train on: cpu, cuda, cuda:1.")] = "cpu",
-    folder: Annotated[
-        Path | None, typer.Option(help="Where the run is written; runs/demo-<time> if absent.")
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="Train on this file or folder, not Python's own text.")
-    ] = None,
-    recipe: Annotated[
-        str, typer.Option(metavar="FILE.py:function", help="Train your own recipe.")
-    ] = "byte-gpt",
-    kill_one: Annotated[
-        bool, typer.Option("--kill-one", help="Kill a peer half-way; another joins late.")
-    ] = False,
-    board: Annotated[bool, typer.Option(help="Serve the board meanwhile, at a printed address.")] = True,
-    seed: Annotated[int, typer.Option(help="Of the first parameters.")] = 0,
+    peers: Peers = 4,
+    seconds: Annotated[float, says("Length of the training.")] = 150.0,
+    round_s: Annotated[float, says("Seconds between a fragment's rounds.")] = 5.0,
+    rule: Annotated[str, says("How new parameters arrive: keep, co2, blend or eager.")] = "keep",
+    codec: Annotated[str, says("fp32, fp16, bf16, int8, fp4, nf4, int4 or e3m0.")] = "int4",
+    carrier: Carrier = "auto",
+    device: Annotated[str, says("What all peers train on: cpu, cuda, cuda:1.")] = "cpu",
+    folder: Annotated[Path | None, says("Where the run is written; runs/demo-<time> if absent.")] = None,
+    text: Annotated[Path | None, says("Train on this file or folder, not Python's own text.")] = None,
+    recipe: Annotated[str, says("Train your own recipe.", metavar="FILE.py:function")] = "byte-gpt",
+    kill_one: Annotated[bool, says("Kill a peer half-way; another joins late.", "--kill-one")] = False,
+    board: Annotated[bool, says("Serve the board meanwhile, at a printed address.")] = True,
+    seed: Annotated[int, says("Of the first parameters.")] = 0,
 ) -> None:
     """A whole swarm on this machine: one seed and several peers, each a process of its own, on real text."""
     take_back()
@@ -285,40 +260,32 @@ def demo(
 
 @app.command()
 def rehearse(
-    run_file: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.toml]", help="The run; a default if absent.")
-    ] = None,
-    peers: Annotated[int, typer.Option(help="Peer processes.")] = 4,
+    run_file: RunFile = None,
+    peers: Peers = 4,
     profile: Annotated[
         str,
-        typer.Option(
-            help="Line of each peer: fibre, cable, dsl, 4g, transatlantic, satellite or home-mix; several, "
+        says(
+            "Line of each peer: fibre, cable, dsl, 4g, transatlantic, satellite or home-mix; several, "
             "with commas, are given out in turn."
         ),
     ] = "dsl",
     seconds: Annotated[
-        float | None, typer.Option(help="Length of the training; the run's own, or 120, if absent.")
+        float | None, says("Length of the training; the run's own, or 120, if absent.")
     ] = None,
-    nat: Annotated[
-        str, typer.Option(help="Routers: profile (as it says), open, cone or symmetric.")
-    ] = "profile",
-    up_mbit: Annotated[float | None, typer.Option(help="Another upload rate, Mbit/s.")] = None,
-    down_mbit: Annotated[float | None, typer.Option(help="Another download rate, Mbit/s.")] = None,
-    latency_ms: Annotated[
-        float | None, typer.Option(help="Another latency, one way between two peers.")
-    ] = None,
-    jitter_ms: Annotated[float | None, typer.Option(help="Another jitter.")] = None,
-    loss: Annotated[float | None, typer.Option(help="Another share of packets lost, 0.01 for 1 %.")] = None,
+    nat: Annotated[str, says("Routers: profile (as it says), open, cone or symmetric.")] = "profile",
+    up_mbit: Annotated[float | None, says("Another upload rate, Mbit/s.")] = None,
+    down_mbit: Annotated[float | None, says("Another download rate, Mbit/s.")] = None,
+    latency_ms: Annotated[float | None, says("Another latency, one way between two peers.")] = None,
+    jitter_ms: Annotated[float | None, says("Another jitter.")] = None,
+    loss: Annotated[float | None, says("Another share of packets lost, 0.01 for 1 %.")] = None,
     congestion: Annotated[
-        str, typer.Option(help="TCP's congestion control, cubic or bbr; this machine's own if absent.")
+        str, says("TCP's congestion control, cubic or bbr; this machine's own if absent.")
     ] = "",
-    carrier: Annotated[str, typer.Option(help="auto, grpc or libp2p.")] = "auto",
-    folder: Annotated[
-        Path | None, typer.Option(help="Where the run is written; runs/rehearsal-<time> if absent.")
-    ] = None,
-    recipe: Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")] = "",
+    carrier: Carrier = "auto",
+    folder: Annotated[Path | None, says("Where the run is written; runs/rehearsal-<time> if absent.")] = None,
+    recipe: OwnRecipe = "",
     in_carrier: Annotated[
-        bool, typer.Option("--in-carrier", help="Slow the carriers down on loopback, as without root.")
+        bool, says("Slow the carriers down on loopback, as without root.", "--in-carrier")
     ] = False,
 ) -> None:
     """The run over emulated internet lines, before anybody is invited: needs root for real packets."""
@@ -340,11 +307,11 @@ def rehearse(
 
 @app.command()
 def sample(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")],
-    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "def ",
-    length: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 300,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    recipe: Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")] = "",
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, says("What the text begins with.")] = "def ",
+    length: Annotated[int, says("Tokens to add.", min=1)] = 300,
+    seed: Annotated[int, says("Of the sampling.")] = 0,
+    recipe: OwnRecipe = "",
 ) -> None:
     """Generate text from a checkpoint."""
     take_back()
@@ -356,8 +323,8 @@ def sample(
 
 @app.command(name="eval")
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")],
-    recipe: Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")] = "",
+    checkpoint: Checkpoint,
+    recipe: OwnRecipe = "",
 ) -> None:
     """Held-out loss of a checkpoint, as its recipe measures it (byte-gpt: nats per token)."""
     take_back()

@@ -1,12 +1,8 @@
 """``p2p-co2 simulate``: a swarm on virtual time, its figures and the laws it broke, if any.
 
-Stands on the floor of ``cli``, as ``cli.demo`` does: ``simnet`` plays, ``monitoring`` sums up. Law: the
-same ``events.jsonl`` and ``summary.json`` as a real run writes, so every reader of those reads these. Exit
-status 0 only if no law was broken. A Ctrl-C or SIGTERM ends it with what was played by then, status 130; a
-second one ends it at once.
-
-Price: a model's size counts on the links, not its values: nothing is said about its loss.
-"""
+``simnet`` plays, ``monitoring`` sums up: the same ``events.jsonl`` and ``summary.json`` as a real run
+writes. Exit status 0 only if no law was broken. A Ctrl-C or SIGTERM ends it with what was played by then,
+status 130. A model's size counts on the links, not its values: nothing is said about its loss."""
 
 from __future__ import annotations
 
@@ -67,8 +63,8 @@ def read_churn(text: str) -> float:
     except ValueError:
         rate = math.nan
     if not 0 <= rate < 1e4:
-        raise ConfigError(
-            "command line", "--churn", f"times an hour that a peer goes, such as 0.1/h (got {text!r})"
+        raise ConfigError.of_option(
+            "--churn", f"times an hour that a peer goes, such as 0.1/h (got {text!r})"
         )
     return rate
 

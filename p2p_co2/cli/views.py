@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from p2p_co2.cli.ctrl_c import hand_over, take_back
 from p2p_co2.errors import ConfigError
+from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.ticket import PREFIX
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def watch(
 ) -> None:
     """Show a run in this terminal, for machines reached over ssh. Ctrl-C ends it."""
     take_back()
-    from monitoring.watch import watch_feed
+    from monitoring.terminal import watch_feed
 
     hand_over()
     feed, _ = _feed(source, folder)
@@ -103,6 +103,6 @@ def _feed(source: str, folder: Path) -> tuple[Feed, Path | None]:
         return Observer(source, folder), folder / f"board-{run}.sqlite"
     if not Path(source).is_dir():
         raise ConfigError("command line", "TICKET", f"{source[:80]!r} is neither a ticket nor a folder")
-    from monitoring.journals import JournalFeed
+    from monitoring.feeds import JournalFeed
 
     return JournalFeed(Path(source)), None

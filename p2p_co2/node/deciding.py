@@ -201,8 +201,6 @@ class Deciding:
 
     async def take(self, mean: AgreedMean, decision: Decision) -> bool:
         """Apply an agreed mean; False if it does not follow this peer's version."""
-        if mean.is_alone and not self._node.catching.apart.may_stay_unshared(mean.fragment):
-            mean = replace(mean, is_alone=False)  # what others have of it already does not go back
         version = await self._ledger.commit(mean)
         if version.version == mean.round - 1 and version.digest != mean.state_digest:
             text = f"round {mean.round} of fragment {mean.fragment} is not applied here: it came upon a state"
@@ -216,7 +214,7 @@ class Deciding:
         return moved
 
     async def adopt(
-        self, fragment: int, data: Buffer, agreed: AgreedVersion, *, goes_back: bool = False
+        self, fragment: int, data: Buffer, agreed: AgreedVersion, goes_back: bool = False
     ) -> None:
         """Take over a donor's state; errors and ``goes_back`` as ``Ledger.adopt``. Our own state changes
         nothing: an offer that is open goes on, and the tensor side must not take it for ended."""
@@ -224,13 +222,7 @@ class Deciding:
             return
         known = self._node.rounds.next_commit(fragment)
         parts = None if known is None else weights_of(known)
-        is_unshared, donor = self._node.catching.apart.is_unshared(fragment), self._node.catchup.donor
-        if is_unshared:  # and stays so until its work is back: what is given meanwhile would count twice
-            donor.going_over.add(fragment)
-        try:
-            version = await self._ledger.adopt(fragment, data, agreed, parts, goes_back, is_unshared)
-        finally:
-            donor.going_over.discard(fragment)
+        version = await self._ledger.adopt(fragment, data, agreed, parts, goes_back)
         is_here = version == self._node.agreed[fragment]  # a round made that state meanwhile
         if goes_back and not is_here:
             self._node.catchup.turned_back(fragment)
@@ -267,11 +259,11 @@ class Deciding:
         self._node.pump()
 
     def _agree(self, fragment: int, version: AgreedVersion, group: Collection[PeerId] | None) -> bool:
-        """``group`` as ``Apart.moved``."""
+        """``group`` as ``Agreement.moved``."""
         changed = self._node.agreed[fragment] != version
         if changed:
             self._owed.discard(fragment)
-            self._node.catching.apart.moved(fragment, version, group)
+            self._node.catching.majority.moved(fragment, version, group)
         self._node.progress.unsettle()
         self._node.agreed[fragment] = version
         self._node.catchup.moved(fragment, version.version)

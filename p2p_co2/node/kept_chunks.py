@@ -1,14 +1,11 @@
 """Chunks of states on disk while a newcomer loads them, so that one which is interrupted need not begin anew.
 
 One file per fragment, ``fragment-<index>-version-<version>.part``, as long as the state; what is not there
-yet is a hole. Laws: bounded by the model's own size, whatever donors do; gone when the peer has caught up
-(from then on it is the checkpoint's task); nothing here is believed (see ``catchup.kept``), so nothing is
-synced: a killed process loses nothing, a power cut at most the saving. A disk that refuses ends the keeping
-and nothing else. The same version must still be given: donors keep an export for 15 s,
-a small one for 60 (``catchup.donor``), and without one a state that has not changed since.
+yet is a hole. Laws: bounded by the model's own size; gone when the peer has caught up; nothing here is
+believed (see ``catchup.Store``), so nothing is synced. A disk that refuses ends the keeping and nothing else.
+The same version must still be given: see ``catchup.donor``.
 
-Price: the state is written once, 8 bytes a parameter, on the network thread: into the page cache, 0.2 ms per
-chunk.
+Price: the state is written once, 8 bytes a parameter, on the network thread: 0.2 ms per chunk.
 """
 
 from __future__ import annotations
@@ -38,15 +35,15 @@ class KeptChunks:
         ]
         return 0 if self._ended else max(versions, default=0)
 
-    def buffer(self, manifest: Manifest) -> memoryview:
-        path, data = self._path(manifest), zeros(manifest.total_bytes)
+    def resume(self, manifest: Manifest) -> memoryview | None:
+        path = self._path(manifest)
         if not self._ended and _size_bytes(path) == manifest.total_bytes:
+            data = zeros(manifest.total_bytes)
             with contextlib.suppress(OSError), path.open("rb") as file:  # then it is loaded again
                 if file.readinto(data) == manifest.total_bytes:
                     return data
-                data = zeros(manifest.total_bytes)
-        self.begin(manifest)
-        return data
+        self._begin(manifest)
+        return None
 
     def keep(self, manifest: Manifest, start: int, data: bytes) -> None:
         if self._ended:
@@ -65,7 +62,7 @@ class KeptChunks:
         self._ended = True
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def begin(self, manifest: Manifest) -> None:
+    def _begin(self, manifest: Manifest) -> None:
         """A file with nothing but a hole, in the place of the fragment's earlier one."""
         if self._ended:
             return

@@ -31,8 +31,7 @@ class PartWeights:
 @dataclass(frozen=True)
 class AgreedMean:
     """A committed round: the encoded mean of the whole fragment and who is in it. ``state_digest``: of the
-    agreed state that it goes upon. ``is_alone``: its group is one peer, and nobody has any of the rounds in a
-    row that this one made so; where only one of a group was counted, the others have it all the same."""
+    agreed state that it goes upon."""
 
     fragment: int
     round: int
@@ -40,7 +39,6 @@ class AgreedMean:
     state_digest: bytes
     mean: Buffer
     parts: tuple[PartWeights, ...]
-    is_alone: bool = False
 
 
 @Derived
@@ -62,9 +60,8 @@ def agreed_mean(outcome: Outcome, mean: Buffer) -> AgreedMean:
     """What a checked, committed outcome says about ``mean``, the encoded mean of the whole fragment."""
     parts = weights_of(outcome)
     base_version = min(member.base_version for member in outcome.members)
-    is_alone = len(outcome.members) == 1
     return AgreedMean(
-        outcome.key.fragment, outcome.key.round, base_version, outcome.state_digest, mean, parts, is_alone
+        outcome.key.fragment, outcome.key.round, base_version, outcome.state_digest, mean, parts
     )
 
 
@@ -121,10 +118,8 @@ class Ledger(Protocol):
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None = None,
         goes_back: bool = False,
-        is_unshared: bool = False,
     ) -> AgreedVersion:
         """Take over a donor's state. ``parts``: who is in the round after the state that we hold, None if
-        nobody told us; ``goes_back``: it may be an older one, of another history;
-        ``is_unshared``: nobody has the rounds that we made alone of late, so their work is offered again. The
+        nobody told us; ``goes_back``: it may be an older one, of another history. The
         state that is held already changes nothing, and offers go on: a round may have made it just now.
         Raises ``DigestMismatch`` or ``RemoteProtocolError`` and then changes nothing."""

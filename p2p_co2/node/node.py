@@ -18,7 +18,8 @@ from typing import Any
 from google.protobuf.message import Message
 
 from p2p_co2.errors import LocalProtocolError
-from p2p_co2.node.catching import Catching
+from p2p_co2.node.agreement import Agreement
+from p2p_co2.node.catchup import CatchupController, CatchupEffects
 from p2p_co2.node.deciding import Deciding
 from p2p_co2.node.envelope import Opened, Unsent, kind_of, opened, unsent
 from p2p_co2.node.errands import Errands
@@ -95,8 +96,8 @@ class Node:
             self.rounds.set_state(fragment, version.version, version.digest)
         self.software = network.software
         self.progress = SwarmProgress(self, 1.0 / pace.round_s if pace.mode == "time" else 0.0, pace.rounds)
-        self.catching = Catching(self)
         self.deciding = Deciding(self, ledger, network.discovery)
+        self.catching = self._make_controller()
         self._beat_at, self._sleeps_until = 0.0, -math.inf
         self._alarm: asyncio.TimerHandle | None = None
         self._told: object = None
@@ -112,6 +113,21 @@ class Node:
         self._links: Outgoing | None = None
         self._finding = Finding(self, network)
         self._bug: Exception | None = None
+
+    def _make_controller(self) -> CatchupController:
+        deciding = self.deciding
+        effects = CatchupEffects(
+            self.now, self.report, self.spawn, self.refuse, self.give_up_offer, deciding.settle_offer,
+            deciding.take, deciding.adopt, deciding.export, self.pump,
+        )  # fmt: skip
+        agreement = Agreement(self.me, self.membership, self.agreed, self._standing, self.group_size)
+        return CatchupController(
+            self.catchup, self.rounds, agreement, self.agreed, self.run_digest, self.shape, effects
+        )
+
+    def _standing(self) -> tuple[Status.Phase, frozenset[int]]:
+        """This peer's phase, and the fragments for which it has nothing more to offer."""
+        return self.progress.local.phase, self.progress.local.finished
 
     # ---- life
 
@@ -266,7 +282,6 @@ class Node:
         while True:
             self._sleeps_until = -math.inf  # nobody need wake it: it looks for the next timer as it ends
             now = self.now()
-            self.catchup.awake.begins(now)
             beat_at = self.membership.get_timer()
             if (now >= self._beat_at and self._has_news()) or (beat_at is not None and now >= beat_at):
                 self._looked_revision = self.membership.revision
@@ -284,7 +299,6 @@ class Node:
             quiet_s = self.membership.quiet_s
             idle_s = QUIET_IDLE * quiet_s if quiet_s and self.progress.rests else 0.0
             until = min(self._next_timer_at(), now + max(HEARTBEAT_S, idle_s))
-            self.catchup.awake.ends(self.now())
             self._sleep_until(until)
             await self._wake.wait()
 
@@ -295,8 +309,7 @@ class Node:
         self._sleeps_until = at
         if self._alarm is not None:
             self._alarm.cancel()
-        wait_s = max(0.001, at - (now := self.now()))
-        self.catchup.awake.is_due(now + wait_s)
+        wait_s = max(0.001, at - self.now())
         self._alarm = asyncio.get_running_loop().call_later(wait_s, self._wake.set)  # cheaper than a timeout
 
     def timers(self) -> dict[str, float | None]:
@@ -384,7 +397,6 @@ class Node:
         else:
             self.report(ev.PeerLeft, other=event.peer, reason=event.reason)
             self.catchup.forget_donor(event.peer, now)
-            self.catching.majority.left(event.peer)
         self._has_strangers = True  # they come and go in crowds, and each telling costs as many as there are
         self._beat_at = min(self._beat_at, now + max(CROWD_S, self._refresh_s() / 2))
 

@@ -1,9 +1,8 @@
-"""Looking at a swarm from outside: joins the run's DHT with an identity of its own, asks every peer for its
-reports, and never trains.
+"""A run seen from outside: joins its DHT as a client, asks every listed peer for its reports, never trains.
 
 An observer publishes no record, so no peer lists, counts or dials it; it works from behind NAT, because all
-it does is ask. One thread with one asyncio loop of its own; ``take`` hands over what came. Law: nothing here
-can change a run. Price: a libp2p daemon (30 MB).
+it does is ask. One thread with one asyncio loop of its own. Law: nothing here can change a run. Price: a
+libp2p daemon (30 MB).
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import uvloop
 
-from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.config import PeerConfig
 from p2p_co2.errors import P2PCo2Error, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.asking import Asking
 from p2p_co2.node.network import Network
@@ -25,18 +23,18 @@ from p2p_co2.protocol.reports import Poller
 from p2p_co2.protocol.reports.reader import MAX_REPORT_BYTES
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import RunPosition
-from p2p_co2.telemetry.feed import FeedState, News
+from p2p_co2.telemetry.feed import Feed, FeedState, News
 from p2p_co2.ticket import Ticket
 
 FIND_S = 5.0
-RETRY_S = 5.0
+"""Between two looks for peers, and before a lost network is opened again."""
 CLOSE_BOUND_S = 8.0
 MAX_AT_ONCE = 32
 """Questions in flight."""
 LOST_AFTER_S = 30.0
 
 
-class Observer:
+class Observer(Feed):
     """A ``Feed`` over the network of the run that ``ticket`` invites to. ``folder`` keeps the observer's
     identity. Starts at once and connects by itself, again and again; raises ``TicketError`` only."""
 
@@ -45,52 +43,22 @@ class Observer:
         self._config = PeerConfig(folder=folder)
         self._lock = threading.Lock()
         self._poller = Poller(self._ticket.run)
-        self._run: RunConfig | None = None
-        self._last: RunPosition | None = None
-        """Where the run was when its peers last said so."""
-        self._state = FeedState("connecting", "looking for a seed of the run")
-        self._heard_at = 0.0
+        self.place = f"run {self._ticket.run.hex()[:12]}, seen from outside"
+        self.state = FeedState("connecting", "looking for a seed of the run")
         self._loop = uvloop.new_event_loop()
-        self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._main, name="p2p-co2 observer", daemon=True)
+        self._stopping = asyncio.Event()
         self._thread.start()
-
-    # ---- the feed
-
-    @property
-    def run(self) -> RunConfig | None:
-        return self._run
-
-    @property
-    def place(self) -> str:
-        return f"run {self._ticket.run.hex()[:12]}, seen from outside"
-
-    @property
-    def state(self) -> FeedState:
-        return self._state
-
-    @property
-    def is_whole(self) -> bool:
-        return False
-
-    @property
-    def me(self) -> str:
-        return ""
 
     def take(self) -> News:
         with self._lock:
             return self._poller.take()
-
-    def watched(self, now: float) -> None:
-        return  # peers bound what they answer: nothing to spare here
 
     def close(self) -> None:
         """Leave the DHT; no thread, process or socket is left. May be called twice."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(CLOSE_BOUND_S)
-
-    # ---- the thread
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -108,30 +76,25 @@ class Observer:
             task.cancel()
         await asyncio.gather(working, stopping, return_exceptions=True)
         if not working.cancelled() and (error := working.exception()) is not None:
-            self._state = FeedState("lost", f"the observer has stopped by a fault of its own: {error!r}")
+            self.state = FeedState("lost", f"the observer has stopped by a fault of its own: {error!r}")
             raise error
 
     async def _keep_observing(self) -> None:
         while True:
             try:
                 network = await Network.open(self._ticket, self._config, _ignore)
+                try:
+                    self.run = network.run
+                    await self._observe(network)
+                finally:
+                    await network.close()
             except P2PCo2Error as error:
-                self._state = FeedState("lost", str(error))
-                await asyncio.sleep(RETRY_S)
-                continue
-            try:
-                self._run = network.run
-                await self._observe(network)
-            except TransportError as error:
-                self._state = FeedState("lost", str(error))
-            finally:
-                await network.close()
-            await asyncio.sleep(RETRY_S)
+                self.state = FeedState("lost", str(error))
+            await asyncio.sleep(FIND_S)
 
     async def _observe(self, network: Network) -> None:
-        """Find peers and ask them until the daemon is gone."""
-        self._state = FeedState("connected", "no peer is listed yet")
-        self._heard_at = time.monotonic()
+        """Find peers and ask them until the daemon is gone; ``TransportError`` then."""
+        self.state = FeedState("connected", "no peer is listed yet")
         asking = Asking(network.p2p, PROTOCOL, MAX_REPORT_BYTES)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -145,39 +108,31 @@ class Observer:
 
     async def _find(self, network: Network) -> None:
         failed_since: float | None = None
+        last: RunPosition | None = None  # where the run was when its peers last said so
         while True:
             try:
                 records = await network.find_peers()
                 with self._lock:
-                    peers = [PeerId(record.peer) for record in records]
-                    self._poller.listed(peers, time.monotonic(), time.time())
+                    self._poller.listed([PeerId(record.peer) for record in records], time.monotonic())
                 if not self._poller.answering:
                     await network.rebootstrap()  # nobody trains, or nobody is there: only a seed can tell
-                    self._last = await network.run_position()
+                    last = await network.run_position()
                 failed_since = None
+                self.state = FeedState("connected", self._found(len(records), last))
             except TransportError as error:
                 failed_since = failed_since or time.monotonic()
-                self._state = FeedState("lost", str(error))
+                self.state = FeedState("lost", str(error))
                 if time.monotonic() - failed_since > LOST_AFTER_S:
                     await network.rebootstrap()
-            else:
-                self._state = self._found(len(records))
             await asyncio.sleep(FIND_S if len(self._poller) else 1.0)
 
-    def _found(self, listed: int) -> FeedState:
+    def _found(self, listed: int, last: RunPosition | None) -> str:
         with self._lock:
             answering = self._poller.answering
-        if not listed and not answering:
-            return FeedState("connected", f"the seed answers, but no peer is listed: {self._last_words()}")
-        return FeedState("connected", f"{answering} of {max(listed, answering)} peers answer")
-
-    def _last_words(self) -> str:
-        last, rounds = self._last, self._run.clock.rounds if self._run is not None else 0
-        if last is None:
-            return "nobody trains now"
-        if last.position >= rounds > 0:
-            return f"the run ended at round {rounds}"
-        return f"all left at round {last.position:.1f}; the run goes on when one with a checkpoint is back"
+        if listed or answering:
+            return f"{answering} of {max(listed, answering)} peers answer"
+        rounds = self.run.clock.rounds if self.run is not None else 0
+        return f"the seed answers, but no peer is listed: {where_it_was(last, rounds)}"
 
     async def _ask_all(self, network: Network, asking: Asking, tasks: asyncio.TaskGroup) -> None:
         room = asyncio.Semaphore(MAX_AT_ONCE)
@@ -191,21 +146,30 @@ class Observer:
     async def _ask(
         self, network: Network, asking: Asking, room: asyncio.Semaphore, peer: PeerId, question: bytes
     ) -> None:
+        answer, reason = b"", "not asked: the observer stopped"
         try:
             async with room:
                 record = await network.find_record(peer)
                 maddrs = list(record.maddrs) if record is not None else []
                 answer = await asking.ask(peer, maddrs, question, ASK_TIMEOUT_S)
+                reason = ""
         except (TransportError, RemoteProtocolError) as error:
+            reason = str(error)
+        finally:
             with self._lock:
-                self._poller.failed(peer, str(error), time.monotonic(), time.time())
-        except asyncio.CancelledError:
-            with self._lock:
-                self._poller.failed(peer, "not asked: the observer stopped", time.monotonic(), time.time())
-            raise
-        else:
-            with self._lock:
-                self._poller.answered(peer, answer, time.monotonic(), time.time())
+                if reason:
+                    self._poller.failed(peer, reason, time.monotonic())
+                else:
+                    self._poller.answered(peer, answer, time.monotonic(), time.time())
+
+
+def where_it_was(last: RunPosition | None, rounds: int) -> str:
+    """A run without peers in words: ``last`` is where it was when they last said so, ``rounds`` its end."""
+    if last is None:
+        return "nobody trains now"
+    if last.position >= rounds > 0:
+        return f"the run ended at round {rounds}"
+    return f"all left at round {last.position:.1f}; the run goes on when one with a checkpoint is back"
 
 
 async def _until_daemon_ends(network: Network) -> None:
@@ -214,7 +178,4 @@ async def _until_daemon_ends(network: Network) -> None:
 
 
 def _ignore(peer: object, error: RemoteProtocolError) -> None:
-    """A forged record in the DHT: refused there, and no business of somebody who only looks."""
-
-
-Refuse = Callable[[str, str, str], None]
+    """A forged record in the DHT: refused there, and no business of an observer."""

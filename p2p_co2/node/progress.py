@@ -8,12 +8,11 @@ median: of three, one liar moves nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from p2p_co2.node.last_words import Held
 from p2p_co2.protocol.membership import PeerInfo
 from p2p_co2.protocol.rounds import PeerView
 from p2p_co2.protocol.wire.identity import PeerId
@@ -221,8 +220,8 @@ class SwarmProgress:
     def missing(self) -> str:
         """In words, what others hold and this peer has not, or will hold; empty if that is nothing. Other
         threads may ask."""
-        words = self._node.catching.majority.last_words
-        pairs = ((agreed.version, words.newest(f)) for f, agreed in enumerate(self._node.agreed))
+        majority = self._node.catching.majority
+        pairs = ((agreed.version, majority.newest(f)) for f, agreed in enumerate(self._node.agreed))
         late = [f"fragment {f}: version {mine} of {new}" for f, (mine, new) in enumerate(pairs) if mine < new]
         if self._are_ahead_at_work:
             late.append("a last round that may still be made")
@@ -268,7 +267,7 @@ class SwarmProgress:
             self.swarm_position = (positions[(len(positions) - 1) // 2], at) if positions else None
         if self.local.phase == Status.TRAINING:
             self.unsettle()
-            self._node.catching.majority.last_words.clear()
+            self._node.catching.majority.note_newest(is_done=False)
             return
         self._look_for_last_rounds(now)  # others' positions move without any news
         seen = self._seen()
@@ -292,7 +291,7 @@ class SwarmProgress:
         )
         # A last offer may commit when all others seem to be done: who left before would miss it.
         alike = alike and not any(view.training for view in self.views().values())
-        self._note_words(self._node.membership.live, now)
+        self._node.catching.majority.note_newest(self.local.phase == Status.DRAINING)
         self._note_others(done, here, now)
         at_rest = alike and not is_cut_off
         is_done = self.local.phase == Status.DRAINING
@@ -332,28 +331,12 @@ class SwarmProgress:
         elif self._worked_at == math.inf:
             self._worked_at = now
 
-    def _note_words(self, live: Mapping[PeerId, PeerInfo], now: float) -> None:
-        """What others say that they hold, while this peer is done; who joins or rests tells where it was
-        left."""
-        if self.local.phase != Status.DRAINING:
-            self._node.catching.majority.last_words.clear()
-            return
-        words: dict[PeerId, Held | None] = {
-            peer: None
-            if info.status.phase in (Status.JOINING, Status.PAUSED)
-            else (info.versions, info.digests)
-            for peer, info in live.items()
-        }
-        majority = self._node.catching.majority
-        if majority.last_words.note(words, [majority.limit(f) for f in range(len(self._node.agreed))]):
-            self._node.catching.look_again()
-
     def _is_end(self, position: float, age_s: float) -> bool:
         """Whether one that trains, and said so long ago where it was, is at the run's end now."""
         ends_at = self._rounds - (ENDS_ROUNDS if self.rounds_per_s else 0.0) if self._rounds else math.inf
         return ends_at <= position + age_s * self.rounds_per_s < self._rounds + 1
 
-    def _note_others(self, others: Sequence[PeerInfo], here: Held, now: float) -> None:
+    def _note_others(self, others: Sequence[PeerInfo], here: tuple[object, object], now: float) -> None:
         """Whether any of ``others`` that are done holds anything else."""
         ended = ((one.versions, one.digests) for one in others if one.status.phase == Status.DRAINING)
         differs = any(held != here for held in ended)
@@ -380,7 +363,7 @@ class SwarmProgress:
             of_fragments = zip(*(held for held in inside if len(held) == len(versions)), strict=True)
             self._furthest = [sorted(held, reverse=True)[min(middle, len(held) - 1)] for held in of_fragments]
         majority = self._node.catching.majority
-        newest = [majority.swarm_version(fragment) for fragment in range(len(versions))]
+        newest = [majority.reached(fragment) for fragment in range(len(versions))]
         if is_there:
             self._goes_on = any(info.status.phase == Status.TRAINING for info in live)
         is_behind = not _keeps_up(versions, self._furthest, self._goes_on)

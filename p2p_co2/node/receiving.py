@@ -71,7 +71,6 @@ class Receiving:
     def overasked(self, peer: PeerId) -> None:
         """What ``peer`` asked for found no room in the queue of what goes to it."""
         self._overasked[peer] += 1
-        self._node.catchup.donor.takes_nothing(peer)
 
     async def on_message(self, sender: PeerId, data: bytes) -> None:
         """Take one message; returns when the sender's next one may be read. Raises ``RemoteProtocolError``
@@ -84,7 +83,6 @@ class Receiving:
         """``on_message``, without the waiting: seconds until the sender's next one may be read."""
         node, size_bytes = self._node, len(data)
         now = node.now()
-        node.catchup.awake.runs(now)
         self._allowances.check(sender, now)
         self.down_bytes += size_bytes
         wait_s = self._allowances.read(size_bytes, now)

@@ -32,7 +32,7 @@ LAST_WORDS_S = 3.0
 """A peer that leaves waits at most this long for observers to fetch its last events."""
 
 
-class Reporting:
+class ReportService:
     """All calls on the network's loop, but for ``see``, which may come from any thread."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Reporting:
         self._measuring = asyncio.create_task(self._measure(node), name="measure links")
 
     async def say_last_words(self) -> None:
-        """Let observers who are here fetch the newest events, at most ``LAST_WORDS_S``."""
+        """Let observers that are here fetch the newest events, at most ``LAST_WORDS_S``."""
         ends_at = time.monotonic() + LAST_WORDS_S
         while self._measuring is not None and time.monotonic() < ends_at:
             if self._responder.told_everybody(time.monotonic()):
@@ -92,14 +92,11 @@ class Reporting:
                 busy_s = now.bulk_s - before.bulk_s
                 seen[PeerId(peer)] = LinkTraffic(now.bulk_bytes, now.bulk_s)
                 node.report(
-                    LinkMeasured,
-                    other=peer,
-                    carrier=carrier,
+                    LinkMeasured, other=peer, carrier=carrier, sent_bytes=now.bulk_bytes,
                     relayed=carrier == "libp2p" and peer in relayed,
                     round_trip_s=info.round_trip_s if info.round_trips_s else 0.0,
                     bytes_per_s=(now.bulk_bytes - before.bulk_bytes) / busy_s if busy_s > 0 else 0.0,
-                    sent_bytes=now.bulk_bytes,
-                )
+                )  # fmt: skip
 
     async def _relayed(self) -> set[str]:
         """Peers that the daemon reaches only through a third machine."""

@@ -1,9 +1,8 @@
 """Peers that are there and cannot be reached: told from those that are merely gone.
 
-A peer that died is listed until its record expires, and nobody wants to hear of it twice. One whose record is
-renewed while we fail to reach it is alive behind something, and its owner and ours can do something about it.
-So is one that we do reach and never hear: it cannot reach us. Law: a peer is told of once, and again only
-after it has been met in between. No clock, no I/O.
+A peer that died is listed until its record expires. One whose record is renewed while we fail to reach it, or
+never hear it, is alive behind something. Law: a peer is told of once, and again only after it has been met in
+between. No clock, no I/O.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """What to change: the shortest round that links, processors and the target utilisation allow, and what binds.
 
-Rounds count (ALGORITHMS.md section 2: few rounds are far from data-parallel), so of all settings that reach
-the target the one with the shortest round is advised; fragments so that an answer comes within about a third
-of a round, where a delay costs little; four bits where the link is what binds, since they cost nothing
-visible.
-
-Law: the advised setting satisfies every bound at the target, by the same forecast that it is shown with.
-"""
+Few rounds are far from data-parallel training, so of all settings that reach the target the one with the
+shortest round is advised; fragments so that an answer comes within about a third of a round, where a delay
+costs little; four bits where the link binds, since they cost nothing visible. The advised setting satisfies
+every bound at the target, by the same forecast that it is shown with."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from p2p_co2.config import CodecName
-from p2p_co2.planning.exchange import RoundTime, round_time
-from p2p_co2.planning.flow import flow
+from p2p_co2.planning.exchange import RoundTime, flow, round_time
 from p2p_co2.planning.forecast import (
     COPY_BYTES_PER_S,
     STEP_OVERHEAD_S,

@@ -1,15 +1,16 @@
-"""How long one round of a fragment takes on given links.
+"""How long one round of a fragment takes on given links, and what happens when rounds follow one another.
 
-READY, BEGIN, slices, means, RESULT and COMMIT (DESIGN.md, section 3) are six messages one way and two
-transfers of the fragment's payload; before them comes the wait for the peer whose inner step ends last. Where
-shares are cut into several parts the first means travel beside the last slices: one way is hidden then, and
-connections need not start slowly a second time.
+A round is six messages one way and two transfers of the fragment's payload; before them comes the wait for
+the peer whose inner step ends last. Where shares are cut into several parts the first means travel beside
+the last slices: one way is hidden then, and connections need not start slowly a second time.
 
-Sources: the floor of ALGORITHMS.md section 5; TCP's slow start (RFC 6928: ten segments) and its throughput
-under loss (Mathis et al. 1997). Laws: no transfer is faster than its floor; deterministic, no clock, no
-random numbers. Price: mean values only: jitter, and processors that are busy with something else, come on
-top.
-"""
+A fragment whose round is still open at its next schedule point is sent again as soon as that round has
+ended, and fragments take turns on a full line: one is sent when half of the last one's transfer is over, and
+of open transfers the oldest goes first. So a link that is too slow shows as fewer sends, not as an ever
+longer queue.
+
+Pure; mean values only: jitter, and processors that are busy with something else, come on top. Sources: TCP's
+slow start (RFC 6928: ten segments) and its throughput under loss (Mathis et al. 1997)."""
 
 from __future__ import annotations
 
@@ -24,14 +25,12 @@ SEGMENT_BYTES = 1448
 FIRST_WINDOW_BYTES = 10 * SEGMENT_BYTES
 _MATHIS = 1.22
 LINK_EFFICIENCY = 0.85
-"""Share of a link's rate that bulk transfers of several connections reach over a whole exchange, whose lanes
-do not all begin and end together (``docs/LOG.md``: payload is 0.75 of a dsl line from BEGIN until all have
-the means; the messages' own ways and ``LINK_OVERHEAD`` come on top of this)."""
+"""Share of a link's rate that bulk transfers of several connections reach over a whole exchange
+(measured)."""
 ONE_WAY_MESSAGES = 6
 """READY, BEGIN, slice, mean, RESULT, COMMIT."""
 TENSOR_BYTES_PER_S = 270e6
-"""fp32 bytes of a fragment per second of one core, for all that its round computes: encoding, averaging,
-decoding, the outer step and the digest (``docs/LOG.md``: 0.12 s for 32 MB)."""
+"""fp32 bytes of a fragment per second of one core, for all that its round computes (0.12 s for 32 MB)."""
 _BEFORE_COMMIT = 0.4
 """The share of that work which a round's outcome waits for; the rest comes after it."""
 
@@ -58,7 +57,7 @@ def link_of(profile: LinkProfile) -> Link:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundTime:
-    """One fragment's round, seconds. ``floor_s``: ALGORITHMS.md section 5 on the slowest link, nothing else.
+    """One fragment's round, seconds. ``floor_s``: payload over the slowest link's rate, nothing else.
     ``transfer_s``: what the links are busy. ``latency_s``: messages under way and slow start. ``gather_s``:
     waiting for the last peer's step to end, for the average member; ``spread_s``: for the first.
     ``compute_s``: tensor work, ``before_commit_s`` of it inside the round. ``limited_by``: what the transfer
@@ -107,16 +106,10 @@ def round_time(payload_bytes: int, values: int, step_s: float, links: Sequence[L
 
     peers = len(links)
     if peers < 2:
-        work_s = 4 * values / TENSOR_BYTES_PER_S
         return RoundTime(
-            floor_s=0,
-            transfer_s=0,
-            latency_s=0,
-            gather_s=0,
-            spread_s=0,
-            compute_s=work_s,
-            limited_by="upload",
-        )
+            floor_s=0, transfer_s=0, latency_s=0, gather_s=0, spread_s=0,
+            compute_s=4 * values / TENSOR_BYTES_PER_S, limited_by="upload",
+        )  # fmt: skip
     shares = shares_of([link.up_bytes_per_s for link in links])
     trips = sorted((link.round_trip_s for link in links), reverse=True)
     round_trip_s = (trips[0] + trips[1]) / 2
@@ -170,3 +163,120 @@ def _slow_start_s(size_bytes: float, bytes_per_s: float, round_trip_s: float) ->
         sent += window
         window *= 2
     return lost_s
+
+
+# ---- rounds after rounds
+
+_SIMULATED_SENDS = 4096
+_MOST_ROUNDS = 48
+_UNCOUNTED = 0.25
+"""The first part of the simulated time, in which the links fill."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """``to_apply_s``: mean from send until the merge is ready; ``slowest_s``: the longest. ``staleness``:
+    mean number of the fragment's schedule points in between. ``sent_share``: sends made of those due.
+    ``busy_share``: of the time, the links move payloads. ``left_s``: seconds of transfers that are still open
+    when a round is full and the run may end, on average."""
+
+    to_apply_s: float
+    slowest_s: float
+    staleness: float
+    sent_share: float
+    busy_share: float
+    left_s: float
+
+
+@dataclass
+class _Open:
+    """A round under way. ``half_s``: of its transfer, with the link to itself; ``left_s``: what is left of
+    that; ``rest_s``: what comes after it, until the merge is ready at ``ready_at``."""
+
+    fragment: int
+    sent_at: float
+    half_s: float
+    left_s: float
+    rest_s: float
+    ready_at: float = math.inf
+
+
+class _Links:
+    """One shared link, the rounds that are open on it, the oldest first, and the fragments that wait."""
+
+    def __init__(self, times: Sequence[RoundTime]) -> None:
+        self.now = self.busy_s = 0.0
+        self.open: list[_Open] = []
+        self.waiting: list[int] = []
+        self.sent_at: list[float] = []
+        self._times = times
+
+    def send(self) -> None:
+        """What waits and has its turn."""
+        for fragment in list(self.waiting):
+            moving = [r for r in self.open if r.left_s > 0]
+            has_room = not moving or (len(moving) == 1 and moving[0].left_s <= moving[0].half_s)
+            if has_room and all(r.fragment != fragment for r in self.open):
+                self.waiting.remove(fragment)
+                time = self._times[fragment]
+                rest_s = time.to_apply_s - time.transfer_s
+                begun = _Open(fragment, self.now, time.transfer_s / 2, time.transfer_s, rest_s)
+                if not begun.left_s:
+                    begun.ready_at = self.now + begun.rest_s
+                self.open.append(begun)
+                self.sent_at.append(self.now)
+
+    def advance(self, until: float) -> list[_Open]:
+        """Let the oldest transfer go on until then, or until it has ended or leaves room, or rounds have
+        ended, whichever is sooner: the rounds that have ended."""
+        first = next((r for r in self.open if r.left_s > 0), None)
+        until = min([until, *(r.ready_at for r in self.open)])
+        if first is not None:
+            is_first_half = first.left_s > first.half_s
+            turns_at = self.now + first.left_s - (first.half_s if is_first_half else 0.0)
+            worked_s = min(until, turns_at) - self.now
+            first.left_s -= worked_s
+            if turns_at <= until:
+                first.left_s = first.half_s if is_first_half else 0.0
+                until = turns_at
+            if not first.left_s:
+                first.ready_at = until + first.rest_s
+            self.busy_s += worked_s
+        self.now = until
+        ended = [r for r in self.open if r.ready_at <= self.now]
+        self.open = [r for r in self.open if r.ready_at > self.now]
+        return ended
+
+
+def flow(times: Sequence[RoundTime], round_s: float) -> Flow:
+    """All fragments' rounds (one ``RoundTime`` each), a schedule point per fragment and ``round_s``."""
+    count, links = len(times), _Links(times)
+    points = count * max(8, min(_MOST_ROUNDS, _SIMULATED_SENDS // count))
+    counted_from = _UNCOUNTED * points * round_s / count
+    delays: list[float] = []
+    left: list[float] = []
+    due = 0
+    for point in range(points):
+        fragment, due_at = point % count, point * round_s / count
+        while (ended := links.advance(due_at)) or links.now < due_at:
+            delays += [r.ready_at - r.sent_at for r in ended if r.sent_at >= counted_from]
+            links.send()
+        is_counted = due_at >= counted_from
+        due += is_counted
+        if fragment == 0 and is_counted:
+            left.append(math.fsum(r.left_s for r in links.open))
+        if fragment not in links.waiting:
+            links.waiting.append(fragment)
+        links.send()
+    sent = sum(at >= counted_from for at in links.sent_at)
+    if not delays:  # not one round was over by then: all of them, one beside the other
+        rest_s = max(time.to_apply_s - time.transfer_s for time in times)
+        delays = [sum(time.transfer_s for time in times) + rest_s]
+    return Flow(
+        to_apply_s=math.fsum(delays) / len(delays),
+        slowest_s=max(delays),
+        staleness=sum(math.floor(delay / round_s) for delay in delays) / len(delays),
+        sent_share=sent / due,
+        busy_share=links.busy_s / links.now if links.now else 0.0,
+        left_s=math.fsum(left) / len(left),
+    )

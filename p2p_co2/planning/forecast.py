@@ -1,13 +1,9 @@
 """What a run will be like on given links: bytes, delay, staleness, utilisation, memory, the whole run's time.
 
-Two utilisations, because they answer two questions. ``utilisation`` is what the program's summary will say:
-training waits only for the last rounds, for the first ones if the run says so, and for copies.
-``utilisation_if_waiting`` is that of peers that stood still whenever an answer is more than one round late,
-CO2's bound of one step of staleness: it says whether the links are enough.
-
-Sources: ALGORITHMS.md section 5; ``exchange`` and ``flow``. Laws: pure; numbers that nobody measured have a
-name and a source above. Price: one step time for all peers, steady links, no churn.
-"""
+``utilisation`` is what the program's summary will say: training waits only for the last rounds, for the
+first ones if the run says so, and for copies. ``utilisation_if_waiting`` is that of peers that stood still
+whenever an answer is more than one round late, CO2's bound of one step of staleness: it says whether the
+links are enough. Pure; one step time for all peers, steady links, no churn."""
 
 from __future__ import annotations
 
@@ -16,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2p_co2.config import ApplyRule, CodecName, RunConfig
-from p2p_co2.planning.exchange import Link, RoundTime, round_time
-from p2p_co2.planning.flow import Flow, flow
+from p2p_co2.planning.exchange import Flow, Link, RoundTime, flow, round_time
 from p2p_co2.planning.traffic import (
     BLOCK_BYTES,
     BLOCK_VALUES,
@@ -160,6 +155,7 @@ def forecast(setting: Setting, horizon_s: float = 24 * 3600.0) -> Forecast:
     under_way_s = rounds.sent_share * math.fsum(time.to_apply_s for time in times)
     extra = 0.0 if endless else (len(times) - 1) / len(times)  # the rounds that end a run
     slowest = max(times, key=lambda time: time.to_apply_s)
+    tokens_per_s = len(setting.links) * setting.tokens_per_step / setting.step_s
     return Forecast(
         up_bytes_per_round=up,
         down_bytes_per_round=down,
@@ -178,10 +174,7 @@ def forecast(setting: Setting, horizon_s: float = 24 * 3600.0) -> Forecast:
         run_s=run_s,
         endless=endless,
         run_up_bytes=up * (sweeps + extra),
-        run_tokens=len(setting.links)
-        * setting.tokens_per_step
-        * max(0.0, run_s - exposed_run_s)
-        / setting.step_s,
+        run_tokens=tokens_per_s * max(0.0, run_s - exposed_run_s),
         troubles=tuple(_troubles(setting, slowest, rounds)),
     )
 

@@ -1,12 +1,8 @@
 """Links as volunteers have them, in one table: rehearsals shape real packets by it, simulations virtual ones.
 
-Law: a link is the same wherever it is emulated: both ends' figures add up by the rules written at the fields,
-and ``home-mix`` gives peer ``index`` of a seed the same link on every machine. The figures are round numbers
-of ordinary subscriptions, so that a user recognises their own line; they are not measurements.
-
-Price: one fixed figure per direction: no evening congestion, no Wi-Fi; shape your own link by hand if it
-differs.
-"""
+A link is the same wherever it is emulated: both ends' figures add up by the rules written at the fields. The
+figures are round numbers of ordinary subscriptions, so that a user recognises their own line; no
+measurements."""
 
 from __future__ import annotations
 
@@ -75,7 +71,5 @@ def profile_of(name: str, seed: int, index: int) -> LinkProfile:
         return PROFILES["fibre"]
     profile = PROFILES.get(name)
     if profile is None:
-        raise ConfigError(
-            "command line", "--profile", f"unknown: {name!r}; one of {', '.join(PROFILE_NAMES)}"
-        )
+        raise ConfigError.of_option("--profile", f"unknown: {name!r}; one of {', '.join(PROFILE_NAMES)}")
     return profile

@@ -1,16 +1,12 @@
 """The bandwidth simulator behind Streaming DiLoCo's table of required bandwidths: how busy the processors are
 when training waits for the network.
 
-Source: arXiv 2501.18512, section 3.1 and table 4; what the paper leaves open was found by reproducing the
-table (ALGORITHMS.md, section 5): 70 of its 75 cells exactly, the rest one step of the bandwidth grid away. A
-step is 3 L - 1 equal pieces of work for L layers (forward, backward by activations but for the first layer,
-backward by parameters); a layer's reduction can start when its last piece is done; reductions pass one
-channel, first come first served; the layer's forward pass ``delay_steps`` later waits for the answer. Two
-rounds of every fragment are simulated and the last reductions awaited.
-
-Law: more bandwidth never lowers the utilisation. Price: no latency, no loss, equal layers, and peers in step:
-it compares methods. What this program does on a real link is ``forecast``'s business.
-"""
+Source: arXiv 2501.18512, section 3.1 and table 4, of which it gives 70 of 75 cells exactly, the rest one
+step of the bandwidth grid away. A step is 3 L - 1 equal pieces of work for L layers (forward, backward by
+activations but for the first layer, backward by parameters). A layer's reduction can start when its last
+piece is done; reductions pass one channel, first come first served; the layer's forward pass ``delay_steps``
+later waits for the answer. No latency, no loss, equal layers: it compares methods, ``forecast`` says what
+happens on a real link."""
 
 from __future__ import annotations
 
@@ -18,8 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 TABLE_ROUNDS = 2
-GRID_POINTS, GRID_FROM, GRID_TO = 50, -1.0, 3.0
-"""The table's bandwidths: 10 to the power of so many even steps, Gbit/s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,23 +66,3 @@ def _layers_sent(job: Job, step: int, every: int) -> Iterator[int]:
     """The layers whose gradients are sent after ``step`` (from 1): one fragment at a time, strided."""
     if step % every == 0:
         yield from range((step // every - 1) % job.fragments, job.layers, job.fragments)
-
-
-def bandwidth_grid() -> list[float]:
-    """The table's bandwidths, Gbit/s."""
-    width = (GRID_TO - GRID_FROM) / (GRID_POINTS - 1)
-    return [10 ** (GRID_FROM + width * point) for point in range(GRID_POINTS)]
-
-
-def required_bandwidth(job: Job, target: float) -> float | None:
-    """The table's figure: the last bandwidth of the grid (Gbit/s) at which utilisation is below ``target``;
-    None if it is nowhere."""
-    grid = bandwidth_grid()
-    low, high = 0, len(grid)
-    while low < high:  # the first point that reaches the target; more bandwidth never lowers utilisation
-        middle = (low + high) // 2
-        if utilisation(job, 1e9 * grid[middle]) < target:
-            low = middle + 1
-        else:
-            high = middle
-    return grid[low - 1] if low else None

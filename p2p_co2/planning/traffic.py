@@ -1,12 +1,8 @@
-"""Bytes that a round moves: payloads by the codec's arithmetic, the rest by building the messages.
+"""Bytes that a round moves: payloads by the codec's arithmetic, the rest by the sizes of messages.
 
-Laws: what is counted is what a peer's ``up_bytes`` counts (whole messages, ALGORITHMS.md section 5), and the
-fixed messages are measured on real ones of the schema, so the two cannot drift apart. ``LINK_OVERHEAD`` is
-what the carriers, TLS, TCP and IP add on the wire. Imports no torch: the codec's block sizes are written here
-and held against the codecs by a test.
-
-Price: no replays, no second attempts, nothing that a peer fetches because it fell behind.
-"""
+Counted is what a peer's ``up_bytes`` counts: whole messages, the fixed ones measured on real ones of the
+schema. ``LINK_OVERHEAD`` is what the carriers, TLS, TCP and IP add on the wire. No replays, no second
+attempts, nothing that a peer fetches because it fell behind."""
 
 from __future__ import annotations
 
@@ -14,24 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from p2p_co2.config import CodecName
 from p2p_co2.protocol.heartbeat import heartbeat_among_s, measure_every_s, quiet_beat_s
-from p2p_co2.protocol.rounds.bounds import ATTEMPT_BYTES, DIGEST_BYTES
-from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES, PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import (
-    Begin,
-    Contributor,
-    Envelope,
-    Mean,
-    Member,
-    Part,
-    PartSpec,
-    Ping,
-    Pong,
-    Ready,
-    Result,
-    RoundKey,
-    Status,
-    Waiting,
-)
+from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
 
 BLOCK_VALUES = 128
 BLOCK_BYTES: Mapping[CodecName, int] = {
@@ -39,8 +18,12 @@ BLOCK_BYTES: Mapping[CodecName, int] = {
 }  # fmt: skip
 LINK_OVERHEAD = 1.04
 """Bytes on the link per byte of messages: 40 of TCP and IP in 1,500, TLS 22 in 16,384, HTTP/2 9 in 16,384."""
-_PEER_ID, _SIGNATURE, _SOFTWARE = "1" * 52, bytes(64), "p2p-co2 0.1.0"
-_ROUND, _BIG, _NUMBER = 1000, 1 << 30, 1.5
+FIXED_BYTES, MEMBER_BYTES, PART_BYTES, CONTRIBUTOR_BYTES, PIECE_BYTES = 610, 136, 148, 195, 156
+"""Messages of a round: in all, for each member, for each part, for each contributor to a part, and the heads
+of a slice and a mean for each piece. Measured on the schema's messages; a test holds them against real
+rounds."""
+STATUS_BYTES, STATUS_FRAGMENT_BYTES, PONG_BYTES = 122, 36, 9
+"""A ping with its status: in all and for each fragment; what a pong has more."""
 
 
 def bits_per_value(codec: CodecName) -> float:
@@ -77,46 +60,16 @@ def round_control_bytes(peers: int, payload: int) -> float:
     from p2p_co2.protocol.rounds.parts import parts_each
 
     each = parts_each(payload, peers)
-    key = RoundKey(fragment=3, round=_ROUND, attempt=bytes(ATTEMPT_BYTES))
-    digest = bytes(DIGEST_BYTES)
-    members = [Member(peer=_PEER_ID, weight=_NUMBER, base_version=_ROUND) for _ in range(peers)]
-    contributors = [Contributor(peer=_PEER_ID, weight=_NUMBER) for _ in range(peers)]
-    begin = Begin(
-        key=key, members=members, state_digest=digest, parts_within_s=_NUMBER, result_within_s=_NUMBER,
-        nonce=bytes(ATTEMPT_BYTES),
-        parts=[PartSpec(owner=_PEER_ID, start_block=_ROUND, stop_block=_ROUND)] * (peers * each),
-    )  # fmt: skip
-    ready = Ready(
-        fragment=3, round=_ROUND, base_version=_ROUND, state_digest=digest, weight=_NUMBER,
-        upload_bytes_per_s=_NUMBER,
-    )  # fmt: skip
-    to_coordinator = _size(Envelope(ready=ready))
-    waiting = Waiting(fragment=3, round=_ROUND, begins_within_s=_NUMBER)
-    from_coordinator = _size(Envelope(waiting=waiting)) + _size(Envelope(begin=begin))
-    vote = _size(Envelope(result=Result(key=key, digest=digest, signature=_SIGNATURE)))
     pieces = -(-payload // peers // each // MAX_PIECE_BYTES)
-    part = _size(Envelope(part=Part(key=key, part=1, offset=_BIG, total=_BIG)))
-    mean = _size(Envelope(mean=Mean(key=key, part=1, offset=_BIG, total=_BIG)))
-    first = sum(contributor.ByteSize() + 2 for contributor in contributors)
-    heads = (peers - 1) * each * (pieces * (part + mean) + first)
-    return (peers - 1) / peers * (to_coordinator + from_coordinator) + (peers - 1) * vote + heads
+    with_coordinator = (FIXED_BYTES + MEMBER_BYTES * peers) * (peers - 1) / peers
+    part_bytes = PART_BYTES + CONTRIBUTOR_BYTES * peers + PIECE_BYTES * pieces
+    return with_coordinator + (peers - 1) * each * part_bytes
 
 
 def heartbeat_bytes_per_s(peers: int, fragments: int, round_s: float = 0.0) -> float:
     """What one peer sends to all others while nothing else happens: its status at each heartbeat, in place of
     which now and then a ping asks for a pong. ``round_s``: seconds of a round, where the clock counts time;
     the heart beats more slowly in long ones."""
-    status = Status(
-        phase=Status.TRAINING, position=_NUMBER, inner_steps=_BIG, tokens=_BIG, loss=_NUMBER,
-        versions=[_ROUND] * fragments, digests=[bytes(DIGEST_BYTES)] * fragments,
-        upload_bytes_per_s=_NUMBER, software=_SOFTWARE, heartbeat_s=(quiet_s := quiet_beat_s(round_s)),
-    )  # fmt: skip
-    ping = _size(Envelope(ping=Ping(nonce=_BIG, sent_at=_NUMBER, status=status)))
-    pong = _size(Envelope(pong=Pong(nonce=_BIG, ping_sent_at=_NUMBER, answered_at=_NUMBER, status=status)))
-    beat_s = heartbeat_among_s(peers - 1, quiet_s)
-    return (peers - 1) * (ping / beat_s + pong / measure_every_s(beat_s))
-
-
-def _size(envelope: Envelope) -> int:
-    envelope.version, envelope.run = PROTOCOL_VERSION, bytes(DIGEST_BYTES)
-    return envelope.ByteSize()
+    status = STATUS_BYTES + STATUS_FRAGMENT_BYTES * fragments
+    beat_s = heartbeat_among_s(peers - 1, quiet_beat_s(round_s))
+    return (peers - 1) * (status / beat_s + (status + PONG_BYTES) / measure_every_s(beat_s))

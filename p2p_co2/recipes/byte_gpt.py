@@ -1,15 +1,10 @@
 """A small GPT over bytes (or other small vocabularies) that learns visibly within a minute on one CPU core.
 
-In the taste of karpathy/nanochat: no biases, no learned norms, rotary positions, norm on queries and keys,
-squared ReLU, projections back into the residual stream start at zero, and the head is the embedding. One
-addition of ours: each position starts with a learned share of the embedding before it (a "smear"), so pairs
-of bytes are seen before attention has learned anything; it costs one multiplication and makes the first
-hundred steps count.
-
-Law: the model is causal; a logit at position t depends on tokens 0 to t alone.
-Price: bytes make sequences four times as long as a tokeniser would; there is no key-value cache, so sampling
-computes the whole context for each byte.
-"""
+After karpathy/nanochat: no biases, no learned norms, rotary positions, norm on queries and keys, squared
+ReLU, projections back into the residual stream start at zero, and the head is the embedding. One addition:
+each position starts with a learned share of the embedding before it (a "smear"), so pairs of bytes are seen
+before attention has learned anything. The model is causal. There is no key-value cache, so sampling computes
+the whole context for each byte."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """Text to train on: the corpus that every Python installation carries, or the user's own files.
 
 The embedded corpus is the standard library's sources and pydoc's topics, so a first run downloads nothing.
-Law: which documents are held out depends on their names alone (sha256), so no peer ever trains on a document
-that another peer with the same installation evaluates on, and no byte is in both parts.
-Price: two Python versions carry slightly different texts, so held-out losses compare exactly only between
-peers with the same Python; and the text is read anew at each start (well under two seconds).
-"""
+Which documents are held out depends on their names alone (sha256), so no peer trains on a document that
+another with the same installation evaluates on. Two Python versions carry slightly different texts: held-out
+losses compare exactly only between peers with the same Python."""
 
 from __future__ import annotations
 
@@ -24,8 +22,6 @@ from p2p_co2.errors import ConfigError
 
 CAP_BYTES = 12_000_000
 HELD_OUT_SHARE = 0.05
-CHECKED_BYTES = 64_000_000
-"""A quick look at a text ends after the file in which it passes this."""
 # Tests and packages are not the library; the encodings are tables of character names, not text.
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
@@ -51,10 +47,8 @@ def embedded_corpus(cap_bytes: int = CAP_BYTES) -> Corpus:
         total += len(content)
         (held_out if _is_held_out(name) else train).extend(content)
     if not train or not held_out:
-        raise ConfigError(
-            "recipe byte-gpt",
-            "recipe_options.text",
-            "this Python carries no library sources to train on; give a text file or a folder here",
+        raise _text_error(
+            "this Python carries no library sources to train on; give a text file or a folder here"
         )
     return Corpus(_bytes_tensor(train), _bytes_tensor(held_out))
 
@@ -88,19 +82,15 @@ def check_data(text: str, tokens: str) -> str:
             "again. Else every volunteer needs it at that path, or joins with "
             f"{'--text' if text else '--tokens'} and a file of their own"
         )
-    left_bytes = CHECKED_BYTES
-    for file in _text_files(path) if text else ():
-        left_bytes -= len(_read_text(file))
-        if left_bytes < 0:
-            break
-    if tokens:
-        try:
-            with path.open("rb") as opened:
-                is_empty = not opened.read(1)
-        except OSError as error:
-            raise _tokens_error(f"cannot read {path}: {error.strerror}") from None
-        if is_empty:
-            raise _tokens_error(f"{path} is empty")
+    if text:
+        _read_text(_text_files(path)[0])
+        return ""
+    try:
+        with path.open("rb") as opened:
+            if not opened.read(1):
+                raise _tokens_error(f"{path} is empty")
+    except OSError as error:
+        raise _tokens_error(f"cannot read {path}: {error.strerror}") from None
     return ""
 
 
@@ -190,11 +180,9 @@ def _read_text(path: Path) -> bytes:
 
 
 def _bytes_tensor(content: bytearray) -> Tensor:
-    return (
-        torch.frombuffer(content, dtype=torch.uint8)
-        if content
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    if not content:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def _text_error(problem: str) -> ConfigError:

@@ -1,12 +1,11 @@
 """What a run trains: model, data, loss and inner optimizer, by a name that every peer can look up.
 
 "byte-gpt" is built in; ``path/to/file.py:function`` is the user's own, called with the recipe options as
-keyword arguments. Laws: the same name, options and seed give every peer the same bits of the model, whatever
-random numbers were drawn before, and leave torch's random state as it was; the digest covers what must agree
-(code and shape) and not a peer's own data, so volunteers may train on different texts.
-Price: a user's recipe is code that runs with the user's rights, so it is read from the peer's own disk only,
-never from the network; and the digest covers that one file, not what it imports.
-"""
+keyword arguments. The same name, options and seed give every peer the same bits of the model, and leave
+torch's random state as it was. The digest covers what must agree (code and shape) and not a peer's own data,
+so volunteers may train on different texts. A user's recipe is code that runs with the user's rights: it is
+read from the peer's own disk only, and not before its digest was found to be the run's. The digest covers
+that one file, not what it imports."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from p2p_co2.config import OWN_LOOP
+from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, next_token_loss, sample_text
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus, text_corpus, token_corpus
@@ -39,6 +38,7 @@ WARMUP_ROUNDS = 0.5
 _HELD_OUT, _GLANCE = (4, 32), (1, 8)
 """Batches, and windows in each."""
 _SHAPE_OPTIONS: dict[str, int] = Shape()._asdict()
+Options = Mapping[str, str | int | float | bool]
 _OTHER_OPTIONS = {"batch": 8, "learning_rate": 2e-3, "warmup_rounds": WARMUP_ROUNDS, "text": "", "tokens": ""}
 
 
@@ -86,7 +86,7 @@ class Recipe:
     default_batch: int = 8
 
 
-def load_recipe(name: str, options: Mapping[str, str | int | float | bool], seed: int) -> Recipe:
+def load_recipe(name: str, options: Options, seed: int) -> Recipe:
     """Build the recipe called ``name`` ("byte-gpt", or ``path/to/file.py:function``) with its model drawn
     from ``seed``.
 
@@ -95,9 +95,8 @@ def load_recipe(name: str, options: Mapping[str, str | int | float | bool], seed
     errors inside a user's own function pass through, so that its author sees where they come from.
     """
     if name == OWN_LOOP:
-        raise ConfigError(
-            name, "", "this run is trained by a program of its own: run that program with the ticket instead"
-        )
+        problem = "this run is trained by a program of its own: run that program with the ticket instead"
+        raise ConfigError(name, "", problem)
     make = partial(_byte_gpt, options) if name == BYTE_GPT else partial(_user_recipe, name, options)
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if used else []):
@@ -108,7 +107,7 @@ def load_recipe(name: str, options: Mapping[str, str | int | float | bool], seed
     return made
 
 
-def recipe_digest(name: str, options: Mapping[str, str | int | float | bool]) -> str:
+def recipe_digest(name: str, options: Options) -> str:
     """sha256, hex, of what all peers must share. Built in: name, version and the model's shape, defaults
     written out. The user's own: the bytes of the file, the function's name and all options, but not where the
     file lies.
@@ -126,10 +125,40 @@ def recipe_digest(name: str, options: Mapping[str, str | int | float | bool]) ->
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()
 
 
+def load_run_recipe(run: RunConfig, own: str = "", data: Mapping[str, str] | None = None) -> Recipe:
+    """The run's recipe as it is on this machine: the same as the organiser's, or refused.
+
+    ``own``: where an own recipe lies here ("file.py:function"), "" for a built-in one. ``data``: options in
+    the place of the run's, for what peers need not agree on, such as their text. Raises ``ConfigError``
+    before anything of the recipe is run; a file that only a stranger's run names is never run."""
+    if run.is_own_recipe and not own:
+        raise ConfigError.of_option(
+            "--recipe",
+            f"this run trains its own recipe {run.recipe!r}: get that file from the organiser, "
+            "read it, and name it with --recipe FILE.py:function",
+        )
+    if own and not run.is_own_recipe:
+        problem = f"this run trains the built-in recipe {run.recipe!r}; leave it out"
+        raise ConfigError.of_option("--recipe", problem)
+    name = own or run.recipe
+    digest = recipe_digest(name, run.recipe_options)
+    if digest != run.recipe_digest:
+        raise ConfigError(
+            "recipe",
+            name,
+            f"is another than the run's (digest {digest[:12]} here, {run.recipe_digest[:12] or 'none'} "
+            "there); take the organiser's file and their version of p2p-co2",
+        )
+    options = {**run.recipe_options, **(data or {})}
+    if recipe_digest(name, options) != digest:
+        raise ConfigError.of_option("", "only built-in recipes let a peer choose its own text or tokens")
+    return load_recipe(name, options, run.seed)
+
+
 # The built-in recipe
 
 
-def _byte_gpt(options: Mapping[str, str | int | float | bool]) -> Recipe:
+def _byte_gpt(options: Options) -> Recipe:
     shape, settings = _check_options(options)
     with torch.device("cpu"):  # else another default device would draw another start
         model = ByteGPT(shape)  # first, so that no other draw comes before it
@@ -186,7 +215,7 @@ def _adamw(learning_rate: float, parameters: Iterable[nn.Parameter]) -> Optimize
     return AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 
 
-def _check_options(options: Mapping[str, str | int | float | bool]) -> tuple[Shape, dict[str, Any]]:
+def _check_options(options: Options) -> tuple[Shape, dict[str, Any]]:
     for key, value in options.items():
         if key not in _SHAPE_OPTIONS and key not in _OTHER_OPTIONS:
             known = ", ".join(sorted([*_SHAPE_OPTIONS, *_OTHER_OPTIONS]))
@@ -195,11 +224,8 @@ def _check_options(options: Mapping[str, str | int | float | bool]) -> tuple[Sha
             if not isinstance(value, str):
                 raise _option_error(key, f"must be a path, got {value!r}")
         elif key in {"learning_rate", "warmup_rounds"}:
-            if (
-                isinstance(value, bool | str)
-                or not 0 <= value < float("inf")
-                or (value == 0 and key[0] == "l")
-            ):
+            is_number = not isinstance(value, bool | str) and 0 <= value < float("inf")
+            if not is_number or (value == 0 and key == "learning_rate"):
                 raise _option_error(key, f"must be a positive number, got {value!r}")
         elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise _option_error(key, f"must be a whole number of at least 1, got {value!r}")
@@ -217,9 +243,8 @@ def _check_shape(shape: Shape, settings: Mapping[str, Any]) -> None:
     if settings["text"] and settings["tokens"]:
         raise _option_error("tokens", "give either text or tokens, not both")
     if shape.vocab_size != 256 and not settings["tokens"]:
-        raise _option_error(
-            "vocab_size", "text is bytes, whose vocabulary is 256; vocab_size goes with the option tokens"
-        )
+        problem = "text is bytes, whose vocabulary is 256; vocab_size goes with the option tokens"
+        raise _option_error("vocab_size", problem)
     if shape.vocab_size > 65536:
         raise _option_error("vocab_size", f"token ids are uint16, so at most 65536, got {shape.vocab_size}")
 
@@ -231,13 +256,12 @@ def _option_error(key: str, problem: str) -> ConfigError:
 # The user's own recipe
 
 
-def _user_recipe(name: str, options: Mapping[str, str | int | float | bool]) -> Recipe:
+def _user_recipe(name: str, options: Options) -> Recipe:
     path, function_name = _split(name)
     function = getattr(_load_module(path), function_name, None)
     if not callable(function):
-        raise ConfigError(
-            name, "", f"{path} has no function {function_name!r}; define it, or name another after the colon"
-        )
+        problem = f"{path} has no function {function_name!r}; define it, or name another after the colon"
+        raise ConfigError(name, "", problem)
     try:
         inspect.signature(function).bind(**options)
     except TypeError as error:
@@ -294,16 +318,11 @@ def _as_recipe(name: str, made: object) -> Recipe:
         if callable(batches) and callable(loss):
             made = Recipe(model=model, batches=batches, loss=loss)
     if not isinstance(made, Recipe) or not isinstance(made.model, nn.Module):
-        got = type(made).__name__
-        raise ConfigError(
-            name,
-            "",
-            f"must return a Recipe, or (model, batches, loss): an nn.Module, data, a function; got {got}",
-        )
+        wanted = "must return a Recipe, or (model, batches, loss): an nn.Module, data, a function"
+        raise ConfigError(name, "", f"{wanted}; got {type(made).__name__}")
     if not any(parameter.requires_grad for parameter in made.model.parameters()):
-        raise ConfigError(
-            name, "", "its model has no parameter that requires a gradient, so there is nothing to train"
-        )
+        problem = "its model has no parameter that requires a gradient, so there is nothing to train"
+        raise ConfigError(name, "", problem)
     return made
 
 
@@ -316,11 +335,8 @@ def _over_and_over(name: str, batches: Iterable[Any], seed: int, batch: int) -> 
             empty = False
             yield item
         if empty:
-            raise ConfigError(
-                name,
-                "",
-                "its batches have run out; return a list, a DataLoader, or a function of (seed, batch)",
-            )
+            problem = "its batches have run out; return a list, a DataLoader, or a function of (seed, batch)"
+            raise ConfigError(name, "", problem)
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

@@ -111,8 +111,6 @@ class _Fragment:
     in_doubt: bool = False
     exchanged: bytes = b""
     """The digest of the state that was exchanged last, if what was offered from it is still with the peer."""
-    before_alone: list[int] | None = None
-    """``counted`` before the newest rounds in a row that this peer made alone."""
 
 
 @dataclass(frozen=True)
@@ -224,11 +222,8 @@ class CountingLedger:
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None = None,
         goes_back: bool = False,
-        is_unshared: bool = False,
     ) -> AgreedVersion:
-        return await self._ask(
-            len(data), lambda: self._adopt(fragment, data, agreed, parts, goes_back, is_unshared)
-        )
+        return await self._ask(len(data), lambda: self._adopt(fragment, data, agreed, parts, goes_back))
 
     # ---- the steps
 
@@ -236,16 +231,11 @@ class CountingLedger:
         mine = self.fragments[mean.fragment]
         before = mine.state
         if (before.version, before.digest) != (mean.round - 1, mean.state_digest):
-            is_mine = not mean.is_alone and any(self.peer in part.weights for part in mean.parts)
+            is_mine = any(self.peer in part.weights for part in mean.parts)
             mine.in_doubt = mine.in_doubt or (is_mine and mean.state_digest == mine.exchanged)
             return AgreedVersion(before.version, before.digest)
         after = State.of(before.form, mean.round, add(before.sums, unpack(mean.mean)))
         self.audit.committed(mean, before, after)
-        is_sure = mine.withdrawn is None and not mine.in_doubt and min(mine.counted) >= mine.doubtful_units
-        is_alone = (
-            is_sure and mean.is_alone and all(part.weights.keys() == {self.peer} for part in mean.parts)
-        )
-        mine.before_alone = (mine.before_alone or list(mine.counted)) if is_alone else None
         offer = self._count(mean.fragment, mean.round, mean.parts)
         everywhere = offer is not None and all(self.peer in part.weights for part in mean.parts)
         settles = everywhere and (mine.in_flight is None or mine.in_flight is offer)
@@ -293,7 +283,6 @@ class CountingLedger:
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None,
         goes_back: bool = False,
-        is_unshared: bool = False,
     ) -> AgreedVersion:
         mine, before = self.fragments[fragment], self.fragments[fragment].state
         if agreed == AgreedVersion(before.version, before.digest):
@@ -310,9 +299,6 @@ class CountingLedger:
             mine.in_doubt = False
         elif after.version > before.version:
             self._settle_doubts(fragment, parts)
-        if is_unshared and mine.before_alone is not None and not was_in_doubt:
-            mine.counted = mine.before_alone
-        mine.before_alone = None
         is_older = after.version <= before.version
         is_missed = parts is not None and not any(self.peer in part.weights for part in parts)
         mine.exchanged = before.digest if not was_in_doubt and (is_older or is_missed) else b""

@@ -120,7 +120,6 @@ class Oversight:
         if links is not None:
             self._weigh(2, links.held())
         self._weigh(3, self._membership.held())
-        self._weigh(4, self._node.catching.majority.last_words.held())
 
     def _weigh(self, place: int, held: dict[str, tuple[int, int]]) -> None:
         if held == self._held[place]:

@@ -1,18 +1,12 @@
 """When this peer works and when it rests: the hours its owner gave it, and the owner's last word.
 
-A machine without a clock: the minute of the local day is handed in. Laws: without hours it works; a wish
-(pause, go on) overrides the hours until they next open or close, and counts for ever where there are none;
-asking changes nothing but that. A wish may come from a signal handler or another thread: it is one
-assignment.
-
-Source of the wish: people who lend their machines quit over noise, heat and busy lines (Folding@home client
-issues 11 and 268).
-"""
+A machine without a clock: the minute of the local day is handed in. Without hours it works; a wish (pause,
+go on) overrides the hours until they next open or close, and counts for ever where there are none. A wish
+may come from a signal handler or another thread: it is one assignment."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from p2p_co2.errors import ConfigError
@@ -53,8 +47,7 @@ class Governor:
     """``hours``: as ``read_hours`` takes them, local time; "" for always."""
 
     def __init__(self, hours: str = "") -> None:
-        self._hours = hours
-        self._spans: Sequence[Span] = read_hours(hours)
+        self._hours, self._spans = hours, read_hours(hours)
         self._wish: bool | None = None
         """What a person wants, True to rest; None to follow the hours."""
         self._was_open: bool | None = None

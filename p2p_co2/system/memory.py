@@ -1,39 +1,21 @@
 """How this process treats large blocks of memory: few page faults, and nothing kept that was never needed.
 
-Fresh pages are what large messages and tensors cost most: in a virtual machine a fault is 2 to 4 microseconds
-for 4 KiB, which is ten times the copy itself. Where the machine hands free memory back to its host (a balloon
-that reports free pages), a page that was free for two seconds costs that again in the host, huge or not: 2.3
-milliseconds of processor time per MB were measured, twenty times the zeroing. So
+Fresh pages are what large messages and tensors cost most: a fault takes ten times the copy itself, and more
+where a virtual machine hands free memory back to its host. So
 
-- ``large_buffer`` uses its pages again, and takes 2 MiB pages where there are some, as torch's allocator does
-  (asked in ``p2p_co2/__init__.py``);
-- ``return_large_blocks`` has all other blocks above ``LARGE_BYTES`` unmapped when they are freed, for the
-  whole run, and keeps up to ``KEPT_BYTES`` of the arena's free end, where every message's buffers lie;
-- it also has all threads share one arena. A carrier allocates a message on one of a dozen threads and frees
-  it on another, so each thread's own arena came to hold its largest moment: 1.0 to 1.2 copies of 16 million
-  parameters, of which the messages under way at once were a tenth.
+- ``large_buffer`` uses its pages again, in a pool that holds no more than was in use at one moment lately,
+and
+  takes 2 MiB pages where there are some, as torch's allocator does (asked in ``p2p_co2/__init__.py``);
+- ``return_large_blocks`` has glibc unmap all other blocks from ``LARGE_BYTES`` on when they are freed, keep
+  ``KEPT_BYTES`` of the arena's free end, and use one arena for all threads: a carrier allocates a message on
+  one thread and frees it on another, so that each thread's arena would come to hold its largest moment. Left
+  alone, glibc raises its threshold with each free, and a peer keeps one or two copies of the parameters
+  unused;
+- ``return_holes`` gives back, now and then, what is free among the arena's blocks.
 
-glibc maps a block above its threshold (128 KiB at first) on its own and unmaps it when it is freed. But each
-such free raises the threshold to that block's size, up to 32 MiB; from then on blocks of that size come from
-the arena of the thread that asks, and stay there when freed. A peer makes and frees tensors of a fragment's
-size on three threads, so it would keep copies of the parameters that nothing uses: one to two of six
-(``benchmarks/memory.py``). Setting the threshold once also stops it from moving, and the free end that an
-arena keeps with it: without ``KEPT_BYTES`` that is 128 KiB, and every message faults its pages in anew.
-
-Messages come and go at all places of the arena at once, so what is free lies in holes, and those stay in
-memory: a third of a copy of 16 million parameters on a busy machine. ``return_holes`` gives them back, now
-and then.
-
-Source: mallopt(3), M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX; malloc_trim(3); madvise(2),
-MADV_HUGEPAGE and MADV_DONTNEED; the kernel's mm/page_reporting.c. Law: the process only; no effect on what
-tensors hold.
-
-Price: between two rounds a process keeps as much as the largest of its last rounds needed at once
-(``FORGOTTEN_AFTER``), never more. A block of another size costs the kernel's zeroing of its pages at each
-allocation, the arena may keep ``KEPT_BYTES`` that nothing uses, and threads that allocate at the same moment
-wait for each other, but for the small blocks, which each thread caches. The settings are for Linux with
-glibc; else only ``large_buffer`` counts.
-"""
+Sources: mallopt(3), malloc_trim(3), madvise(2). Linux with glibc; else only ``large_buffer`` counts. Price:
+a block of another size costs the kernel's zeroing at each allocation, and threads that allocate at the same
+moment wait for each other."""
 
 from __future__ import annotations
 
@@ -46,6 +28,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from typing import Any
 
 Buffer = bytes | bytearray | memoryview
 """Bytes, wherever they are."""
@@ -78,62 +61,32 @@ class Joined:
 
 
 LARGE_BYTES = 4 << 20
-"""At least this large, a block is mapped on its own. Smaller ones, of which training makes many, stay with
-the arenas, which reuse them without the kernel."""
+"""At least this large, a block is mapped on its own; the arena reuses smaller ones without the kernel."""
 KEPT_BYTES = 8 << 20
 """Free bytes at the end of the arena that are not given back: the messages that are under way at once."""
 HOLES_EVERY_S = 5.0
-"""How often holes are given back at most. It takes 1 to 3 ms, in which nobody else can allocate, and pages
-are zeroed anew when they are needed again, those of training's own small tensors too: four times a second it
-cost four peers on two cores 3 % of their steps."""
-ARENAS = 1
+"""How often holes are given back at most: it takes 1 to 3 ms, in which nobody else can allocate."""
 FORGOTTEN_AFTER = 4
-"""How much is kept for large buffers is measured anew each time that so many times the bytes that are held
-have been asked for: some rounds."""
+"""The largest moment is measured anew when so many times the bytes that are held have been asked for."""
 HUGE_PAGE_BYTES = 2 << 20
 POOLED_BYTES = 1 << 20
-"""Buffers from this size on are the pool's: those that live for a round would leave holes of their size in
-the arena, among the messages."""
+"""Buffers from this size on are the pool's: those that live for a round would leave holes in the arena."""
 MOST_WASTE = 1.25
 """Pages are used again for a buffer that is smaller by at most this factor."""
-_M_MMAP_THRESHOLD = -3
-_M_TRIM_THRESHOLD = -1
-_M_ARENA_MAX = -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def return_large_blocks() -> bool:
-    """Have blocks of ``LARGE_BYTES`` and more returned to the system when freed, and smaller ones of all
-    threads come from one place; True if the allocator took it. May be called twice, best before a model is
-    made and threads are started: they stay where they are."""
-    if sys.platform != "linux":
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; other C libraries have none
-    if mallopt is None:
-        return False
-    settings = {_M_MMAP_THRESHOLD: LARGE_BYTES, _M_TRIM_THRESHOLD: KEPT_BYTES, _M_ARENA_MAX: ARENAS}
-    return all([mallopt(parameter, value) for parameter, value in settings.items()])
+    """Have glibc keep blocks as the module says; True if it took the settings. May be called twice, best
+    before a model is made and threads are started: they stay where they are."""
+    mallopt = _of_glibc("mallopt")
+    settings = {_M_MMAP_THRESHOLD: LARGE_BYTES, _M_TRIM_THRESHOLD: KEPT_BYTES, _M_ARENA_MAX: 1}
+    return mallopt is not None and all([mallopt(parameter, value) for parameter, value in settings.items()])
 
 
-class _Arenas(ctypes.Structure):
-    """``struct mallinfo2`` of glibc."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
-            "keepcost",
-        )
-    ]  # fmt: skip
-
-
-def in_arenas_bytes() -> tuple[int, int]:
-    """What malloc holds beside the blocks that it maps: (used, free); zeros where it does not say."""
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
-    if ask is None:
-        return 0, 0
-    ask.restype = _Arenas
-    info = ask()
-    return int(info.uordblks), int(info.fordblks)
+def _of_glibc(name: str) -> Any:
+    """A function of it; None where the C library is another."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 class _Most:
@@ -178,22 +131,17 @@ class _Kept:
 class _Pool:
     """Pages of large buffers that nobody uses any more, for the next ones.
 
-    Law: what it holds, used and kept, is never more than was in use at one moment before, and lately: keeping
-    raises no peak, and what only a peak needed (a state that was loaded) is returned some rounds later. The
-    same holds of it and what is in use ``beside`` it together, so that it keeps less while messages take
-    more. What is too much is returned and no more: a message's pages in place of a mean's would cost the next
-    mean all of its own. Any thread may ask, and give back at any moment, in a garbage collection inside
-    ``take`` too.
-    """
+    What it holds, used and kept, is never more than was in use at one moment before, and lately.
+    What is too much is returned and no more: a message's pages in place of a mean's would cost the next mean
+    all of its own. Any thread may ask, and give back at any moment, in a garbage collection inside ``take``
+    too."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._given_back: deque[tuple[mmap.mmap, bool]] = deque()
         self._kept: list[_Kept] = []
         self._used_bytes = self._asked_bytes = 0
-        self._beside_bytes = 0
-        self._most_used, self._most_with_beside = _Most(), _Most()
-        """Bytes at one moment."""
+        self._most_used = _Most()
 
     @property
     def held_bytes(self) -> int:
@@ -222,14 +170,6 @@ class _Pool:
         weakref.finalize(array, self._given_back.append, (pages, not once)).atexit = False
         return array.data
 
-    def beside(self, used_bytes: int) -> None:
-        """What is in use elsewhere, now."""
-        with self._lock:
-            self._take_back()
-            self._beside_bytes = used_bytes
-            self._in_use(0)
-            self._let_go()
-
     def _take_back(self) -> None:
         while self._given_back:
             pages, is_kept = self._given_back.popleft()
@@ -240,19 +180,14 @@ class _Pool:
     def _in_use(self, size_bytes: int) -> None:
         self._used_bytes += size_bytes
         self._asked_bytes += size_bytes
-        with_beside_bytes = self._used_bytes + self._beside_bytes
         self._most_used.see(self._used_bytes)
-        self._most_with_beside.see(with_beside_bytes)
         if self._asked_bytes >= FORGOTTEN_AFTER * self._most_used.value:
             self._most_used.measure_anew(self._used_bytes)
-            self._most_with_beside.measure_anew(with_beside_bytes)
             self._asked_bytes = 0
 
     def _let_go(self) -> None:
         """Of what was kept for longest, as much as the law asks for."""
-        allowed_bytes = (
-            min(self._most_used.value, self._most_with_beside.value - self._beside_bytes) - self._used_bytes
-        )
+        allowed_bytes = self._most_used.value - self._used_bytes
         while self._kept and (excess_bytes := self._kept_bytes() - allowed_bytes) > 0:
             if not self._kept[0].shrink(excess_bytes):
                 self._kept.pop(0)
@@ -272,9 +207,8 @@ def _mapped(size_bytes: int) -> mmap.mmap:
     """New pages of zeros, huge ones as far as they are used whole."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, size_bytes)
-    # Private: what ``mmap`` makes by default is shared, and most kernels give shared memory no huge pages.
-    # They align only lengths of whole huge pages; what is too much of that would count as held, and be used
-    # by buffers of other sizes.
+    # Private: most kernels give shared memory no huge pages. They align only lengths of whole huge pages;
+    # what is too much of that would count as held.
     whole_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     pages = mmap.mmap(-1, whole_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.resize(_class_bytes(size_bytes))
@@ -286,37 +220,20 @@ def _mapped(size_bytes: int) -> mmap.mmap:
 _pool = _Pool()
 
 
-class _Holes:
-    """Free pages among the arena's blocks."""
-
-    def __init__(self, pool: _Pool) -> None:
-        self._pool = pool
-        self._lock = threading.Lock()
-        self._looked_at = -math.inf
-
-    def give_back(self, now: float) -> bool:
-        """True if there were enough, and they are the system's now."""
-        with self._lock:
-            if now - self._looked_at < HOLES_EVERY_S:
-                return False
-            self._looked_at = now
-        used_bytes, free_bytes = in_arenas_bytes()
-        self._pool.beside(used_bytes)
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-        if trim is None or free_bytes <= KEPT_BYTES:
-            return False
-        trim(ctypes.c_size_t(KEPT_BYTES))
-        return True
+_trimmed_at = -math.inf
 
 
-_holes = _Holes(_pool)
-
-
-def return_holes() -> bool:
-    """Give free pages within the arena back to the system, if it is worth it and ``HOLES_EVERY_S`` have
-    passed since that was looked at last; whether it was done. For a thread that nobody waits for: others that
-    allocate meanwhile wait. What the arena has in use is told to the pool of large buffers."""
-    return _holes.give_back(time.monotonic())
+def return_holes(now: float | None = None) -> bool:
+    """Give free pages within the arena back to the system, if ``HOLES_EVERY_S`` have passed; whether it was
+    done. For a thread that nobody waits for: others that allocate meanwhile wait."""
+    global _trimmed_at  # noqa: PLW0603 (so is the arena)
+    now = time.monotonic() if now is None else now
+    trim = _of_glibc("malloc_trim")
+    if trim is None or now - _trimmed_at < HOLES_EVERY_S:
+        return False
+    _trimmed_at = now
+    trim(ctypes.c_size_t(KEPT_BYTES))
+    return True
 
 
 def large_buffer(size_bytes: int) -> memoryview:
@@ -328,8 +245,8 @@ def large_buffer(size_bytes: int) -> memoryview:
 
 
 def zeros(size_bytes: int) -> memoryview:
-    """``large_buffer`` with nothing in it, whatever its pages held before; for what is not needed round after
-    round, and of a size that nothing else has (a state to be loaded): its pages are not kept."""
+    """``large_buffer`` with nothing in it, whose pages are not kept: for what is not needed round after
+    round, and of a size that nothing else has."""
     if size_bytes < POOLED_BYTES:
         return memoryview(bytearray(size_bytes))
     buffer = _pool.take(size_bytes, once=True)

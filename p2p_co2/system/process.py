@@ -1,11 +1,9 @@
 """This process among others: is the machine one we run on, who may stop us, and what do we leave behind.
 
-Laws: the first SIGINT or SIGTERM asks, the second ends at once, and even then no process below this one
-survives (the libp2p daemon would keep its port); a child that is forked from it, as a DataLoader's workers
-are, holds nothing of ours open, so that a folder and ports are free when their process ends, whoever outlives
-it. Sources: signal(7), prctl(2) PR_SET_PDEATHSIG, proc(5), fork(2), dup(2). Price: Linux only, as is the
-libp2p daemon's wheel; a look at its open files for each child that is forked.
-"""
+The first SIGINT or SIGTERM asks, the second ends at once, and even then no process below this one survives
+(the libp2p daemon would keep its port). A child that is forked from it, as a DataLoader's workers are, holds
+nothing of ours open, so that a folder and ports are free when their process ends. Linux only. Sources:
+signal(7), prctl(2) PR_SET_PDEATHSIG, proc(5), fork(2), dup(2)."""
 
 from __future__ import annotations
 
@@ -19,20 +17,19 @@ import signal
 import socket
 import stat
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol
 
 from p2p_co2.errors import EnvironmentFault
 
 _PR_SET_PDEATHSIG = 1
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = frozenset({"p2p_co2", "peers", "bootstrap", "monitoring"})
 _PROGRAM = (
     "import sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path.insert(0, root); "
@@ -74,11 +71,8 @@ def processes_below(pid: int) -> list[int]:
 
 
 def program(module: str, *arguments: str) -> list[str]:
-    """The command line that runs one of our programs with this interpreter, wherever it is started.
-
-    A user's own ``peers.py`` or ``monitoring`` folder must not be run instead, or be imported by it: the
-    current folder is not searched, and our packages are those that lie beside this one.
-    """
+    """The command line that runs one of our programs with this interpreter, wherever it is started: a user's
+    own ``peers.py`` in the current folder is neither run nor imported instead."""
     return [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT), module, *arguments]
 
 
@@ -89,8 +83,7 @@ def run_program(module: str) -> None:
 
 
 def own_packages_first() -> None:
-    """Have our packages found before others of their names, which ``PYTHONPATH`` may hold. For programs of
-    ours; a user's own is left as it is, and imports none of these."""
+    """Have our packages found before others of their names, which ``PYTHONPATH`` may hold."""
     if _OwnPackages not in sys.meta_path:
         sys.meta_path.insert(0, _OwnPackages)
 
@@ -113,15 +106,13 @@ _ends: weakref.WeakSet[HasDescriptor] = weakref.WeakSet()
 _places: set[str | int] = set()
 
 
-def shut_in_forks(*ends: HasDescriptor) -> None:
-    """Have these be closed in every child that is forked from this process, and in no other way."""
-    for end in ends:
-        _ends.add(end)
+def shut_in_forks(end: HasDescriptor) -> None:
+    """Have it closed in every child that is forked from this process."""
+    _ends.add(end)
 
 
 def shut_in_forks_at(place: str | int) -> None:
-    """Likewise all sockets at ``place``: a unix socket's path, a TCP port of ours. For those that a library
-    opens, which hands out no descriptors."""
+    """Likewise all sockets of a library at ``place``: a unix socket's path, a TCP port of ours."""
     _places.add(place)
 
 
@@ -188,9 +179,7 @@ class StopSignals:
             self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -200,10 +189,8 @@ class StopSignals:
             self.ask()
             return
         for pid in processes_below(os.getpid()):
-            try:
+            with suppress(ProcessLookupError):  # it was faster
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # it was faster
         os._exit(128 + signal.SIGINT)
 
 
@@ -221,8 +208,7 @@ def full_disk_named(folder: Path) -> Iterator[None]:
 
 def is_kept(folder: Path) -> bool | None:
     """Whether a process has ``folder`` (``FolderLock``); None where nobody ever had, where we may not look,
-    and where it was written elsewhere: a copy's lock is free, and so is that of another machine's folder seen
-    from here, while the process lives."""
+    and for a copy or another machine's folder, whose lock says nothing."""
     try:
         file = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -245,48 +231,11 @@ def _place_of(file: int) -> str:
     return f"{boot} {status.st_dev}:{status.st_ino}"
 
 
-@contextmanager
-def ctrl_c_ends(words: str = "stopped", give_back: Callable[[], None] | None = None) -> Iterator[None]:
-    """While entered, a Ctrl-C gives back what there is, says ``words`` and ends the process with status 130,
-    and a SIGTERM likewise with 143.
-
-    For slow imports: some swallow a ``KeyboardInterrupt``, and the program would go on as if nobody had
-    pressed anything; others report it as a failure of their own; and to wait for their end takes ten seconds
-    on a busy machine. Does nothing off the main thread, nor where the program handles the signals itself.
-    """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        for taken in before:
-            signal.signal(taken, signal.SIG_DFL)
-        if give_back is not None:
-            give_back()
-        os.write(2, f"{words}\n".encode())
-        os._exit(128 + number)
-
-    untouched = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    before: dict[signal.Signals, Any] = {}
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield
-        return
-    for number, handler in untouched.items():
-        if signal.getsignal(number) is handler:
-            before[number] = signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 class FolderLock:
     """Keeps a folder for this process: two peers with one identity would split a swarm and mix checkpoints.
 
     The lock is the kernel's (flock(2)), so it ends with the process however that ends, and forked children
-    do not keep it. Raises
-    ``EnvironmentFault`` if another process holds it, or the folder cannot be made.
+    do not keep it. Raises ``EnvironmentFault`` if another process holds it, or the folder cannot be made.
     """
 
     def __init__(self, folder: Path) -> None:

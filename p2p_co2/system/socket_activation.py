@@ -1,16 +1,14 @@
 """A door that costs nothing until somebody knocks: a listening socket, and a program that is started at the
 first connection and given the socket.
 
-That is how every peer serves its board on its own loopback port and still trains undisturbed: until a browser
-or a scraper connects there is one thread that sleeps in select(2). Then the program runs as a process of its
-own with low priority, takes the waiting connection from the inherited socket (as inetd did), and goes when
-nobody has looked for a while; the next knock starts it again.
+So every peer serves its board on its own loopback port and still trains undisturbed: until a browser
+connects one thread sleeps in select(2). Then the program runs as a process of its own with low priority,
+takes the waiting connection from the inherited socket (as inetd did), and goes when nobody has looked for a
+while.
 
 The program may ask this process for something over a socket pair: frames of 4 bytes of length and a
-``Relayed`` message. Laws: what it asks is bounded in size and in number; a program that does not read is
-ended; ``close`` leaves no thread, process or socket. Price: the first page takes as long as the program needs
-to start (about two seconds).
-"""
+``Relayed`` message, bounded in size and in number. A program that does not read is ended; ``close`` leaves
+no thread, process or socket."""
 
 from __future__ import annotations
 
@@ -48,9 +46,8 @@ Ask = Callable[[Relayed], "Future[Relayed]"]
 
 class Gate:
     """Listens on ``host``:``port`` (0: any free one) at once. ``command`` is run with the file descriptors of
-    the listening socket and of its end of the pair added as its last two arguments. ``ask`` answers the
-    program; it is called in the gate's thread and must not block. Raises ``EnvironmentFault`` if the port is
-    taken."""
+    the listening socket and of its end of the pair as its last arguments. ``ask`` answers the program in the
+    gate's thread and must not block. Raises ``EnvironmentFault`` if the port is taken."""
 
     def __init__(self, host: str, port: int, command: Sequence[str], ask: Ask | None = None) -> None:
         self._command, self._ask = list(command), ask

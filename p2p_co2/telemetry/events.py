@@ -1,13 +1,13 @@
 """The events of a run, as frozen types.
 
 Law: an event is written once, by the peer it happened to, and is never changed. Every number carries its
-unit in
-its name; ``at`` is unix seconds by the writer's clock; ``peer`` is the writer.
+unit in its name; ``at`` is unix seconds by the writer's clock; ``peer`` is the writer.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,6 +20,9 @@ class Event:
     at: float
     peer: str
 
+    def __init_subclass__(cls) -> None:
+        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
     def to_json(self) -> dict[str, Any]:
         """The event as a flat JSON object with its ``kind`` first."""
         return {"kind": self.kind, **dataclasses.asdict(self)}
@@ -29,7 +32,6 @@ class Event:
 class PeerStarted(Event):
     """This process is up; ``parameters`` is N, ``fragments`` P. ``device`` is torch's name of it."""
 
-    kind: ClassVar[str] = "peer_started"
     name: str
     pid: int
     software: str
@@ -51,7 +53,6 @@ class PeerStarted(Event):
 class PeerJoined(Event):
     """Another peer was seen for the first time (or again)."""
 
-    kind: ClassVar[str] = "peer_joined"
     other: str
 
 
@@ -59,7 +60,6 @@ class PeerJoined(Event):
 class PeerLeft(Event):
     """Another peer is gone; ``reason`` says how we know."""
 
-    kind: ClassVar[str] = "peer_left"
     other: str
     reason: str
 
@@ -69,7 +69,6 @@ class LinkOpened(Event):
     """We can send to ``other`` over ``carrier``; ``reason`` says why not the preferred one, if so, and what
     is between: "relayed by" a seed, or "direct, through a punched hole"."""
 
-    kind: ClassVar[str] = "link_opened"
     other: str
     carrier: str
     reason: str = ""
@@ -79,7 +78,6 @@ class LinkOpened(Event):
 class LinkLost(Event):
     """We can no longer send to ``other`` over ``carrier``; ``reason`` in words. Another way is looked for."""
 
-    kind: ClassVar[str] = "link_lost"
     other: str
     carrier: str
     reason: str
@@ -89,7 +87,6 @@ class LinkLost(Event):
 class LinkMeasured(Event):
     """What the link to ``other`` has shown since the last such event, written at most every ten seconds."""
 
-    kind: ClassVar[str] = "link_measured"
     other: str
     carrier: str
     relayed: bool
@@ -107,7 +104,6 @@ class Progress(Event):
     """About once a second: counters since this process started, ``loss`` the mean training loss since the
     last one."""
 
-    kind: ClassVar[str] = "progress"
     phase: str
     position: float
     inner_steps: int
@@ -130,7 +126,6 @@ class FragmentSent(Event):
     """This peer offered its outer gradient for a round. ``relative_error`` is ||x - q||^2 / ||x||^2 of the
     encode."""
 
-    kind: ClassVar[str] = "fragment_sent"
     fragment: int
     round: int
     payload_bytes: int
@@ -143,7 +138,6 @@ class SendSkipped(Event):
     """A schedule point passed while the fragment's previous round was still in flight: the gradient carries
     over."""
 
-    kind: ClassVar[str] = "send_skipped"
     fragment: int
     reason: str
 
@@ -152,7 +146,6 @@ class SendSkipped(Event):
 class RoundBegan(Event):
     """Written by the coordinator."""
 
-    kind: ClassVar[str] = "round_began"
     fragment: int
     round: int
     group: tuple[str, ...]
@@ -169,7 +162,6 @@ class RoundCommitted(Event):
     """Written by every member that learned of it. ``contributors`` reached every part, ``partial`` only
     some. In a group of one nothing was exchanged: readers count it as made alone."""
 
-    kind: ClassVar[str] = "round_committed"
     fragment: int
     round: int
     coordinator: str
@@ -190,7 +182,6 @@ class RoundCommitted(Event):
 class RoundCounted(Event):
     """Whose work is in a committed mean, as a signed decision that the writer has checked says."""
 
-    kind: ClassVar[str] = "round_counted"
     fragment: int
     round: int
     decided_by: str
@@ -204,7 +195,6 @@ class ContributionCapped(Event):
     more than the median member, or what it sent is far larger. Written by every member, of each peer at most
     once a minute; ``rounds``: how many there were since the last time. Weights are tokens."""
 
-    kind: ClassVar[str] = "contribution_capped"
     other: str
     fragment: int
     round: int
@@ -222,7 +212,6 @@ class RoundAborted(Event):
     """An attempt ended without a mean, and changed nothing: the outer gradient carries over. Written by every
     member that learned of it; ``reason`` in words."""
 
-    kind: ClassVar[str] = "round_aborted"
     fragment: int
     round: int
     reason: str
@@ -233,12 +222,10 @@ class FragmentApplied(Event):
     """An outer step reached the live parameters.
 
     ``staleness``: the fragment's schedule points passed between measuring this peer's gradient and applying
-    the mean (0: within
-    its own round, 1: CO2). ``sync_delay_steps``: inner steps between. ``gap``: CO2's penalty divisor (1 =
-    none).
+    the mean (0: within its own round, 1: CO2). ``sync_delay_steps``: inner steps between. ``gap``: CO2's
+    penalty divisor (1: none).
     """
 
-    kind: ClassVar[str] = "fragment_applied"
     fragment: int
     version: int
     contributed: bool
@@ -257,7 +244,6 @@ class AgreedMeasured(Event):
     """Held-out loss of the agreed parameters as this peer measured it, in its recipe's unit ("byte-gpt": nats
     per token)."""
 
-    kind: ClassVar[str] = "agreed_measured"
     loss: float
     position: float
     tokens: int
@@ -270,7 +256,6 @@ class AgreedMeasured(Event):
 class CaughtUp(Event):
     """``how``: "replay" of missed rounds or whole "state" of the fragment."""
 
-    kind: ClassVar[str] = "caught_up"
     fragment: int
     from_version: int
     to_version: int
@@ -281,8 +266,7 @@ class CaughtUp(Event):
     donors: int = 1
     """How many took part; ``donor`` is the one that gave most."""
     rounds_given_up: int = 0
-    """Rounds that this peer had made alone and that the state of others lacks: at most so many. Their work is
-    offered again, unless somebody may have them."""
+    """Rounds that this peer had made alone and that the state of others lacks: at most so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +274,6 @@ class StateLoading(Event):
     """Every 10 s while agreed states are being loaded. ``fragments``: those that are not there yet;
     ``received_bytes``: what is right of their ``total_bytes``; ``donors``: how many gave any of it."""
 
-    kind: ClassVar[str] = "state_loading"
     fragments: tuple[int, ...]
     received_bytes: int
     total_bytes: int
@@ -302,7 +285,6 @@ class MessageRefused(Event):
     """A peer broke the rules; ``reason`` is the constant of ``RemoteProtocolError``, ``message`` the kind of
     message ("" if it was not a message of the protocol)."""
 
-    kind: ClassVar[str] = "message_refused"
     other: str
     reason: str
     detail: str = ""
@@ -313,7 +295,6 @@ class MessageRefused(Event):
 class CheckpointSaved(Event):
     """This peer's checkpoint is on its disk, whole, at ``path``."""
 
-    kind: ClassVar[str] = "checkpoint_saved"
     path: str
     versions: tuple[int, ...]
     """Outer version by fragment."""
@@ -327,7 +308,6 @@ class CheckpointSaved(Event):
 class Warned(Event):
     """Something that a person should know, in words."""
 
-    kind: ClassVar[str] = "warned"
     text: str
 
 
@@ -335,7 +315,6 @@ class Warned(Event):
 class Paused(Event):
     """This peer rests: it keeps its place, trains nothing and fetches nothing. ``reason`` in words."""
 
-    kind: ClassVar[str] = "paused"
     reason: str
 
 
@@ -343,7 +322,6 @@ class Paused(Event):
 class Resumed(Event):
     """It goes on after ``paused_s`` seconds, which are in no other figure."""
 
-    kind: ClassVar[str] = "resumed"
     paused_s: float
 
 
@@ -353,7 +331,6 @@ class TrainingEnded(Event):
     counted, at most ``offers_within_s`` seconds, and then until all peers agree, at most ``settles_within_s``
     more."""
 
-    kind: ClassVar[str] = "training_ended"
     fragments: tuple[int, ...]
     offers_within_s: float
     settles_within_s: float
@@ -363,7 +340,6 @@ class TrainingEnded(Event):
 class PeerFinished(Event):
     """The last event of a process. ``digest`` covers the whole agreed state, hex."""
 
-    kind: ClassVar[str] = "peer_finished"
     reason: str
     digest: str
     versions: tuple[int, ...]
@@ -374,56 +350,20 @@ class PeerFinished(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Recalled(Event):
-    """All that this peer's earlier events come to, for a reader who was not there: only in reports to
-    observers, never in a journal. Fields as in ``PeerView``; tables are keyed by fragment, reason or peer."""
+    """What this peer's older events come to, for a reader that was not there: only in reports, never in a
+    journal. Reading begins anew with it; the newest events of the older ones follow and are not in its
+    counts. Tables are keyed by fragment, reason or kind."""
 
-    kind: ClassVar[str] = "recalled"
-    first_seen_at: float
-    name: str = ""
-    pid: int = 0
-    software: str = ""
-    device: str = ""
-    parameters: int = 0
-    fragments: int = 0
-    run: str = ""
-    upload_cap_bytes_per_s: float = 0.0
-    phase: str = ""
-    position: float = 0.0
-    loss: float = 0.0
-    versions: tuple[int, ...] = ()
-    inner_steps: int = 0
-    tokens: int = 0
-    up_bytes: int = 0
-    down_bytes: int = 0
-    train_s: float = 0.0
-    exposed_s: float = 0.0
-    wall_s: float = 0.0
     in_flight_s: float = 0.0
     sends: int = 0
-    payload_bytes: dict[str, int] = field(default_factory=dict)
+    rounds_alone: int = 0
+    """Rounds that it made with nobody else."""
     staleness: dict[str, int] = field(default_factory=dict)
     """Applied outer steps by "fragment:staleness"."""
     sync_delay_steps: dict[str, int] = field(default_factory=dict)
-    applied_at: dict[str, float] = field(default_factory=dict)
-    carriers: dict[str, str] = field(default_factory=dict)
     skipped_sends: dict[str, int] = field(default_factory=dict)
     caught_up: dict[str, int] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
-    rounds_alone: int = 0
-    """Rounds that it made with nobody else."""
-    loss_at: tuple[float, ...] = ()
-    """Training loss so far, thinned: when, and (in the next two) at which position and what."""
-    loss_position: tuple[float, ...] = ()
-    loss_value: tuple[float, ...] = ()
 
 
-EVENT_TYPES: dict[str, type[Event]] = {
-    kind.kind: kind
-    for kind in (
-        PeerStarted, PeerJoined, PeerLeft, LinkOpened, LinkLost, LinkMeasured, Progress, FragmentSent,
-        SendSkipped, RoundBegan, RoundCommitted, RoundCounted, ContributionCapped, RoundAborted,
-        FragmentApplied, AgreedMeasured, CaughtUp, StateLoading, MessageRefused, CheckpointSaved, Paused,
-        Resumed, TrainingEnded, Warned,
-        PeerFinished, Recalled,
-    )
-}  # fmt: skip
+EVENT_TYPES: dict[str, type[Event]] = {event_type.kind: event_type for event_type in Event.__subclasses__()}

@@ -1,10 +1,9 @@
 """Events on disk: one JSON object per line, written by one process, read by anybody at any time.
 
-Laws: a whole event is a whole line, so a reader that follows a growing file never sees half of one as an
-event; what ``Journal`` wrote, ``read_events`` gives back equal (non-finite floats travel as null and come
-back as NaN); a file is hostile until checked, so a reader counts what it cannot use and never raises for
-content; writing never raises into the caller: training matters more than its diary. Format: JSON Lines, RFC
-8259 in ASCII.
+Laws: a whole event is a whole line, so a reader of a growing file never sees half of one; what ``Journal``
+wrote, ``read_events`` gives back equal (non-finite floats travel as null and come back as NaN); a file is
+hostile until checked, so a reader counts what it cannot use and never raises for content; writing never
+raises into the caller. Format: JSON Lines, RFC 8259 in ASCII.
 
 Price: about 300 bytes per second and peer, some 26 MB a day; no fsync, so a power cut may lose the last
 lines.
@@ -33,10 +32,8 @@ MAX_LINE_BYTES = 1 << 18
 MAX_ITEMS = 4096
 """Most entries of a list or table in one event."""
 MAX_INTEGER = 2**63 - 1
-_READ_BYTES = 1 << 16
-
-
 RETRY_S = 10.0
+_READ_BYTES = 1 << 16
 
 
 class Journal:
@@ -52,11 +49,10 @@ class Journal:
         self.failed: str | None = None
         self._retry_at = 0.0
         self._lock = threading.Lock()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: int | None = os.open(
-                path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
-            )
+            self._file: int | None = os.open(path, flags, 0o644)
             torn = _ends_torn(path)
         except OSError as error:
             raise EnvironmentFault(
@@ -147,59 +143,44 @@ class Tail:
                 file.seek(self._offset)
                 while data := file.read(_READ_BYTES):
                     self._offset += len(data)
-                    events += _parsed(self._lines.feed(data), self.skipped)
+                    events += self._lines.feed(data)
         except FileNotFoundError:
-            pass  # the peer has not started yet: nothing to read, nothing wrong
+            return events  # the peer has not started yet: nothing to read, nothing wrong
         except OSError:
             self.skipped["file unreadable"] += 1
         return events
 
 
-class EventReader(Iterator[Event]):
-    """The iterator that ``read_events`` returns. ``skipped`` counts, by cause, the lines that were no
-    events."""
+class EventReader:
+    """The events of ``read_events``, to be iterated once. ``skipped`` counts, by cause, the lines that were
+    no events."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.skipped: Counter[str] = Counter()
-        self._events = self._read(file)
+        self._file = file
 
-    def __next__(self) -> Event:
-        return next(self._events)
-
-    def _read(self, file: BinaryIO) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[Event]:
         lines = _Lines(self.skipped)
-        with file:
-            while data := file.read(_READ_BYTES):
-                yield from _parsed(lines.feed(data), self.skipped)
-        if lines.unfinished:
+        with self._file:
+            while data := self._file.read(_READ_BYTES):
+                yield from lines.feed(data)
+        if lines.rest:
             self.skipped["torn last line"] += 1
 
 
-def read_events(path: Path) -> EventReader:
-    """All events of a journal, in order, each with the type of its kind.
+def read_events(path: Path, newest_bytes: int = 0) -> EventReader:
+    """All events of a journal, in order, or those in its ``newest_bytes``, each with the type of its kind.
 
     Unknown kinds, damaged lines and a torn last line are skipped and counted in ``skipped``. Raises
     ``EnvironmentFault`` if the file cannot be opened.
     """
     try:
-        return EventReader(path.open("rb"))
+        file = path.open("rb")
+        if newest_bytes:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - newest_bytes))
     except OSError as error:
         raise EnvironmentFault(f"cannot read the event journal {path}: {error.strerror}") from None
-
-
-def newest_events(path: Path, most_bytes: int) -> list[Event]:
-    """The events in the last ``most_bytes`` of a journal, oldest first; what is no event is skipped, and a
-    file that cannot be read has none."""
-    skipped = Counter[str]()
-    try:
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                return []
-            file.seek(max(0, found.st_size - most_bytes))
-            return list(_parsed(_Lines(skipped).feed(file.read(most_bytes)), skipped))
-    except OSError:
-        return []
+    return EventReader(file)
 
 
 def parse_event(line: bytes) -> Event:
@@ -215,10 +196,8 @@ def parse_event(line: bytes) -> Event:
     event_type = EVENT_TYPES.get(kind) if isinstance(kind, str) else None
     if event_type is None:
         raise ValueError("unknown kind")
-    values: dict[str, Any] = {}
-    for name, check in _CHECKS[event_type].items():
-        if name in record:
-            values[name] = check(record[name])
+    checks = _CHECKS[event_type].items()
+    values: dict[str, Any] = {name: check(record[name]) for name, check in checks if name in record}
     try:
         event = event_type(**values)
     except TypeError:
@@ -229,42 +208,38 @@ def parse_event(line: bytes) -> Event:
 
 
 class _Lines:
-    """Cuts a stream of bytes into lines and holds at most ``MAX_LINE_BYTES`` of an unfinished one."""
+    """Cuts a stream of bytes into lines and makes them events; holds at most ``MAX_LINE_BYTES`` of an
+    unfinished line, in ``rest``."""
 
     def __init__(self, skipped: Counter[str]) -> None:
+        self.rest = b""
         self._skipped = skipped
-        self._rest = b""
         self._dropping = False
 
-    @property
-    def unfinished(self) -> bool:
-        return bool(self._rest)
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        *lines, self._rest = (self._rest + data).split(b"\n")
+    def feed(self, data: bytes) -> Iterator[Event]:
+        *lines, self.rest = (self.rest + data).split(b"\n")
         for line in lines:
             if self._dropping:
                 self._dropping = False
             elif len(line) > MAX_LINE_BYTES:
                 self._skipped["line too long"] += 1
             elif line:
-                yield line
-        if len(self._rest) > MAX_LINE_BYTES:
+                try:
+                    yield parse_event(line)
+                except ValueError as error:
+                    self._skipped[str(error)] += 1
+        if len(self.rest) > MAX_LINE_BYTES:
             self._skipped["line too long"] += not self._dropping
             self._dropping = True
         if self._dropping:
-            self._rest = b""
+            self.rest = b""
 
 
-def _parsed(lines: Iterator[bytes], skipped: Counter[str]) -> Iterator[Event]:
-    for line in lines:
-        try:
-            yield parse_event(line)
-        except ValueError as error:
-            skipped[str(error)] += 1
+_Check = Callable[[Any], Any]
+"""Lets a value of JSON pass, as the field's type; raises ``ValueError``."""
 
 
-def _number(value: object) -> float:
+def _number(value: Any) -> float:
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -274,7 +249,7 @@ def _number(value: object) -> float:
     return float(value) if math.isfinite(value) else math.nan
 
 
-def _integer(value: object) -> int:
+def _integer(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("wrong type")
     if abs(value) > MAX_INTEGER:
@@ -282,68 +257,40 @@ def _integer(value: object) -> int:
     return value
 
 
-def _flag(value: object) -> bool:
+def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("wrong type")
     return value
 
 
-def _text(value: object) -> str:
+def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("wrong type")
     # A lone surrogate is legal JSON and would raise in the first print.
     return value.encode("utf-8", "replace").decode("utf-8")
 
 
-def _integers(value: object) -> tuple[int, ...]:
-    return tuple(_integer(item) for item in _items(value))
+def _each(kind: type[list[Any]] | type[dict[str, Any]], check: _Check) -> _Check:
+    """The check of a list or of a table from text, of which ``check`` lets each item pass."""
 
-
-def _texts(value: object) -> tuple[str, ...]:
-    return tuple(_text(item) for item in _items(value))
-
-
-def _numbers(value: object) -> tuple[float, ...]:
-    return tuple(_number(item) for item in _items(value))
-
-
-def _items(value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise ValueError("wrong type")
-    if len(value) > MAX_ITEMS:
-        raise ValueError("too many items")
-    return value
-
-
-def _table(check: Callable[[object], object]) -> Callable[[object], object]:
-    """The check of a table from text to what ``check`` lets pass."""
-
-    def checked(value: object) -> object:
-        if not isinstance(value, dict):
+    def checked(value: Any) -> Any:
+        if not isinstance(value, kind):
             raise ValueError("wrong type")
         if len(value) > MAX_ITEMS:
             raise ValueError("too many items")
-        return {_text(key): check(item) for key, item in value.items()}
+        if isinstance(value, dict):
+            return {_text(key): check(item) for key, item in value.items()}
+        return tuple(check(item) for item in value)
 
     return checked
 
 
-_CHECK_OF_TYPE: dict[object, Callable[[object], object]] = {
-    float: _number,
-    int: _integer,
-    bool: _flag,
-    str: _text,
-    tuple[int, ...]: _integers,
-    tuple[float, ...]: _numbers,
-    tuple[str, ...]: _texts,
-    dict[str, str]: _table(_text),
-    dict[str, int]: _table(_integer),
-    dict[str, float]: _table(_number),
-}
-
-_CHECKS: dict[type[Event], dict[str, Callable[[object], object]]] = {
+_OF_TYPE: dict[object, _Check] = {float: _number, int: _integer, bool: _flag, str: _text}
+_OF_TYPE |= {tuple[kind, ...]: _each(list, _OF_TYPE[kind]) for kind in (int, float, str)}  # type: ignore[valid-type]
+_OF_TYPE |= {dict[str, kind]: _each(dict, _OF_TYPE[kind]) for kind in (str, int, float)}  # type: ignore[valid-type]
+_CHECKS: dict[type[Event], dict[str, _Check]] = {
     event_type: {
-        name: _CHECK_OF_TYPE[hint]
+        name: _OF_TYPE[hint]
         for name, hint in typing.get_type_hints(event_type).items()
         if typing.get_origin(hint) is not typing.ClassVar
     }

@@ -1,182 +1,389 @@
-"""The swarm as its events tell it: ``fold(events) -> SwarmView``.
+"""The swarm as its events tell it: ``fold(events) -> SwarmView``; in it a ``PeerView`` per peer.
 
-Law: the view is a function of each peer's own sequence of events; how the sequences of different peers were
-interleaved does not matter, so a view folded from many journals one after the other equals the one that a
-live reader built event by event. A round of the swarm is counted once, although every member writes of it.
+A ``PeerView`` is the newest event of each kind that a peer wrote, and counts of the older ones. Law: the view
+is a function of each peer's own sequence of events; how those of different peers were interleaved does not
+matter. A round of the swarm is counted once, although every member writes of it.
 
 Rounds are keyed by (fragment, round), where ``round`` is the outer version it would make: an aborted round is
-tried again under the same key, so one key may hold several aborts and at most one commit.
-
-Price: about 2 kB per round of four members, kept for the whole run unless ``rounds_kept`` bounds it;
-everything else is bounded.
+tried again under the same key, so one key may hold several aborts and at most one commit. Price: some 2 kB
+per round of four members, kept for the whole run unless ``rounds_kept`` bounds it; the rest is bounded.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
+import dataclasses
 import math
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from p2p_co2.telemetry.events import (
-    CaughtUp,
-    ContributionCapped,
-    Event,
-    FragmentApplied,
-    LinkLost,
-    MessageRefused,
-    PeerFinished,
-    PeerJoined,
-    PeerLeft,
-    PeerStarted,
-    RoundAborted,
-    RoundBegan,
-    RoundCommitted,
-    RoundCounted,
-    SendSkipped,
-    Warned,
-)
-from p2p_co2.telemetry.peer_view import Counters, PeerView, count, keep
+from p2p_co2.telemetry import events as ev
 
+MAX_HISTORY_POINTS = 1024
+MAX_DISTINCT = 64
+"""Most distinct reasons or names counted one by one; the rest are counted together as ``OTHERS``."""
+OTHERS = "(others)"
+MAX_LINKS = 4096
+"""Most other peers of which a peer's links or word are remembered."""
+MAX_RECALLED_LINKS = 256
+"""A report has no room for more."""
+MAX_RECENT_SENDS = 64
+MAX_VALUES = 1024
+"""Most distinct values of a histogram; others are left out of it."""
 MAX_NOTABLE = 256
 """Newest notable events kept in the view."""
 MAX_MENTIONED = 1024
 """Peers that only others spoke of, newest: a name costs nothing, and one report has room for thousands."""
-MAX_FORGOTTEN = 1024
-"""Forgotten peers whose sums are kept one by one, newest, should they come back."""
 _NOTABLE = (
-    PeerStarted,
-    PeerJoined,
-    PeerLeft,
-    LinkLost,
-    RoundAborted,
-    SendSkipped,
-    ContributionCapped,
-    CaughtUp,
-    MessageRefused,
-    Warned,
-    PeerFinished,
+    ev.PeerStarted, ev.PeerJoined, ev.PeerLeft, ev.LinkLost, ev.RoundAborted, ev.SendSkipped,
+    ev.ContributionCapped, ev.CaughtUp, ev.MessageRefused, ev.Warned, ev.PeerFinished,
+)  # fmt: skip
+_NOT_STARTED = ev.PeerStarted(
+    at=0.0, peer="", name="", pid=0, software="", device="", parameters=0, fragments=0, run=""
 )
+_NO_PROGRESS = ev.Progress(
+    at=0.0, peer="", phase="", position=0.0, inner_steps=0, tokens=0, tokens_per_s=0.0, loss=math.nan,
+    train_s=0.0, exposed_s=0.0, wall_s=0.0, up_bytes=0, down_bytes=0, versions=(),
+)  # fmt: skip
 
 
-@dataclass(slots=True)
-class RoundReport:
-    """What one peer wrote of a round: the figures of the commit if it learned of one, its aborts by reason
-    (None for none: most rounds have none, and there are many rounds)."""
+@dataclass
+class Counters:
+    """Sums of one process since it started; units in the names, meanings in ``events.Progress``."""
 
-    committed: bool = False
-    group_size: int = 0
-    contributors: int = 0
-    partial: int = 0
-    duration_s: float = 0.0
-    aborts: Counter[str] | None = None
-    committed_at: float = 0.0
-    begun_s: float = 0.0
-    parts_s: float = 0.0
-    means_s: float = 0.0
-    staleness: int = -1
-    """Of this peer's outer step that the round made; -1 as long as it has taken none."""
+    inner_steps: int = 0
+    tokens: int = 0
+    up_bytes: int = 0
+    down_bytes: int = 0
+    train_s: float = 0.0
+    exposed_s: float = 0.0
+    wall_s: float = 0.0
 
-    def commit(self, event: RoundCommitted) -> None:
-        self.committed_at, self.begun_s = event.at, event.begun_s
-        self.parts_s, self.means_s = event.parts_s, event.means_s
-        self.committed, self.group_size = True, event.group_size
-        self.contributors, self.partial = event.contributors, event.partial
-        self.duration_s = event.duration_s if math.isfinite(event.duration_s) else 0.0
+    def plus(self, other: Counters | ev.Progress) -> Counters:
+        return Counters(**{name: getattr(self, name) + getattr(other, name) for name in _COUNTERS})
 
-    def abort(self, reason: str) -> None:
-        self.aborts = Counter() if self.aborts is None else self.aborts
-        count(self.aborts, reason)
+
+_COUNTERS = tuple(Counters.__dataclass_fields__)
+
+
+@dataclass
+class LossHistory:
+    """Training loss over time in at most ``MAX_HISTORY_POINTS`` points.
+
+    ``points``: (at, position, loss), each the mean of ``stride`` reports that had a loss. When the list is
+    full, neighbours are averaged and ``stride`` doubles, so a long run gets coarser, never biased.
+    """
+
+    points: list[tuple[float, float, float]] = field(default_factory=list)
+    stride: int = 1
+    _pending: list[tuple[float, float, float]] = field(default_factory=list)
+
+    def add(self, at: float, position: float, loss: float) -> None:
+        self._pending.append((at, position, loss))
+        if len(self._pending) < self.stride:
+            return
+        self.points.append(_mean_point(self._pending))
+        self._pending = []
+        if len(self.points) >= MAX_HISTORY_POINTS:
+            self.points = [_mean_point(self.points[i : i + 2]) for i in range(0, len(self.points), 2)]
+            self.stride *= 2
+
+
+def _mean_point(points: list[tuple[float, float, float]]) -> tuple[float, float, float]:
+    at, position, loss = (sum(values) / len(points) for values in zip(*points, strict=True))
+    return at, position, loss
+
+
+@dataclass
+class Tally:
+    """What one peer's events are counted as. ``staleness``: applied outer steps by (fragment, staleness);
+    ``in_flight_s``: from send to apply, over all of them; ``rounds_alone``: made with nobody else."""
+
+    staleness: Counter[tuple[int, int]] = field(default_factory=Counter)
+    sync_delay_steps: Counter[int] = field(default_factory=Counter)
+    skipped_sends: Counter[str] = field(default_factory=Counter)
+    caught_up: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    sends: int = 0
+    rounds_alone: int = 0
+    in_flight_s: float = 0.0
+
+    def apply(self, event: ev.FragmentApplied) -> None:
+        _count_value(self.staleness, (event.fragment, event.staleness))
+        _count_value(self.sync_delay_steps, event.sync_delay_steps)
+        self.in_flight_s += _finite_or(event.sync_delay_s, 0.0)
+
+    def recall(self, event: ev.Recalled) -> None:
+        """Begin with what an observer could not see for itself."""
+        self.sends, self.rounds_alone, self.in_flight_s = event.sends, event.rounds_alone, event.in_flight_s
+        self.skipped_sends, self.caught_up = Counter(event.skipped_sends), Counter(event.caught_up)
+        self.refused = Counter(event.refused)
+        for delay, times in event.sync_delay_steps.items():
+            if _is_number(delay):
+                _count_value(self.sync_delay_steps, int(delay), times)
+        for key, times in event.staleness.items():
+            fragment, _, stale = key.partition(":")
+            if _is_number(fragment) and _is_number(stale):
+                _count_value(self.staleness, (int(fragment), int(stale)), times)
+
+
+@dataclass
+class LinkView:
+    """The link to one other peer: the last carrier, why it is lost ("" while it is open), its newest
+    measurement."""
+
+    carrier: str = ""
+    lost: str = ""
+    measured: ev.LinkMeasured | None = None
+
+
+@dataclass
+class PeerView:
+    """One peer. ``start``, ``progress``, ``end``: its newest ``PeerStarted``, ``Progress`` (what is not a
+    number in it is as it was before) and ``PeerFinished``, of this process; empty ones before they came.
+
+    ``earlier``: counters of its earlier processes, as each counts from 0. ``sent``: newest by fragment;
+    ``arrived``: by fragment, what brought agreed parameters last; ``agreed``: newest held-out loss;
+    ``recent_sends``: (at, why it was skipped, "" if it was not). ``seen_left``: (at, reason) by the other
+    peer that said so: nothing else in here is the word of others.
+    """
+
+    peer: str
+    first_seen_at: float | None = None
+    last_seen_at: float | None = None
+    start: ev.PeerStarted = _NOT_STARTED
+    progress: ev.Progress = _NO_PROGRESS
+    end: ev.PeerFinished | None = None
+    earlier: Counters = field(default_factory=Counters)
+    tally: Tally = field(default_factory=Tally)
+    history: LossHistory = field(default_factory=LossHistory)
+    agreed: ev.AgreedMeasured | None = None
+    recent_sends: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_SENDS))
+    sent: dict[int, ev.FragmentSent] = field(default_factory=dict)
+    arrived: dict[int, ev.FragmentApplied | ev.CaughtUp] = field(default_factory=dict)
+    links: dict[str, LinkView] = field(default_factory=dict)
+    seen_left: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     @property
-    def attempts_aborted(self) -> int:
-        return self.aborts.total() if self.aborts else 0
+    def started(self) -> bool:
+        """Whether we have an event of its own, not only the word of others."""
+        return self.first_seen_at is not None
+
+    @property
+    def finished(self) -> bool:
+        return self.end is not None
+
+    @property
+    def phase(self) -> str:
+        if self.end is not None:
+            return "finished"
+        return self.progress.phase or ("starting" if self.start is not _NOT_STARTED else "")
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Outer version by fragment."""
+        return self.progress.versions if self.end is None else self.end.versions
+
+    @property
+    def loss(self) -> float | None:
+        """Newest training loss; None until one is known."""
+        return self.progress.loss if math.isfinite(self.progress.loss) else None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.progress.tokens_per_s if self.end is None else 0.0
+
+    @property
+    def totals(self) -> Counters:
+        """Of all its processes."""
+        return self.earlier.plus(self.progress)
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """Applied outer steps by staleness."""
+        total = Counter[int]()
+        for (_, stale), times in self.tally.staleness.items():
+            total[stale] += times
+        return total
+
+    @property
+    def carriers(self) -> dict[str, str]:
+        """Last carrier by other peer."""
+        return {other: link.carrier for other, link in self.links.items() if link.carrier}
+
+    @property
+    def open_links(self) -> dict[str, str]:
+        """Carrier by other peer, of the links that are not lost."""
+        return {other: link.carrier for other, link in self.links.items() if link.carrier and not link.lost}
+
+    @property
+    def left_reason(self) -> str:
+        """Why it is gone: its own last word, else the newest word of another peer, else ""."""
+        if self.end is not None:
+            return self.end.reason or "finished"
+        return max(self.seen_left.values(), default=(0.0, ""))[1]
+
+    @property
+    def utilisation(self) -> float | None:
+        """Share of the wall time since the first inner step that was spent in inner steps; None before."""
+        totals = self.totals
+        # Own word: a peer that claims more than all of the time would set the mean of the swarm.
+        return min(1.0, totals.train_s / totals.wall_s) if totals.wall_s > 0 else None
+
+    def add(self, event: ev.Event) -> None:
+        """Take in the next event that this peer wrote."""
+        self.first_seen_at = event.at if self.first_seen_at is None else min(self.first_seen_at, event.at)
+        self.last_seen_at = event.at if self.last_seen_at is None else max(self.last_seen_at, event.at)
+        match event:
+            case ev.Progress():
+                self._progress(event)
+            case ev.FragmentSent():
+                self.tally.sends += 1
+                self.sent[event.fragment] = event
+                self.recent_sends.append((event.at, ""))
+            case ev.FragmentApplied():
+                self.tally.apply(event)
+                self.arrived[event.fragment] = event
+            case ev.SendSkipped():
+                _count(self.tally.skipped_sends, event.reason)
+                self.recent_sends.append((event.at, event.reason or "no reason given"))
+            case ev.RoundCommitted():
+                self.tally.rounds_alone += event.group_size == 1
+            case ev.LinkOpened() | ev.LinkLost() | ev.LinkMeasured():
+                self._link(event)
+            case _:
+                self._add_rare(event)
+
+    def _add_rare(self, event: ev.Event) -> None:
+        match event:
+            case ev.PeerStarted():
+                self.earlier = self.totals
+                self.start, self.progress, self.end = event, _NO_PROGRESS, None
+                for link in self.links.values():
+                    link.lost = ""
+            case ev.PeerFinished():
+                self.end = event
+                for other, carrier in event.carriers.items():
+                    _keep(self.links, other, self.links.get(other, LinkView())).carrier = carrier
+            case ev.CaughtUp():
+                _count(self.tally.caught_up, event.how)
+                self.arrived[event.fragment] = event
+            case ev.AgreedMeasured():
+                if math.isfinite(event.loss) and math.isfinite(event.position):
+                    self.agreed = event
+            case ev.MessageRefused():
+                _count(self.tally.refused, event.reason)
+            case ev.Recalled():
+                self.tally.recall(event)
+
+    def _progress(self, event: ev.Progress) -> None:
+        if math.isfinite(event.loss):
+            self.history.add(event.at, _finite_or(event.position, self.progress.position), event.loss)
+        unknown = {
+            name: getattr(self.progress, name)
+            for name in ("position", "tokens_per_s", "loss", "train_s", "exposed_s", "wall_s")
+            if not math.isfinite(getattr(event, name))
+        }
+        self.progress = dataclasses.replace(event, **unknown) if unknown else event
+
+    def _link(self, event: ev.LinkOpened | ev.LinkLost | ev.LinkMeasured) -> None:
+        link = _keep(self.links, event.other, self.links.get(event.other) or LinkView())
+        match event:
+            case ev.LinkOpened():
+                link.carrier, link.lost = event.carrier, ""
+            case ev.LinkLost():
+                link.lost = event.reason or "lost"
+            case ev.LinkMeasured():
+                link.measured = event
+
+
+def recalled(view: PeerView) -> list[ev.Event]:
+    """What ``view`` holds as events for a reader that comes late: they fold to the same view of the peer, its
+    loss of old and what others say of it left out."""
+    arrived, sent = list(view.arrived.values()), list(view.sent.values())
+    newer, tally, at = Tally(), view.tally, view.last_seen_at or 0.0
+    for event in arrived:
+        if isinstance(event, ev.FragmentApplied):
+            newer.apply(event)
+        else:
+            newer.caught_up[event.how] += 1
+    delays, staleness = tally.sync_delay_steps - newer.sync_delay_steps, tally.staleness - newer.staleness
+    first = ev.Recalled(
+        at=at, peer=view.peer, in_flight_s=max(0.0, tally.in_flight_s - newer.in_flight_s),
+        sends=tally.sends - len(sent), rounds_alone=tally.rounds_alone,
+        staleness={f"{fragment}:{stale}": times for (fragment, stale), times in staleness.items()},
+        sync_delay_steps={str(delay): times for delay, times in delays.items()},
+        skipped_sends=dict(tally.skipped_sends), caught_up=dict(tally.caught_up - newer.caught_up),
+        refused=dict(tally.refused),
+    )  # fmt: skip
+    newest = [event for event in (view.start, view.progress, view.end, view.agreed) if event and event.peer]
+    opened = [
+        ev.LinkOpened(at=at, peer=view.peer, other=other, carrier=carrier)
+        for other, carrier in list(view.open_links.items())[:MAX_RECALLED_LINKS]
+    ]
+    return [first, *newest, *sent, *arrived, *opened]
 
 
 @dataclass(slots=True)
 class RoundView:
     """One (fragment, round) as all its members tell it. ``begun``: (at, coordinator, group) of the newest
-    BEGIN."""
+    BEGIN. ``commits``: by the member that learned of one; ``aborted``: attempts by reason, by member.
+    ``staleness``: of the most stale outer step that came of it; -1 if none is known. ``weights``: whose work
+    is in the mean, as a signed decision says; empty if none was seen."""
 
     fragment: int
     round: int
     begun: tuple[float, str, tuple[str, ...]] | None = None
-    begins: int = 0
-    reports: dict[str, RoundReport] = field(default_factory=dict)
+    commits: dict[str, ev.RoundCommitted] = field(default_factory=dict)
+    aborted: dict[str, Counter[str]] = field(default_factory=dict)
+    staleness: int = -1
     weights: dict[str, float] = field(default_factory=dict)
-    """Whose work is in the mean, as a signed decision says; empty if none was seen."""
 
     @property
     def outcome(self) -> str:
         """ "committed", "alone" (by one peer, with nobody else), "aborted" (every attempt) or "open"."""
-        sizes = [report.group_size for report in self.reports.values() if report.committed]
-        if sizes:
-            return "alone" if max(sizes) == 1 else "committed"
-        return "aborted" if any(report.aborts for report in self.reports.values()) else "open"
-
-    @property
-    def is_committed(self) -> bool:
-        """By several or by one."""
-        return any(report.committed for report in self.reports.values())
+        if self.commits:
+            return "alone" if self._most("group_size") == 1 else "committed"
+        return "aborted" if self.aborted else "open"
 
     @property
     def aborts(self) -> Counter[str]:
         """Aborted attempts by reason, each once.
 
         Members see the same attempts, so the member that saw most is believed; of a committed round only
-        those who know of the commit are asked, since the others may have lost just the answer
+        those that know of the commit are asked, since the others may have lost just the answer
         (``missed_by``).
         """
-        if not any(report.aborts for report in self.reports.values()):
-            return Counter()
-        committed = self.is_committed
-        asked = {peer: report for peer, report in self.reports.items() if report.committed or not committed}
-        best = min(asked, key=lambda peer: (-asked[peer].attempts_aborted, peer), default=None)
-        return Counter(asked[best].aborts) if best is not None else Counter()
+        asked = self.aborted.keys() & self.commits.keys() if self.commits else self.aborted.keys()
+        best = min(asked, key=lambda peer: (-self.aborted[peer].total(), peer), default="")
+        return Counter(self.aborted.get(best, ()))
 
     @property
     def missed_by(self) -> tuple[str, ...]:
         """Peers that gave this round up although others committed it."""
-        if not self.is_committed:
-            return ()
-        return tuple(
-            sorted(peer for peer, report in self.reports.items() if report.aborts and not report.committed)
-        )
+        return tuple(sorted(self.aborted.keys() - self.commits.keys())) if self.commits else ()
 
-    @property
-    def group(self) -> tuple[str, ...]:
-        """Peer ids of the newest attempt's group; empty if its coordinator's journal is not here."""
-        return self.begun[2] if self.begun else ()
+    def _most(self, name: str) -> int:
+        return max((getattr(commit, name) for commit in self.commits.values()), default=0)
 
     @property
     def contributors(self) -> int:
-        return max((commit.contributors for commit in self._commits()), default=0)
+        return self._most("contributors")
 
     @property
     def partial(self) -> int:
-        return max((commit.partial for commit in self._commits()), default=0)
-
-    @property
-    def staleness(self) -> int:
-        """The most stale outer step that came of this round; -1 if none is known."""
-        return max((report.staleness for report in self.reports.values()), default=-1)
+        return self._most("partial")
 
     @property
     def group_size(self) -> int:
-        return max((commit.group_size for commit in self._commits()), default=len(self.group))
+        return self._most("group_size") or (len(self.begun[2]) if self.begun else 0)
 
     @property
     def duration_s(self) -> float:
         """Longest time from a member's offer to its knowing of the commit, seconds; 0 if none offered."""
-        return max((commit.duration_s for commit in self._commits() if commit.duration_s > 0), default=0.0)
-
-    def _commits(self) -> list[RoundReport]:
-        return [report for report in self.reports.values() if report.committed]
-
-    def report_of(self, peer: str) -> RoundReport:
-        return self.reports.setdefault(peer, RoundReport())
+        return max((_finite_or(commit.duration_s, 0.0) for commit in self.commits.values()), default=0.0)
 
 
 @dataclass
@@ -185,78 +392,70 @@ class Settled:
 
     committed: int = 0
     alone: int = 0
-    missed: int = 0
     aborts: Counter[str] = field(default_factory=Counter)
     totals: Counters = field(default_factory=Counters)
     staleness: Counter[int] = field(default_factory=Counter)
     sync_delay_steps: Counter[int] = field(default_factory=Counter)
 
-    def add_peer(self, view: PeerView) -> None:
-        self.totals = self.totals.plus(view.totals)
-        self.staleness.update(view.staleness)
-        self.sync_delay_steps.update(view.sync_delay_steps)
-
-    def add(self, view: RoundView) -> None:
-        self.committed += view.outcome == "committed"
-        self.alone += view.outcome == "alone"
-        self.missed += bool(view.missed_by)
-        self.aborts += view.aborts
-
 
 @dataclass
 class SwarmView:
     """All peers and rounds. ``notable``: (at, peer, its event's number, event), oldest first, the newest
-    ``MAX_NOTABLE``; ``warnings`` counts all ``Warned`` events. ``counted``: work by peer (tokens, summed over
-    fragments) as signed decisions say, of ``counted_rounds`` rounds. ``rounds_kept``: older rounds than these
-    are only counted, in ``settled``; 0 keeps all, and only then does the order of peers not matter.
-    ``forgotten``: peers that are listed no more (``forget``), with nothing but their sums."""
+    ``MAX_NOTABLE``. ``counted``: work by peer (tokens, summed over fragments) as signed decisions say, of
+    ``counted_rounds`` rounds; those ``counted_before`` are in it already. ``rounds_kept``: older rounds than
+    these are only counted; 0 keeps all, and only then does the order of peers not matter."""
 
     peers: dict[str, PeerView] = field(default_factory=dict)
     rounds: dict[tuple[int, int], RoundView] = field(default_factory=dict)
-    notable: list[tuple[float, str, int, Event]] = field(default_factory=list)
+    notable: list[tuple[float, str, int, ev.Event]] = field(default_factory=list)
     warnings: int = 0
     counted: dict[str, float] = field(default_factory=dict)
     counted_rounds: int = 0
+    counted_before: set[tuple[int, int]] = field(default_factory=set)
     rounds_kept: int = 0
-    settled: Settled = field(default_factory=Settled)
-    forgotten: dict[str, PeerView] = field(default_factory=dict)
+    _settled: Settled = field(default_factory=Settled)
     _mentioned: dict[str, None] = field(default_factory=dict)
     _written: Counter[str] = field(default_factory=Counter)
 
-    def add(self, event: Event) -> None:
+    def add(self, event: ev.Event) -> None:
         """Take in one event; events of one peer must come in the order it wrote them."""
+        if isinstance(event, ev.Recalled) and event.peer in self.peers:
+            self.peers[event.peer] = PeerView(event.peer, seen_left=self.peers[event.peer].seen_left)
         self._peer(event.peer).add(event)
         self._mentioned.pop(event.peer, None)
         self._written[event.peer] += 1
         match event:
-            case PeerJoined():
+            case ev.PeerJoined():
                 self._other(event.other).seen_left.pop(event.peer, None)
-            case PeerLeft():
-                keep(self._other(event.other).seen_left, event.peer, (event.at, event.reason))
-            case RoundBegan():
-                began = self._round(event.fragment, event.round)
+            case ev.PeerLeft():
+                _keep(self._other(event.other).seen_left, event.peer, (event.at, event.reason))
+            case ev.RoundBegan():
+                round_ = self._round(event.fragment, event.round)
                 begun = (event.at, event.peer, event.group)
-                began.begun = begun if began.begun is None else max(began.begun, begun)
-                began.begins += 1
-            case RoundCommitted():
-                self._round(event.fragment, event.round).report_of(event.peer).commit(event)
-            case RoundAborted():
-                self._round(event.fragment, event.round).report_of(event.peer).abort(event.reason)
-            case RoundCounted():
+                round_.begun = begun if round_.begun is None else max(round_.begun, begun)
+            case ev.RoundCommitted():
+                self._round(event.fragment, event.round).commits[event.peer] = event
+            case ev.RoundAborted():
+                round_ = self._round(event.fragment, event.round)
+                _count(round_.aborted.setdefault(event.peer, Counter()), event.reason)
+            case ev.RoundCounted():
                 self._count(event)
-            case FragmentApplied():
-                self._stale(event)
-            case Warned():
+            case ev.FragmentApplied():
+                known = self.rounds.get((event.fragment, event.version))
+                # If this peer itself told of the commit: then nobody else's events matter.
+                if known is not None and event.peer in known.commits:
+                    known.staleness = max(known.staleness, event.staleness)
+            case ev.Warned():
                 self.warnings += 1
         if isinstance(event, _NOTABLE):
-            self._note(event)
+            note = (event.at, event.peer, self._written[event.peer], event)
+            bisect.insort(self.notable, note, key=lambda note: note[:3])
+            del self.notable[:-MAX_NOTABLE]
 
     def _peer(self, peer: str) -> PeerView:
-        known = self.peers.get(peer)
-        if known is None:
-            known = self.forgotten.pop(peer) if peer in self.forgotten else PeerView(peer)
-            self.peers[peer] = known
-        return known
+        if peer not in self.peers:
+            self.peers[peer] = PeerView(peer)
+        return self.peers[peer]
 
     def _other(self, peer: str) -> PeerView:
         """A peer that another one speaks of."""
@@ -266,136 +465,115 @@ class SwarmView:
                 self.forget(next(iter(self._mentioned)))
         return self._peer(peer)
 
-    def forget(self, peer: str) -> None:
-        """List ``peer`` no more. What it did stays in the sums of the swarm, and is its own again if it comes
-        back."""
-        self._mentioned.pop(peer, None)
-        self._written.pop(peer, None)
-        known = self.peers.pop(peer, None)
-        if known is None or not known.started:
-            return
-        self.forgotten[peer] = PeerView(
-            peer, previous=known.previous, current=known.current, staleness=known.staleness,
-            fragment_staleness=known.fragment_staleness, sync_delay_steps=known.sync_delay_steps,
-            rounds_alone=known.rounds_alone,
-        )  # fmt: skip
-        if len(self.forgotten) > MAX_FORGOTTEN:
-            self.settled.add_peer(self.forgotten.pop(next(iter(self.forgotten))))
-
     def _round(self, fragment: int, number: int) -> RoundView:
         known = self.rounds.get((fragment, number))
         if known is None:
             if self.rounds_kept and len(self.rounds) >= self.rounds_kept:
-                self.settled.add(self.rounds.pop(next(iter(self.rounds))))
+                old = self.rounds.pop(next(iter(self.rounds)))
+                self._settled.committed += old.outcome == "committed"
+                self._settled.alone += old.outcome == "alone"
+                self._settled.aborts += old.aborts
             known = self.rounds[fragment, number] = RoundView(fragment, number)
         return known
 
-    def _stale(self, event: FragmentApplied) -> None:
-        """Note it at the round, if this peer itself told of its commit: nobody else's events matter then."""
-        known = self.rounds.get((event.fragment, event.version))
-        report = known.reports.get(event.peer) if known is not None else None
-        if report is not None and report.committed:
-            report.staleness = event.staleness
-
-    def _count(self, event: RoundCounted) -> None:
+    def _count(self, event: ev.RoundCounted) -> None:
         """Every member reads the same decision, so the first that tells of it is enough."""
         known = self._round(event.fragment, event.round)
         if known.weights:
             return
         known.weights = event.weights
+        if (event.fragment, event.round) in self.counted_before:
+            return
         self.counted_rounds += 1
         for peer, weight in event.weights.items():
             if math.isfinite(weight) and weight > 0:
-                keep(self.counted, peer, self.counted.get(peer, 0.0) + weight)
+                _keep(self.counted, peer, self.counted.get(peer, 0.0) + weight)
 
-    def _note(self, event: Event) -> None:
-        bisect.insort(
-            self.notable, (event.at, event.peer, self._written[event.peer], event), key=lambda note: note[:3]
-        )
-        if len(self.notable) > MAX_NOTABLE:
-            del self.notable[0]
+    def forget(self, peer: str) -> None:
+        """List ``peer`` no more. What it did stays in the swarm's sums; if it comes back it counts anew."""
+        self._mentioned.pop(peer, None)
+        self._written.pop(peer, None)
+        known = self.peers.pop(peer, None)
+        if known is not None:
+            self._settled.totals = self._settled.totals.plus(known.totals)
+            self._settled.staleness.update(known.staleness)
+            self._settled.sync_delay_steps.update(known.tally.sync_delay_steps)
 
     @property
     def started_peers(self) -> list[PeerView]:
         """Peers that wrote events of their own, sorted by label: the ones the figures are about."""
         labels = self.labels()
-        return sorted(
-            (peer for peer in self.peers.values() if peer.started), key=lambda peer: labels[peer.peer]
-        )
+        return sorted((one for one in self.peers.values() if one.started), key=lambda one: labels[one.peer])
 
     def labels(self) -> dict[str, str]:
         """A short and unique label for every peer id: its name, with the end of its id where names are equal
         or empty."""
-        names = Counter(peer.name for peer in self.peers.values())
+        names = Counter(peer.start.name for peer in self.peers.values())
         labels: dict[str, str] = {}
         taken: set[str] = set()
         for peer in sorted(self.peers):
-            name = self.peers[peer].name
-            label = name if name and names[name] == 1 else f"{name}~{peer[-6:]}" if name else f"~{peer[-6:]}"
+            name = self.peers[peer].start.name
+            label = name if name and names[name] == 1 else f"{name}~{peer[-6:]}"
             labels[peer] = label if label not in taken else f"{name}~{peer}"
             taken.add(labels[peer])
         return labels
 
     @property
     def started_at(self) -> float | None:
-        return min(
-            (peer.first_seen_at for peer in self.peers.values() if peer.first_seen_at is not None),
-            default=None,
-        )
+        times = [peer.first_seen_at for peer in self.peers.values() if peer.first_seen_at is not None]
+        return min(times, default=None)
 
     @property
     def last_at(self) -> float | None:
-        return max(
-            (peer.last_seen_at for peer in self.peers.values() if peer.last_seen_at is not None), default=None
-        )
+        times = [peer.last_seen_at for peer in self.peers.values() if peer.last_seen_at is not None]
+        return max(times, default=None)
 
     @property
     def committed(self) -> int:
         """Rounds of the swarm that several peers committed, each counted once."""
-        return self.settled.committed + sum(view.outcome == "committed" for view in self.rounds.values())
+        return self._settled.committed + sum(view.outcome == "committed" for view in self.rounds.values())
 
     @property
     def alone(self) -> int:
         """Rounds that one peer made with nobody else: nothing was exchanged."""
-        seen = self.settled.alone + sum(view.outcome == "alone" for view in self.rounds.values())
-        return max(seen, max((peer.rounds_alone for peer in self._all()), default=0))
+        seen = self._settled.alone + sum(view.outcome == "alone" for view in self.rounds.values())
+        return max(seen, max((peer.tally.rounds_alone for peer in self.peers.values()), default=0))
 
     @property
     def abort_reasons(self) -> Counter[str]:
         """Aborted rounds of the swarm by reason, each counted once."""
-        total = Counter(self.settled.aborts)
-        for view in self.rounds.values():
-            if aborts := view.aborts:
-                total += aborts
-        return total
+        return _sum([self._settled.aborts, *(view.aborts for view in self.rounds.values())])
 
     @property
     def staleness(self) -> Counter[int]:
         """Applied outer steps by staleness, over all peers."""
-        return _sum([self.settled.staleness, *(peer.staleness for peer in self._all())])
+        return _sum([self._settled.staleness, *(peer.staleness for peer in self.peers.values())])
+
+    @property
+    def fragment_staleness(self) -> dict[int, Counter[int]]:
+        """The same by fragment, of the peers that are listed."""
+        by_fragment: dict[int, Counter[int]] = {}
+        for peer in self.peers.values():
+            for (fragment, stale), times in peer.tally.staleness.items():
+                by_fragment.setdefault(fragment, Counter())[stale] += times
+        return by_fragment
 
     @property
     def sync_delay_steps(self) -> Counter[int]:
         """Applied outer steps by inner steps between send and apply, over all peers."""
-        return _sum([self.settled.sync_delay_steps, *(peer.sync_delay_steps for peer in self._all())])
+        own = (peer.tally.sync_delay_steps for peer in self.peers.values())
+        return _sum([self._settled.sync_delay_steps, *own])
 
     @property
     def totals(self) -> Counters:
         """What all peers did, those that are forgotten too."""
-        total = self.settled.totals
-        for peer in self._all():
+        total = self._settled.totals
+        for peer in self.peers.values():
             total = total.plus(peer.totals)
         return total
 
-    def _all(self) -> Iterable[PeerView]:
-        return itertools.chain(self.peers.values(), self.forgotten.values())
 
-    @property
-    def gap_max(self) -> float:
-        return max((peer.gap_max for peer in self.peers.values()), default=1.0)
-
-
-def fold(events: Iterable[Event]) -> SwarmView:
+def fold(events: Iterable[ev.Event]) -> SwarmView:
     """The view after all ``events``; any order that keeps each peer's own order gives the same view."""
     view = SwarmView()
     for event in events:
@@ -403,14 +581,45 @@ def fold(events: Iterable[Event]) -> SwarmView:
     return view
 
 
-def mean_of(histogram: Counter[int]) -> float | None:
+def mean_of(histogram: Mapping[int, int]) -> float | None:
     """Mean of a histogram of whole numbers; None if it is empty."""
-    total = histogram.total()
+    total = sum(histogram.values())
     return sum(value * times for value, times in histogram.items()) / total if total else None
 
 
-def _sum(histograms: Iterable[Counter[int]]) -> Counter[int]:
-    total: Counter[int] = Counter()
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+def _keep(table: dict[str, _V], name: str, value: _V) -> _V:
+    """``table[name] = value``, unless the table is full of other names; the value."""
+    if name in table or len(table) < MAX_LINKS:
+        table[name] = value
+    return value
+
+
+def _count_value(histogram: Counter[_K], value: _K, times: int = 1) -> None:
+    """Count ``value``, unless the histogram is full of other values."""
+    if value in histogram or len(histogram) < MAX_VALUES:
+        histogram[value] += times
+
+
+def _count(counter: Counter[str], name: str) -> None:
+    """Count ``name``, under ``OTHERS`` once ``MAX_DISTINCT`` names are known."""
+    counter[name if name in counter or len(counter) < MAX_DISTINCT else OTHERS] += 1
+
+
+def _sum(histograms: Iterable[Counter[_K]]) -> Counter[_K]:
+    total: Counter[_K] = Counter()
     for histogram in histograms:
         total.update(histogram)
     return total
+
+
+def _is_number(text: str) -> bool:
+    """Whether it is a count. One of hundreds of digits is none, and no float can hold it."""
+    return len(text) < 17 and text.isascii() and text.isdecimal()
+
+
+def _finite_or(value: float, otherwise: float) -> float:
+    return value if math.isfinite(value) else otherwise

@@ -16,8 +16,7 @@ most a half; with error feedback an eighth for the residual; under "eager" an ei
 last boundary, and from the commit to the next one an eighth for the offer. How far the params have moved
 under "co2" and "eager" takes nothing, but a half (1 with fp32) where two rounds commit between two
 boundaries. A step takes the memory of the old state, unless somebody else holds it (``lend``); under "keep"
-and "blend" it needs 1 for the merge, under the others nothing. Who makes several rounds alone holds a half
-for that (``alone``).
+and "blend" it needs 1 for the merge, under the others nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from p2p_co2.tensors.codec import Codec
 from p2p_co2.tensors.fragments.large_tensor import large_tensor
 from p2p_co2.tensors.outer import Merge, OuterState, StepReport
 from p2p_co2.trainer import offered
-from p2p_co2.trainer.alone import Alone
 from p2p_co2.trainer.loan import SETTLE_S, Loan
 from p2p_co2.trainer.offer_encoding import OfferEncoding
 from p2p_co2.trainer.offered import FromMean, FromPayload, FromStep, Kept, Offered, Rebase, Sum, set_piece
@@ -87,7 +85,7 @@ class FragmentLedger:
         self._is_coarse = 8 * codec.block_bytes < COARSE_BITS * codec.block_values
         self._is_exact = codec.name == "fp32"
         self.state = state
-        self.wholeness, self._alone = Wholeness(), Alone(codec, peer)
+        self.wholeness = Wholeness()
         self._is_lent, self._loans = False, list[Loan]()
         self.residual: ScaledInt4 | None = None
         """Of error feedback, once an offer was counted; under "co2" and "eager" once one was made."""
@@ -188,11 +186,11 @@ class FragmentLedger:
 
     def commit(
         self, round_: int, base_version: int, decode: Callable[[], Tensor], parts: Sequence[PartWeights],
-        encoded: Buffer, is_alone: bool = False,
+        encoded: Buffer,
     ) -> Applied:  # fmt: skip
         """Take the outer step of an agreed mean. ``encoded``: its bytes, which nobody changes; ``decode``:
         makes fp32 [n] of them, ours from then on, where it is needed whole; ``base_version`` the oldest in
-        the group; ``is_alone``: nobody else is in it.
+        the group.
 
         Raises ``LocalProtocolError`` if ``round_`` is not the next version.
         """
@@ -201,11 +199,11 @@ class FragmentLedger:
         self._settle_loans()
         self._hold_offset()
         with self.wholeness.changing(f"the outer step of round {round_}"):
-            return self._take_step(round_, base_version, decode, parts, encoded, is_alone)
+            return self._take_step(round_, base_version, decode, parts, encoded)
 
     def _take_step(
         self, round_: int, base_version: int, decode: Callable[[], Tensor], parts: Sequence[PartWeights],
-        encoded: Buffer, is_alone: bool,
+        encoded: Buffer,
     ) -> Applied:  # fmt: skip
         old, refused = self.state, ""
         try:
@@ -222,11 +220,6 @@ class FragmentLedger:
         if mine is not None:
             self._advance_residual(mine, missed)
             self._remember_stale(mine, report, parts, missed)
-        if not refused:
-            # What may be counted in another attempt, or was offered by an earlier process, is not only ours.
-            is_sure = is_alone and self._withdrawn is None and not (self.is_resumed or self.in_doubt)
-            mean = FromMean(self._codec, encoded, new.params.numel()) if is_sure else None
-            self._alone.committed(mean, parts, new.params.numel())
         if mine is not None and not missed and (self._in_flight is None or self._in_flight is mine):
             # What an earlier process did, or another attempt may have counted, was in this offer as well.
             self.is_resumed = self.in_doubt = False
@@ -275,12 +268,9 @@ class FragmentLedger:
         self._in_flight, self._withdrawn = None, mine
         return True, merge
 
-    def adopt(
-        self, state: OuterState, parts: Sequence[PartWeights] | None = None, is_unshared: bool = False
-    ) -> Merge:
+    def adopt(self, state: OuterState, parts: Sequence[PartWeights] | None = None) -> Merge:
         """Replace the agreed state by a donor's; what this peer learned and nobody counted stays in its live
         parameters. ``parts``: who is in the round after our state, None if its outcome is not known.
-        ``is_unshared``: nobody has the rounds that this peer made alone of late, and their work goes back.
 
         A newer state may hold this peer's last offers. Where the outcome does not say, they are taken for
         counted: that costs at most the work of one offer, once. The other guess would count it twice, and a
@@ -290,9 +280,9 @@ class FragmentLedger:
         """
         self._settle_loans()
         with self.wholeness.changing(f"taking over the others' version {state.version}"):
-            return self._take_over(state, parts, is_unshared)
+            return self._take_over(state, parts)
 
-    def _take_over(self, state: OuterState, parts: Sequence[PartWeights] | None, is_unshared: bool) -> Merge:
+    def _take_over(self, state: OuterState, parts: Sequence[PartWeights] | None) -> Merge:
         is_newer = state.version > self.state.version
         mine, missed, is_foreign = self._fate(parts) if is_newer else (None, [], False)
         if self.in_doubt or (is_newer and (is_foreign or self.is_resumed)):
@@ -303,9 +293,6 @@ class FragmentLedger:
             if mine is not None:
                 self._give_counted_work_(merge.addend, mine, missed)
                 self._advance_residual(mine, missed)
-            if is_unshared:
-                self._alone.put_back_(merge.addend)
-        self._alone.forget()
         self._in_flight = self._withdrawn = None
         self.state = state
         self._set_out(state.version)

@@ -203,14 +203,12 @@ class TensorLedger:
             ledger = self._fragments[mean.fragment]
             before = AgreedVersion(ledger.state.version, self._digests[mean.fragment])
             if before != AgreedVersion(mean.round - 1, mean.state_digest):
-                if mean.state_digest == self._exchanged.get(mean.fragment) and not mean.is_alone:
+                if mean.state_digest == self._exchanged.get(mean.fragment):
                     ledger.stays_out(mean.parts)
                 return before
             ended = ledger.has_offered
             decode = partial(self._decode, mean.mean, ledger.state.params.numel())
-            applied = ledger.commit(
-                mean.round, mean.base_version, decode, mean.parts, mean.mean, mean.is_alone
-            )
+            applied = ledger.commit(mean.round, mean.base_version, decode, mean.parts, mean.mean)
             return self._moved(
                 mean.fragment,
                 lambda: Outcome(
@@ -256,7 +254,6 @@ class TensorLedger:
         agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None = None,
         goes_back: bool = False,
-        is_unshared: bool = False,
     ) -> AgreedVersion:
         def work() -> AgreedVersion:
             ledger = self._fragments[fragment]
@@ -271,7 +268,7 @@ class TensorLedger:
                     f"the state of fragment {fragment} does not have the digest its donor promised"
                 )
             self._exchanged[fragment] = self._digests[fragment]
-            ended, merge = ledger.has_offered, ledger.adopt(state, parts, is_unshared)
+            ended, merge = ledger.has_offered, ledger.adopt(state, parts)
             return self._moved(fragment, lambda: Outcome(fragment, state.version, merge, ends_offer=ended))
 
         return await self._ask(work)

@@ -25,7 +25,7 @@ from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.placing import Placing
 from p2p_co2.node.progress import LocalProgress
-from p2p_co2.node.reporting import Reporting
+from p2p_co2.node.reporting import ReportService
 from p2p_co2.protocol.rounds import Offer, PayloadShape
 from p2p_co2.protocol.schedule import LOADS_QUIET_S, Stage
 from p2p_co2.protocol.wire.identity import PeerId
@@ -48,7 +48,7 @@ class NetworkThread:
 
     def __init__(self, ticket: Ticket, config: PeerConfig, on_event: Callable[[ev.Event], None]) -> None:
         self._ticket, self._config, self._tell = ticket, config, on_event
-        self._reporting: Reporting | None = None
+        self._reporting: ReportService | None = None
         self._gate: Gate | None = None
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="p2p-co2 network", daemon=True)
@@ -83,7 +83,7 @@ class NetworkThread:
         board's port is taken."""
         self._thread.start()
         self._network = self._ask(Network.open(self._ticket, self._config, self._refused))
-        self._reporting = Reporting(self._network, self._loop, self._count_refusal)
+        self._reporting = ReportService(self._network, self._loop, self._count_refusal)
         if self._config.board:
             folder = self._config.folder.resolve()
             history, journal = folder / "board.sqlite", folder / "events.jsonl"

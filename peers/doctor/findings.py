@@ -1,13 +1,12 @@
 """What was found, and what it means for taking part.
 
-Law: the exit status and the role follow from the findings alone: 2 if one of them forbids taking part, 1 if
-one limits it or, once a swarm was asked, is not known, else 0.
+The exit status and the role follow from the findings alone: 2 if one of them forbids taking part, 1 if one
+limits it or, once a swarm was asked, is not known, else 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -53,7 +52,7 @@ class MeasuredLink:
     round_trip_s: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Diagnosis:
     """``is_reachable``: whether a seed could dial us; None if none was asked. ``asked``: whether a ticket was
     given."""
@@ -82,17 +81,10 @@ class Diagnosis:
     def table(self) -> dict[str, Any]:
         """Plain JSON."""
         return {
-            "findings": [
-                {"name": f.name, "state": str(f.state), "measured": f.measured, "advice": f.advice}
-                for f in self.findings
-            ],
+            "findings": [asdict(finding) for finding in self.findings],
             "role": self.role.name.lower(),
             "exit_status": self.exit_status,
-            "link": {
-                "up_bytes_per_s": self.link.up_bytes_per_s,
-                "down_bytes_per_s": self.link.down_bytes_per_s,
-                "round_trip_s": self.link.round_trip_s,
-            },
+            "link": asdict(self.link),
         }
 
 
@@ -101,11 +93,6 @@ def line_of(finding: Finding) -> str:
     text = f"{finding.state:<8} {finding.name:<16} {_plain(finding.measured)}"
     is_all = finding.state == State.OK or finding.advice == NOTHING_TO_DO
     return text if is_all else f"{text}\n{'':8} {'':16} -> {_plain(finding.advice)}"
-
-
-def worst(findings: Iterable[Finding]) -> list[Finding]:
-    """Those that forbid taking part."""
-    return [finding for finding in findings if finding.state == State.CANNOT]
 
 
 def _plain(text: str) -> str:

@@ -1,8 +1,8 @@
-"""This machine alone: Python, torch, device, kernels, threads, memory, disk, files, proxy, ports.
+"""This machine alone: Python, torch, device, kernels, threads, memory, disk, files, proxy, ports; and what a
+run asks of it: memory, disk, how much of its link.
 
-Each check takes what it judges as arguments, so that every outcome can be shown; ``look_at_machine`` reads
-the real ones. Sources: proc(5), cgroup v2 (memory.max, cpu.max), getrlimit(2). Price: importing torch, some
-seconds on a slow disk.
+Each check takes what it judges as arguments; ``look_at_machine`` reads the real ones. What a run needs is
+reckoned by ``p2p_co2.planning``. Sources: proc(5), cgroup v2 (memory.max, cpu.max), getrlimit(2).
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from p2p_co2.config import PeerConfig
+from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.system.process import require_supported_platform
-from peers.doctor.findings import Finding, State
+from peers.doctor.findings import Finding, MeasuredLink, State
 
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 6)
 BASE_BYTES = 450e6
-"""What a peer holds before its model: torch, the network libraries, their threads (``docs/LOG.md``: 530 MB
-with a model of 1.3 million parameters)."""
+"""What a peer holds before its model: torch, the network libraries, their threads (measured: 530 MB with a
+model of 1.3 million parameters)."""
 LEAST_DISK_BYTES = 200e6
 """A small model's checkpoint, and a journal of some days."""
 LEAST_FILES, ENOUGH_FILES = 128, 1024
 """Open files: about 40 at rest, and some four for each link."""
-PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+TRAINING_BYTES_PER_VALUE = 16
+"""Weights, gradients and AdamW's two moments in fp32."""
+CHECKPOINT_BYTES_PER_VALUE = 16
+"""Agreed parameters and momentum, AdamW's two moments."""
+_ASSUMED_PEERS = 4
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -70,16 +74,14 @@ def check_platform(system: str = sys.platform, machine: str = platform.machine()
 
 def check_torch(load: Callable[[str], object] = importlib.import_module) -> Finding:
     """Whether torch is there, new enough and can be imported; leaves it imported."""
-    advice = "install it again: pip install --force-reinstall torch"
     try:
         version = str(getattr(load("torch"), "__version__", "0"))
     except (ImportError, OSError, RuntimeError) as error:
-        return Finding(
-            "torch", State.CANNOT, f"cannot be imported: {str(error).partition(chr(10))[0][:200]}", advice
-        )
+        words = f"cannot be imported: {str(error).partition(chr(10))[0][:200]}"
+        advice = "install it again: pip install --force-reinstall torch"
+        return Finding("torch", State.CANNOT, words, advice)
     parts = version.partition("+")[0].split(".")
-    numbers = tuple(int(part) for part in parts[:2] if part.isdigit())
-    if numbers >= LEAST_TORCH:
+    if tuple(int(part) for part in parts[:2] if part.isdigit()) >= LEAST_TORCH:
         return Finding("torch", State.OK, version)
     return Finding("torch", State.CANNOT, version, "2.6 or later is needed: pip install --upgrade torch")
 
@@ -103,9 +105,8 @@ def check_device(name: str) -> Finding:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     words = f"{torch.cuda.get_device_name(device)}, {gigabytes(free_bytes)} of {gigabytes(total_bytes)} free"
     if free_bytes < total_bytes / 2:
-        return Finding(
-            "device", State.LIMITED, words, "another program uses most of its memory; end that first"
-        )
+        advice = "another program uses most of its memory; end that first"
+        return Finding("device", State.LIMITED, words, advice)
     return Finding("device", State.OK, words)
 
 
@@ -131,9 +132,8 @@ def check_threads(wanted: int, cores: int, quota: float) -> Finding:
     """``wanted``: --threads, 0 for all. ``cores``: that this process may use. ``quota``: CPU seconds per
     second, inf without one."""
     usable = min(float(cores), quota)
-    words = f"{wanted or cores} for training, {cores} cores" + (
-        f", a quota of {quota:g}" if quota < cores else ""
-    )
+    words = f"{wanted or cores} for training, {cores} cores"
+    words += f", a quota of {quota:g}" if quota < cores else ""
     if (wanted or cores) > usable:
         advice = f"give --threads {max(1, int(usable))}: more than that wait for each other"
         return Finding("threads", State.LIMITED, words, advice)
@@ -165,10 +165,9 @@ def check_disk(folder: Path, needed_bytes: float, name: str = "disk") -> Finding
             os.fsync(probe.fileno())
         free_bytes = shutil.disk_usage(place).free
     except OSError as error:
-        words = f"{place}: {error.strerror}"
         is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
         advice = f"{'free some space, or ' if is_full else ''}name another folder with --folder"
-        return Finding(name, State.CANNOT, words, advice)
+        return Finding(name, State.CANNOT, f"{place}: {error.strerror}", advice)
     words = f"{gigabytes(free_bytes)} free in {place}, about {gigabytes(needed_bytes)} needed"
     if free_bytes < needed_bytes:
         advice = "free some space or name another --folder: checkpoints will fail, training goes on"
@@ -177,10 +176,10 @@ def check_disk(folder: Path, needed_bytes: float, name: str = "disk") -> Finding
 
 
 def check_files(soft: int) -> Finding:
-    if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
-        return Finding(
-            "open files", State.OK, "no limit" if soft == resource.RLIM_INFINITY else f"limit {soft}"
-        )
+    if soft == resource.RLIM_INFINITY:
+        return Finding("open files", State.OK, "no limit")
+    if soft >= ENOUGH_FILES:
+        return Finding("open files", State.OK, f"limit {soft}")
     advice = f"raise the limit in this shell: ulimit -n {4 * ENOUGH_FILES}"
     state = State.CANNOT if soft < LEAST_FILES else State.LIMITED
     return Finding("open files", state, f"limit {soft}", advice)
@@ -188,7 +187,8 @@ def check_files(soft: int) -> Finding:
 
 def check_proxy(environment: Mapping[str, str]) -> Finding:
     """Peers dial each other: a proxy is never used, so a network that has nothing else keeps them out."""
-    found = sorted({name for name in environment if name.lower() in PROXIES and environment[name]})
+    proxies = {"http_proxy", "https_proxy", "all_proxy"}
+    found = sorted({name for name in environment if name.lower() in proxies and environment[name]})
     if not found:
         return Finding("proxy", State.OK, "none set")
     advice = "peers connect directly and do not use it: the network must let outgoing TCP through"
@@ -197,31 +197,22 @@ def check_proxy(environment: Mapping[str, str]) -> Finding:
 
 def check_ports(config: PeerConfig) -> Finding:
     """Whether the address is this machine's and the fixed ports are free."""
-    asked = (
-        ("--libp2p-port", config.libp2p_port, True),
-        ("--grpc-port", config.grpc_port, config.carrier != "libp2p"),
-    )
-    for option, port, is_used in asked:
-        if not is_used:
-            continue
-        problem = _cannot_listen(config.host, port)
-        if problem:
+    asked = [("--libp2p-port", config.libp2p_port)]
+    if config.carrier != "libp2p":
+        asked.append(("--grpc-port", config.grpc_port))
+    for option, port in asked:
+        if problem := _cannot_listen(config.host, port):
             where = f"{config.host} port {port}" if port else config.host
-            fix = (
-                f"choose another {option}, or end the program that has it"
-                if port
-                else "choose another --host"
-            )
-            return Finding("ports", State.CANNOT, f"{where}: {problem}", fix)
-    ports = [str(port) if port else "any free one" for _, port, is_used in asked if is_used]
-    return Finding("ports", State.OK, f"{config.host}, {' and '.join(dict.fromkeys(ports))}")
+            fix = f"{option}, or end the program that has it" if port else "--host"
+            return Finding("ports", State.CANNOT, f"{where}: {problem}", f"choose another {fix}")
+    ports = dict.fromkeys(str(port) if port else "any free one" for _, port in asked)
+    return Finding("ports", State.OK, f"{config.host}, {' and '.join(ports)}")
 
 
 def _cannot_listen(host: str, port: int) -> str:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.socket(
-            socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
-        ) as listener:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
             listener.listen(1)
@@ -232,12 +223,12 @@ def _cannot_listen(host: str, port: int) -> str:
 
 def available_memory_bytes() -> float:
     """What this process can still get: the machine's, or its control group's if that is less."""
-    machine = 0.0
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            machine = 1024.0 * int(line.split()[1])
-    limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
-    return min(machine, limit - (used or 0.0)) if limit is not None else machine
+    machine = 1024.0 * int(_field_of("/proc/meminfo", "MemAvailable").split()[0])
+    try:
+        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):  # no control group of its own, or "max"
+        return machine
+    return min(machine, float(limit - used))
 
 
 def cpu_quota() -> float:
@@ -245,23 +236,74 @@ def cpu_quota() -> float:
     try:
         share, period = (_CGROUP / "cpu.max").read_text(encoding="ascii").split()
         return int(share) / int(period)
-    except (OSError, ValueError):  # no control group of its own, or "max"
+    except (OSError, ValueError):  # as above
         return float("inf")
 
 
-def _cgroup_number(name: str) -> float | None:
-    try:
-        return float(int((_CGROUP / name).read_text(encoding="ascii")))
-    except (OSError, ValueError):  # as above
-        return None
-
-
 def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith("model name"):
+    return _field_of("/proc/cpuinfo", "model name") or platform.machine()
+
+
+def _field_of(path: str, name: str) -> str:
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith(name):
             return line.partition(":")[2].strip()
-    return platform.machine()
+    return ""
 
 
 def gigabytes(size_bytes: float) -> str:
     return f"{size_bytes / 1e9:.3g} GB"
+
+
+# ---- what a run needs
+
+
+def parameters_of(run: RunConfig) -> int | None:
+    """Values of the built-in recipe's model, counted without making it; None for others. Imports torch."""
+    import torch
+
+    from p2p_co2.recipes import BYTE_GPT
+    from p2p_co2.recipes.byte_gpt import ByteGPT, Shape
+
+    if run.recipe != BYTE_GPT:
+        return None
+    shape = {key: int(value) for key, value in run.recipe_options.items() if key in Shape._fields}
+    with torch.device("meta"):
+        model = ByteGPT(Shape(**shape))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def look_at_needs(run: RunConfig, config: PeerConfig, peers: int, link: MeasuredLink) -> Iterator[Finding]:
+    """Memory, disk and link against what ``run`` needs among ``peers`` other peers."""
+    from p2p_co2.planning import Link, even_fragments, forecast, setting_of
+
+    parameters = parameters_of(run)
+    if parameters is None:
+        advice = "ask the organiser for the recipe's file and plan with it: p2p-co2 plan RUN.toml"
+        yield Finding("this run", State.UNKNOWN, f"own recipe {run.recipe}: size not known", advice)
+        return
+    line = Link(
+        up_bytes_per_s=link.up_bytes_per_s or 1.0,
+        down_bytes_per_s=link.down_bytes_per_s or 1.0,
+        round_trip_s=link.round_trip_s or 0.0,
+    )
+    links = [line] * (peers + 1 if peers else _ASSUMED_PEERS)
+    train_bytes = BASE_BYTES + TRAINING_BYTES_PER_VALUE * parameters
+    fragments = even_fragments(parameters, run.fragments)
+    shown = forecast(setting_of(run, fragments, step_s=1.0, links=links, train_bytes=train_bytes))
+    yield check_memory(available_memory_bytes(), shown.memory_bytes, "run's memory")
+    yield check_disk(config.folder, 3 * CHECKPOINT_BYTES_PER_VALUE * parameters + 50e6, "run's disk")
+    if link.up_bytes_per_s and link.down_bytes_per_s and run.clock.mode == "time":
+        yield check_link(shown.floor_s, run.clock.round_s)
+
+
+def check_link(floor_s: float, round_s: float) -> Finding:
+    """``floor_s``: the least time in which this link moves one round of all fragments."""
+    words = f"an exchange takes {floor_s:.3g} s of this link, a round is {round_s:g} s"
+    if floor_s > round_s:
+        advice = "answers will be stale: a faster link, or a longer round"
+        return Finding("run's link", State.LIMITED, words, advice)
+    if floor_s > 0.8 * round_s:
+        advice = "hardly enough: use a cable, not Wi-Fi, and spare the link"
+        return Finding("run's link", State.LIMITED, words, advice)
+    return Finding("run's link", State.OK, words)

@@ -1,49 +1,59 @@
-"""The way to the swarm, stage by stage: route, names, daemon, seeds, run, clock, and how others see us.
+"""The way to the swarm, stage by stage: route, names, daemon, seeds, run, clock; and how others see this
+machine: NAT, whether it can be dialled, how fast bytes go either way.
 
-A daemon and an identity of its own, for a moment: a peer that runs beside it is not disturbed, and nothing is
-published. Laws: all of it is bounded in time and bytes; a stage that fails leaves the later ones "unknown";
-what seeds and peers say is one voice each, and a median where they disagree.
-"""
+A daemon and an identity of its own, for a moment: a peer that runs beside it is not disturbed, and nothing
+is published. All is bounded in time and bytes; a stage that fails leaves the later ones "unknown". What
+seeds and peers say is one voice each, and a median where they disagree. Rates are lower bounds, since the
+other end may be the slower one, so several are asked at once. A port counts as reached only if who answered
+there proved to be us."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import math
+import os
 import random
+import socket
+import statistics
+import struct
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.errors import ConfigError, EnvironmentFault, P2PCo2Error, RemoteProtocolError, TransportError
+from p2p_co2.errors import ConfigError, EnvironmentFault, P2PCo2Error, TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.clocks import judge_clock
 from p2p_co2.net.transport.hivemind_quiet import P2P
+from p2p_co2.net.transport.libp2p_control import daemon_errors, own_maddrs
 from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.probe import GREETING
+from p2p_co2.net.transport.probe_limits import address_of
+from p2p_co2.net.transport.probing import Look, Passed, Prober, ProberBusy, open_prober
 from p2p_co2.peer_options import listening
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.ticket import Ticket, by_peer
 from peers.doctor.findings import Finding, MeasuredLink, State
-from peers.doctor.names import check_names, check_route
-from peers.doctor.seen import (
-    OPEN_S,
-    Swarm,
-    Target,
-    look_at_nat,
-    look_at_rates,
-    look_at_reachability,
-)
 
 NETWORK_S = 22.0
 """Bound on everything here."""
-STARTUP_S = 6.0
-MAX_PEERS_ASKED = 4
-LOOKS = 3
-SLOW_ROUND_TRIP_S = 0.5
+STARTUP_S, OPEN_S, NAMES_S = 6.0, 5.0, 4.0
+MAX_PEERS_ASKED, MAX_MEASURED, LOOKS = 4, 3, 3
+SLOW_ROUND_TRIP_S, SLOW_BYTES_PER_S = 0.5, 125_000.0
+FIRST_BYTES, SECOND_BYTES, QUICK_S = 128 << 10, 2 << 20, 0.5
+"""A rate is measured on the first; on the second where that took less than ``QUICK_S``."""
+BUSY_TRIES, BUSY_S = 4, 0.4
 AFTER_SEEDS = ("clock", "nat", "reachability", "upload", "download", "round trips")
 """Findings that need somebody to ask."""
+
+Tell = Callable[[Finding], None]
+Place = tuple[str, int]
+"""(IP address, port)"""
 
 
 @dataclass
@@ -56,7 +66,44 @@ class Outcome:
     link: MeasuredLink = field(default_factory=MeasuredLink)
 
 
-async def look_without_ticket(config: PeerConfig, tell: Callable[[Finding], None]) -> None:
+@dataclass
+class Target:
+    """Somebody to ask. ``looks``: what it answered."""
+
+    name: str
+    peer: PeerId
+    maddrs: list[str]
+    is_seed: bool
+    looks: list[Look] = field(default_factory=list)
+    trouble: str = ""
+
+    @property
+    def round_trip_s(self) -> float:
+        return min(look.round_trip_s for look in self.looks)
+
+    @property
+    def offset_s(self) -> float:
+        """Of the quickest answer, which is the surest."""
+        return min(self.looks, key=lambda look: look.round_trip_s).offset_s
+
+    @property
+    def observed(self) -> Place | None:
+        return self.looks[0].observed
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """What the questions below need: our daemon, the run's digest, and who answered."""
+
+    p2p: P2P
+    run: bytes
+    answering: tuple[Target, ...]
+
+    def prober(self, target: Target) -> AbstractAsyncContextManager[Prober]:
+        return open_prober(self.p2p, target.peer, target.maddrs, self.run, OPEN_S)
+
+
+async def look_without_ticket(config: PeerConfig, tell: Tell) -> None:
     """What can be said of the network with nobody to ask."""
     tell(check_route())
     async with AsyncExitStack() as stack, asyncio.timeout(NETWORK_S):
@@ -65,12 +112,12 @@ async def look_without_ticket(config: PeerConfig, tell: Callable[[Finding], None
         tell(Finding(name, State.UNKNOWN, "no ticket, nobody to ask"))
 
 
-async def look_at_network(ticket: Ticket, config: PeerConfig, tell: Callable[[Finding], None]) -> Outcome:
+async def look_at_network(ticket: Ticket, config: PeerConfig, tell: Tell) -> Outcome:
     """All stages; findings go to ``tell`` as they come. Never raises for what the network does."""
     outcome = Outcome()
     try:
         async with AsyncExitStack() as stack, asyncio.timeout(NETWORK_S):
-            await _stages(ticket, config, tell, outcome, stack)
+            await _stages(ticket, listening(config, ticket), tell, outcome, stack)
     except TimeoutError:
         advice = "try again; if it stays so, this machine or its network is overloaded"
         tell(Finding("network", State.UNKNOWN, f"not all done within {NETWORK_S:.0f} s", advice))
@@ -78,22 +125,21 @@ async def look_at_network(ticket: Ticket, config: PeerConfig, tell: Callable[[Fi
 
 
 async def _stages(
-    ticket: Ticket,
-    config: PeerConfig,
-    tell: Callable[[Finding], None],
-    outcome: Outcome,
-    stack: AsyncExitStack,
+    ticket: Ticket, config: PeerConfig, tell: Tell, outcome: Outcome, stack: AsyncExitStack
 ) -> None:
-    config = listening(config, ticket)
     tell(check_route())
     tell(await check_names(ticket.seeds, config.announce_host))
     started = await _daemon(config, tell, stack)
     if started is None:
         return
     p2p, identity = started
-    targets = seeds_of(ticket)
+    targets = [
+        Target(f"seed {number}", peer, known, is_seed=True)
+        for number, (peer, known) in enumerate(by_peer(ticket.seeds).items(), 1)
+    ]
     await asyncio.gather(*(_look(ticket, p2p, target) for target in targets))
-    discovery = Discovery(p2p, identity, ticket.run, _ignore)
+    # A forged record in the DHT is refused there, and no business of somebody who only looks.
+    discovery = Discovery(p2p, identity, ticket.run, lambda peer, error: None)
     stack.push_async_callback(discovery.close)
     tell(await _meet(ticket, discovery, targets, outcome))
     await asyncio.gather(*(_look(ticket, p2p, target) for target in targets if not target.is_seed))
@@ -112,9 +158,7 @@ async def _stages(
     tell(round_trips_finding({target.name: target.round_trip_s for target in swarm.answering}, outcome.peers))
 
 
-async def _daemon(
-    config: PeerConfig, tell: Callable[[Finding], None], stack: AsyncExitStack
-) -> tuple[P2P, Identity] | None:
+async def _daemon(config: PeerConfig, tell: Tell, stack: AsyncExitStack) -> tuple[P2P, Identity] | None:
     """Start the daemon with an identity that lives as long as ``stack``; None if it does not start."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="p2p-co2-doctor-")))
     began_at = time.monotonic()
@@ -139,14 +183,6 @@ async def _start(identity_path: Path, config: PeerConfig) -> P2P:
     return await start_p2p(identity_path, config.host, startup_timeout_s=STARTUP_S)
 
 
-def seeds_of(ticket: Ticket) -> list[Target]:
-    """The seeds of a ticket; one that has several addresses is one seed."""
-    return [
-        Target(f"seed {number}", peer, known, is_seed=True)
-        for number, (peer, known) in enumerate(by_peer(ticket.seeds).items(), 1)
-    ]
-
-
 async def _meet(ticket: Ticket, discovery: Discovery, targets: list[Target], outcome: Outcome) -> Finding:
     """Join the DHT, read the settings, find peers: some of them join ``targets``."""
     try:
@@ -157,12 +193,11 @@ async def _meet(ticket: Ticket, discovery: Discovery, targets: list[Target], out
     except P2PCo2Error as error:
         advice = "ask the organiser whether a seed of this run is up, and check this machine's network"
         return Finding("seeds", State.CANNOT, str(error)[:300], advice)
-    lost = [f"{target.name}: {target.trouble}" for target in targets if not target.looks]
+    seeds, lost = len(targets), [f"{target.name}: {target.trouble}" for target in targets if not target.looks]
     outcome.peers = len(records)
     for record in random.Random().sample(records, min(MAX_PEERS_ASKED, len(records))):
         name = f"peer {record.peer[-6:]}"
         targets.append(Target(name, PeerId(record.peer), list(record.maddrs), is_seed=False))
-    seeds = sum(target.is_seed for target in targets)
     words = f'{seeds - len(lost)} of {seeds} answer; run "{outcome.run.name}", recipe {outcome.run.recipe}'
     if not lost:
         return Finding("seeds", State.OK, words)
@@ -196,5 +231,296 @@ def round_trips_finding(known_s: dict[str, float], peers: int) -> Finding:
     return Finding("round trips", State.OK, words)
 
 
-def _ignore(peer: object, error: RemoteProtocolError) -> None:
-    """A forged record in the DHT: refused there, and no business of somebody who only looks."""
+# ---- route and names
+
+
+def check_route(tables: Sequence[Path] = (Path("/proc/net/route"), Path("/proc/net/ipv6_route"))) -> Finding:
+    """Whether there is a default route."""
+    devices = set()
+    for table in tables:
+        for row in _rows(table):
+            if len(row) == 11 and row[1] == row[7] == "00000000":
+                devices.add(row[0])
+            if len(row) == 10 and row[0] == "0" * 32 and row[1] == "00" and row[-1] != "lo":
+                devices.add(row[-1])
+    if devices:
+        return Finding("route", State.OK, f"default route by {', '.join(sorted(devices))}")
+    advice = "connect this machine to a network; without that only peers on this machine are reached"
+    return Finding("route", State.LIMITED, "no default route", advice)
+
+
+def _rows(table: Path) -> list[list[str]]:
+    """The words of each line of a kernel's table; none where there is no IPv6."""
+    try:
+        return [line.split() for line in table.read_text(encoding="ascii").splitlines()[1:]]
+    except OSError:
+        return []
+
+
+async def check_names(
+    seeds: Sequence[str], announce_host: str, resolve: Callable[[str], Awaitable[object]] | None = None
+) -> Finding:
+    """Whether the names of seeds, and our own, can be looked up."""
+    names = {maddr.split("/")[2] for maddr in seeds if maddr.split("/")[1].startswith("dns")}
+    if announce_host and not _is_address(announce_host):
+        names.add(announce_host)
+    if not names:
+        return Finding("names (dns)", State.OK, "none to look up: the ticket's seeds are numbers")
+    lost = []
+    for name in sorted(names):
+        try:
+            async with asyncio.timeout(NAMES_S):
+                await (resolve or _resolve)(name)
+        except (OSError, TimeoutError, UnicodeError):
+            lost.append(name)
+    if not lost:
+        return Finding("names (dns)", State.OK, f"{', '.join(sorted(names))} found")
+    words = f"{', '.join(lost)} not found"
+    if announce_host in lost:
+        advice = "others cannot dial a name that does not exist: correct --announce-host"
+        return Finding("names (dns)", State.CANNOT, words, advice)
+    advice = "check the name server (/etc/resolv.conf), or ask the organiser for a ticket with addresses"
+    return Finding("names (dns)", State.CANNOT if len(lost) == len(seeds) else State.LIMITED, words, advice)
+
+
+async def _resolve(name: str) -> object:
+    return await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+# ---- what stands between: after STUN's behaviour discovery (RFC 5780), over the connections there are anyway
+
+
+class NatKind(StrEnum):
+    NONE = "none"
+    CONE = "one mapping for all (cone)"
+    SYMMETRIC = "a mapping of its own for each destination (symmetric)"
+    SOME = "some, of unknown kind"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Sight:
+    """One observer's view. ``local``: our end of the connection to it, None if not known. ``observed``: where
+    it sees us, None if through a relay."""
+
+    local: Place | None
+    observed: Place | None
+
+
+async def look_at_nat(swarm: Swarm, config: PeerConfig) -> Finding:
+    """Compare the addresses at which all who answered see us with our own ends of those connections."""
+    try:
+        with daemon_errors("the libp2p daemon did not list its connections"):
+            async with asyncio.timeout(OPEN_S):
+                listed = await swarm.p2p.list_peers()
+    except TransportError as error:
+        return Finding("nat", State.UNKNOWN, str(error), "try again")
+    far = {info.peer_id.to_base58(): [address_of(str(addr)) for addr in info.addrs] for info in listed}
+    ends = connections()
+    sights = []
+    for target in swarm.answering:
+        own = [ends[place] for place in far.get(target.peer, []) if place in ends]
+        sights.append(Sight(own[0] if own else None, target.observed))
+    observed = next((sight.observed for sight in sights if sight.observed), None)
+    return nat_finding(nat_kind(sights), observed, ports_in_words(config))
+
+
+def nat_kind(sights: Sequence[Sight]) -> NatKind:
+    """The kind that all ``sights`` together show: one local port seen alike by two observers is a mapping
+    that hole punching can use, seen differently it is not. One observer alone often cannot tell."""
+    seen = [(sight.local, sight.observed) for sight in sights if sight.observed is not None]
+    own = {local[0] for local, _ in seen if local}
+    if not seen:
+        return NatKind.UNKNOWN
+    if any(at[0] in own or ipaddress.ip_address(at[0]).is_loopback for _, at in seen):
+        return NatKind.NONE
+    mappings: dict[Place, list[Place]] = {}
+    for local, observed in seen:
+        if local:
+            mappings.setdefault(local, []).append(observed)
+    if any(len(set(observed)) > 1 for observed in mappings.values()):
+        return NatKind.SYMMETRIC
+    is_shared = any(len(observed) > 1 for observed in mappings.values())
+    # A router that keeps the port keeps it for everybody.
+    keeps_port = any(local and local[1] == observed[1] for local, observed in seen)
+    return NatKind.CONE if is_shared or keeps_port else NatKind.SOME
+
+
+def nat_finding(kind: NatKind, observed: Place | None, ports: str) -> Finding:
+    """``ports``: what to forward, in words."""
+    words = f"{kind}, seen at {observed[0]}" if observed else str(kind)
+    forward = f"to be dialled, let the router forward {ports} to this machine"
+    how = {
+        NatKind.CONE: "hole punching works through it",
+        NatKind.SYMMETRIC: "hole punching does not work through it, others meet this peer by relays",
+        NatKind.SOME: "a second seed could tell which",
+    }
+    if kind in how:
+        return Finding("nat", State.LIMITED, words, f"{how[kind]}; {forward}")
+    if kind == NatKind.NONE:
+        return Finding("nat", State.OK, words)
+    return Finding("nat", State.UNKNOWN, words, "nobody saw this machine directly: see reachability")
+
+
+def connections(
+    tables: Sequence[Path] = (Path("/proc/net/tcp"), Path("/proc/net/tcp6")),
+) -> dict[Place, Place]:
+    """This network namespace's established TCP connections (proc(5)): their far end to our end."""
+    rows = [row for table in tables for row in _rows(table)]
+    return {_place(row[2]): _place(row[1]) for row in rows if row[3] == "01"}
+
+
+def _place(text: str) -> Place:
+    """The kernel's "0100007F:1F90" (words in the machine's order) as (address, port)."""
+    address, _, port = text.partition(":")
+    words = struct.iter_unpack(">I", bytes.fromhex(address))
+    parsed = ipaddress.ip_address(b"".join(struct.pack("=I", word) for (word,) in words))
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed), int(port, 16)
+
+
+def ports_in_words(config: PeerConfig) -> str:
+    """What to forward, as options of ``join``."""
+    ports = [f"--libp2p-port {config.libp2p_port or 31338}"]
+    if config.carrier != "libp2p":
+        ports.append(f"--grpc-port {config.grpc_port or 31339}")
+    fixed = config.libp2p_port and (config.grpc_port or config.carrier == "libp2p")
+    return f"TCP ports {'' if fixed else 'of your choice '}({' '.join(ports)})"
+
+
+# ---- whether we can be dialled
+
+
+async def look_at_reachability(swarm: Swarm, config: PeerConfig) -> tuple[Finding, bool | None]:
+    """Ask a seed to connect to us: to the daemon, and to a listener where gRPC will listen. The second value
+    says whether one of them was reached; None if that could not be found out."""
+    seed = next((target for target in swarm.answering if target.observed), None)
+    if seed is None:
+        return Finding("reachability", State.LIMITED, "met through a relay only", "see nat"), False
+    reached: dict[str, bool] = {}
+    try:
+        async with swarm.prober(seed) as prober:
+            for port in await _daemon_ports(swarm.p2p, seed.observed):
+                reached[f"libp2p port {port}"] = await prober.dial_back(port, GREETING, config.announce_host)
+            if config.carrier != "libp2p":
+                port, answer = await _dial_back_to_listener(prober, config)
+                reached[f"grpc port {port}"] = answer
+    except (TransportError, EnvironmentFault) as error:
+        advice = "correct --announce-host" if "seen from here" in str(error) else "try again in a minute"
+        finding = Finding("reachability", State.UNKNOWN, f"{seed.name}: {error}", advice)
+        return finding, any(reached.values()) or None
+    words = ", ".join(f"{name} {'reached' if did else 'not reached'}" for name, did in reached.items())
+    words = f"by {seed.name}: {words or 'no port to try'}"
+    if reached and all(reached.values()):
+        return Finding("reachability", State.OK, words), True
+    if config.host.startswith("127.") or config.host == "::1":
+        advice = "this peer listens on this machine alone: give --host 0.0.0.0"
+    else:
+        ports = ports_in_words(config)
+        advice = f"let the router forward, and the firewall pass, {ports}; it works without, more slowly"
+    return Finding("reachability", State.LIMITED, words, advice), any(reached.values())
+
+
+async def _daemon_ports(p2p: P2P, observed: Place | None) -> list[int]:
+    """Ports at which the daemon may be dialled at our observed address: one that the router has opened for
+    it, and its own."""
+    places = [place for maddr in await own_maddrs(p2p, OPEN_S) if (place := address_of(maddr))]
+    outside = [port for address, port in places if observed and address == observed[0]]
+    return list(dict.fromkeys([*outside, *(port for _, port in places)]))[:2]
+
+
+async def _dial_back_to_listener(prober: Prober, config: PeerConfig) -> tuple[int, bool]:
+    """(the port, whether it was reached) of a listener that only we can be."""
+    token = os.urandom(16)
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(token)
+        writer.close()
+
+    try:
+        listener = await asyncio.start_server(greet, config.host, config.grpc_port)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot listen on port {config.grpc_port}: {error.strerror}") from None
+    async with listener:
+        port = listener.sockets[0].getsockname()[1]
+        return port, await prober.dial_back(port, token, config.announce_host)
+
+
+# ---- rates
+
+
+async def look_at_rates(swarm: Swarm) -> tuple[list[Finding], MeasuredLink]:
+    """Up, then down: with a few at once, peers first, since one of them may be the slower end."""
+    chosen = sorted(swarm.answering, key=lambda target: target.is_seed)[:MAX_MEASURED]
+    up, up_finding = await _rate("upload", swarm, chosen, Prober.upload)
+    down, down_finding = await _rate("download", swarm, chosen, Prober.download)
+    round_trip_s = statistics.median(target.round_trip_s for target in swarm.answering)
+    link = MeasuredLink(up_bytes_per_s=up, down_bytes_per_s=down, round_trip_s=round_trip_s)
+    return [up_finding, down_finding], link
+
+
+async def _rate(
+    name: str, swarm: Swarm, chosen: Sequence[Target], measure: Callable[[Prober, int], Awaitable[Passed]]
+) -> tuple[float | None, Finding]:
+    """Bytes per second of all at once: on a few bytes, and on more where those were quick."""
+    known: dict[str, Passed] = {}
+    troubles: list[str] = []
+    for size in (FIRST_BYTES, SECOND_BYTES):
+        found = await asyncio.gather(*(_passed(swarm, target, measure, size) for target in chosen))
+        troubles = [result for result in found if isinstance(result, str)]
+        now = {t.name: result for t, result in zip(chosen, found, strict=True) if isinstance(result, Passed)}
+        known = now or known
+        if not now or max(passed.duration_s for passed in now.values()) > QUICK_S:
+            break
+    return together(known.values()), rate_finding(name, known, troubles)
+
+
+async def _passed(
+    swarm: Swarm, target: Target, measure: Callable[[Prober, int], Awaitable[Passed]], size: int
+) -> Passed | str:
+    """What came through, or why there is no figure."""
+    trouble = ""
+    for _ in range(BUSY_TRIES):
+        try:
+            async with swarm.prober(target) as prober:
+                return await measure(prober, size)
+        except ProberBusy as error:
+            trouble = str(error)  # two that ask at once must not stay in step
+            await asyncio.sleep(BUSY_S * random.Random().uniform(0.5, 1.5))
+        except TransportError as error:
+            return f"{target.name}: {error}"
+    return f"{target.name}: {trouble}"
+
+
+def together(passed: Iterable[Passed]) -> float | None:
+    """Bytes per second while any of them ran: meant to run at once, but who was busy with somebody else comes
+    after the others, and each alone then had the whole line."""
+    known = sorted(passed, key=lambda one: one.began_at)
+    running_s, until = 0.0, -math.inf
+    for one in known:
+        running_s += max(0.0, one.ended_at - max(one.began_at, until))
+        until = max(until, one.ended_at)
+    return sum(one.size_bytes for one in known) / running_s if known else None
+
+
+def rate_finding(name: str, known: Mapping[str, Passed], troubles: Sequence[str]) -> Finding:
+    """``known``: what came through, by whom it was measured with."""
+    total = together(known.values())
+    if total is None:
+        words = "; ".join(troubles)[:200] or "nobody to measure with"
+        return Finding(name, State.UNKNOWN, words, "try again in a minute")
+    words = f"{8e-6 * total:.3g} Mbit/s"
+    if len(known) > 1:
+        each = (f"{8e-6 * passed.bytes_per_s:.3g} with {who}" for who, passed in known.items())
+        words += f" ({', '.join(each)})"
+    if total < SLOW_BYTES_PER_S:
+        advice = "answers will be stale: spare this link, use a cable and not Wi-Fi"
+        return Finding(name, State.LIMITED, words, advice)
+    return Finding(name, State.OK, words)

@@ -1,11 +1,10 @@
 """Buffers, such as batch-norm statistics, from a donor to a newcomer: they are in no fragment and in no mean,
 so no digest names them, and one donor's are as good as another's.
 
-Both sides in one, without I/O or clock. The donor is asked for one chunk after the other, and asks its
-training thread (``is_wanted``) for the values as they are. Laws: sizes are what the newcomer computes from
-its own model, and a donor whose buffers have another ``layout`` refuses; every wait has a timer, after which
-the next donor is asked. Price: a chunk may be of a later moment than the one before it, and a donor that lies
-about its buffers is not found out; the receiver looks only whether they are finite.
+Both sides in one, without I/O or clock. One donor after the other is asked for one chunk after the other; its
+training thread is asked (``is_wanted``) for the values. Laws: sizes are what the newcomer computes from its
+own model; every wait has a timer. Price: chunks may be of different moments, and a donor that lies is not
+found out; the receiver looks only whether values are finite.
 """
 
 from __future__ import annotations
@@ -100,10 +99,8 @@ class Buffers:
         self._again_at, self._silent_at = math.inf, now + SILENT_S if self._donors else math.inf
         if self._donors:
             self._request += 1
-            chunk = len(self._taken) // LEAST_CHUNK_BYTES
-            fetch = Fetch(
-                what=BUFFERS, version=self.layout, want_chunk=True, chunk=chunk, request=self._request
-            )
+            fetch = Fetch(what=BUFFERS, version=self.layout, want_chunk=True, request=self._request)
+            fetch.chunk = len(self._taken) // LEAST_CHUNK_BYTES
             self._out.send(self._donors[0], fetch)
 
     def _ask_another(self, now: float) -> None:

@@ -1,126 +1,120 @@
 """The donor: serves past rounds and exported states in chunks, within memory bounds.
 
 A state is exported when somebody asks and kept while it is being loaded, so that the chunks of one version
-stay the same although the swarm commits meanwhile (the state itself until then, memory beyond it only
-afterwards); the rounds since are held as well, and for a while after it, for the newcomer to replay. Laws:
-one large export at a time (``EXPORTS_FREE_BYTES``), none for longer than its idle and its whole time allow;
-who asks for another meanwhile is told what is being given, and to come again, and has its turn before who
-comes later (``turns``). Whatever is asked, the tensor side is busy with large exports for at most one part in
-1 + ``EXPORT_REST`` of its time.
+stay the same although the swarm commits meanwhile. The rounds since are held as well, and for a while after
+it, for the newcomer to replay.
+
+Laws: one large export at a time (``EXPORTS_FREE_BYTES``), none for longer than its idle and its whole time
+allow; one that nobody takes chunks of makes room at once. The tensor side is busy with large exports for at
+most one part in 1 + ``EXPORT_REST`` of its time. Who asks for another fragment meanwhile is told which is
+being given, and to come again. Price: room goes to whoever asks first, and identities are free to make.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.catchup.goals import ROUND, STATE, ExportWanted, Outbox, Shape
 from p2p_co2.protocol.catchup.history import HISTORY_ROUNDS_KEPT, History
 from p2p_co2.protocol.catchup.manifest import chunk_at, make_manifest
-from p2p_co2.protocol.catchup.turns import MAX_WAITING, Loaders, Turns
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 from p2p_co2.system.memory import Buffer, Joined
 
-EXPORT_KEPT_S = 15.0
-"""An export that nobody asks for is dropped after this long: a newcomer that was interrupted may be back."""
-EXPORT_LONGEST_S = 60.0
+EXPORT_KEPT_S, SMALL_KEPT_S = 15.0, 60.0
+"""An export that nobody asks for is dropped after this long: a newcomer that was interrupted may be back. One
+within ``EXPORTS_FREE_BYTES`` is kept for longer: over a slow line the next chunk is asked for late."""
+EXPORT_LONGEST_S, SMALL_LONGEST_S = 60.0, 600.0
 EXPORT_SLOWEST_BYTES_PER_S = 250e3
-"""Nobody has an export in use for longer than ``EXPORT_LONGEST_S`` and the time its bytes take at this rate,
-and a large one is kept no longer."""
-SLOWLY_KEPT_S, SLOWLY_LONGEST_S = 60.0, 600.0
-"""The same for one within ``EXPORTS_FREE_BYTES`` that somebody takes chunks of: over a slow line the next one
-is asked for when the last has come. It makes room for whoever wants another; a newcomer loads for no longer
-(``trainer.connection``)."""
-REPLAYED_WITHIN_S, REPLAYED_LONGEST_S = 60.0, 300.0
-"""So long after an export that somebody loaded has gone, and after each time that one of the rounds since was
-given, those are kept: who loaded it checks it and takes it over first. So long in any case, and of
-one fragment at a time."""
+"""A large export is kept for ``EXPORT_LONGEST_S`` and the time its bytes take at this rate, in any case."""
+CHOOSING_S = 4.0
+"""A newcomer asks for its first chunk within so long: it compares what several donors promise."""
+REPLAYED_WITHIN_S = 60.0
+"""So long after an export that somebody loaded has gone, the rounds since are kept, of one fragment."""
 EXPORT_REST = 3.0
-"""How many times as long as an export took no other is begun, if all states together are large: the rounds
-need the same thread. A newcomer takes longer to load one anyway."""
-
+"""How many times as long as an export took no other is begun, if all states together are large."""
+MAX_WAITING = 64
+"""Peers that wait for one export."""
 TAKERS_KEPT = 64
-"""So many of those who were given something last are remembered: more than a donor gives to at a time."""
+"""So many of those that were given something last are remembered: more than a donor gives to at a time."""
 
 
 @dataclass
-class _Export:
+class Export:
+    """A state that is being given. ``users``: by peer, the chunks that it was sent (a bit each), and until
+    when it counts as loading."""
+
     version: int
     data: bytes | Joined
     made_at: float
+    asked_at: float
     manifest: Manifest
-    loaders: Loaders
-    shape: Shape
+    is_small: bool
+    longest_s: float
+    users: OrderedDict[PeerId, tuple[int, float]] = field(default_factory=OrderedDict)
+
+    def promised(self, peer: PeerId, now: float) -> None:
+        """``peer`` is sent the manifest, and may choose for a while: once."""
+        self.asked_at = now
+        if peer not in self.users:
+            self._note(peer, 0, now + CHOOSING_S)
+
+    def gave(self, peer: PeerId, chunk: int, now: float) -> bool:
+        """``peer`` is sent a chunk; whether it is a new one: asking twice is no progress."""
+        self.asked_at = now
+        known, until = self.users.get(peer, (0, now))
+        is_new, chunks = not known >> chunk & 1, known | 1 << chunk
+        is_whole = chunks.bit_count() == len(self.manifest.chunk_digests)
+        self._note(peer, chunks, now if is_whole else now + EXPORT_KEPT_S if is_new else until)
+        return is_new
+
+    def _note(self, peer: PeerId, chunks: int, until: float) -> None:
+        self.users[peer] = chunks, until
+        if len(self.users) > MAX_WAITING:
+            self.users.popitem(last=False)
 
     @property
-    def is_taken_slowly(self) -> bool:
-        """Whether it is kept for those who take long over it."""
-        return self.shape.is_free(len(self.data)) and self.loaders.take_any
-
-    def turn_ends_at(self) -> float:
-        """When nobody can have it in use any more."""
-        real_bytes = len(self.data) * self.shape.scale
-        return self.made_at + EXPORT_LONGEST_S + real_bytes / EXPORT_SLOWEST_BYTES_PER_S
+    def is_taken(self) -> bool:
+        """Whether anybody was sent a chunk."""
+        return any(chunks for chunks, _ in self.users.values())
 
     def ends_at(self) -> float:
-        kept_s, longest_at = EXPORT_KEPT_S, self.turn_ends_at()
-        if self.is_taken_slowly:
-            kept_s, longest_at = SLOWLY_KEPT_S, max(longest_at, self.made_at + SLOWLY_LONGEST_S)
-        return min(self.loaders.asked_last_at + kept_s, longest_at)
+        kept_s = SMALL_KEPT_S if self.is_small and self.is_taken else EXPORT_KEPT_S
+        return min(self.asked_at + kept_s, self.made_at + self.longest_s)
 
     def is_in_use(self, now: float, but_for: PeerId) -> bool:
         """By anybody else."""
-        return now < self.turn_ends_at() and self.loaders.is_in_use(now, but_for)
-
-
-class _Replayed:
-    """The rounds after a state are kept although its export has gone at ``gone_at``."""
-
-    def __init__(self, fragment: int, version: int, gone_at: float) -> None:
-        self.fragment, self.version = fragment, version
-        self._longest_at = gone_at + REPLAYED_LONGEST_S
-        self.until = gone_at + REPLAYED_WITHIN_S
-
-    def gave(self, fetch: Fetch, now: float) -> None:
-        """A chunk of a round."""
-        if fetch.fragment == self.fragment and fetch.version > self.version:
-            self.until = min(now + REPLAYED_WITHIN_S, self._longest_at)
+        return any(now < until for peer, (_, until) in self.users.items() if peer != but_for)
 
 
 class Donor:
     """Holds the last rounds' means and the states that somebody is loading now. ``versions``: where every
-    fragment of this peer is."""
+    fragment of this peer is. ``gave``: who was sent something new, and when last; other threads look at
+    it."""
 
     def __init__(self, identity: Identity, run: bytes, shape: Shape, out: Outbox) -> None:
         self._identity, self._run, self._shape, self._out = identity, run, shape, out
         self.versions = [0] * len(shape.state_bytes)
         self.history = History(shape)
-        self._exports: OrderedDict[tuple[int, int], _Export] = OrderedDict()
-        self._replayed: _Replayed | None = None
-        """The last export that had to make room, or whose time was up, while the rounds since are kept."""
+        self.exports: OrderedDict[tuple[int, int], Export] = OrderedDict()
+        self._replayed: tuple[int, int, float] | None = None
+        """Fragment, version and end of the last loaded export that has gone: the rounds since are kept."""
         self._waiting: dict[int, list[tuple[PeerId, Fetch]]] = {}
         self._began_at: dict[int, float] = {}
-        """When the tensor side was asked for the exports that are waited for."""
         self._rests_until = -math.inf
-        self._turns = Turns()
-        self.given = [-1] * len(shape.state_bytes)
-        """Of each fragment, the newest version of which anybody was sent a chunk."""
         self.gave: dict[PeerId, float] = {}
-        """Who was sent a chunk of a round, or one of a state that it had not been sent before, and when last;
-        the last ``TAKERS_KEPT``. Other threads look at it."""
-        self.going_over: set[int] = set()
-        """Fragments of which nobody is given anything just now: work that nobody was given goes back."""
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``CatchUp.held``."""
-        most = max([len(self._turns), *map(len, self._waiting.values())])
         kept = HISTORY_ROUNDS_KEPT * len(self.versions)
+        users = [len(export.users) for export in self.exports.values()]
         return {
             "HISTORY_ROUNDS_KEPT": (len(self.history), kept),
-            "MAX_WAITING": (most, MAX_WAITING),
+            "MAX_WAITING": (max([0, *users, *map(len, self._waiting.values())]), MAX_WAITING),
             "TAKERS_KEPT": (len(self.gave), TAKERS_KEPT),
         }
 
@@ -128,63 +122,47 @@ class Donor:
         """Who was given anything of late."""
         return [peer for peer, at in list(self.gave.items()) if now - at <= within_s]
 
-    def _gave(self, peer: PeerId, now: float) -> None:
-        self.gave[peer] = now  # never taken out to be put back: who looks meanwhile would miss it
-        if len(self.gave) > TAKERS_KEPT:
-            del self.gave[min(self.gave, key=self.gave.__getitem__)]
-
     def exported_bytes(self) -> int:
         """What is held for others to load."""
-        return sum(len(export.data) for export in self._exports.values())
+        return sum(len(export.data) for export in list(self.exports.values()))
 
     def exported(
-        self,
-        fragment: int,
-        version: int,
-        data: bytes | Joined,
-        digest: bytes,
-        chunk_digests: list[bytes],
+        self, fragment: int, version: int, data: bytes | Joined, digest: bytes, chunk_digests: list[bytes],
         now: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """The answer to ``ExportWanted``."""
-        place = Fetch(what=STATE, fragment=fragment, version=version)
-        manifest = make_manifest(
-            self._identity, self._run, place, len(data), chunk_digests, digest=digest,
-            chunk_bytes=self._shape.chunk_bytes,
-        )  # fmt: skip
-        self._exports[fragment, version] = _Export(version, data, now, manifest, Loaders(now), self._shape)
+        shape, size, place = self._shape, len(data), Fetch(what=STATE, fragment=fragment, version=version)
+        manifest = self._sign(place, size, chunk_digests, digest=digest)
+        is_small = shape.is_free(size)
+        longest_s = EXPORT_LONGEST_S + size * shape.scale / EXPORT_SLOWEST_BYTES_PER_S
+        longest_s = SMALL_LONGEST_S if is_small else longest_s
+        export = Export(version, data, now, now, manifest, is_small, longest_s)
+        self.exports[fragment, version] = export
         self._exports_changed()
-        if not self._shape.is_free(sum(self._shape.state_bytes)):
+        if not shape.is_free(sum(shape.state_bytes)):
             self._rests_until = now + EXPORT_REST * (now - self._began_at.pop(fragment, now))
         for peer, fetch in self._waiting.pop(fragment, []):
             if _suits(fetch, version):
-                self._send_manifest(fetch, peer, self._exports[fragment, version], now, is_its_turn=True)
+                export.promised(peer, now)
+                self._answer(fetch, peer, manifest)
             else:
                 self._refuse_version(fetch, peer, version)
-
-    def takes_nothing(self, peer: PeerId) -> None:
-        """What ``peer`` asked for was dropped, since it does not take what lies before its line already."""
-        for export in self._exports.values():
-            export.loaders.takes_nothing(peer)
 
     def turned_back(self, fragment: int) -> None:
         """As ``CatchUp.turned_back``."""
         self.history.drop(fragment)
-        if self._replayed is not None and self._replayed.fragment == fragment:
+        if self._replayed is not None and self._replayed[0] == fragment:
             self._replayed = None
-        for key in [key for key in self._exports if key[0] == fragment]:
-            del self._exports[key]
+        for key in [key for key in self.exports if key[0] == fragment]:
+            del self.exports[key]
         self._exports_changed()
-        self.given[fragment] = -1  # the numbers begin anew
 
     def receive(self, fetch: Fetch, sender: PeerId, now: float) -> None:
         """Answer a peer that is behind; raises ``RemoteProtocolError`` for a chunk that cannot be."""
         size = self._shape.bytes_of(fetch.what, fetch.fragment)
         if fetch.want_chunk and chunk_at(fetch.chunk, size, self._shape.chunk_bytes).start >= size:
             raise RemoteProtocolError("unknown chunk", f"{fetch.chunk} of {size} bytes")
-        if fetch.fragment in self.going_over:
-            self._refuse(fetch, sender, "going over to another state", again=True)
-        elif fetch.what == ROUND:
+        if fetch.what == ROUND:
             self._serve_round(fetch, sender, now)
         elif fetch.want_chunk:
             self._serve_chunk(fetch, sender, now)
@@ -192,20 +170,19 @@ class Donor:
             self._serve_manifest(fetch, sender, now)
 
     def handle_timer(self, now: float) -> None:
-        over = [key for key, export in self._exports.items() if now >= export.ends_at()]
-        is_replayed = self._replayed is not None and now >= self._replayed.until
+        is_replayed = self._replayed is not None and now >= self._replayed[2]
         if is_replayed:
             self._replayed = None
+        over = [key for key, export in self.exports.items() if now >= export.ends_at()]
         for key in over:
-            if self._exports.pop(key).loaders.take_any and self._replayed is None:
-                self._replayed = _Replayed(*key, now)
-        if over or is_replayed:
+            self._drop(key, now)
+        if is_replayed or over:
             self._exports_changed()
 
     def get_timer(self) -> float | None:
-        ends = [export.ends_at() for export in self._exports.values()]
+        ends = [export.ends_at() for export in self.exports.values()]
         if self._replayed is not None:
-            ends.append(self._replayed.until)
+            ends.append(self._replayed[2])
         return min(ends, default=None)
 
     # ---- rounds
@@ -218,76 +195,64 @@ class Donor:
             self._refuse(fetch, peer, reason, newest=self.history.newest(fetch.fragment), again=early)
         elif fetch.want_chunk:
             self._send_chunk(fetch, peer, kept.mean)
-            self._gave(peer, now)
-            if self._replayed is not None:
-                self._replayed.gave(fetch, now)
+            self._note_taker(peer, now)
         else:
             if kept.manifest is None:
-                digests, size = kept.chunk_digests(self._shape.chunk_bytes), len(kept.mean)
-                kept.manifest = make_manifest(
-                    self._identity, self._run, fetch, size, digests, decision=kept.decision,
-                    chunk_bytes=self._shape.chunk_bytes,
-                )  # fmt: skip
+                digests = kept.chunk_digests(self._shape.chunk_bytes)
+                kept.manifest = self._sign(fetch, len(kept.mean), digests, decision=kept.decision)
             self._answer(fetch, peer, kept.manifest)
 
     # ---- states
 
     def _serve_chunk(self, fetch: Fetch, peer: PeerId, now: float) -> None:
-        export = self._exports.get((fetch.fragment, fetch.version))
+        export = self.exports.get((fetch.fragment, fetch.version))
         if export is None:
-            self._refuse(fetch, peer, "that state is no longer kept")
+            self._refuse(fetch, peer, "that state is no longer kept", newest=self.versions[fetch.fragment])
             return
-        export.loaders.asked(peer, now)
-        size_bytes = self._send_chunk(fetch, peer, export.data)
-        if export.loaders.gave(peer, fetch.chunk, size_bytes * self._shape.scale, now):
-            self._gave(peer, now)
-            self._turns.took(peer, fetch.fragment)
+        self._send_chunk(fetch, peer, export.data)
+        if export.gave(peer, fetch.chunk, now):
+            self._note_taker(peer, now)
 
     def _serve_manifest(self, fetch: Fetch, peer: PeerId, now: float) -> None:
         """The newest state, if there is room for it; else one that is there already; else come again."""
-        current = self.versions[fetch.fragment]
-        export = self._exports.get((fetch.fragment, current))
+        fragment, current = fetch.fragment, self.versions[fetch.fragment]
+        export = self.exports.get((fragment, current))
         if export is None or not _suits(fetch, current):
-            older = [
-                known
-                for (fragment, version), known in self._exports.items()
-                if fragment == fetch.fragment and _suits(fetch, version)
-            ]
-            if _suits(fetch, current) and (
-                fetch.fragment in self._waiting
-                or (self._turns.may_have_room(peer, fetch.fragment, now) and self._has_room(fetch, peer, now))
-            ):
+            if _suits(fetch, current) and (fragment in self._waiting or self._has_room(fragment, peer, now)):
                 self._wait(fetch, peer, now)
                 return
+            older = [its for key, its in self.exports.items() if key[0] == fragment and _suits(fetch, key[1])]
             export = max(older, key=lambda known: known.version, default=None)
         if export is not None:
-            self._send_manifest(fetch, peer, export, now)
+            export.promised(peer, now)
+            self._answer(fetch, peer, export.manifest)
         elif _suits(fetch, current):
-            self._turns.turned_away(peer, fetch.fragment, now)
-            serving = next((fragment for fragment, _ in self._exports), next(iter(self._waiting), -1))
+            serving = next((known for known, _ in self.exports), next(iter(self._waiting), -1))
             self._refuse(fetch, peer, "busy with another newcomer", again=True, serving=serving + 1)
         else:
             self._refuse_version(fetch, peer, current)
 
-    def _has_room(self, fetch: Fetch, peer: PeerId, now: float) -> bool:
-        """Drop exports that nobody else uses, as far as it takes; False if those in use leave no room. What
-        ``peer`` asked for last goes last: where it still loads another it has just said so
-        (``still_loads``)."""
+    def _has_room(self, fragment: int, peer: PeerId, now: float) -> bool:
+        """Drop exports that nobody else uses, as far as it takes; False if those in use leave no room."""
         if now < self._rests_until:
             return False
-        wanted = self._shape.state_bytes[fetch.fragment]
-        pending = sum(self._shape.state_bytes[fragment] for fragment in self._waiting)
-        idle = [key for key, known in self._exports.items() if not known.is_in_use(now, but_for=peer)]
-        idle.sort(key=lambda key: self._exports[key].loaders.asked_at(peer))
+        wanted = self._shape.state_bytes[fragment]
+        pending = sum(self._shape.state_bytes[waited] for waited in self._waiting)
+        idle = [key for key, export in self.exports.items() if not export.is_in_use(now, peer)]
+        idle.sort(key=lambda key: self.exports[key].asked_at)
         for key in (*idle, None):
             held = self.exported_bytes() + pending
             if not held or self._shape.is_free(held + wanted):
                 return True
             if key is not None:
-                if self._exports.pop(key).loaders.take_any:
-                    self._replayed = _Replayed(*key, now)
+                self._drop(key, now)
                 self._exports_changed()
         return False
+
+    def _drop(self, key: tuple[int, int], now: float) -> None:
+        """An export has gone; the rounds after one that was loaded are kept for a while."""
+        if self.exports.pop(key).is_taken:
+            self._replayed = *key, now + REPLAYED_WITHIN_S
 
     def _wait(self, fetch: Fetch, peer: PeerId, now: float) -> None:
         waiting = self._waiting.setdefault(fetch.fragment, [])
@@ -300,21 +265,17 @@ class Donor:
             self._out.emit(ExportWanted(fetch.fragment))
 
     def _exports_changed(self) -> None:
-        held = {} if self._replayed is None else {self._replayed.fragment: self._replayed.version}
-        for fragment, version in self._exports:
+        """Hold the rounds after what is being given, or was."""
+        held = {} if self._replayed is None else {self._replayed[0]: self._replayed[1]}
+        for fragment, version in self.exports:
             held[fragment] = min(version, held.get(fragment, version))
         self.history.hold(held)
 
     # ---- answers
 
-    def _send_manifest(
-        self, fetch: Fetch, peer: PeerId, export: _Export, now: float, *, is_its_turn: bool = False
-    ) -> None:
-        export.loaders.asked(peer, now)
-        if not export.loaders.has_taken(peer):
-            until = self._turns.promised(peer, fetch.fragment, now, is_its_turn)
-            export.loaders.keep_for(peer, until)
-        self._answer(fetch, peer, export.manifest)
+    def _sign(self, place: Fetch, size: int, digests: list[bytes], **more: Any) -> Manifest:
+        chunk_bytes = self._shape.chunk_bytes
+        return make_manifest(self._identity, self._run, place, size, digests, chunk_bytes=chunk_bytes, **more)
 
     def _answer(self, fetch: Fetch, peer: PeerId, signed: Manifest) -> None:
         manifest = Manifest()
@@ -322,19 +283,17 @@ class Donor:
         manifest.request = fetch.request
         self._out.send(peer, manifest)
 
-    def _send_chunk(self, fetch: Fetch, peer: PeerId, data: Buffer | Joined) -> int:
-        """How many bytes it has."""
+    def _send_chunk(self, fetch: Fetch, peer: PeerId, data: Buffer | Joined) -> None:
         chunk = Chunk(
-            request=fetch.request,
-            what=fetch.what,
-            fragment=fetch.fragment,
-            version=fetch.version,
-            chunk=fetch.chunk,
-            data=bytes(data[chunk_at(fetch.chunk, len(data), self._shape.chunk_bytes)]),
-        )
-        self.given[fetch.fragment] = max(self.given[fetch.fragment], fetch.version)
+            request=fetch.request, what=fetch.what, fragment=fetch.fragment, version=fetch.version,
+            chunk=fetch.chunk, data=bytes(data[chunk_at(fetch.chunk, len(data), self._shape.chunk_bytes)]),
+        )  # fmt: skip
         self._out.send(peer, chunk)
-        return len(chunk.data)
+
+    def _note_taker(self, peer: PeerId, now: float) -> None:
+        self.gave[peer] = now  # never taken out to be put back: who looks meanwhile would miss it
+        if len(self.gave) > TAKERS_KEPT:
+            del self.gave[min(self.gave, key=self.gave.__getitem__)]
 
     def _refuse_version(self, fetch: Fetch, peer: PeerId, version: int) -> None:
         early = version < fetch.version
@@ -342,18 +301,10 @@ class Donor:
         self._refuse(fetch, peer, reason, newest=version, again=early)
 
     def _refuse(
-        self,
-        fetch: Fetch,
-        peer: PeerId,
-        reason: str,
-        *,
-        newest: int = 0,
-        again: bool = False,
-        serving: int = 0,
+        self, fetch: Fetch, peer: PeerId, reason: str, newest: int = 0, again: bool = False, serving: int = 0
     ) -> None:
-        refusal = Refusal(
-            request=fetch.request, reason=reason, newest_version=newest, again=again, serving=serving
-        )
+        refusal = Refusal(request=fetch.request, reason=reason, newest_version=newest, again=again)
+        refusal.serving = serving
         self._out.send(peer, refusal)
 
 

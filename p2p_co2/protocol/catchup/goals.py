@@ -15,31 +15,22 @@ ROUND, STATE = Fetch.ROUND, Fetch.STATE
 CatchUpMessage = Fetch | Manifest | Chunk | Refusal
 
 EXPORTS_FREE_BYTES = 16 << 20
-"""States up to this much together are given, and loaded, side by side; larger ones one after the other, so
-that a donor never holds more than one of them."""
-
-
+"""States up to this much together are given, and loaded, side by side. Larger ones go one after the other,
+so that a donor never holds more than one of them."""
 CHUNKS_OF_A_STATE, LEAST_CHUNK_BYTES = 128, 64 << 10
 """A chunk is a state's part of so many, but within ``LEAST_CHUNK_BYTES`` and ``MAX_DATA_BYTES``."""
 
 
-MOST_NAMED = 3
-"""Donors that a warning names."""
-
-
 def chunk_bytes_of(state_bytes: Sequence[int]) -> int:
-    """Bytes of a chunk where the fragments' states have so many. A way of 10 kB/s, as through a relay between
-    two satellites, carries the largest chunk in 52 s: its donor would count as silent, and on a connection
-    that it shares, what says that a peer lives would wait behind it. Whatever such ways can carry at all
-    within a newcomer's patience is small."""
+    """Bytes of a chunk where the fragments' states have so many. Small models get small chunks: a line of
+    10 kB/s needs 52 s for the largest, and what says that a peer lives would wait behind it."""
     return min(MAX_DATA_BYTES, max(LEAST_CHUNK_BYTES, -(-max(state_bytes) // CHUNKS_OF_A_STATE)))
 
 
 @dataclass(frozen=True)
 class Shape:
     """Sizes that every peer computes for itself: per fragment, bytes of an encoded mean and of a serialised
-    state; of a chunk of either. ``scale``: bytes that each of them stands for, other than 1 in simulations
-    alone."""
+    state; of a chunk of either. ``scale``: real bytes for each of them, other than 1 in simulations alone."""
 
     mean_bytes: tuple[int, ...]
     state_bytes: tuple[int, ...]
@@ -60,11 +51,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Goal:
-    """What is wanted: the round that made ``version`` (``what`` ROUND), or a state at ``version`` or after it
-    (STATE); a state as old as ``oldest`` will do where a donor has no room for a newer one.
+    """What is wanted: the round that made ``version`` (ROUND), or a state at ``version`` or after it (STATE).
 
     ``digest``: what most peers report as the state of ``version``, empty if not known. ``donors``: in the
-    order in which they are asked.
+    order in which they are asked. ``oldest``: a state as old as this will do where a donor has no room for
+    a newer one; 0 for ``version`` itself.
     """
 
     what: Fetch.What
@@ -73,17 +64,6 @@ class Goal:
     donors: tuple[PeerId, ...]
     digest: bytes = b""
     oldest: int = 0
-
-    def wanted(self, request: int, only: int) -> Fetch:
-        """The question for its manifest. ``only``: of this version of a state and no other; 0 for any that
-        will do."""
-        fetch = Fetch(what=self.what, fragment=self.fragment, version=only or self.oldest or self.version)
-        if self.what == ROUND:
-            fetch.version = self.version
-        elif only:
-            fetch.newest = only
-        fetch.request = request
-        return fetch
 
 
 Vouch = Callable[[PeerId, int, int, bytes], bool | None]
@@ -94,7 +74,8 @@ otherwise (False); None if nobody else says anything."""
 @dataclass(frozen=True)
 class Fetched:
     """All bytes of a goal, every chunk checked against the manifest. ``decision`` is the signed outcome of a
-    ROUND, ``digest`` of a STATE. ``donors``: who signed the manifest, the one that gave most first."""
+    ROUND, ``digest`` of a STATE. ``donors``: who signed the manifest, the one that gave most first.
+    ``chunks_wasted`` came and were thrown away; ``chunks_kept`` an earlier process had loaded."""
 
     goal: Goal
     version: int
@@ -104,9 +85,7 @@ class Fetched:
     donors: tuple[PeerId, ...]
     duration_s: float
     chunks_wasted: int
-    """Chunks that came and were thrown away: wrong, or given by two donors."""
     chunks_kept: int = 0
-    """Chunks that an earlier process of this peer had loaded."""
 
     @property
     def donor(self) -> PeerId:
@@ -116,8 +95,8 @@ class Fetched:
 
 @dataclass(frozen=True)
 class FetchFailed:
-    """No donor could serve the goal; ``newest_version`` is the highest that a refusing donor named,
-    ``chunks_given`` how many had come."""
+    """No donor could serve the goal. ``newest_version``: the highest that a refusing donor named;
+    ``chunks_given``: how many had come."""
 
     goal: Goal
     reason: str
@@ -142,24 +121,6 @@ class DonorRefused:
 
 
 @dataclass(frozen=True)
-class Disputed:
-    """Donors give different states of one version, and nobody else says which is right: one word against
-    another. Those of ``taken`` are believed, for want of better."""
-
-    fragment: int
-    version: int
-    taken: tuple[PeerId, ...]
-    others: tuple[PeerId, ...]
-
-    def __str__(self) -> str:
-        taken, others = (", ".join(peers[:MOST_NAMED]) for peers in (self.taken, self.others))
-        return (
-            f"two states of fragment {self.fragment} are given out as version {self.version}, and nobody "
-            f"else says which is right: taking that of {taken}; {others} would give another"
-        )
-
-
-@dataclass(frozen=True)
 class Loading:
     """States have been loaded for a while and are not there yet. ``fragments``: theirs; ``received_bytes``:
     what is right of their ``total_bytes``, in whole chunks; ``donors``: who gave any of it."""
@@ -170,7 +131,7 @@ class Loading:
     donors: int
 
 
-CatchUpEvent = Fetched | FetchFailed | ExportWanted | DonorRefused | Disputed | Loading
+CatchUpEvent = Fetched | FetchFailed | ExportWanted | DonorRefused | Loading
 
 
 @dataclass
@@ -188,9 +149,6 @@ class Outbox:
 
 
 def split_donors(peers: Sequence[PeerId], fragment: int) -> tuple[PeerId, ...]:
-    """Donors for a fragment, each fragment starting with another one, so that a newcomer loads them
-    evenly."""
-    if not peers:
-        return ()
-    start = fragment % len(peers)
+    """Donors for a fragment, each fragment starting with another one, so that they are loaded evenly."""
+    start = fragment % max(1, len(peers))
     return (*peers[start:], *peers[:start])

@@ -4,9 +4,8 @@ Law: at most ``MAX_ASKED`` peers, one question in flight to each; a peer that fa
 rarely, never forgotten while it is listed. Times of events are brought to this machine's clock when a peer's
 is off by more than ``OFFSET_MATTERS_S``.
 
-Signed decisions: a coordinator sends its own unasked, else one teller after the other is asked for it. It
-counts if the signature holds, the signer is who most tellers call the coordinator, and another member of the
-round is among those tellers: one liar counts nothing.
+Certificates: a coordinator sends its own unasked, else one teller after the other is asked for it. What most
+tellers of a round signed counts, if two of them did, or its only member: one liar counts nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import dataclasses
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.reports.reader import MAX_DECISIONS, Opened, open_report, read_decision
@@ -39,6 +39,7 @@ TRIES = 3
 
 @dataclass
 class _Asked:
+    sighting: Sighting
     next_at: float
     listed_at: float
     process: int = 0
@@ -46,7 +47,6 @@ class _Asked:
     failures: int = 0
     in_flight: bool = False
     asked_at: float = 0.0
-    sighting: Sighting = field(default_factory=lambda: Sighting(""))
 
 
 @dataclass
@@ -88,37 +88,31 @@ class Poller:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def listed(self, peers: Iterable[PeerId], now: float, unix_now: float) -> None:
+    def listed(self, peers: Iterable[PeerId], now: float) -> None:
         """These peers exist now; those that are gone for long are asked no more."""
         for peer in peers:
             known = self._asked.get(peer)
             if known is not None:
                 known.listed_at = now
             elif len(self._asked) < MAX_ASKED:
-                sighting = Sighting(peer, since_at=unix_now)
-                self._asked[peer] = _Asked(next_at=now, listed_at=now, sighting=sighting)
-                self._news.sightings.append(sighting)
-        old = [
-            peer
+                self._asked[peer] = _Asked(Sighting(peer), next_at=now, listed_at=now)
+                self._news.sightings.append(self._asked[peer].sighting)
+        self._asked = {
+            peer: asked
             for peer, asked in self._asked.items()
-            if now - asked.listed_at > FORGET_LISTED_S and not asked.in_flight
-        ]
-        for peer in old:
-            del self._asked[peer]
+            if now - asked.listed_at <= FORGET_LISTED_S or asked.in_flight
+        }
 
     def due(self, now: float, most: int = MAX_ASKED) -> list[tuple[PeerId, bytes]]:
-        """Whom to ask now, ``most`` at once and who has waited longest first, with the serialised
+        """Whom to ask now, ``most`` at once, those that have waited longest first, with the serialised
         ``ReportRequest``; each must end in ``answered`` or ``failed``."""
-        waiting = [
-            (asked.next_at, peer)
+        due = [
+            (peer, asked)
             for peer, asked in self._asked.items()
             if not asked.in_flight and asked.next_at <= now
         ]
-        if len(waiting) > most:
-            waiting.sort()
         found = []
-        for _, peer in waiting[: max(0, most)]:
-            asked = self._asked[peer]
+        for peer, asked in sorted(due, key=lambda item: item[1].next_at)[: max(0, most)]:
             asked.in_flight, asked.asked_at = True, now
             request = ReportRequest(run=self._run, process=asked.process, after=asked.after)
             self._want_decisions(request, peer)
@@ -137,17 +131,15 @@ class Poller:
             opened = open_report(data, peer, self._run)
         except RemoteProtocolError as error:
             refused = asked.sighting.refused + Counter({error.reason: 1})
-            self._put_off(peer, asked, now)
-            self._see(asked, unix_now, refused=refused, reason=f"sent a report that is none: {error}")
+            self._put_off(asked, now)
+            self._see(asked, refused=refused, reason=f"sent a report that is none: {error}")
             return
         asked.failures = 0
         interval_s = max(ASK_EVERY_S, len(self._asked) / ASKS_PER_S)
         asked.next_at = now + max(interval_s, opened.again_in_s)
-        offset_s = opened.sent_at - unix_now
         self._see(
-            asked, unix_now, state="answering", reason="", clock_offset_s=offset_s,
-            round_trip_s=now - asked.asked_at, answered_at=unix_now,
-            refused=asked.sighting.refused + opened.refused,
+            asked, state="answering", reason="", clock_offset_s=opened.sent_at - unix_now,
+            round_trip_s=now - asked.asked_at, refused=asked.sighting.refused + opened.refused,
         )  # fmt: skip
         if opened.again_in_s > 0:
             return
@@ -156,27 +148,24 @@ class Poller:
         self._take_events(asked, opened, unix_now)
         self._take_decisions(asked, opened, unix_now)
 
-    def failed(self, peer: PeerId, reason: str, now: float, unix_now: float) -> None:
+    def failed(self, peer: PeerId, reason: str, now: float) -> None:
         """``peer`` could not be asked."""
         asked = self._asked[peer]
         asked.in_flight = False
-        self._put_off(peer, asked, now)
-        self._see(asked, unix_now, state="unreachable", reason=reason)
+        self._put_off(asked, now)
+        self._see(asked, state="unreachable", reason=reason)
 
     def take(self) -> News:
         """Everything new since the last call."""
         news, self._news = self._news, News()
         return news
 
-    def _put_off(self, peer: PeerId, asked: _Asked, now: float) -> None:
+    def _put_off(self, asked: _Asked, now: float) -> None:
         asked.failures += 1
         asked.next_at = now + min(AGAIN_CAP_S, 2.0 ** min(asked.failures, 8))
 
-    def _see(self, asked: _Asked, unix_now: float, **changes: object) -> None:  # fields of Sighting
-        old = asked.sighting
-        if changes.get("state", old.state) != old.state:
-            changes["since_at"] = unix_now
-        asked.sighting = dataclasses.replace(old, **changes)  # type: ignore[arg-type]
+    def _see(self, asked: _Asked, **changes: Any) -> None:  # fields of Sighting
+        asked.sighting = dataclasses.replace(asked.sighting, **changes)
         self._news.sightings.append(asked.sighting)
 
     def _take_events(self, asked: _Asked, opened: Opened, unix_now: float) -> None:
@@ -226,7 +215,7 @@ class Poller:
                 counted, signers = read_decision(decision, self._run, unix_now)
             except RemoteProtocolError as error:
                 refused = asked.sighting.refused + Counter({error.reason: 1})
-                self._see(asked, unix_now, refused=refused)
+                self._see(asked, refused=refused)
                 continue
             wanted = self._wanted.get((counted.fragment, counted.round))
             if (
@@ -245,9 +234,4 @@ def in_our_time(event: Event, offset_s: float, unix_now: float) -> Event:
     ours."""
     if abs(offset_s) <= OFFSET_MATTERS_S and event.at <= unix_now:
         return event
-    changes: dict[str, object] = {"at": min(event.at - offset_s, unix_now)}
-    if isinstance(event, Recalled):
-        changes["first_seen_at"] = event.first_seen_at - offset_s
-        changes["applied_at"] = {key: at - offset_s for key, at in event.applied_at.items()}
-        changes["loss_at"] = tuple(at - offset_s for at in event.loss_at)
-    return dataclasses.replace(event, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(event, at=min(event.at - offset_s, unix_now))

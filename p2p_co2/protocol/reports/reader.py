@@ -8,7 +8,6 @@ by its cause; the rest of the report stands.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import zlib
 from collections import Counter
@@ -30,10 +29,9 @@ from p2p_co2.telemetry.events import (
     LinkOpened,
     PeerJoined,
     PeerLeft,
-    Recalled,
     RoundBegan,
     RoundCounted,
-)
+)  # fmt: skip
 from p2p_co2.telemetry.journal import parse_event
 
 REPORT_CONTEXT = b"p2p-co2 report"
@@ -48,15 +46,14 @@ MAX_COUNT = 2**53
 """Most that a counter may say: past it a float (and a browser) counts no more."""
 MAX_REAL = 1e15
 MAX_ROUND = 2**40
+_MOST: dict[str, float] = {"fragment": MAX_FRAGMENTS - 1, "round": MAX_ROUND}
 OLDEST_S, NEWEST_S = 400 * 86400.0, 60.0
 """How far an event's time may lie before and after the moment in which its sender reports it."""
-MAX_ITEMS = {"loss_at": 1024, "loss_position": 1024, "loss_value": 1024, "group": MAX_MEMBERS}
 
 
 @dataclass
 class Opened:
-    """A checked report. ``refused``: dropped events by cause. ``clock_offset_s``: its clock minus ours, to be
-    had by the caller; ``events`` carry the sender's times."""
+    """A checked report; ``events`` carry the sender's times. ``refused``: dropped events by cause."""
 
     process: int
     first: int
@@ -89,8 +86,13 @@ def open_report(data: bytes, peer: PeerId, run: bytes) -> Opened:
         decisions=list(report.decisions[:MAX_DECISIONS]),
     )  # fmt: skip
     for line in _inflated(report.events).split(b"\n")[:MAX_EVENTS]:
-        if line:
-            _read_line(line, opened, peer)
+        try:
+            if line:
+                event = parse_event(line)
+                check_event(event, peer, opened.sent_at)
+                opened.events.append(event)
+        except ValueError as error:
+            opened.refused[str(error)] += 1
     return opened
 
 
@@ -107,16 +109,6 @@ def _inflated(packed: bytes) -> bytes:
     return text
 
 
-def _read_line(line: bytes, opened: Opened, peer: PeerId) -> None:
-    try:
-        event = parse_event(line)
-        check_event(event, peer, opened.sent_at)
-    except ValueError as error:
-        opened.refused[str(error)] += 1
-    else:
-        opened.events.append(event)
-
-
 def check_event(event: Event, peer: PeerId, sent_at: float) -> None:
     """Raise ``ValueError`` with a short cause unless ``peer`` can have written ``event`` by ``sent_at``."""
     if event.peer != peer:
@@ -125,35 +117,30 @@ def check_event(event: Event, peer: PeerId, sent_at: float) -> None:
         raise ValueError("a count that only a signed decision can tell")
     if not sent_at - OLDEST_S <= event.at <= sent_at + NEWEST_S:
         raise ValueError("an impossible time")
-    for name in _FIELDS[type(event)]:
+    for name, value in vars(event).items():
         if name not in {"at", "peer"}:
-            _check_value(name, getattr(event, name))
+            _check_value(name, value)
     named: tuple[str, ...] = ()
     if isinstance(event, PeerJoined | PeerLeft | LinkOpened | LinkLost | LinkMeasured):
         named = (event.other,)
     elif isinstance(event, RoundBegan):
         named = event.group
-    elif isinstance(event, Recalled):
-        named = tuple(event.carriers)
     if not all(_is_peer_id(name) for name in named):
         raise ValueError("a peer that cannot be")
 
 
 def _check_value(name: str, value: Any) -> None:
     match value:
-        case bool():
-            return
-        case int():
-            most = MAX_FRAGMENTS - 1 if name == "fragment" else MAX_ROUND if name == "round" else MAX_COUNT
-            if not 0 <= value <= most:
+        case int() | float():
+            most = _MOST.get(name, MAX_COUNT if isinstance(value, int) else MAX_REAL)
+            is_known_loss = name == "loss" and (math.isnan(value) or -MAX_REAL <= value < 0)
+            if not (0 <= value <= most or is_known_loss):  # written so that NaN is refused
                 raise ValueError("an impossible number")
-        case float():
-            _check_real(name, value)
         case str():
             if len(value) > MAX_STRING:
                 raise ValueError("a text that is too long")
         case tuple():
-            if len(value) > MAX_ITEMS.get(name, MAX_FRAGMENTS):
+            if len(value) > (MAX_MEMBERS if name == "group" else MAX_FRAGMENTS):
                 raise ValueError("too many items")
             for item in value:
                 _check_value(name, item)
@@ -163,14 +150,6 @@ def _check_value(name: str, value: Any) -> None:
                 _check_value(name, item)
 
 
-def _check_real(name: str, value: float) -> None:
-    if name in {"loss", "loss_value"}:
-        if math.isinf(value) or abs(value) > MAX_REAL:
-            raise ValueError("an impossible number")
-    elif not 0 <= value <= MAX_REAL:  # written so that NaN is refused
-        raise ValueError("an impossible number")
-
-
 @lru_cache(maxsize=8192)
 def _is_peer_id(name: str) -> bool:
     try:
@@ -178,15 +157,6 @@ def _is_peer_id(name: str) -> bool:
     except RemoteProtocolError:
         return False
     return True
-
-
-class _Fields(dict[type[Event], tuple[str, ...]]):
-    def __missing__(self, kind: type[Event]) -> tuple[str, ...]:
-        names = self[kind] = tuple(field.name for field in dataclasses.fields(kind))
-        return names
-
-
-_FIELDS = _Fields()
 
 
 def read_decision(decision: Decision, run: bytes, at: float) -> tuple[RoundCounted, frozenset[str]]:

@@ -18,7 +18,7 @@ from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Report, ReportRequest
 from p2p_co2.telemetry.events import Event, RoundCommitted, RoundCounted
 from p2p_co2.telemetry.journal import event_line
-from p2p_co2.telemetry.peer_view import PeerView, recalled
+from p2p_co2.telemetry.view import PeerView, recalled
 
 MAX_EVENTS_KEPT = 2048
 """About a quarter of an hour of a peer in four fragments with a round every five seconds."""
@@ -89,9 +89,10 @@ class Responder:
         if again_in_s > 0:
             report.again_in_s = again_in_s
         else:
-            self._fill(report, known, unix_now)
+            self._fill(report, known)
             self._told[asker] = report.last
-            self._add_decisions(report, request)
+            for ref in request.decisions[:MAX_DECISIONS_ANSWERED]:
+                self._add_decision(report, ref.fragment, ref.round)
         return self._identity.seal(REPORT_CONTEXT, report.SerializeToString())
 
     def told_everybody(self, now: float) -> bool:
@@ -115,12 +116,12 @@ class Responder:
             raise RemoteProtocolError("another run", request.run.hex()[:16])
         return request
 
-    def _fill(self, report: Report, known: int, unix_now: float) -> None:
+    def _fill(self, report: Report, known: int) -> None:
         lines: list[bytes] = []
         size_bytes = 0
         if known < self._first - 1:
-            lines.append(event_line(recalled(self._base, unix_now)))
-            size_bytes, known = len(lines[0]), self._first - 1
+            lines = [event_line(event) for event in recalled(self._base)]
+            size_bytes, known = sum(map(len, lines)), self._first - 1
         report.first, report.last = known + 1, known
         for number in range(known + 1, report.newest + 1):
             line = event_line(self._events[number - self._first])
@@ -134,10 +135,6 @@ class Responder:
                 self._add_decision(report, event.fragment, event.round)
         self._allowance -= size_bytes / ANSWER_BYTES
         report.events = zlib.compress(b"".join(lines), 6) if lines else b""
-
-    def _add_decisions(self, report: Report, request: ReportRequest) -> None:
-        for ref in request.decisions[:MAX_DECISIONS_ANSWERED]:
-            self._add_decision(report, ref.fragment, ref.round)
 
     def _add_decision(self, report: Report, fragment: int, round_: int) -> None:
         decision = self._decisions.get((fragment, round_))

@@ -1,0 +1,221 @@
+"""Feeds: a run's journals on this disk, a peer of this machine that passes questions on, a past in memory.
+
+See ``telemetry.feed.Feed``; ``node.observer`` has the one over the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from p2p_co2.config import RunConfig, read_run_config
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.protocol.reports import Poller
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Relayed
+from p2p_co2.system.process import is_kept
+from p2p_co2.system.socket_activation import MAX_ASKED, receive_relayed, send_relayed
+from p2p_co2.telemetry.events import Event, PeerFinished, PeerStarted
+from p2p_co2.telemetry.feed import Feed, FeedState, News, Sighting
+from p2p_co2.telemetry.journal import Tail
+
+MAX_JOURNALS = 1024
+QUIET_S = 15.0
+"""A run whose journals do not grow for this long, and whose peers have finished or died, is over."""
+FORSAKEN_S = 300.0
+"""The same where no lock tells whether a peer's process lives: journals that were copied here."""
+LOOK_AGAIN_S = 2.0
+LIST_EVERY_S = 5.0
+WATCHED_FOR_S = 15.0
+MAX_AT_ONCE = MAX_ASKED // 2
+"""Questions in flight: a gate ends a program that asks too much, and a crowd of peers is not this one's
+fault."""
+
+
+class PastFeed(Feed):
+    """``events`` of a run that is over, those of peer ``me``."""
+
+    is_whole = True
+    state = FeedState("ended")
+
+    def __init__(self, events: Sequence[Event], run: RunConfig | None, me: str) -> None:
+        self._events, self.run, self.me = list(events), run, me
+
+    def take(self) -> News:
+        events, self._events = self._events, []
+        return News(events)
+
+
+class JournalFeed(Feed):
+    """``folder`` is a run's (``events.jsonl`` of each peer below ``peers/``, or one merged file), or one
+    peer's. Files are only read, and followed while they grow; each look stats every journal.
+
+    Raises ``EnvironmentFault`` if there is no such folder, ``ConfigError`` for a ``run.toml`` that is none.
+    """
+
+    is_whole = True
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise EnvironmentFault(f"there is no folder {folder}; name a run's folder, or a ticket")
+        run_file = folder / "run.toml"
+        self.run = read_run_config(run_file) if run_file.exists() else None
+        self.place = f"journals in {folder.resolve().name}"
+        self._folder = folder
+        self._tails: dict[Path, Tail] = {}
+        self._looked_at = -1e9
+        self._grew_at = 0.0
+        """When the youngest journal grew, unix seconds."""
+        self._alive = True
+        self._open: set[str] = set()
+        self._seen: set[str] = set()
+        self.state = self._state(0.0)
+
+    def take(self) -> News:
+        news = News()
+        is_due = time.monotonic() - self._looked_at > LOOK_AGAIN_S
+        if is_due:
+            self._looked_at = time.monotonic()
+            single = sorted(self._folder.glob("peers/*/events.jsonl")) or [self._folder / "events.jsonl"]
+            for path in single[:MAX_JOURNALS]:
+                if path not in self._tails and path.exists():
+                    self._tails[path] = Tail(path)
+        for tail in self._tails.values():
+            news.events += tail.new_events()
+        for event in news.events:
+            if event.peer not in self._seen:
+                self._seen.add(event.peer)
+                news.sightings.append(Sighting(event.peer, "answering"))
+            if isinstance(event, PeerStarted):
+                self._open.add(event.peer)
+            elif isinstance(event, PeerFinished):
+                self._open.discard(event.peer)
+        for path in self._tails if news.events else ():
+            with contextlib.suppress(OSError):  # a peer's folder was cleared away while the others write
+                self._grew_at = max(self._grew_at, path.stat().st_mtime)
+        quiet_s = time.time() - self._grew_at
+        if is_due and quiet_s > QUIET_S:
+            # By the locks of the peers' folders: some writer's process lives, or none can tell.
+            kept = [is_kept(path.parent) for path in self._tails]
+            self._alive = True in kept or False not in kept
+        self.state = self._state(quiet_s)
+        return news
+
+    def _state(self, quiet_s: float) -> FeedState:
+        if not self._seen:
+            return FeedState("connected", "no peer has written an event yet")
+        if not self._open and quiet_s > QUIET_S:
+            return FeedState("ended", "the run is over: every peer has finished")
+        if quiet_s > QUIET_S and not self._alive:
+            return FeedState("ended", "the run is over: of those who wrote it no process lives any more")
+        if quiet_s > FORSAKEN_S:
+            return FeedState("ended", "the journals have not grown for long: whoever wrote them is gone")
+        return FeedState("connected", f"{len(self._open)} of {len(self._seen)} peers are writing")
+
+
+class RelayedFeed(Feed):
+    """A feed through a peer of this machine: its board asks, the peer passes the questions on.
+
+    The board's process has no libp2p and no torch; it speaks to its peer over ``relay``, its end of the
+    socket pair that the gate gave it; closed by ``close``. Law: it asks its own peer always, and the others
+    only while somebody looks (``watched``), so that a board which only answers a scraper costs the swarm
+    nothing. What comes back is signed by each peer and checked here like any observer's. ``gone`` is set when
+    the peer has ended: then there is nothing more to show.
+    """
+
+    place = "this machine's peer"
+    state = FeedState("connecting", "asking the peer of this machine")
+
+    def __init__(self, relay: socket.socket) -> None:
+        self.gone = threading.Event()
+        self._relay = relay
+        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._poller: Poller | None = None
+        self._asked: dict[int, PeerId] = {}
+        self._next_id = 1
+        self._watched_at = -1e9
+        relay.settimeout(None)
+        for work in (self._receive, self._ask):
+            threading.Thread(target=work, name="p2p-co2 relay", daemon=True).start()
+
+    def take(self) -> News:
+        with self._lock:
+            return self._poller.take() if self._poller is not None else News()
+
+    def watched(self, now: float) -> None:
+        self._watched_at = now
+
+    def close(self) -> None:
+        self.gone.set()
+        with contextlib.suppress(OSError):  # the peer was faster
+            self._relay.shutdown(socket.SHUT_RDWR)
+
+    def _ask(self) -> None:
+        listed_at = -1e9
+        while not self.gone.wait(0.1):
+            now = time.monotonic()
+            if now - listed_at > LIST_EVERY_S:
+                listed_at = now
+                self._post(Relayed(id=0))
+            with self._lock:
+                room = MAX_AT_ONCE - len(self._asked)
+                due = self._poller.due(now, room) if self._poller is not None else []
+                for peer, question in due:
+                    self._asked[self._next_id] = peer
+                    self._post(Relayed(id=self._next_id, peer=peer, request=question))
+                    self._next_id += 1
+
+    def _post(self, message: Relayed) -> None:
+        try:
+            with self._sending:
+                send_relayed(self._relay, message)
+        except OSError:
+            self.gone.set()
+
+    def _receive(self) -> None:
+        while not self.gone.is_set():
+            try:
+                message = receive_relayed(self._relay)
+            except OSError:
+                message = None
+            if message is None:
+                self.state = FeedState("lost", "the peer of this machine has ended")
+                self.gone.set()
+                return
+            with self._lock:
+                self._take(message, time.monotonic(), time.time())
+
+    def _take(self, message: Relayed, now: float, unix_now: float) -> None:
+        if message.id == 0:
+            self._listed(message, now)
+            return
+        peer = self._asked.pop(message.id, None)
+        if peer is None or self._poller is None:
+            return
+        if message.trouble:
+            self._poller.failed(peer, message.trouble, now)
+        else:
+            self._poller.answered(peer, message.answer, now, unix_now)
+        words = f"{self._poller.answering} of {len(self._poller)} peers answer"
+        self.state = FeedState("connected", words)
+
+    def _listed(self, message: Relayed, now: float) -> None:
+        """The peers that ours knows, itself first, and the run's settings."""
+        if message.trouble or not message.peers:
+            self.state = FeedState("connecting", message.trouble or "the peer is still joining")
+            return
+        if self._poller is None:
+            try:
+                self.run = RunConfig.from_canonical_bytes(message.answer)
+            except ConfigError as error:
+                self.state = FeedState("lost", str(error))
+                return
+            self.me = message.peers[0]
+            self.place = f"seen by peer ~{self.me[-6:]} of this machine"
+            self._poller = Poller(self.run.digest())
+        others = message.peers[1:] if now - self._watched_at < WATCHED_FOR_S else []
+        self._poller.listed([PeerId(peer) for peer in (self.me, *others)], now)

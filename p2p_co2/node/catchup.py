@@ -1,0 +1,368 @@
+"""When and how this peer catches up: carries out ``catchup.policy`` with the machine and the tensor side.
+
+Laws: what is adopted is what the peers that this one hears agree on, by digest, as far as they can be asked;
+a state that a majority contradicts is refused and its donors counted; one that less than half have reached is
+not loaded unless two of them hold it. A round is replayed only upon the state that it was made upon, and only
+if most of those that this peer is with made it. Replay is preferred: it knows whether this peer's own work is
+in the missed means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from p2p_co2.digest import digest as digest_of
+from p2p_co2.errors import DigestMismatch, RemoteProtocolError
+from p2p_co2.node.agreement import Agreement
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, agreed_mean
+from p2p_co2.protocol.catchup import (
+    ROUND,
+    STATE,
+    CatchUp,
+    CatchUpEvent,
+    DonorRefused,
+    ExportWanted,
+    Fetched,
+    FetchFailed,
+    Goal,
+    Loading,
+)
+from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Move, Why
+from p2p_co2.protocol.rounds import Overheard, PayloadShape, Rounds, open_decision
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Status
+from p2p_co2.telemetry import events as ev
+
+REPLAY_AT_MOST = 8
+"""Missed rounds of one fragment that are replayed, if that costs less than half of its whole state."""
+ROUND_AGAIN = 3
+"""So often on the way to a version a round is asked for anew that came in part."""
+AGAIN_AFTER_S = 5.0
+TAKEN_WITHIN_S = 15.0
+"""While others take what we hold, we do not go back to where they are: both would only change places."""
+OTHER_HISTORY = "other history"
+"""The reason of a refusal that blames nobody: it may be this peer that went astray."""
+
+
+@dataclass(frozen=True)
+class CatchupEffects:
+    """What the node does for its controller. ``take``, ``adopt``, ``export``: as ``Deciding``."""
+
+    now: Callable[[], float]
+    report: Callable[..., None]
+    spawn: Callable[[Coroutine[Any, Any, None]], None]
+    refuse: Callable[[str, str, str], None]
+    give_up_offer: Callable[[int], None]
+    settle_offer: Callable[[int], None]
+    take: Callable[[AgreedMean, Decision], Awaitable[bool]]
+    adopt: Callable[[int, Any, AgreedVersion, bool], Awaitable[None]]
+    export: Callable[[int], Coroutine[Any, Any, None]]
+    pump: Callable[[], None]
+
+
+@dataclass
+class Target:
+    """Where a fragment is being brought. ``again``: how often a missed round came in part."""
+
+    version: int
+    digest: bytes
+    donors: tuple[PeerId, ...]
+    why: Why
+    from_version: int
+    again: int = 0
+
+
+class CatchupController:
+    """``agreed``: the node's own list; ``run`` and ``shape`` are what decisions are checked against."""
+
+    def __init__(
+        self, machine: CatchUp, rounds: Rounds, majority: Agreement, agreed: list[AgreedVersion], run: bytes,
+        shape: PayloadShape, effects: CatchupEffects,
+    ) -> None:  # fmt: skip
+        self._machine, self._rounds, self.majority, self._agreed = machine, rounds, majority, agreed
+        self._run, self._shape, self._do = run, shape, effects
+        self._targets: dict[int, Target] = {}
+        self._noticed_at: dict[int, tuple[Why, float]] = {}
+        self._again_at: dict[int, float] = {}
+        """When a fragment that could not be brought up is tried again."""
+        self._told_of: dict[int, object] = {}
+        """For which state of a fragment, and on the way to which version, it was told that it could not."""
+        self._looked_at: object = None
+        self._looks_again = False
+        machine.ask_swarm(majority.vouch)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether something was noticed that ``look_around`` has to look at again, news or not."""
+        return bool(self._noticed_at) or self._looks_again
+
+    def busy(self) -> bool:
+        return bool(self._targets)
+
+    def is_fetching(self, fragment: int) -> bool:
+        return fragment in self._targets
+
+    # ---- where to go
+
+    def go_to(self, fragment: int, version: int, digest: bytes, donors: tuple[PeerId, ...]) -> bool:
+        """Bring ``fragment`` to at least ``version``; ``digest`` is that version's, or empty if not known.
+        False if there is nowhere to go."""
+        agreed, known = self._agreed[fragment], self._targets.get(fragment)
+        diverged = agreed.version == version and digest not in (b"", agreed.digest)
+        if (agreed.version >= version and not diverged) or self.majority.phase == Status.PAUSED:
+            return False
+        if known is None:
+            self._targets[fragment] = Target(version, digest, donors, Why.AHEAD, agreed.version)
+            self._fetch_next(fragment, whole=diverged)
+        elif known.version < version:
+            known.version, known.digest, known.donors, known.why = version, digest, donors, Why.AHEAD
+        return True
+
+    def overheard(self, event: Overheard) -> None:
+        """A round that this peer listened to was committed: replay it. Its means were held against the
+        commit, so no owner is to blame if it does not follow our history."""
+        fragment, here = event.fragment, self._agreed[event.fragment].version
+        self._targets.setdefault(fragment, Target(event.round, b"", event.owners, Why.AHEAD, here))
+        decision = Decision.FromString(event.decision)
+        goal = Goal(ROUND, fragment, event.round, event.owners)
+        fetched = Fetched(goal, event.round, event.mean, decision, b"", event.owners, event.duration_s, 0)
+        self._do.spawn(self._take(fetched))
+
+    def overtaken(self, fragment: int) -> None:
+        """A round of ours has brought ``fragment`` on. If that is as far as it was to be brought, what is
+        still on its way is of no use: over a slow line minutes of it."""
+        target, agreed = self._targets.get(fragment), self._agreed[fragment]
+        if target is None or target.why is Why.OTHER or agreed.version < target.version:
+            return
+        is_another = agreed.version == target.version and target.digest not in (b"", agreed.digest)
+        if self._machine.fetching(fragment) and not is_another:
+            self._machine.forget(fragment, self._do.now())
+            self._drop_target(fragment)
+
+    def wake(self, now: float) -> None:
+        """This peer goes on after a rest: what it missed is fetched at once."""
+        fragments = range(len(self._agreed))
+        self._noticed_at = {fragment: (Why.AHEAD, now - NOTICE_AFTER_S) for fragment in fragments}
+        self.look_around(now)
+
+    def look_around(self, now: float) -> None:
+        """Compare this peer's versions and digests with the heartbeats of the others."""
+        looks_again, self._looks_again = self._looks_again, False
+        phase = self.majority.phase
+        if phase == Status.PAUSED:
+            return
+        seen = (self.majority.revision, tuple(self._agreed), phase)
+        if seen == self._looked_at and not (self._noticed_at or looks_again):
+            return
+        self._looked_at = seen
+        if self.majority.is_with_all():
+            self._noticed_at.clear()
+            return
+        for fragment in range(len(self._agreed)):
+            self._look_at(fragment, phase == Status.JOINING, now)
+
+    def _look_at(self, fragment: int, joining: bool, now: float) -> None:
+        move = self.majority.decide(fragment, self._replayable(fragment) > 0)
+        if move is None:
+            self._noticed_at.pop(fragment, None)
+            return
+        why, since = self._noticed_at.get(fragment, (move.why, now))
+        if why is not move.why:
+            since = now
+        self._noticed_at[fragment] = move.why, since
+        if self._rounds.is_completing(fragment):
+            return  # its bytes are on their way
+        if (target := self._targets.get(fragment)) is not None:
+            donors = self.majority.donors(fragment, target.version, target.digest)
+            self._machine.add_donors(fragment, donors, now)
+            return
+        early = now - since < move.wait_s and not joining
+        if early or now < self._again_at.get(fragment, 0.0) or self._is_being_taken(move, fragment, now):
+            return
+        self._go(fragment, move)
+
+    def _is_being_taken(self, move: Move, fragment: int, now: float) -> bool:
+        goes_back = move.why is Why.OTHER and move.version < self._agreed[fragment].version
+        return goes_back and bool(self._machine.donor.takers(now, TAKEN_WITHIN_S))
+
+    def _go(self, fragment: int, move: Move) -> None:
+        here = self._agreed[fragment].version
+        if move.why is Why.OTHER:
+            alone = self.majority.alone(fragment)
+            what = f", {alone} rounds of this peer alone among it" if alone else ""
+            text = (
+                f"fragment {fragment}: our version {here} is of another history than {move.version} of most "
+                f"others, or of the strongest: going over to theirs; what only ours holds is lost{what}"
+            )
+            self._do.report(ev.Warned, text=text)
+        donors = self.majority.donors(fragment, move.version, move.digest)
+        self._targets[fragment] = Target(move.version, move.digest, donors, move.why, here)
+        self._fetch_next(fragment, whole=move.why is Why.OTHER)
+
+    # ---- fetching
+
+    def handle(self, event: CatchUpEvent) -> None:
+        if isinstance(event, ExportWanted):
+            self._do.spawn(self._do.export(event.fragment))
+        elif isinstance(event, DonorRefused):
+            self._do.refuse(event.peer, event.reason, event.detail)
+        elif isinstance(event, Loading):
+            self._do.report(ev.StateLoading, **asdict(event))
+        elif isinstance(event, FetchFailed):
+            self._failed(event)
+        else:
+            self._do.spawn(self._take(event))
+
+    def _fetch_next(self, fragment: int, whole: bool = False) -> None:
+        if (target := self._targets.get(fragment)) is None:
+            return
+        version, current = target.version, self._agreed[fragment].version
+        digest = self.majority.digest(fragment, version) or target.digest
+        if target.why is Why.OTHER:
+            digest = target.digest
+        live = self.majority.view(fragment)
+        alive = tuple(peer for peer in target.donors if peer in live)
+        alive += tuple(p for p in self.majority.donors(fragment, version, digest) if p not in alive)
+        rounds = self._replayable(fragment)
+        if not whole and 0 < version - current <= rounds:
+            goal = Goal(ROUND, fragment, current + 1, alive)
+        elif target.why is not Why.OTHER and self.majority.is_one_word(fragment, version):
+            self._give_up(fragment, f"only few have a state of version {version}")
+            return
+        else:
+            # A state a little older will do, where donors are giving that one: the rounds since are replayed.
+            oldest = version if whole else max(current + 1, version - rounds // 2)
+            goal = Goal(STATE, fragment, version, alive, digest, oldest)
+        self._machine.want(goal, self._do.now())
+
+    def _fetch_whole(self, fragment: int) -> None:
+        """A round does not follow our state: the state after it instead, unless only few have that."""
+        if (target := self._targets.get(fragment)) is None or target.why is not Why.LAST:
+            self._fetch_next(fragment, whole=True)
+            return
+        self._drop_target(fragment)
+        move = self.majority.decide(fragment, replayable=False)
+        if move is not None and move.why is Why.OTHER:
+            self._go(fragment, move)
+        else:
+            self._again_at[fragment] = self._do.now() + AGAIN_AFTER_S
+
+    def _replayable(self, fragment: int) -> int:
+        return min(REPLAY_AT_MOST, self._machine.shape.replayable(fragment))
+
+    def _failed(self, event: FetchFailed) -> None:
+        fragment, target = event.goal.fragment, self._targets.get(event.goal.fragment)
+        is_round = event.goal.what == ROUND and bool(event.goal.donors)
+        if is_round and target is not None and target.why is not Why.LAST:
+            target.again += 1
+            still_had = event.chunks_given > 0 and not event.newest_version
+            self._fetch_next(fragment, whole=not still_had or target.again > ROUND_AGAIN)
+        else:
+            self._give_up(fragment, event.reason)
+
+    def _give_up(self, fragment: int, reason: str) -> None:
+        """What is wanted is nowhere to be had, or only of few: heartbeats will tell where most are."""
+        target = self._targets.get(fragment)
+        self._drop_target(fragment)
+        if target is not None:  # nobody has its bytes: do not wait for them
+            self._rounds.forget_outcome(fragment, target.version)
+        self._again_at[fragment] = self._do.now() + AGAIN_AFTER_S
+        if target is None or target.why is not Why.LAST:  # one peer's word ends no offer of ours
+            self._do.give_up_offer(fragment)
+        news = self._agreed[fragment], target and target.version
+        if self._told_of.get(fragment) != news:  # it is tried every few seconds, to the end of a run
+            self._told_of[fragment] = news
+            self._do.report(ev.Warned, text=f"fragment {fragment} could not catch up yet: {reason}")
+
+    async def _take(self, event: Fetched) -> None:
+        await (self._take_round(event) if event.goal.what == ROUND else self._take_state(event))
+        self._do.pump()  # what is wanted next is asked for at once
+
+    async def _take_round(self, event: Fetched) -> None:
+        try:
+            mean = self._checked_mean(event)
+        except RemoteProtocolError as error:
+            if error.reason != OTHER_HISTORY:  # else it may be we that went astray
+                self._blame(event, error.reason, error.detail)
+            self._fetch_whole(event.goal.fragment)
+            return
+        if mean is not None:
+            await self._do.take(mean, event.decision)
+        self._went_on(event, "replay")
+
+    def _checked_mean(self, event: Fetched) -> AgreedMean | None:
+        """The mean of a replayed round, held against its certificate; None if this peer is past it
+        already. Raises ``RemoteProtocolError``."""
+        fragment = event.goal.fragment
+        outcome, agreed = open_decision(event.decision, self._run, self._shape), self._agreed[fragment]
+        if (outcome.key.fragment, outcome.key.round) != (fragment, event.version):
+            raise RemoteProtocolError("bad decision", "of another round")
+        group = {PeerId(member.peer) for member in outcome.members}
+        if not self.majority.is_most(group, fragment):
+            raise RemoteProtocolError(OTHER_HISTORY, "most peers that train here are not in its group")
+        if agreed.version != event.version - 1:
+            return None
+        if outcome.state_digest != agreed.digest:
+            raise RemoteProtocolError(OTHER_HISTORY, "the round follows another state than ours")
+        block_bytes = self._shape.block_bytes
+        for part in outcome.parts:
+            piece = event.data[part.start_block * block_bytes : part.stop_block * block_bytes]
+            if digest_of(piece) != part.digest:
+                raise RemoteProtocolError("wrong digest", f"of the mean of round {event.version}")
+        return agreed_mean(outcome, event.data)
+
+    async def _take_state(self, event: Fetched) -> None:
+        fragment, target = event.goal.fragment, self._targets.get(event.goal.fragment)
+        goes_back = target is not None and target.why is Why.OTHER
+        if goes_back:
+            move = self.majority.decide(fragment, replayable=False)
+            if move is None or move.why is not Why.OTHER:
+                self._drop_target(fragment)  # the others have come to us meanwhile
+                return
+        held = Held(event.version, event.digest)
+        try:  # as when it was promised (``vouch``), but for what was heard since
+            if words := self.majority.objection(fragment, held, event.donors):
+                raise DigestMismatch(words)
+            await self._do.adopt(fragment, event.data, AgreedVersion(*held), goes_back)
+        except (DigestMismatch, RemoteProtocolError) as error:
+            is_overtaken = event.version < self._agreed[fragment].version and not goes_back
+            self._drop_target(fragment)
+            if is_overtaken:  # a round was quicker just now: nobody is to blame
+                return
+            self._blame(event, "bad state", str(error))
+            self._again_at[fragment] = self._do.now() + AGAIN_AFTER_S
+            self._do.give_up_offer(fragment)
+            return
+        self._went_on(event, "state")
+
+    def _went_on(self, event: Fetched, how: str) -> None:
+        fragment = event.goal.fragment
+        agreed, target = self._agreed[fragment], self._targets.get(fragment)
+        if target is not None and agreed.version < target.version and (how == "replay" or event.version > 0):
+            if how == "replay" and agreed.version < event.version:
+                self._fetch_whole(fragment)  # the round did not follow our state
+            else:
+                self._fetch_next(fragment)
+            return
+        from_version = agreed.version if target is None else target.from_version
+        self._drop_target(fragment)
+        self._do.report(
+            ev.CaughtUp, fragment=fragment, from_version=from_version, to_version=agreed.version, how=how,
+            donor=event.donor, donors=len(event.donors), bytes=len(event.data), duration_s=event.duration_s,
+            rounds_given_up=self.majority.given_up.pop(fragment, 0),
+        )  # fmt: skip
+
+    def _drop_target(self, fragment: int) -> None:
+        """Its fetch has ended, one way or the other."""
+        self._targets.pop(fragment, None)
+        self._noticed_at.pop(fragment, None)
+        self._looks_again = True
+        self._do.settle_offer(fragment)
+
+    def _blame(self, event: Fetched, reason: str, detail: str) -> None:
+        """All its donors signed for these very bytes."""
+        for donor in event.donors:
+            self._do.refuse(donor, reason, detail)
+            self._machine.quarantine(donor, reason, self._do.now())

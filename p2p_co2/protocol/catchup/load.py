@@ -1,0 +1,324 @@
+"""One goal being loaded: who promises what, which content is loaded, and what of it is missing.
+
+A donor of a load is ``Asked`` for its manifest, or wants to be asked ``Again`` later, or has ``Promised`` a
+content. One content is fixed: the one that most peers report, that others vouch for, or that most donors
+promise. It stays fixed until nobody promises it any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.protocol.catchup.goals import ROUND, STATE, Fetched, FetchFailed, Goal, Shape, Vouch
+from p2p_co2.protocol.catchup.manifest import (
+    Content,
+    check_chunk,
+    check_manifest,
+    chunk_at,
+    chunk_count,
+    chunk_digest,
+    content_of,
+)
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
+from p2p_co2.system.memory import zeros
+
+LEAST_DONORS, MOST_DONORS = 2, 8
+"""Asked at once for one goal: as many as it has chunks, within these."""
+PROMISE_FLOOR_S, EXPORT_BYTES_PER_S = 3.0, 100e6
+"""A manifest is waited for so long, and for the time in which a donor surely writes its state out."""
+CHOOSE_FLOOR_S, CHOOSE_CAP_S = 0.2, 2.0
+"""After the first manifest, the others are waited for: as long again as the first took, within these."""
+AGAIN_FIRST_S, AGAIN_CAP_S = 0.25, 2.0
+"""A donor that said "again" is asked after the first, then after twice as long each time, up to the cap."""
+STALLED_S = 120.0
+"""A load for which nothing comes for so long is given up: twice what a chunk is waited for."""
+EARLY_AGAINS = 5
+"""What a donor says it has not reached yet is asked for so often: nobody may ever reach it."""
+
+
+class Store(Protocol):
+    """What a peer keeps of a state that it has not loaded whole, beyond its own end (``node.kept_chunks``).
+
+    Law: what it gives back is checked like a stranger's bytes. No call raises for the disk's sake.
+    """
+
+    def held_version(self, fragment: int, total_bytes: int) -> int:
+        """The version of a fragment's state of which there are chunks; 0 for none."""
+
+    def resume(self, manifest: Manifest) -> memoryview | None:
+        """What was kept of a promise, or None; from now on nothing else of its fragment is kept."""
+
+    def keep(self, manifest: Manifest, start: int, data: bytes) -> None:
+        """Keep bytes at ``start`` that have proved right."""
+
+
+class Unasked(Enum):
+    """Of a donor: to be asked when another fails, or failed in this attempt."""
+
+    LISTED = 0
+    GONE = 1
+
+
+class Asked(NamedTuple):
+    """For its manifest. ``times``: how often it has said "again"."""
+
+    at: float
+    times: int
+
+
+class Again(NamedTuple):
+    """It is to be asked at that time."""
+
+    at: float
+    times: int
+
+
+class Promised(NamedTuple):
+    content: Content
+    manifest: Manifest
+
+
+Standing = Unasked | Asked | Again | Promised
+
+
+@dataclass
+class Terms:
+    """What all loads share. ``run``: its digest; ``vouch``: what the swarm says of a promised state;
+    ``store``: where chunks of states are kept."""
+
+    run: bytes
+    shape: Shape
+    vouch: Vouch = lambda donor, fragment, version, digest: None
+    store: Store | None = None
+
+    def vouched(self, donor: PeerId, promise: Manifest) -> bool | None:
+        """A round proves itself by its decision: only of a state there is something to say."""
+        if promise.what != STATE:
+            return None
+        return self.vouch(donor, promise.fragment, promise.version, promise.digest)
+
+
+class Chunks:
+    """One content: memory for all of it, and what of it is missing. ``pending``: what nobody was asked for;
+    ``kept``: how many chunks an earlier process had."""
+
+    def __init__(self, promise: Promised, store: Store | None) -> None:
+        self.content, self.manifest = promise
+        self._store = store
+        kept = store.resume(self.manifest) if store is not None else None
+        self.data = zeros(self.manifest.total_bytes) if kept is None else kept
+        self.missing = {
+            chunk
+            for chunk, digest in enumerate(self.manifest.chunk_digests)
+            if kept is None or chunk_digest(kept[self._place(chunk)]) != digest
+        }
+        self.kept = len(self.manifest.chunk_digests) - len(self.missing)
+        self.pending = deque(sorted(self.missing))
+        self.gave: Counter[PeerId] = Counter()
+
+    def take(self, chunk: Chunk, donor: PeerId) -> bool:
+        """Put one in its place; False if it was there. Raises ``RemoteProtocolError`` for a wrong one."""
+        check_chunk(chunk, self.manifest)
+        if chunk.chunk not in self.missing:
+            return False
+        self.missing.discard(chunk.chunk)
+        place = self._place(chunk.chunk)
+        self.data[place] = chunk.data
+        if self._store is not None:
+            self._store.keep(self.manifest, place.start, chunk.data)
+        self.gave[donor] += 1
+        if chunk.chunk in self.pending:
+            self.pending.remove(chunk.chunk)
+        return True
+
+    def give_back(self, chunks: Iterable[int]) -> None:
+        """Who was asked for these does not give them: they are dealt first."""
+        again = [chunk for chunk in chunks if chunk in self.missing and chunk not in self.pending]
+        self.pending.extendleft(sorted(again, reverse=True))
+
+    def _place(self, chunk: int) -> slice:
+        return chunk_at(chunk, self.manifest.total_bytes, self.manifest.chunk_bytes)
+
+
+class Load:
+    """``request`` tells answers to it from others. ``donors``: how each stands; ``moved_at``: when anything
+    was promised or given; ``dealt_at``: when a chunk was asked for last; ``chunks``: None until something was
+    chosen, and kept while nothing ``is_chosen`` any more."""
+
+    def __init__(self, goal: Goal, request: int, terms: Terms, now: float) -> None:
+        self.goal, self.request, self._terms = goal, request, terms
+        held = self._store.held_version(goal.fragment, self._total_bytes) if self._store is not None else 0
+        self._held = held if self._oldest <= held <= goal.version else 0
+        """The version that an interrupted process had begun to load: asked for first."""
+        self._started_at = self.moved_at = now
+        self.dealt_at, self._choose_at = -math.inf, math.inf
+        self.attempts = self.wasted = self._newest = 0
+        self.donors: dict[PeerId, Standing] = dict.fromkeys(goal.donors, Unasked.LISTED)
+        self.chunks: Chunks | None = None
+        self.is_chosen = False
+        self.reason = "no donor is known"
+
+    @property
+    def _total_bytes(self) -> int:
+        return self._terms.shape.bytes_of(self.goal.what, self.goal.fragment)
+
+    @property
+    def _store(self) -> Store | None:
+        """A round is small, and is asked for anew."""
+        return self._terms.store if self.goal.what == STATE else None
+
+    @property
+    def _oldest(self) -> int:
+        return self.goal.oldest or self.goal.version
+
+    @property
+    def givers(self) -> list[PeerId]:
+        """Those that promise what was chosen."""
+        if self.chunks is None or not self.is_chosen:
+            return []
+        content = self.chunks.content
+        return [p for p, its in self.donors.items() if isinstance(its, Promised) and its.content == content]
+
+    @property
+    def is_out_of_donors(self) -> bool:
+        return not (
+            self.givers if self.is_chosen else any(its is not Unasked.GONE for its in self.donors.values())
+        )
+
+    def stalled_at(self, came_at: float) -> float:
+        """When it is given up. Where its donors gave to our other loads (``came_at``), it waits its turn."""
+        return max(self.moved_at, came_at if self.givers else -math.inf) + STALLED_S
+
+    # ---- donors
+
+    def begin(self, distrusted: Collection[PeerId], now: float) -> None:
+        """Ask everybody, the first time or anew."""
+        self.attempts, self.moved_at = self.attempts + 1, now
+        self.donors = {peer: Unasked.GONE if peer in distrusted else Unasked.LISTED for peer in self.donors}
+        self.is_chosen, self._choose_at = False, math.inf
+
+    def add_donors(self, peers: Iterable[PeerId]) -> None:
+        self.donors = dict.fromkeys(peers, Unasked.LISTED) | self.donors
+
+    def forget(self, peer: PeerId, reason: str) -> None:
+        """``peer`` serves this load no more."""
+        if peer in self.donors:
+            self.donors[peer], self.reason = Unasked.GONE, f"{peer[-6:]}: {reason}"
+
+    def questions(self, now: float) -> list[tuple[PeerId, Fetch]]:
+        """Ask whom it is time to ask again, and others until as many as are wanted are at it."""
+        due = [peer for peer, its in self.donors.items() if isinstance(its, Again) and now >= its.at]
+        chunks = chunk_count(self._total_bytes, self._terms.shape.chunk_bytes)
+        wanted = min(MOST_DONORS, max(LEAST_DONORS, chunks))
+        promised = [peer for peer, its in self.donors.items() if isinstance(its, Promised)]
+        at_it = len(self.givers if self.is_chosen else promised)
+        at_it += sum(isinstance(its, Asked) for its in self.donors.values())
+        listed = [peer for peer, its in self.donors.items() if its is Unasked.LISTED]
+        due += listed[: max(0, wanted - at_it - len(due))]
+        return [(peer, self._ask(peer, now)) for peer in due]
+
+    def _ask(self, peer: PeerId, now: float) -> Fetch:
+        known, goal, only = self.donors.get(peer), self.goal, self._held
+        self.donors[peer] = Asked(now, known.times if isinstance(known, Asked | Again) else 0)
+        if self.is_chosen and self.chunks is not None:
+            only = self.chunks.manifest.version
+        fetch = Fetch(what=goal.what, fragment=goal.fragment, version=goal.version, request=self.request)
+        if goal.what == STATE:
+            fetch.version, fetch.newest = only or self._oldest, only
+        return fetch
+
+    def take_manifest(self, manifest: Manifest, sender: PeerId, now: float) -> None:
+        """Raises ``RemoteProtocolError`` for one that breaks the rules, or that the others contradict."""
+        asked, terms = self.donors.get(sender), self._terms
+        if not isinstance(asked, Asked):
+            return  # doubled under way
+        check_manifest(
+            manifest, self.goal, self._total_bytes, self._oldest, sender, terms.run, terms.shape.chunk_bytes
+        )
+        if terms.vouched(sender, manifest) is False:
+            raise RemoteProtocolError("bad state", f"the others know none like that of {manifest.version}")
+        self.donors[sender], self.moved_at = Promised(content_of(manifest), manifest), now
+        wait_s = min(CHOOSE_CAP_S, max(CHOOSE_FLOOR_S, now - asked.at))
+        self._choose_at = min(self._choose_at, now + wait_s)
+
+    def take_refusal(self, refusal: Refusal, sender: PeerId, now: float) -> bool:
+        """The donor cannot help, or not now, or no longer. Whether it may be asked once more."""
+        known, self._newest = self.donors[sender], max(self._newest, refusal.newest_version)
+        self.reason = f"{sender[-6:]}: {refusal.reason[:200] or 'refused without a reason'}"
+        if not isinstance(known, Asked):
+            return False
+        if not refusal.again:
+            goes_on, self._held = bool(self._held), 0  # the version that was begun is gone: whatever there is
+            self.donors[sender] = Again(now, known.times)
+            return goes_on
+        wait_s = min(AGAIN_CAP_S, AGAIN_FIRST_S * 2 ** min(known.times, EARLY_AGAINS))
+        self.donors[sender] = Again(now + wait_s, known.times + 1)
+        is_early = self.goal.what == ROUND or refusal.newest_version > 0
+        return known.times < EARLY_AGAINS or not is_early
+
+    # ---- what is loaded
+
+    def choose(self, now: float) -> None:
+        """Fix what is loaded, once it is sure or the others were waited for."""
+        camps: dict[Content, list[PeerId]] = {}
+        for peer, its in list(self.donors.items()) if not self.is_chosen else ():
+            if isinstance(its, Promised) and self._terms.vouched(peer, its.manifest) is False:
+                self.forget(peer, "the others know no such state")  # they say more by now
+            elif isinstance(its, Promised):
+                camps.setdefault(its.content, []).append(peer)
+        if not camps:
+            return
+        best = max(camps.values(), key=self._rank)
+        promise, waits = self.donors[best[0]], any(isinstance(its, Asked) for its in self.donors.values())
+        assert isinstance(promise, Promised)
+        if waits and now < self._choose_at and not self._rank(best)[0]:
+            return
+        self.is_chosen, self.moved_at = True, now
+        if self.chunks is None or self.chunks.content != promise.content:
+            self.chunks = None  # lets go of the memory first
+            self.chunks = Chunks(promise, self._store)
+        self.chunks.pending = deque(sorted(self.chunks.missing))
+
+    def _rank(self, camp: list[PeerId]) -> tuple[bool, bool, int, int]:
+        """The highest is loaded: what most peers report, what others vouch for, what most donors promise.
+        Then the newest; but of what nobody else knows the oldest: it is easy to promise a version that
+        nobody has reached."""
+        promised, goal = self.donors[camp[0]], self.goal
+        assert isinstance(promised, Promised)
+        promise = promised.manifest
+        known = bool(goal.digest) and (promise.version, promise.digest) == (goal.version, goal.digest)
+        trusted = any(self._terms.vouched(peer, promise) for peer in camp)
+        return known, trusted, len(camp), promise.version if known or trusted else -promise.version
+
+    def get_timer(self) -> float:
+        """When somebody is to be asked again, counts as silent, or the choice is to be made."""
+        times = [self._until(its) for its in self.donors.values() if isinstance(its, Asked | Again)]
+        return min(times, default=math.inf) if self.is_chosen else min([self._choose_at, *times])
+
+    def silent(self, now: float) -> list[PeerId]:
+        """Who owes its manifest for too long."""
+        return [p for p, its in self.donors.items() if isinstance(its, Asked) and now >= self._until(its)]
+
+    def _until(self, its: Asked | Again) -> float:
+        real_bytes = self._total_bytes * self._terms.shape.scale
+        return its.at + (PROMISE_FLOOR_S + real_bytes / EXPORT_BYTES_PER_S) * isinstance(its, Asked)
+
+    def finished(self, now: float) -> Fetched:
+        assert self.chunks is not None
+        given, promise = dict.fromkeys(self.givers, 0) | self.chunks.gave, self.chunks.manifest
+        donors = tuple(sorted(given, key=lambda peer: (-given[peer], peer)))
+        return Fetched(
+            self.goal, promise.version, self.chunks.data, promise.decision, promise.digest, donors,
+            now - self._started_at, self.wasted, self.chunks.kept,
+        )  # fmt: skip
+
+    def failed(self) -> FetchFailed:
+        given = self.chunks.gave.total() if self.chunks is not None else 0
+        return FetchFailed(self.goal, self.reason, self._newest, given)

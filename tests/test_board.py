@@ -1,0 +1,963 @@
+"""The board on swarms that were made up: facts, troubles, runs that are over, metrics, sinks, liars,
+and who may look."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+
+from monitoring import charts
+from monitoring.board.run import recall_journal
+from monitoring.board.server import Activity, Guard, place_for, swarm_schema
+from monitoring.event_docs import event_docs
+from monitoring.facts import SwarmFacts
+from monitoring.feeds import JournalFeed
+from monitoring.history import SWARM, History
+from monitoring.known import Pace, in_the_run, predicted_utilisation, run_position
+from monitoring.metrics import MAX_PEERS, FactsCollector, exposition
+from monitoring.model import FORGET_AFTER_S, Model, Recorder
+from monitoring.report import write_report
+from monitoring.sinks import TensorBoardSink, export_feed, figures_of, open_sinks
+from monitoring.summary import RunFacts, summarise, verdict
+from monitoring.terminal import frame, line, watch_feed
+from monitoring.troubles import ALONE_S, RECENT_S, troubles
+from monitoring.words import capped_words, news
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.protocol.reports.reader import check_event
+from p2p_co2.protocol.wire.limits import MAX_STRING
+from p2p_co2.telemetry import events as ev
+from p2p_co2.telemetry.feed import Feed, FeedState, News
+from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, event_line
+from p2p_co2.telemetry.view import MAX_MENTIONED, MAX_VALUES, fold, recalled
+from tests.event_samples import committed, progress, started
+from tests.made_model import START, all_charts, evil_model, followed, model_after
+from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
+from tests.swarms import ROOT
+
+RUN = RunConfig(name="told", fragments=2, clock=ClockConfig(mode="time", round_s=5.0, rounds=60))
+REASON = "the round before is still in flight"
+
+
+@pytest.fixture(name="made", scope="module")
+def _made() -> tuple[Model, History]:
+    return model_after(100, dead=3, late=4)
+
+
+@pytest.fixture(name="facts")
+def _facts(made: tuple[Model, History]) -> SwarmFacts:
+    return made[0].facts()
+
+
+class Told(Feed):
+    """A feed of what a test tells. Rounds last 5 s; peers call themselves as they are called here."""
+
+    place, state = "a test", FeedState("connected")
+
+    def __init__(self, me: str = "") -> None:
+        self.run, self.me = RUN, me
+        self.events: list[ev.Event] = []
+        self.model = Model(self)
+
+    def take(self) -> News:
+        events, self.events = self.events, []
+        return News(events)
+
+    def at(self, at: float) -> SwarmFacts:
+        self.model.step(START + at)
+        return self.model.facts()
+
+    def wrong(self, at: float) -> list[str]:
+        return [trouble.words for trouble in self.at(at).troubles]
+
+    def start(self, peer: str, at: float) -> None:
+        self.events.append(started(peer, START + at, peer))
+
+    def progress(self, peer: str, at: float, loss: float, position: float | None = None, **more: Any) -> None:
+        figures: dict[str, Any] = {
+            "position": at / 5 if position is None else position, "tokens": int(10 * at), "exposed_s": 0.0,
+            "up_bytes": 0, "down_bytes": 0, "versions": (1, 1), **more,
+        }  # fmt: skip
+        self.events.append(dataclasses.replace(progress(peer, START + at, loss=loss), **figures))
+
+    def finish(self, peer: str, at: float, reason: str = "the run is over") -> None:
+        end = ev.PeerFinished(at=START + at, peer=peer, reason=reason, digest="d", versions=(1, 1))
+        self.events.append(end)
+
+    def commit(self, peer: str, at: float, number: int, size: int) -> None:
+        told = committed(peer, number, contributors=size, duration_s=0.5)
+        told = dataclasses.replace(told, at=START + at, coordinator=peer, group_size=size, partial=0)
+        self.events.append(told)
+
+    def sends(self, peer: str, at: float, made: int, skipped: int) -> None:
+        for _ in range(made):
+            self.events.append(ev.FragmentSent(
+                at=START + at, peer=peer, fragment=0, round=1, payload_bytes=1, weight=1.0,
+                relative_error=0.0,
+            ))  # fmt: skip
+        for _ in range(skipped):
+            self.events.append(ev.SendSkipped(at=START + at, peer=peer, fragment=0, reason=REASON))
+
+
+# ---- facts
+
+
+def test_a_burst_is_no_rate() -> None:
+    pace = Pace()
+    for at, up_bytes in ((0.0, 0), (0.4, 900_000)):
+        pace.add(at, up_bytes, 0)
+    assert pace.rates(0.4) == (None, None)
+    pace.add(9.0, 1_800_000, 900)
+    assert pace.rates(9.0) == (200_000.0, 100.0)
+    assert pace.rates(60.0) == (0.0, 0.0)
+
+
+def test_facts_add_up(facts: SwarmFacts) -> None:
+    assert facts.peers_online == 5
+    assert facts.peers_known == 6
+    assert facts.tokens == sum(peer.tokens for peer in facts.peers)
+    assert sum(peer.share_counted or 0.0 for peer in facts.peers) == pytest.approx(1.0)
+    assert facts.tokens_counted == pytest.approx(sum(peer.tokens_counted or 0.0 for peer in facts.peers))
+    assert facts.rounds_aborted == 2
+    assert {peer.label: peer.state for peer in facts.peers}["peer-4"] == "gone"
+    assert facts.loss_agreed is not None
+
+
+def test_what_is_wrong_is_said_with_the_peer_and_the_reason(facts: SwarmFacts) -> None:
+    words = [trouble.words for trouble in facts.troubles]
+    assert any("peer-4 is gone" in text and "silent for 6 s" in text for text in words)
+    assert any("was aborted: the owner of part 2 fell silent" in text for text in words)
+    assert any("peer-3 spends 7.0 % of its time waiting" in text for text in words)
+    assert any("peer-2 may send 60.0 kB/s" in text for text in words)
+
+
+def test_a_peer_that_counts_for_less_than_it_claims_is_one_line_until_it_is_over() -> None:
+    view = fold(
+        ev.ContributionCapped(
+            at=at, peer=peer, other="12D3KooWliar", fragment=fragment, round=9, claimed=4e6, counted=16.0,
+            median=4.0, rounds=1,
+        )
+        for peer, at, fragment in (("a", 100.0, 0), ("b", 100.5, 0), ("a", 161.0, 3))
+    )  # fmt: skip
+    claims = "claims 1,000,000 times the median work: counted as 4.0 times"
+
+    def wrong(now: float) -> list[tuple[str, str]]:
+        found = troubles(view, lambda peer: "~WXYZ99", (), {}, FeedState("live", ""), now)
+        return [(trouble.peer, trouble.words.partition(";")[0]) for trouble in found]
+
+    assert wrong(170.0) == [("12D3KooWliar", f"~WXYZ99 {claims}")]
+    assert wrong(300.0) == []
+    assert [words for _, words in news(view, 9)] == [f"~oWliar {claims}"]
+    large = ev.ContributionCapped(
+        at=1.0, peer="a", other="b", fragment=0, round=1, claimed=10.0, counted=0.1, median=9.0
+    )
+    assert capped_words(large) == "sends far larger changes than the others: counted as 1.0 % of its work"
+
+
+def test_the_planner_is_held_against_what_happens(facts: SwarmFacts) -> None:
+    run = MadeSwarm(1).run_config
+    predicted = predicted_utilisation(run, 1000, 4, facts.peers)
+    assert predicted is not None
+    assert 0.5 < predicted < 1.0  # one peer may send less than the rounds need
+    assert facts.utilisation_predicted is not None
+    assert predicted_utilisation(None, 1000, 4, facts.peers) is None
+    assert predicted_utilisation(run, 2**53, 4, facts.peers) is None
+    assert predicted_utilisation(run, 1000, 4, facts.peers[:1]) is None
+
+
+def test_the_past_of_a_whole_feed_is_sampled_in_its_own_time(made: tuple[Model, History]) -> None:
+    rows = made[1].series(SWARM, *made[1].span())
+    assert len(rows) > 40
+    tokens = [row[charts.column("tokens")] for row in rows]
+    assert tokens == sorted(tokens)
+
+
+def test_the_api_follows_its_schema(facts: SwarmFacts) -> None:
+    sent = json.loads(facts.model_dump_json())
+    schema = swarm_schema()
+    assert set(sent) == set(schema["properties"]) == set(schema["required"])
+    assert SwarmFacts.model_validate(sent) == facts
+    peers = schema["$defs"]["PeerFacts"]
+    assert set(sent["peers"][0]) == set(peers["properties"])
+    described = [field for field in peers["properties"].values() if field.get("description")]
+    assert len(described) == len(peers["properties"])
+
+
+def test_a_board_without_peers_has_facts_charts_and_metrics() -> None:
+    feed = MadeFeed(MadeSwarm(0, start_at=START), FeedState("connecting", "looking for a seed"))
+    model, history = followed(feed, START)
+    facts = model.facts()
+    assert facts.peers_known == 0
+    for made in all_charts(model, history):
+        json.dumps(made, allow_nan=False)
+    assert b"p2p_co2_swarm_peers_online 0.0" in exposition(FactsCollector(model.facts))
+    assert "looking for a seed" in line(facts)
+
+
+def test_a_board_started_again_counts_nothing_twice(tmp_path: Path) -> None:
+    path = tmp_path / "board.sqlite"
+
+    def counted(until: int) -> tuple[float, int, int]:
+        feed = MadeFeed(MadeSwarm(4, start_at=START))
+        feed.advance(until)
+        model, history = followed(feed, START + until, History(path))
+        lines = len(history.happenings(10_000))
+        history.close()
+        return model.facts().tokens_counted, model.facts().rounds_counted, lines
+
+    assert counted(60) == counted(60)
+    more = counted(80)
+    assert more == counted(80)
+    whole, history = model_after(80, peers=4)
+    assert more[:2] == (whole.facts().tokens_counted, whole.facts().rounds_counted)
+    assert more[2] == len(history.happenings(10_000))
+
+
+# ---- who is gone
+
+
+def test_who_is_gone_for_a_day_is_listed_no_more_and_still_counts() -> None:
+    feed = MadeFeed(MadeSwarm(3, start_at=START))
+    feed.advance(30)
+    feed.is_whole = False
+    model = Model(feed)
+    model.step(START + 30)
+    before, gone = model.facts(), peer_id(2)
+    steps = model.view.staleness.total()
+    day = FORGET_AFTER_S + 60
+    for at in (day, 2 * day):
+        for number in range(2):
+            feed.news.events.append(progress_of(model, peer_id(number), START + at))
+        model.step(START + at)
+    facts = model.facts()
+    assert {peer.peer for peer in facts.peers} == {peer_id(0), peer_id(1)}
+    assert (facts.tokens, facts.up_bytes) == (before.tokens, before.up_bytes)
+    assert model.view.staleness.total() == steps
+    # It comes back as another process, which counts from 0.
+    feed.news.events += [
+        ev.PeerStarted(at=START + 2 * day, peer=gone, name="back", pid=1, software="", device="",
+                       parameters=1, fragments=4, run=""),
+        dataclasses.replace(progress_of(model, peer_id(0), START + 2 * day), peer=gone, tokens=5),
+    ]  # fmt: skip
+    model.step(START + 2 * day + 1)
+    back = next(peer for peer in model.facts().peers if peer.peer == gone)
+    assert back.tokens == 5
+    assert model.facts().tokens == before.tokens + 5
+
+
+def progress_of(model: Model, peer: str, at: float) -> ev.Progress:
+    """What ``peer`` says at ``at`` if it has done nothing since its last word."""
+    known = model.view.peers[peer]
+    return ev.Progress(
+        at=at, peer=peer, phase="training", position=known.progress.position, versions=known.versions,
+        tokens_per_s=0.0, loss=math.nan, **dataclasses.asdict(known.totals),
+    )  # fmt: skip
+
+
+def test_a_peer_that_is_gone_has_no_open_links() -> None:
+    feed = MadeFeed(MadeSwarm(3, start_at=START))
+    feed.advance(30)
+    for at, other in ((1, 0), (2, 1)):
+        opened = ev.LinkOpened(
+            at=START + at, peer=peer_id(2), other=peer_id(other), carrier="grpc", reason=""
+        )
+        feed.news.events.append(opened)
+    said = ev.PeerLeft(at=START + 29, peer=peer_id(0), other=peer_id(2), reason="silent for 6 s")
+    feed.news.events.append(said)
+    model = Model(feed)
+    model.step(START + 30)
+    assert {peer.label: peer.carriers for peer in model.facts().peers}["peer-3"] == {"grpc": 2}
+    model.step(START + 60)
+    (gone,) = [peer for peer in model.facts().peers if peer.state == "gone"]
+    assert (gone.label, gone.carriers, gone.up_bytes_per_s) == ("peer-3", {}, None)
+
+
+def test_who_still_reads_a_peers_past_does_not_call_it_silent() -> None:
+    """An observer that comes late gets the last minutes piece by piece."""
+    feed = MadeFeed(MadeSwarm(2, start_at=START))
+    feed.advance(30)
+    feed.is_whole = False
+    model = Model(feed)
+    model.step(START + 200)
+    assert [peer.state for peer in model.facts().peers] == ["training", "training"]
+    model.step(START + 215)
+    assert [(peer.state, peer.reason) for peer in model.facts().peers] == [("silent", "no word for 15 s")] * 2
+
+
+def test_out_of_reach_is_said_once_and_not_of_every_peer() -> None:
+    feed = MadeFeed(MadeSwarm(3, start_at=START))
+    feed.advance(30)
+    feed.is_whole = False
+    model = Model(feed)
+    model.step(START + 30)
+    feed.state = FeedState("lost", "no seed can be reached")
+    model.step(START + 90)
+    words = [trouble.words for trouble in model.facts().troubles]
+    advice = "what is shown is old, and it is looked for again"
+    assert words == [f"The swarm is out of reach: no seed can be reached; {advice}"]
+
+
+def test_what_stands_in_a_cell_of_the_link_matrix_fits_a_phone(facts: SwarmFacts) -> None:
+    """Of some 40 pixels; a browser leaves out what does not fit."""
+    (series,) = charts.link_matrix(charts.LIGHT, facts.peers)["series"]
+    lines = [line for cell in series["data"] for line in cell["value"][3].split("\n")]
+    assert lines
+    assert max(map(len, lines)) <= 6, lines
+
+
+# ---- journals
+
+
+def test_a_run_that_is_over_is_told_in_its_own_time(tmp_path: Path) -> None:
+    swarm = MadeSwarm(2, start_at=START)
+    for number in range(2):
+        with Journal(tmp_path / "peers" / f"p{number}" / "events.jsonl") as journal:
+            for t in range(40):
+                for event in swarm.at(t):
+                    if event.peer == peer_id(number):
+                        journal.write(event)
+            journal.write(
+                ev.PeerFinished(
+                    at=START + 41, peer=peer_id(number), reason="over", digest="ab", versions=(7,)
+                )
+            )
+    model, history = followed(JournalFeed(tmp_path), START + 42)
+    facts = model.facts()
+    assert facts.tokens == sum(peer.tokens for peer in facts.peers) > 0
+    assert {peer.state for peer in facts.peers} == {"finished"}
+    assert len(history.series(SWARM, *history.span())) > 10
+
+
+def test_the_report_says_the_newest_loss_whoever_measured_it(tmp_path: Path) -> None:
+    with Journal(tmp_path / "events.jsonl") as journal:
+        for event in MadeSwarm(2, start_at=START).at(0):
+            journal.write(event)
+    agreed = [(START, 0.0, 4.976), (START + 60, 1e6, 1.4375)]
+    write_report(tmp_path, tmp_path / "report.html", agreed)
+    assert "1.438" in (tmp_path / "report.html").read_text().split("application/json")[0]
+    write_report(tmp_path, tmp_path / "report.html", agreed[:1])
+    assert "1.438" not in (tmp_path / "report.html").read_text()
+
+
+# ---- where the run is
+
+
+@pytest.mark.parametrize(
+    ("trains", "ended", "expected"),
+    [
+        ([], [], 0.0),
+        ([3.0], [], 3.0),
+        ([50.0, 50.0, 1e15], [], 50.0),
+        ([50.0, 1e15], [], 50.0),
+        ([0.3], [(900, 60.0), (900, 60.0)], 60.0),  # a newcomer after the end
+        ([50.0, 50.1, 50.0], [(900, 1e15)], 50.0),  # a liar that came and went
+        ([50.0], [(100, 5.0), (110, 5.0)], 50.0),  # who left early was not further
+        ([], [(100, 5.0), (100, 5.0), (100, 5.0), (900, 60.0)], 60.0),
+    ],
+)
+def test_a_run_is_where_its_peers_are_or_where_they_ended_it(
+    trains: list[float], ended: list[tuple[float, float]], expected: float
+) -> None:
+    assert run_position(trains, ended) == expected
+
+
+def ended_run(told: Told) -> None:
+    for peer in ("ada", "bob"):
+        told.start(peer, 0)
+        told.progress(peer, 299, loss=1.5, position=59.9)
+        told.finish(peer, 300)
+
+
+def test_who_begins_an_ended_run_anew_is_shown_and_is_not_the_run() -> None:
+    told = Told()
+    ended_run(told)
+    before = told.at(301)
+    assert (before.loss, before.position, before.troubles) == (1.5, 59.9, ())
+    told.start("newcomer", 1000)
+    told.progress("newcomer", 1001, loss=5.5, position=0.3)
+    told.events.append(
+        ev.AgreedMeasured(at=START + 1001, peer="newcomer", loss=5.6, position=0.1, tokens=1, duration_s=0.1)
+    )
+    facts = told.at(1002)
+    states = {peer.label: peer.state for peer in facts.peers}
+    assert states == {"ada": "finished", "bob": "finished", "newcomer": "behind"}
+    assert (facts.loss, facts.loss_agreed, facts.position) == (1.5, None, 59.9)
+    assert "loss 1.500" in line(facts)
+    words = " ".join(one.words for one in facts.troubles)
+    assert "newcomer is left out: at round 0.3, the run is at 59.9" in words
+    shown = in_the_run(told.model.view.started_peers)
+    assert [peer.start.name for peer in shown] == ["ada", "bob"]
+
+
+def test_who_has_not_caught_up_says_nothing_of_the_run() -> None:
+    told = Told()
+    for peer in ("ada", "bob"):
+        told.start(peer, 0)
+        told.progress(peer, 100, loss=2.0)
+    told.start("late", 99)
+    told.progress("late", 100, loss=9.0, position=0.0, phase="joining")
+    facts = told.at(100)
+    assert (facts.loss_training, facts.position) == (2.0, 20.0)
+    told.progress("late", 101, loss=9.0, position=15.0)
+    facts = told.at(101)
+    assert {peer.label: peer.state for peer in facts.peers}["late"] == "behind"
+    assert facts.loss_training == 2.0
+    told.progress("late", 102, loss=3.0, position=20.0)
+    facts = told.at(102)
+    assert facts.loss_training == pytest.approx(7 / 3)
+    assert not facts.troubles
+
+
+def test_a_summary_leaves_out_who_began_anew_and_keeps_who_left_early() -> None:
+    told = Told()
+    told.start("early", 0)
+    told.progress("early", 20, loss=3.0, wall_s=10.0, train_s=5.0)
+    told.finish("early", 21, "stopped")
+    ended_run(told)
+    told.start("newcomer", 1000)
+    told.progress("newcomer", 1001, loss=5.5, position=0.3, wall_s=10.0, train_s=0.0)
+    told.finish("newcomer", 1010, "stopped")
+    summary = summarise(fold(told.events), RunFacts(config=RUN))
+    assert summary["utilisation"]["mean"] == pytest.approx((0.5 + 0.9 + 0.9) / 3, abs=1e-3)
+    assert summary["utilisation"]["per_peer"]["newcomer"] == 0.0
+
+
+# ---- a round of one
+
+
+def test_rounds_of_one_are_alone_everywhere() -> None:
+    told = Told()
+    told.start("ada", 0)
+    for number in range(1, 4):
+        told.commit("ada", number, number, size=1)
+    told.progress("ada", 5, loss=2.0, versions=(3, 0))
+    events = list(told.events)
+    facts = told.at(5)
+    assert (facts.rounds_committed, facts.rounds_alone) == (0, 3)
+    assert {found.outcome for found in facts.rounds} == {"alone"}
+    assert "rounds 0 committed 3 alone 0 aborted" in line(facts)
+    assert b"p2p_co2_swarm_rounds_alone_total 3.0" in exposition(FactsCollector(lambda: facts))
+    charts.rounds(charts.LIGHT, facts.rounds, facts.fragments)
+    view = fold(events)
+    assert (view.committed, view.alone) == (0, 3)
+    summary = summarise(view, RunFacts(config=RUN, expected_peers=2))
+    assert (summary["rounds"]["committed"], summary["rounds"]["alone"]) == (0, 3)
+    assert "no round was committed: 3 were made by one peer alone" in verdict(summary)
+    late = fold(recalled(view.peers["ada"]))
+    assert (late.committed, late.alone) == (0, 3)
+
+
+def test_who_trains_alone_for_long_is_told_to_invite_others() -> None:
+    told = Told()
+    told.start("ada", 0)
+    told.progress("ada", ALONE_S - 1, loss=2.0)
+    assert not told.at(ALONE_S - 1).troubles
+    told.progress("ada", ALONE_S + 1, loss=2.0)
+    (words,) = told.wrong(ALONE_S + 1)
+    assert words.startswith("ada has trained alone for 0:31")
+    assert "p2p-co2 join TICKET" in words
+    told.start("bob", 40)
+    told.progress("bob", 40, loss=2.0)
+    told.progress("ada", 40, loss=2.0)
+    assert not told.at(40).troubles
+    told.commit("ada", 50, 9, size=2)
+    told.finish("bob", 50, "stopped")
+    told.progress("ada", 60, loss=2.0)
+    assert not told.at(60).troubles
+    told.progress("ada", 90, loss=2.0)
+    assert any("ada has trained alone for 0:40" in text for text in told.wrong(90))
+
+
+# ---- the headline
+
+
+def test_a_held_out_loss_that_is_two_rounds_old_gives_way_to_the_training_loss() -> None:
+    told = Told()
+    told.start("ada", 0)
+    told.events.append(
+        ev.AgreedMeasured(at=START + 50, peer="ada", loss=1.25, position=10.0, tokens=1, duration_s=0.1)
+    )
+    told.progress("ada", 60, loss=2.0)
+    facts = told.at(60)
+    assert (facts.loss, facts.loss_kind) == (1.25, "held-out")
+    told.progress("ada", 61, loss=2.0)
+    facts = told.at(61)
+    assert (facts.loss, facts.loss_kind, facts.loss_agreed) == (2.0, "training", 1.25)
+    assert "loss 2.000 (training)" in line(facts)
+
+
+# ---- what is wrong
+
+
+def test_a_few_skipped_sends_are_nothing_and_many_are_one_line() -> None:
+    told = Told()
+    for peer in ("ada", "bob"):
+        told.start(peer, 0)
+        told.progress(peer, 10, loss=2.0)
+    told.sends("ada", 10, made=7, skipped=1)
+    told.sends("bob", 10, made=9, skipped=3)
+    assert not told.at(10).troubles
+    told.sends("bob", 11, made=0, skipped=2)
+    (words,) = told.wrong(11)
+    assert words.startswith(f"27.3 % of the sends of late were skipped (bob, ada): {REASON}; ")
+    assert words.endswith("p2p-co2 plan says which they bear")
+    for peer in ("ada", "bob"):
+        told.progress(peer, 12 + RECENT_S, loss=2.0)
+    assert not told.at(12 + RECENT_S).troubles
+
+
+def test_rounds_aborted_for_one_reason_are_one_line() -> None:
+    told = Told()
+    for peer in ("ada", "bob"):
+        told.start(peer, 0)
+        told.progress(peer, 10, loss=2.0)
+        for round_ in (1, 2, 3):
+            told.events.append(
+                ev.RoundAborted(at=START + 9, peer=peer, fragment=0, round=round_, reason="no mean")
+            )
+        told.events.append(ev.Warned(at=START + 9, peer=peer, text="something"))
+    aborted, warned = told.wrong(10)
+    assert aborted.startswith("Round 3 of fragment 0 was aborted: no mean (2 more of late); ")
+    assert warned.startswith("2 peers (ada, bob) warn: something; ")
+
+
+def test_nothing_is_wrong_with_a_run_that_is_over() -> None:
+    told = Told()
+    for peer in ("ada", "bob", "dead"):
+        told.start(peer, 0)
+        told.progress(peer, 280, loss=2.0)
+    told.events.append(ev.PeerLeft(at=START + 290, peer="ada", other="dead", reason="silent for 6 s"))
+    told.sends("ada", 290, made=1, skipped=9)
+    told.progress("ada", 299, loss=2.0)
+    told.progress("bob", 299, loss=2.0)
+    assert len(told.at(299).troubles) == 2
+    for peer in ("ada", "bob"):
+        told.progress(peer, 300, loss=2.0, position=60.0, phase="draining")
+        told.finish(peer, 302)
+    assert told.at(303).troubles == ()
+
+
+def test_every_kind_of_trouble_ends_in_what_to_do() -> None:
+    told = Told()
+    for peer in ("ada", "bob", "gone", "capped"):
+        told.start(peer, 0)
+        told.progress(peer, 10, loss=2.0)
+    told.events.append(ev.PeerLeft(at=START + 12, peer="ada", other="gone", reason="silent"))
+    told.events.append(ev.MessageRefused(at=START + 12, peer="ada", other="bob", reason="bad"))
+    told.events.append(ev.Warned(at=START + 12, peer="bob", text="odd"))
+    told.events.append(
+        ev.RoundAborted(at=START + 12, peer="bob", fragment=1, round=2, reason="the owner was lost")
+    )
+    told.sends("ada", 12, made=1, skipped=5)
+    told.progress("ada", 20, loss=2.0, exposed_s=9.0, train_s=1.0, versions=(9, 9))
+    told.progress("bob", 20, loss=2.0)
+    told.progress("capped", 20, loss=2.0, position=-9.0)
+    found = told.wrong(20)
+    assert len(found) >= 7
+    for words in found:
+        what, _, advice = words.rpartition("; ")
+        assert what, words
+        assert len(advice) > 15, words
+
+
+# ---- lines end, and begin
+
+
+def rows(history: History) -> list[tuple[float, float]]:
+    """(seconds since the start, loss) of all samples of the finest tier."""
+    place = charts.column("loss")
+    return [(row[0] - START, row[place]) for row in history.series(SWARM, *history.span())]
+
+
+@pytest.mark.parametrize("how", ["lost", "silent"])
+def test_lines_end_at_the_last_report(how: str) -> None:
+    told, history = Told(), History(None)
+    recorder = Recorder(told.model, history)
+    told.start("ada", 0)
+    told.start("bob", 0)
+    for at in range(0, 60, 2):
+        if at < 20:
+            told.progress("ada", at, loss=2.0)
+            told.progress("bob", at, loss=2.0)
+        elif how == "lost":
+            told.state = FeedState("lost", "no seed can be reached")
+        recorder.follow(START + at)
+    ends_at = 20 if how == "lost" else 30  # of silence it is sure only after a while
+    facts, known = told.model.facts(), [at for at, loss in rows(history) if math.isfinite(loss)]
+    assert (known[0], known[-1]) == (0, ends_at - 2)
+    assert max(at for at, _ in rows(history)) == 58
+    series = history.series(SWARM, *history.span())
+    option = charts.loss(charts.LIGHT, series, [], over_tokens=False)
+    drawn = option["series"][1]
+    assert drawn["connectNulls"] is False
+    assert [value for _, value in drawn["data"]][-10:] == [None] * 10
+    if how == "silent":
+        assert facts.peers_online == 0
+        assert b"\np2p_co2_swarm_training_loss " not in exposition(FactsCollector(lambda: facts))
+        assert "swarm/loss_training" not in figures_of(facts)
+
+
+def test_a_line_is_broken_where_no_board_looked() -> None:
+    times = [*range(0, 60, 2), *range(1000, 1060, 2)]
+    series = [(float(at), *[1.0] * 9) for at in times]
+    made = charts.over_time(charts.LIGHT, series, {"x": ("tokens_per_s", charts.GREEN, 1.0)})
+    data = made["series"][0]["data"]
+    assert [at for at, value in data if value is None] == [58001.0]
+    assert len(data) == len(series) + 1
+
+
+def journal_of(path: Path, until: int) -> None:
+    told = Told()
+    told.start("me", 0)
+    for at in range(1, until):
+        told.progress("me", at, loss=5.0 - at / 100)
+        if at == 50:
+            told.commit("me", at, 3, size=2)
+    with Journal(path) as journal:
+        for event in told.events:
+            journal.write(event)
+
+
+def test_history_begins_with_the_peers_own_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: START + 320)
+    path = tmp_path / "events.jsonl"
+    journal_of(path, 300)
+    hostile = ev.Warned(at=START + 1, peer="another", text="not of this peer")
+    with path.open("ab") as file:
+        file.write(b"\x00\xff{}\n" + b"x" * (MAX_LINE_BYTES + 9) + b"\n[1]\n" + event_line(hostile))
+        for at in (math.inf, 1e300, -1e300, START + 1e6):  # a future that this board will not tell
+            file.write(b'{"kind":"warned","peer":"me","text":"x","at":%s}\n' % str(at).encode())
+        file.write(b'{"kind":"warned","peer":"me","at":')
+    history = History(tmp_path / "board.sqlite")
+    recall_journal(path, "me", RUN, history)
+    told = rows(history)
+    assert told[0][0] <= 4
+    assert told[-1][0] >= 290
+    assert told[0][1] > 4.9
+    assert told[-1][1] < 2.2
+    kept = history.round(0, 3)
+    assert kept is not None
+    assert kept[0].outcome == "committed"
+    lines = history.happenings(99)
+    assert {line.peer for line in lines} == {"me"}
+    before = len(told), len(lines)
+    recall_journal(path, "me", RUN, history)  # a board that is opened again tells nothing twice
+    assert (len(rows(history)), len(history.happenings(99))) == before
+    recall_journal(tmp_path / "none", "me", RUN, history)
+    history.close()
+
+
+# ---- metrics, sinks, documents
+
+
+def told_of(facts: SwarmFacts, only: str = "") -> str:
+    return exposition(FactsCollector(lambda: facts, lambda: only)).decode()
+
+
+def test_metrics_follow_the_conventions(facts: SwarmFacts) -> None:
+    families = list(text_string_to_metric_families(told_of(facts)))
+    assert len(families) > 40
+    for family in families:
+        assert family.name.startswith("p2p_co2_")
+        assert family.documentation
+        assert not re.search(r"_(mb|kb|ms|percent|minutes)(_|$)", family.name)
+        for sample in family.samples:
+            assert math.isfinite(sample.value)
+            names = {"peer", "name", "state", "outcome", "fragment", "carrier", "relayed"}
+            assert set(sample.labels) <= names
+            assert sample.name.endswith("_total") == (family.type == "counter")
+
+
+def test_a_peers_own_page_tells_of_itself_alone(facts: SwarmFacts) -> None:
+    text = told_of(facts, peer_id(1))
+    labels = {
+        sample.labels["peer"]
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "peer" in sample.labels
+    }
+    assert labels == {peer_id(1)}
+    assert "swarm_tokens" not in text
+
+
+def test_label_sets_are_bounded() -> None:
+    text = told_of(model_after(5, peers=MAX_PEERS + 40)[0].facts())
+    assert text.count("p2p_co2_peer_up{") == MAX_PEERS
+
+
+def test_the_dashboard_file_asks_for_metrics_that_exist(facts: SwarmFacts) -> None:
+    dashboard = json.loads((ROOT / "monitoring" / "grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    families = text_string_to_metric_families(told_of(facts))
+    names = {sample.name for family in families for sample in family.samples}
+    for query in queries:
+        asked = set(re.findall(r"p2p_co2_\w+", query))
+        assert asked
+        assert asked <= names, query
+
+
+def test_the_schema_of_events_is_the_one_that_is_documented() -> None:
+    made = event_docs()
+    assert (ROOT / "docs" / "events.md").read_text() == made, "run: make docs"
+    for kind in ev.EVENT_TYPES:
+        assert f"\n## {kind}\n" in made
+
+
+def test_tensorboard_gets_what_the_swarm_did(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX", reason="the tensorboard extra is not installed")
+    from tensorboardX.proto.event_pb2 import Event as TensorBoardEvent
+    from tensorboardX.record_writer import RecordWriter
+
+    assert RecordWriter
+    feed = MadeFeed(MadeSwarm(3, start_at=START), FeedState("ended", "over"))
+    feed.advance(60)
+    assert export_feed(feed, [TensorBoardSink(tmp_path / "tb")]) == 0
+    (path,) = (tmp_path / "tb").iterdir()
+    told: dict[str, list[float]] = {}
+    for record in records(path.read_bytes()):
+        for value in TensorBoardEvent.FromString(record).summary.value:
+            told.setdefault(value.tag, []).append(value.simple_value)
+    online = told["swarm/peers_online"]
+    assert (max(online), online[-1]) == (3.0, 0.0)  # nobody is, once the run is over
+    assert told["swarm/loss_training"][-1] > 0
+    assert told["peer/peer-1/tokens_per_s"][-1] == pytest.approx(1440.0)
+    rounds = told["swarm/rounds_committed"]  # the past of a run, not its end alone
+    assert len(rounds) > 10
+    assert rounds == sorted(rounds)
+    assert rounds[0] < rounds[-1] / 2
+
+
+def test_an_export_without_figures_leaves_nothing_and_says_so(tmp_path: Path) -> None:
+    feed = MadeFeed(MadeSwarm(0, start_at=START), FeedState("ended", "over"))
+    said: list[str] = []
+    assert export_feed(feed, [TensorBoardSink(tmp_path / "tb")], say=said.append) == 0
+    assert said[-1] == "nothing was written: there were no figures"
+    assert not (tmp_path / "tb").exists()
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """TFRecord: length (8 bytes, little-endian), its checksum (4), the bytes, their checksum (4)."""
+    while data:
+        length = int.from_bytes(data[:8], "little")
+        yield data[12 : 12 + length]
+        data = data[16 + length :]
+
+
+def test_a_sink_that_is_not_asked_for_or_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--tensorboard"):
+        open_sinks(None, "")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"p2p-co2\[wandb\]"):
+        open_sinks(None, "project")
+
+
+def test_sinks_get_plain_names_and_finite_numbers() -> None:
+    figures = figures_of(evil_model()[0].facts())
+    assert all(re.fullmatch(r"[\w./-]+", name) for name in figures)
+    assert all(math.isfinite(value) for value in figures.values())
+
+
+# ---- terminal
+
+
+def test_the_terminal_shows_swarm_and_staleness(facts: SwarmFacts) -> None:
+    for width, height in ((80, 24), (120, 50), (40, 15)):
+        console = Console(width=width, height=height, record=True, force_terminal=True)
+        console.print(frame(facts, width, height))
+        text = console.export_text()
+        assert "peer-1" in text
+        assert "staleness" in text
+        assert max(len(row) for row in text.splitlines()) <= width
+    assert "4 troubles: Round 13" in line(facts)
+
+
+def test_the_terminal_says_how_old_the_held_out_loss_is(facts: SwarmFacts) -> None:
+    console = Console(width=160, record=True, force_terminal=True)
+    console.print(frame(facts.model_copy(update={"loss_agreed_at": facts.at - 95.0}), 160, 40))
+    assert "(held-out, 1:35 ago)" in console.export_text()
+
+
+def test_watching_without_a_terminal_prints_lines_and_ends() -> None:
+    feed = MadeFeed(MadeSwarm(2, start_at=START))
+    feed.advance(20)
+    console = Console(width=200, record=True, force_terminal=False)
+    assert watch_feed(feed, 0.01, console) == 0
+    assert "2 of 2 peers" in console.export_text() or "0 of 2 peers" in console.export_text()
+
+
+def walk(value: Any) -> Iterator[Any]:
+    yield value
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from walk(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from walk(item)
+
+
+def test_a_peer_that_says_nonsense_is_shown_as_such_and_breaks_nothing() -> None:
+    facts = evil_model()[0].facts()
+    words = " ".join(trouble.words for trouble in facts.troubles)
+    assert "publishes nonsense" in words
+    assert "\x1b" not in words
+    assert list(text_string_to_metric_families(told_of(facts)))
+    console = Console(width=110, record=True, force_terminal=True)
+    console.print(frame(facts, 110, 50))
+    assert "\x1b[2J" not in console.export_text(styles=True)
+
+
+def test_a_peers_text_is_never_a_key_of_a_chart_and_no_number_is_missing() -> None:
+    """A key that begins with a colon would be run as a program in the browser."""
+    for made in all_charts(*evil_model()):
+        text = json.dumps(made, allow_nan=False)
+        assert len(text) < 400_000
+        keys = [key for value in walk(made) if isinstance(value, dict) for key in value]
+        assert all(re.fullmatch(r"[A-Za-z]\w*", key) for key in keys), keys
+        assert made["tooltip"]["renderMode"] == "richText"
+        texts = [value for value in walk(made) if isinstance(value, str)]
+        assert not any("\x1b" in value for value in texts)
+
+
+def test_markup_cannot_leave_the_report(tmp_path: Path) -> None:
+    with Journal(tmp_path / "events.jsonl") as journal:
+        for event in MadeSwarm(2, start_at=START).at(0):
+            journal.write(event)
+        name = "</script><img src=x onerror=alert(1)>"
+        journal.write(
+            dataclasses.replace(started(peer_id(7), name=name), at=START, software=name, device=name)
+        )
+        journal.write(ev.Warned(at=START + 1, peer=peer_id(7), text=name))
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "<img" not in page
+    assert page.count("</script>") == 3
+    assert "default-src 'none'" in page
+    assert not re.search(r"""(src|href)=["']?https?:""", page)
+
+
+# ---- floods
+
+
+def watched_swarm(peers: int = 4) -> tuple[MadeFeed, Model]:
+    feed = MadeFeed(MadeSwarm(peers, start_at=START))
+    feed.advance(30)
+    feed.is_whole = False
+    model = Model(feed)
+    model.step(START + 30)
+    return feed, model
+
+
+def test_a_number_of_hundreds_of_digits_ends_no_board() -> None:
+    """No float can hold it, so the mean of a histogram that has it cannot be made."""
+    feed, model = watched_swarm()
+    told = recalled(model.view.peers[peer_id(1)])[0]
+    assert isinstance(told, ev.Recalled)
+    huge = "9" * MAX_STRING
+    told = dataclasses.replace(
+        told, staleness={f"0:{huge[:-2]}": 1, f"{huge[:-2]}:0": 1, "0:2": 3},
+        sync_delay_steps={huge: 1, "4": 3},
+    )  # fmt: skip
+    check_event(told, peer_id(1), START + 30)  # may be said
+    feed.news.events.append(told)
+    model.step(START + 31)
+    assert model.facts().staleness_mean is not None
+    assert dict(model.view.peers[peer_id(1)].staleness) == {2: 3}
+    assert dict(model.view.peers[peer_id(1)].tally.sync_delay_steps) == {4: 3}
+
+
+def test_peers_that_one_peer_only_speaks_of_are_bounded() -> None:
+    feed, model = watched_swarm()
+    for number in range(1000, 1000 + 2 * MAX_MENTIONED):
+        left = ev.PeerLeft(at=START + 30, peer=peer_id(0), other=peer_id(number), reason="so it says")
+        feed.news.events.append(left)
+    model.step(START + 31)
+    assert len(model.view.peers) == 4 + MAX_MENTIONED
+    assert {peer_id(number) for number in range(4)} <= set(model.view.peers)
+    assert peer_id(1000 + 2 * MAX_MENTIONED - 1) in model.view.peers  # the newest stay
+
+
+def test_figures_that_no_peer_has_are_left_out_of_histograms() -> None:
+    feed, model = watched_swarm()
+    feed.news.events += [
+        ev.FragmentApplied(at=START + 30, peer=peer_id(0), fragment=number % 4, version=1, contributed=True,
+                           staleness=7 * number, sync_delay_steps=13 * number, sync_delay_s=1.0, gap=1.0,
+                           gradient_norm=0.0, momentum_norm=1.0, clipped_share=0.0)
+        for number in range(2 * MAX_VALUES)
+    ]  # fmt: skip
+    model.step(START + 31)
+    assert len(model.view.peers[peer_id(0)].tally.staleness) == MAX_VALUES
+    assert len(model.view.peers[peer_id(0)].tally.sync_delay_steps) == MAX_VALUES
+    assert len(model.view.staleness) <= MAX_VALUES + 2
+
+
+# ---- who may look
+
+
+async def asked(token: str, headers: dict[str, str], query: str = "", kind: str = "http") -> int:
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> dict[str, str]:
+        return {"type": "websocket.connect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": kind, "query_string": query.encode(),
+             "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}  # fmt: skip
+    await Guard(app, token, Activity())(scope, receive, send)
+    return int(sent[0].get("status", 403))
+
+
+@pytest.mark.parametrize(
+    ("token", "headers", "query", "kind", "status"),
+    [
+        ("", {"host": "127.0.0.1:80"}, "", "http", 200),
+        ("", {"host": "localhost:80"}, "", "http", 200),
+        ("", {"host": "[::1]:80"}, "", "http", 200),
+        ("", {"host": "127.0.0.2:80"}, "", "http", 200),
+        ("", {"host": "LocalHost:80"}, "", "http", 200),
+        ("", {"host": "10.0.0.1:80"}, "", "http", 403),
+        ("", {"host": "localhost.example:80"}, "", "http", 403),
+        ("", {"host": "rebound.example:80"}, "", "http", 403),
+        ("", {}, "", "http", 403),
+        ("", {"host": "127.0.0.1:80", "origin": "http://evil.example"}, "", "websocket", 403),
+        ("", {"host": "127.0.0.1:80", "origin": "http://127.0.0.1:80"}, "", "websocket", 200),
+        ("secret", {"host": "board.example"}, "", "http", 403),
+        ("secret", {"host": "board.example"}, "token=wrong", "http", 403),
+        ("secret", {"host": "board.example"}, "token=secret", "http", 200),
+        ("secret", {"host": "board.example", "cookie": "p2p_co2_board=secret"}, "", "http", 200),
+        ("secret", {"host": "board.example", "cookie": "a@b=1; p2p_co2_board=secret"}, "", "http", 200),
+        ("secret", {"host": "board.example", "cookie": "a@b=1"}, "", "http", 403),
+        ("secret", {"host": "board.example", "authorization": "Bearer secret"}, "", "http", 200),
+        ("secret", {"host": "board.example", "cookie": "p2p_co2_board=tecres"}, "", "websocket", 403),
+    ],
+)
+async def test_who_may_look(token: str, headers: dict[str, str], query: str, kind: str, status: int) -> None:
+    assert await asked(token, headers, query, kind) == status
+
+
+def test_anything_but_loopback_asks_for_a_token() -> None:
+    assert place_for("127.0.0.1", 0).token == ""
+    assert len(place_for("0.0.0.0", 0).token) > 20
+    assert place_for("0.0.0.0", 0).token != place_for("0.0.0.0", 0).token
+    assert place_for("0.0.0.0", 0, "mine").token == "mine"
+    with pytest.raises(EnvironmentFault, match="no IP address"):
+        place_for("my host", 0)
+    with pytest.raises(ConfigError, match="--port"):
+        place_for("127.0.0.1", 70_000)
+    with pytest.raises(ConfigError, match="--token"):
+        place_for("0.0.0.0", 0, "mine & yours")

@@ -1,0 +1,337 @@
+"""What a board remembers, how that ages and is bounded; and its feeds, when those that they read go away."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from monitoring.facts import RoundFacts
+from monitoring.feeds import QUIET_S, JournalFeed, RelayedFeed
+from monitoring.history import MAX_AGREED, MEASURES, SWARM, TIERS, Batch, Happening, History, fragment_key
+from monitoring.model import MAX_UNHEARD, Model, Recorder
+from p2p_co2.config import read_run_config
+from p2p_co2.errors import EnvironmentFault
+from p2p_co2.protocol.wire.messages_pb2 import Relayed
+from p2p_co2.system.process import FolderLock
+from p2p_co2.system.socket_activation import MAX_ASKED, receive_relayed, send_relayed
+from p2p_co2.telemetry import events as ev
+from p2p_co2.telemetry.feed import Feed, FeedState, News, Sighting
+from p2p_co2.telemetry.journal import Journal
+from tests.event_samples import started
+from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
+from tests.swarms import ROOT
+
+START = 1_800_000_000.0
+PEERS = 200
+
+
+def sample(value: float) -> tuple[float, ...]:
+    return tuple(value + place for place in range(len(MEASURES)))
+
+
+def filled(history: History, seconds: int, step_s: int = 2) -> None:
+    for t in range(0, seconds, step_s):
+        rows = {"a": sample(float(t)), SWARM: sample(float(-t)), fragment_key(0): (1.0, 2.0, float(t % 3))}
+        history.write(Batch(at=START + t, samples=rows))
+
+
+def test_samples_come_back_in_order(tmp_path: Path) -> None:
+    history = History(tmp_path / "board.sqlite")
+    filled(history, 20)
+    rows = history.series("a", START, START + 20)
+    assert [row[0] for row in rows] == [START + t for t in range(0, 20, 2)]
+    assert rows[3][1:] == sample(6.0)
+    assert history.series("nobody", START, START + 20) == []
+    assert history.series(fragment_key(0), START, START + 20)[0][1:4] == (1.0, 2.0, 0.0)
+    assert history.span() == (START, START + 18)
+    history.close()
+
+
+def test_what_is_not_known_comes_back_as_such() -> None:
+    history = History(None)
+    history.write(Batch(at=START, samples={"a": (math.nan,) * len(MEASURES)}))
+    (row,) = history.series("a", START, START)
+    assert all(math.isnan(value) for value in row[1:])
+    history.close()
+
+
+def test_old_samples_become_means_and_finer_ones_go() -> None:
+    history = History(None)
+    seconds = TIERS[0][1] + 1200
+    filled(history, seconds)
+    long_ago = history.series("a", START, START + seconds)
+    assert len(long_ago) <= 720
+    at, *values = long_ago[5]
+    step = long_ago[6][0] - at
+    assert step == TIERS[1][0]
+    place = MEASURES.index("loss")
+    mean = sum(t + place for t in range(int(at - START), int(at - START + step), 2)) / (step / 2)
+    assert values[place] == pytest.approx(mean)
+    history.close()
+
+
+def test_a_board_started_again_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "board.sqlite"
+    first = History(path)
+    filled(first, 10)
+    row = RoundFacts(
+        fragment=0, round=3, at=START + 5, outcome="partial", group_size=4, contributors=3, staleness=1,
+        duration_s=0.7, reason="peer b was late", counted=True,
+    )  # fmt: skip
+    line = Happening(START + 6, "peer_left", "b", -1, -1, "b left: stopped", "left b")
+    more = Batch(
+        at=START + 10, rounds=[(row, '{"a":1}')], happenings=[line, line], counted={"a": 12.5},
+        agreed=[(START, 100.0, 3.0)],
+    )  # fmt: skip
+    first.write(more)
+    first.close()
+    again = History(path)
+    assert again.round(0, 3) == (row, '{"a":1}')
+    assert again.round(0, 4) is None
+    assert again.counted_rounds() == {(0, 3)}
+    assert again.happenings(10) == [line]
+    assert again.counted() == {"a": 12.5}
+    assert again.agreed() == [(START, 100.0, 3.0)]
+    filled(again, 4)
+    assert len(again.series("a", START, START + 20)) == 5
+    again.close()
+
+
+def test_happenings_are_found_by_peer_fragment_and_kind() -> None:
+    history = History(None)
+    lines = [
+        Happening(START + n, kind, peer, fragment, n, f"{n}", f"{n}")
+        for n, (kind, peer, fragment) in enumerate(
+            [("round_aborted", "a", 0), ("warned", "a", -1), ("round_aborted", "b", 1)]
+        )
+    ]
+    history.write(Batch(at=START, happenings=lines))
+    assert [line.words for line in history.happenings(9)] == ["2", "1", "0"]
+    assert [line.words for line in history.happenings(9, peer="a")] == ["1", "0"]
+    assert [line.words for line in history.happenings(9, fragment=1)] == ["2"]
+    assert [line.words for line in history.happenings(9, kinds=("warned",))] == ["1"]
+    assert history.happenings(9, peer="nobody") == []
+    history.close()
+
+
+def test_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "board.sqlite"
+    path.write_bytes(b"this was never a database" * 100)
+    history = History(path)
+    filled(history, 4)
+    history.close()
+    assert list(tmp_path.glob("board.sqlite.damaged-*"))
+
+
+def test_a_file_of_another_format_is_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "board.sqlite"
+    with sqlite3.connect(path) as other:
+        other.execute("PRAGMA user_version=99")
+    other.close()
+    History(path).close()
+    assert list(tmp_path.glob("board.sqlite.damaged-*"))
+
+
+def test_a_file_that_was_damaged_in_the_middle_is_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "board.sqlite"
+    history = History(path)
+    filled(history, 400)
+    history.close()
+    data = path.read_bytes()
+    path.write_bytes(data[:4096] + b"\x5a" * (len(data) - 4096))
+    history = History(path)
+    assert list(tmp_path.glob("board.sqlite.damaged-*"))
+    filled(history, 4)
+    history.close()
+    with contextlib.closing(History(path)) as again:
+        assert len(again.series("a", START, START + 99)) == 2
+
+
+def test_measurements_of_the_agreed_parameters_are_bounded() -> None:
+    """A peer may tell thousands a second."""
+    history = History(None)
+    told = [(START + number / 1000, 1.0, 2.0) for number in range(MAX_AGREED + 500)]
+    history.write(Batch(at=START + 60, agreed=told))
+    kept = history.agreed()
+    assert kept[0][0] >= told[-1][0] - MAX_AGREED / 1000
+    assert kept[-1][0] > told[-1][0] - 1
+    history.close()
+
+
+def test_a_number_that_it_cannot_hold_is_told_and_forgotten() -> None:
+    history = History(None)
+    for at in (1e300, math.inf):
+        with pytest.raises(EnvironmentFault):
+            history.write(Batch(at=at, samples={"a": sample(1.0)}))
+    filled(history, 4)
+    assert len(history.series("a", START, START + 99)) == 2
+    history.close()
+
+
+def test_a_place_that_cannot_be_written_is_told_with_its_fix(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFault, match="--folder"):
+        History(tmp_path / "file" / "board.sqlite")
+
+
+def test_a_write_that_fails_changes_nothing() -> None:
+    history = History(None)
+    filled(history, 4)
+    before = history.series("a", START, START + 99)
+    line = Happening(START, "warned", "a", 2**70, 0, "a number that the file cannot hold", "")
+    with pytest.raises(EnvironmentFault):
+        history.write(Batch(at=START + 8, samples={"a": sample(1.0)}, happenings=[line]))
+    assert history.series("a", START, START + 99) == before
+    filled(history, 12)
+    assert len(history.series("a", START, START + 99)) == 6
+    history.close()
+
+
+def test_a_history_that_cannot_be_written_is_told_and_kept_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    history = History.or_in_memory(tmp_path / "file" / "board.sqlite")
+    recorder = Recorder(Model(MadeFeed(MadeSwarm(2, start_at=START))), history)
+    recorder.follow(START + 1)
+    assert "--folder" in recorder.trouble
+    assert history.span() != (0.0, 0.0)
+    history.close()
+    assert not History.or_in_memory(None).trouble
+
+
+# ---- feeds
+
+
+def test_a_crowd_is_asked_a_few_at_a_time_and_everybody_in_turn() -> None:
+    """A gate ends a program with more than ``MAX_ASKED`` questions open, and 65 identities cost nothing."""
+    run = read_run_config(ROOT / "examples" / "run.toml")
+    ours, theirs = socket.socketpair()
+    feed = RelayedFeed(theirs)
+    feed.watched(time.monotonic())
+    peers = [peer_id(number) for number in range(PEERS)]
+    open_, most, asked = list[int](), 0, set[str]()
+    ours.settimeout(0.5)
+    while len(asked) < PEERS:
+        try:
+            message = receive_relayed(ours)
+        except TimeoutError:
+            assert open_, "nobody is asked any more"
+            for number in open_:
+                send_relayed(ours, Relayed(id=number, trouble="out of reach"))
+            open_.clear()
+            continue
+        if message is not None and message.id == 0:
+            send_relayed(ours, Relayed(peers=peers, answer=run.canonical_bytes()))
+        elif message is not None:
+            open_.append(message.id)
+            asked.add(message.peer)
+            most = max(most, len(open_))
+    assert most < MAX_ASKED
+    feed.close()
+    ours.close()
+    theirs.close()
+
+
+def test_a_journal_that_is_cleared_away_does_not_hide_the_others(tmp_path: Path) -> None:
+    for number in range(2):
+        with Journal(tmp_path / "peers" / f"p{number}" / "events.jsonl") as journal:
+            journal.write(ev.Warned(at=time.time(), peer=peer_id(number), text="here"))
+    feed = JournalFeed(tmp_path)
+    assert len(feed.take().events) == 2
+    shutil.rmtree(tmp_path / "peers" / "p0")
+    with Journal(tmp_path / "peers" / "p1" / "events.jsonl") as journal:
+        journal.write(ev.Warned(at=time.time(), peer=peer_id(1), text="still here"))
+    assert [event.peer for event in feed.take().events] == [peer_id(1)]
+
+
+def test_a_run_whose_last_process_was_killed_is_over_without_its_last_word(tmp_path: Path) -> None:
+    """By the kernel's lock; a peer whose step takes minutes writes as little, and lives."""
+    folder = tmp_path / "peers" / "p0"
+    lock = FolderLock(folder)
+    with Journal(folder / "events.jsonl") as journal:
+        journal.write(started(peer_id(0), at=1.0))
+    long_ago = time.time() - 2 * QUIET_S
+    os.utime(folder / "events.jsonl", (long_ago, long_ago))
+    alive = JournalFeed(tmp_path)
+    alive.take()
+    assert alive.state.phase == "connected"
+    lock.release()  # as the kernel does for whoever is killed
+    dead = JournalFeed(tmp_path)
+    model = Model(dead)
+    model.step(time.time())
+    (peer,) = model.facts().peers
+    assert (peer.state, peer.reason) == ("gone", "it ended without a word")
+    assert dead.state == FeedState(
+        "ended", "the run is over: of those who wrote it no process lives any more"
+    )
+
+
+class _Listed(Feed):
+    """A feed of peers that somebody listed and nobody ever heard."""
+
+    state = FeedState("connected", "none answers")
+
+    def take(self) -> News:
+        return News(sightings=[Sighting(f"listed-{number}", "unreachable") for number in self.numbers])
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+
+def test_peers_that_are_only_listed_are_forgotten() -> None:
+    feed = _Listed()
+    model = Model(feed)
+    for second in range(3):
+        feed.numbers = [*range(second * MAX_UNHEARD, (second + 1) * MAX_UNHEARD), 0]
+        model.step(float(second))
+    assert model.facts().peers_known == MAX_UNHEARD
+    assert "listed-0" in model.sightings
+    assert "listed-1" not in model.sightings
+
+
+def test_a_time_that_no_history_can_hold_does_not_stop_the_board(tmp_path: Path) -> None:
+    with Journal(tmp_path / "events.jsonl") as journal:
+        for at in (1_700_000_000.0, 1e300, 1.1e300):
+            journal.write(ev.Warned(at=at, peer=peer_id(0), text="here"))
+    model = Model(JournalFeed(tmp_path))
+    recorder = Recorder(model, History(None))
+    recorder.follow(1e300)
+    assert model.facts().peers_known == 1
+    assert "not written" in recorder.trouble
+
+
+BROKEN = """
+import asyncio
+from monitoring.board.server import Place, listening_socket, serve
+from monitoring.history import History
+from monitoring.model import Model
+from tests.made_swarm import MadeFeed, MadeSwarm
+
+class Broken(MadeFeed):
+    def take(self):
+        raise RuntimeError("a fault of ours")
+
+async def main():
+    model, place = Model(Broken(MadeSwarm(2, start_at=1.8e9))), Place()
+    async with asyncio.timeout(120):
+        await serve(model, History(None), place, listening_socket(place), asyncio.Event())
+
+asyncio.run(main())
+"""
+
+
+def test_a_board_that_can_learn_nothing_new_ends_aloud() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", BROKEN], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert ended.returncode == 1
+    assert "RuntimeError: a fault of ours" in ended.stderr

@@ -1,0 +1,436 @@
+"""node.catchup: what the controller does with what heartbeats say, what donors give and what liars tell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+
+from p2p_co2.digest import digest
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.node.agreement import PAST_KEPT, Agreement
+from p2p_co2.node.catchup import ROUND_AGAIN, CatchupController, CatchupEffects
+from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.protocol.catchup import ROUND, STATE, Fetched, FetchFailed, Goal
+from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
+from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S
+from p2p_co2.protocol.membership import PeerInfo
+from p2p_co2.protocol.rounds import PayloadShape
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
+from p2p_co2.protocol.wire.messages_pb2 import (
+    Behind,
+    Contributor,
+    Decision,
+    Envelope,
+    Member,
+    Outcome,
+    PartOutcome,
+    RoundKey,
+    Status,
+)
+from p2p_co2.protocol.wire.status import PeerStatus, finished_bits
+from p2p_co2.telemetry.events import CaughtUp, Warned
+from p2p_co2.tensors.checkpoint import state_digest, state_from_bytes, state_view
+from tests.certificates import certify
+from tests.fuzz.world import STEP_S, Trainer, World, run_virtual
+from tests.round_network import RUN, forged_commit, make_identity
+
+GOOD, BAD, NONE = b"g" * 32, b"b" * 32, b"n" * 32
+ME, A, B, C = (PeerId(name) for name in ("me", "a", "b", "c"))
+SHAPE = PayloadShape(8, (4,))
+MEAN = bytes(32)
+SIGNERS = [make_identity(index) for index in (1, 2)]
+MEMBERS = sorted(one.peer_id for one in SIGNERS)
+OTHERS = [make_identity(index).peer_id for index in range(4, 12)]
+TRAINS, FINISHES = Status.TRAINING, Status.DRAINING
+
+
+class Place:
+    """A controller at version 3 of one fragment, and all that it does."""
+
+    def __init__(self, phase: Status.Phase = TRAINS, group_size: int = 32) -> None:
+        self.now, self.phase, self.agreed = 10.0, phase, [AgreedVersion(3, GOOD)]
+        self.wanted: list[Goal] = []
+        self.done: list[tuple[Any, ...]] = []
+        self.takers: list[PeerId] = []
+        self.fault: Exception | None = None
+        self.membership = SimpleNamespace(live={}, revision=0)
+        machine = SimpleNamespace(
+            ask_swarm=lambda vouch: None, add_donors=lambda *of: None, fetching=lambda fragment: True,
+            want=lambda goal, now: self.wanted.append(goal), shape=SimpleNamespace(replayable=lambda _: 8),
+            forget=lambda *of: self._note("forget", *of), quarantine=lambda peer, *of: None,
+            donor=SimpleNamespace(takers=lambda now, within_s: self.takers),
+        )  # fmt: skip
+        rounds = SimpleNamespace(
+            is_completing=lambda fragment: False,
+            forget_outcome=lambda fragment, round_: self._note("forget", round_),
+        )
+        effects = CatchupEffects(
+            now=lambda: self.now, report=lambda kind, **fields: self._note(kind, fields),
+            spawn=lambda work: work.close(), refuse=lambda peer, *why: self._note("refuse", peer),
+            give_up_offer=lambda fragment: self._note("give up", fragment),
+            settle_offer=lambda fragment: None, take=self._take, adopt=self._adopt,
+            export=self._export, pump=lambda: None,
+        )  # fmt: skip
+        membership: Any = self.membership
+        self.majority = Agreement(ME, membership, self.agreed, lambda: (self.phase, ()), group_size)
+        parts: Any = machine, rounds
+        self.controller = CatchupController(*parts, self.majority, self.agreed, RUN, SHAPE, effects)
+
+    def hear(self, phase: Status.Phase = TRAINS, **held: tuple[int, bytes]) -> None:
+        for name, (version, held_digest) in held.items():
+            bits = finished_bits([0], 1) if phase == FINISHES else b""
+            status = PeerStatus(phase=phase)._replace(finished=bits)
+            info = PeerInfo(status, 0.0, 0.0, versions=(version,), digests=(held_digest,))
+            self.membership.live[PeerId(name)] = info
+        self.membership.revision += 1
+
+    def look(self, *after_s: float) -> None:
+        for seconds in after_s:
+            self.now += seconds
+            self.controller.look_around(self.now)
+
+    def of(self, kind: object) -> list[Any]:
+        return [rest[0] for what, *rest in self.done if what == kind]
+
+    def _note(self, *what: Any) -> None:
+        self.done.append(what)
+
+    async def _take(self, mean: Any, decision: Decision) -> bool:
+        return True
+
+    async def _adopt(self, fragment: int, data: Any, agreed: AgreedVersion, goes_back: bool) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self._note("adopt", goes_back)
+        self.majority.moved(fragment, agreed, None)
+        self.agreed[fragment] = agreed
+
+    async def _export(self, fragment: int) -> None:
+        return
+
+
+def fetched(goal: Goal, version: int, digest: bytes = GOOD) -> Fetched:
+    return Fetched(goal, version, bytearray(), Decision(), digest, goal.donors, 1.0, 0)
+
+
+def test_what_others_have_is_gone_after_once_it_has_lasted() -> None:
+    place = Place()
+    place.hear(a=(4, GOOD), b=(4, GOOD))
+    place.look(0.0, NOTICE_AFTER_S - 0.1)
+    assert not place.controller.busy()
+    place.look(0.2)
+    assert place.wanted == [Goal(ROUND, 0, 4, (A, B))]
+    place.hear(a=(20, GOOD), b=(20, GOOD))
+    place.controller.handle(FetchFailed(place.wanted[0], "round not kept", 20))
+    assert [(goal.what, goal.version) for goal in place.wanted] == [(ROUND, 4), (STATE, 4)]
+
+
+def test_who_rests_goes_nowhere_and_at_once_when_it_wakes() -> None:
+    place = Place(Status.PAUSED)
+    place.hear(a=(4, GOOD), b=(4, GOOD))
+    place.look(0.0, 10.0)
+    assert not place.wanted
+    place.phase = TRAINS
+    place.controller.wake(place.now)
+    assert len(place.wanted) == 1
+
+
+def test_who_went_on_while_a_fetch_ended_is_looked_for_though_all_are_silent() -> None:
+    """At the end of a run nobody has news."""
+    place = Place(FINISHES)
+    place.hear(FINISHES, a=(4, GOOD))
+    assert place.controller.go_to(0, 4, GOOD, (A,))
+    place.agreed[0] = AgreedVersion(4, GOOD)
+    place.hear(FINISHES, a=(5, GOOD))
+    place.look(0.0)
+    place.controller.overtaken(0)
+    assert not place.controller.busy()
+    place.look(0.1, NOTICE_AFTER_S)
+    assert [goal.version for goal in place.wanted] == [4, 5]
+
+
+@pytest.mark.parametrize("says_last", [True, False])
+def test_a_last_round_that_nobody_gives_costs_nobody_an_offer(says_last: bool) -> None:
+    """One that drains may say that it made a round more; only what most say ends an offer of ours."""
+    place = Place(FINISHES)
+    place.hear(FINISHES, a=(4 if says_last else 3, GOOD), b=(3, GOOD), c=(3, GOOD))
+    if says_last:
+        place.look(0.0, NOTICE_AFTER_S)
+    else:  # what the rounds machine was told by a decision
+        place.controller.go_to(0, 4, b"", (A,))
+    assert place.controller.busy()
+    place.controller.handle(FetchFailed(Goal(ROUND, 0, 4, (A,)), "nobody gives it", 0))
+    assert not place.controller.busy()
+    assert place.of("give up") == ([] if says_last else [0])
+    assert place.of("forget") == [4]
+
+
+def test_that_a_fragment_could_not_be_brought_up_is_told_once_for_each_state() -> None:
+    place, counts = Place(), []
+    place.hear(a=(5, GOOD), b=(5, GOOD))
+    for version, here in ((4, 3), (4, 3), (5, 3), (5, 3), (5, 4), (5, 4)):
+        place.agreed[0] = AgreedVersion(here, GOOD)
+        assert place.controller.go_to(0, version, b"", ())
+        place.controller.handle(FetchFailed(Goal(ROUND, 0, version, ()), "a: round not kept", 0))
+        counts.append(len(place.of(Warned)))
+    assert counts == [1, 1, 2, 2, 3, 3]
+    assert place.of(Warned)[0]["text"] == "fragment 0 could not catch up yet: a: round not kept"
+
+
+@pytest.mark.parametrize(
+    ("chunks_given", "newest_version", "rounds"), [(0, 0, 1), (5, 4, 1), (5, 0, 1 + ROUND_AGAIN)]
+)
+def test_a_round_that_came_in_part_is_asked_for_again(
+    chunks_given: int, newest_version: int, rounds: int
+) -> None:
+    """A whole state is many times as large. Who gave no part, or says that it is gone, gives none later."""
+    place = Place()
+    place.hear(a=(4, GOOD), b=(4, GOOD))
+    assert place.controller.go_to(0, 4, b"", (A, B))
+    while place.wanted[-1].what == ROUND:
+        event = FetchFailed(place.wanted[-1], "silent", newest_version, chunks_given)
+        place.controller.handle(event)
+    assert [goal.what for goal in place.wanted] == [ROUND] * rounds + [STATE]
+
+
+def test_what_a_round_of_ours_has_overtaken_is_fetched_no_more() -> None:
+    place = Place()
+    place.hear(a=(7, GOOD), b=(7, GOOD))
+    place.controller.overtaken(0)  # nothing is fetched
+    assert place.controller.go_to(0, 7, b"", (A, B))
+    for version, is_busy in ((6, True), (7, False)):
+        place.agreed[0] = AgreedVersion(version, GOOD)
+        place.controller.overtaken(0)
+        assert place.controller.busy() is is_busy
+    assert place.of("forget") == [0]
+
+
+async def test_the_loser_of_two_histories_loads_the_others_and_says_what_is_lost() -> None:
+    place = Place()
+    for version in (4, 5):
+        place.majority.moved(0, AgreedVersion(version, GOOD), [ME])
+        place.agreed[0] = AgreedVersion(version, GOOD)
+    place.hear(a=(4, BAD), b=(4, BAD))
+    place.takers = [C]
+    place.look(0.0, 2 * NOTICE_AFTER_S)
+    assert not place.wanted  # somebody takes what we hold: it comes to us
+    place.takers = []
+    place.look(0.1)
+    (goal,) = place.wanted
+    assert (goal.what, goal.version, goal.digest, goal.donors) == (STATE, 4, BAD, (A, B))
+    assert "2 rounds of this peer alone among it" in place.of(Warned)[0]["text"]
+    await place.controller._take(fetched(goal, 4, BAD))
+    assert place.of("adopt") == [True]
+    assert place.of(CaughtUp)[0]["rounds_given_up"] == 2
+
+
+async def test_nobody_goes_back_to_those_that_came_to_us_meanwhile() -> None:
+    place = Place()
+    place.hear(a=(3, BAD), b=(3, BAD))
+    place.look(0.0, NOTICE_AFTER_S)
+    place.hear(a=(3, GOOD), b=(3, GOOD))
+    await place.controller._take(fetched(place.wanted[0], 3, BAD))
+    assert not place.of("adopt")
+    assert not place.controller.busy()
+
+
+@pytest.mark.parametrize(("version", "is_blamed"), [(5, False), (6, True)])
+async def test_who_gave_a_state_that_rounds_overtook_is_not_blamed(version: int, is_blamed: bool) -> None:
+    place = Place()
+    place.fault = RemoteProtocolError("bad state", "older than ours")
+    place.hear(a=(6, GOOD), b=(6, GOOD))
+    assert place.controller.go_to(0, 6, GOOD, (A,))
+    place.agreed[0] = AgreedVersion(6, GOOD)
+    await place.controller._take(fetched(Goal(STATE, 0, 6, (A,), GOOD, 5), version))
+    assert place.of("refuse") == ([A] if is_blamed else [])
+    assert not place.controller.busy()
+
+
+async def test_a_state_that_most_contradict_by_now_is_not_adopted() -> None:
+    place = Place()
+    place.hear(a=(20, BAD), b=(20, BAD))
+    assert place.controller.go_to(0, 20, BAD, (A,))
+    place.hear(a=(20, BAD), b=(20, GOOD), c=(20, GOOD))
+    await place.controller._take(fetched(Goal(STATE, 0, 20, (A,), BAD), 20, BAD))
+    assert place.of("refuse") == [A]
+    assert not place.of("adopt")
+
+
+def test_a_peer_remembers_a_bounded_past_and_none_of_a_state_that_it_loaded() -> None:
+    place = Place()
+    for version in range(4, PAST_KEPT + 10):
+        place.majority.moved(0, AgreedVersion(version, GOOD), [A, ME])
+        place.agreed[0] = AgreedVersion(version, GOOD)
+    assert len(place.majority.mine(0).past) == PAST_KEPT
+    place.majority.moved(0, AgreedVersion(999, GOOD), None)
+    assert place.majority.mine(0).past == {999: GOOD}
+
+
+# ---- rounds that are replayed
+
+
+def round_of(members: list[PeerId]) -> Fetched:
+    """Round 4 as a donor gives it, signed by both members."""
+    outcome = Outcome(
+        key=RoundKey(fragment=0, round=4, attempt=bytes(16)),
+        run=RUN,
+        coordinator=members[0],
+        live=len(members),
+        state_digest=GOOD,
+        members=[Member(peer=peer, weight=1.0, base_version=3) for peer in members],
+        parts=[
+            PartOutcome(
+                start_block=0,
+                stop_block=4,
+                digest=digest(MEAN),
+                contributors=[Contributor(peer=peer, weight=1.0) for peer in members],
+            )
+        ],
+    )
+    decision = certify(outcome, *SIGNERS)
+    goal = Goal(ROUND, 0, 4, (members[0],))
+    return Fetched(goal, 4, bytearray(MEAN), decision, b"", tuple(members[:1]), 0.1, 0)
+
+
+@pytest.mark.parametrize(
+    ("live", "group_size", "reason"),
+    [
+        (MEMBERS, 32, ""),
+        ([*MEMBERS, *OTHERS], 32, "most peers"),
+        ([*MEMBERS, *OTHERS], 2, ""),
+    ],
+)
+def test_a_round_is_replayed_that_those_made_that_this_peer_is_with(
+    live: list[PeerId], group_size: int, reason: str
+) -> None:
+    place = Place(group_size=group_size)
+    place.hear(**dict.fromkeys(live, (4, GOOD)))
+    if reason:
+        with pytest.raises(RemoteProtocolError, match=reason):
+            place.controller._checked_mean(round_of(MEMBERS))
+    else:
+        mean = place.controller._checked_mean(round_of(MEMBERS))
+        assert mean is not None
+        assert mean.round == 4
+
+
+# ---- whole nodes
+
+
+def test_many_that_join_at_once_do_not_take_each_other_for_the_swarm() -> None:
+    """Two train and six come, all at version 0: each of them ends where the two are."""
+
+    async def work() -> None:
+        world = World("a", "b")
+        world.start()
+        await asyncio.sleep(1.5)
+        await world.train(6)
+        for number in range(6):
+            world.add(f"newcomer-{number}")
+            world.trainers[-1].sync.phase = Status.JOINING
+            world.trainers[-1].sync.report()
+        world.start()
+        await asyncio.sleep(4)
+        assert min(world.versions()[0]) >= 4
+        assert len(set(world.versions())) == 1
+        for newcomer in world.trainers[2:]:
+            assert newcomer.node.progress.abreast
+            assert not newcomer.refused
+        await world.close()
+
+    run_virtual(work())
+
+
+def test_a_commit_that_nobody_made_stops_nobody_for_long_and_names_its_signer() -> None:
+    """Told to all by one of four, again and again, whole nodes go on after some seconds."""
+
+    async def work() -> None:
+        world = World("a", "b", "c", "liar")
+        world.start()
+        await asyncio.sleep(1.5)
+        await world.train(4)
+        *honest, liar = world.trainers
+        names = [trainer.me for trainer in world.trainers]
+
+        async def lie() -> None:
+            while True:
+                for trainer in honest:
+                    agreed = trainer.node.agreed[0]
+                    decision = forged_commit(
+                        liar.identity, agreed.version + 1, agreed.digest, names,
+                        run=trainer.node.run_digest, blocks=trainer.node.shape.blocks[0],
+                    )  # fmt: skip
+                    envelope = Envelope(version=PROTOCOL_VERSION, run=trainer.node.run_digest)
+                    envelope.decision.CopyFrom(decision)
+                    await world.deliver(liar.me, trainer.me, envelope.SerializeToString())
+                await asyncio.sleep(1)
+
+        lying = asyncio.create_task(lie())
+        before = min(world.versions())[0]
+        await world.train(24)
+        assert min(world.versions())[0] >= before + 8
+        for trainer in honest:
+            texts = [event.text for event in trainer.events if isinstance(event, Warned)]
+            assert any(liar.me in text and "not believed about rounds of others" in text for text in texts)
+        lying.cancel()
+        await world.close()
+
+    run_virtual(work())
+
+
+async def go_astray(liar: Trainer, ahead: int) -> AgreedVersion:
+    """The liar holds a state of its own making, ``ahead`` versions beyond what all hold."""
+    agreed, data = await liar.ledger.export(0)
+    state = state_from_bytes(data[0 : len(data)], liar.ledger._fragments[0].state.params.numel())
+    wrong = state._replace(version=agreed.version + ahead, params=state.params + 1000.0)
+    held = AgreedVersion(wrong.version, state_digest(wrong, LEAST_CHUNK_BYTES))
+    await liar.node.deciding.adopt(0, state_view(wrong)[0 : len(data)], held)
+    return held
+
+
+def decision(liar: Trainer, honest: Trainer, lie: AgreedVersion) -> dict[str, Message]:
+    agreed = honest.node.agreed[0]
+    return {
+        "decision": forged_commit(
+            liar.identity, agreed.version + 1, agreed.digest, [liar.me],
+            run=honest.node.run_digest, blocks=honest.node.shape.blocks[0],
+        )
+    }  # fmt: skip
+
+
+def behind(liar: Trainer, honest: Trainer, lie: AgreedVersion) -> dict[str, Message]:
+    round_ = honest.node.agreed[0].version + 1
+    told = Behind(fragment=0, round=round_, version=lie.version, state_digest=lie.digest, donors=[liar.me])
+    return {"behind": told}
+
+
+@pytest.mark.parametrize("lie", [decision, behind])
+def test_a_state_that_only_one_holds_is_nobodys(lie: Callable[..., dict[str, Message]]) -> None:
+    """One signature named a round of its signer alone, which nobody took; then all took its state instead.
+    And the coordinator of a round that all had to make could tell that it was over, for ever."""
+
+    async def work() -> None:
+        world = World("a", "b", "c", "liar")
+        world.start()
+        await asyncio.sleep(1.5)
+        await world.train(4)
+        *honest, liar = world.trainers
+        before, held = min(world.versions())[0], await go_astray(liar, 1)
+        for _ in range(250):
+            for trainer in honest:
+                envelope = Envelope(version=PROTOCOL_VERSION, run=trainer.node.run_digest)
+                envelope.MergeFrom(Envelope(**lie(liar, trainer, held)))
+                await world.deliver(liar.me, trainer.me, envelope.SerializeToString())
+                trainer.step()
+            await asyncio.sleep(STEP_S)
+            assert not any(trainer.node.agreed[0] == held for trainer in honest)
+        assert min(world.versions())[0] > before + 2
+        await world.close()
+
+    run_virtual(work())

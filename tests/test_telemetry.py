@@ -1,0 +1,428 @@
+"""telemetry: the journal gives back what was written and survives any bytes; the view counts by hand,
+is bounded and is the same however the peers' events were interleaved."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import math
+import os
+import threading
+import typing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2p_co2.errors import EnvironmentFault
+from p2p_co2.telemetry import events as ev
+from p2p_co2.telemetry.events import EVENT_TYPES, Event, PeerLeft, Progress, Warned
+from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, Tail, read_events
+from p2p_co2.telemetry.view import (
+    MAX_DISTINCT,
+    MAX_HISTORY_POINTS,
+    MAX_NOTABLE,
+    OTHERS,
+    LossHistory,
+    SwarmView,
+    fold,
+    mean_of,
+    recalled,
+)  # fmt: skip
+from tests.event_samples import aborted, applied, committed, progress, started
+
+# ---- the journal
+
+
+def test_an_event_is_one_line_of_json_with_its_kind_first(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "events.jsonl"
+    with Journal(path) as journal:
+        journal.write(Warned(at=1.5, peer="a", text="two\nlines, ünïcode"))
+        journal.write(PeerLeft(at=2.0, peer="a", other="b", reason="silent"))
+        assert journal.failed is None
+    first, second = path.read_bytes().splitlines()
+    assert first == b'{"kind":"warned","at":1.5,"peer":"a","text":"two\\nlines, \\u00fcn\\u00efcode"}'
+    assert json.loads(second)["other"] == "b"
+
+
+def test_a_loss_that_is_not_a_number_is_written_as_null_and_read_as_nan(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with Journal(path) as journal:
+        journal.write(progress("a", 1.0, loss=math.nan))
+        journal.write(progress("a", 2.0, loss=math.inf))
+    assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [None, None]
+    losses = [event.loss for event in read_events(path) if isinstance(event, Progress)]
+    assert len(losses) == 2
+    assert all(math.isnan(loss) for loss in losses)
+
+
+def test_a_tail_sees_each_event_once_and_waits_for_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    tail = Tail(path)
+    assert tail.new_events() == []
+    with Journal(path) as journal:
+        journal.write(started("a"))
+        assert tail.new_events() == [started("a")]
+        assert tail.new_events() == []
+        journal.write(progress("a", 1.0))
+        assert tail.new_events() == [progress("a", 1.0)]
+
+
+def test_a_journal_opened_again_appends_after_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with Journal(path) as journal:
+        journal.write(started("a"))
+    with path.open("ab") as file:
+        file.write(b'{"kind":"warn')
+    with Journal(path) as journal:
+        journal.write(started("a", pid=8))
+    reader = read_events(path)
+    assert list(reader) == [started("a"), started("a", pid=8)]
+    assert reader.skipped == {"not JSON": 1}
+
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+_VALUES: dict[object, st.SearchStrategy[typing.Any]] = {
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    int: st.integers(-(2**62), 2**62),
+    bool: st.booleans(),
+    str: _TEXT,
+    tuple[int, ...]: st.lists(st.integers(0, 99), max_size=4).map(tuple),
+    tuple[str, ...]: st.lists(_TEXT, max_size=4).map(tuple),
+    tuple[float, ...]: st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=4).map(tuple),
+    dict[str, str]: st.dictionaries(_TEXT, _TEXT, max_size=4),
+    dict[str, int]: st.dictionaries(_TEXT, st.integers(-(2**62), 2**62), max_size=4),
+    dict[str, float]: st.dictionaries(_TEXT, st.floats(allow_nan=False, allow_infinity=False), max_size=4),
+}
+
+
+def _events_of(event_type: type[Event]) -> st.SearchStrategy[Event]:
+    hints = typing.get_type_hints(event_type)
+    fields = {field.name: _VALUES[hints[field.name]] for field in dataclasses.fields(event_type)}
+    return st.builds(event_type, **fields)
+
+
+ANY_EVENT = st.one_of(*(_events_of(event_type) for event_type in EVENT_TYPES.values()))
+
+
+@settings(max_examples=100, deadline=None)
+@given(events=st.lists(ANY_EVENT, max_size=6))
+def test_what_was_written_is_read_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, events: list[Event]
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "events.jsonl"
+    with Journal(path) as journal:
+        for event in events:
+            journal.write(event)
+    reader = read_events(path)
+    assert list(reader) == events
+    assert not reader.skipped
+
+
+@settings(max_examples=60, deadline=None)
+@given(events=st.lists(ANY_EVENT, min_size=1, max_size=4), data=st.data())
+def test_a_tail_reads_the_same_however_the_file_grew(
+    tmp_path_factory: pytest.TempPathFactory, events: list[Event], data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("tail")
+    with Journal(folder / "whole") as journal:
+        for event in events:
+            journal.write(event)
+    content = (folder / "whole").read_bytes()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=5)))
+    tail, seen = Tail(folder / "grown"), []
+    for start, stop in zip([0, *cuts], [*cuts, len(content)], strict=True):
+        with (folder / "grown").open("ab") as file:
+            file.write(content[start:stop])
+        seen += tail.new_events()
+    assert seen == events
+    assert not tail.skipped
+
+
+_HOSTILE = st.binary(max_size=60) | st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(), st.lists
+).map(lambda value: json.dumps({"kind": "warned", "at": 1, "peer": value, "text": value}).encode())
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (b"\xff\xfe\x00", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"kind":"warned","at":' + b"9" * 5000 + b"}", "not JSON"),
+        (b"[1]", "not an object"),
+        (b'{"kind":["warned"],"at":1}', "unknown kind"),
+        (b'{"kind":"from_the_future","at":1,"peer":"a"}', "unknown kind"),
+        (b'{"kind":"warned","at":1,"peer":"a"}', "missing field"),
+        (b'{"kind":"warned","at":1,"peer":"a","text":3}', "wrong type"),
+        (b'{"kind":"warned","at":true,"peer":"a","text":""}', "wrong type"),
+        (b'{"kind":"warned","at":NaN,"peer":"a","text":""}', "no time"),
+        (b'{"kind":"warned","at":null,"peer":"a","text":""}', "no time"),
+        (b'{"kind":"warned","at":' + b"9" * 400 + b',"peer":"a","text":""}', "number too large"),
+        (b"x" * (MAX_LINE_BYTES + 1), "line too long"),
+    ],
+)
+def test_a_bad_line_is_counted_and_the_next_one_read(tmp_path: Path, line: bytes, cause: str) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(line + b'\n\n{"kind":"warned","at":1,"peer":"a","text":"\\ud800","from":"later"}\n')
+    reader = read_events(path)
+    assert list(reader) == [Warned(at=1.0, peer="a", text="?")]
+    assert reader.skipped == {cause: 1}
+    tail = Tail(path)
+    assert len(tail.new_events()) == 1
+    assert tail.skipped == {cause: 1}
+
+
+def test_a_replaced_shorter_file_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with Journal(path) as journal:
+        journal.write(progress("a", 1.0))
+    tail = Tail(path)
+    assert len(tail.new_events()) == 1
+    path.write_bytes(b'{"kind":"warned","at":1,"peer":"a","text":"x"}\n')
+    assert tail.new_events() == [Warned(at=1.0, peer="a", text="x")]
+
+
+def test_a_full_disk_stops_the_journal_and_not_the_caller() -> None:
+    journal = Journal(Path("/dev/full"))
+    journal.write(started("a"))
+    assert journal.failed is not None
+    assert "No space left" in journal.failed
+    journal.write(started("a"))
+    journal.close()
+    journal.close()
+    journal.write(started("a"))
+
+
+def test_the_journal_goes_on_when_the_disk_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2p_co2.telemetry.journal.RETRY_S", 0.0)
+    journal = Journal(tmp_path / "events.jsonl")
+    journal.write(Warned(at=1.0, peer="a", text="before"))
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        write(descriptor, data[:5])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", full)
+        journal.write(Warned(at=2.0, peer="a", text="lost"))
+    assert journal.failed is not None
+    journal.write(Warned(at=3.0, peer="a", text="after"))
+    journal.close()
+    assert journal.failed is None
+    events = read_events(tmp_path / "events.jsonl")
+    assert [event.at for event in events] == [1.0, 3.0]
+    assert not events.skipped
+
+
+def test_a_folder_that_cannot_be_written_is_an_environment_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFault, match="choose a folder"):
+        Journal(tmp_path / "file" / "events.jsonl")
+    with pytest.raises(EnvironmentFault, match="cannot read"):
+        read_events(tmp_path / "absent")
+    tail = Tail(tmp_path)
+    assert tail.new_events() == []
+    assert tail.skipped == {"file unreadable": 1}
+
+
+def test_threads_write_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with Journal(path) as journal:
+
+        def write(name: str) -> None:
+            for number in range(200):
+                journal.write(Warned(at=float(number), peer=name, text="x" * number))
+
+        threads = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    reader = read_events(path)
+    events = list(reader)
+    assert len(events) == 800
+    assert not reader.skipped
+    for name in "abcd":
+        assert [event.at for event in events if event.peer == name] == [
+            float(number) for number in range(200)
+        ]
+
+
+# ---- the view
+
+
+def test_a_round_counts_once_although_every_member_reports_it() -> None:
+    began = ev.RoundBegan(at=0, peer="a", fragment=0, round=1, group=("a", "b"), waited_s=0, deadline_s=1)
+    commits = [committed(peer, 1, duration_s=took_s) for peer, took_s in (("a", 1.0), ("b", 3.0), ("c", 0.0))]
+    view = fold([began, *commits, *(aborted(peer, 2, "too few") for peer in "abc")])
+    assert (view.committed, view.abort_reasons) == (1, {"too few": 1})
+    first = view.rounds[0, 1]
+    assert (first.outcome, first.contributors, first.partial, first.duration_s) == ("committed", 3, 0, 3.0)
+    assert view.rounds[0, 2].outcome == "aborted"
+
+
+def test_a_round_tried_again_counts_every_abort_and_the_commit() -> None:
+    tries = [aborted(peer, 1, why) for why in ("owner lost", "too few") for peer in "ab"]
+    view = fold([*tries, *(committed(peer, 1) for peer in "ab")])
+    assert (view.committed, view.abort_reasons) == (1, {"owner lost": 1, "too few": 1})
+    assert view.rounds[0, 1].missed_by == ()
+
+
+def test_a_member_that_lost_only_the_answer_missed_a_committed_round() -> None:
+    view = fold([committed("a", 1), committed("b", 1), aborted("c", 1, "coordinator silent")])
+    assert (view.committed, view.abort_reasons.total()) == (1, 0)
+    assert view.rounds[0, 1].missed_by == ("c",)
+
+
+def test_histograms_are_over_all_peers() -> None:
+    view = fold([applied("a", 0, 3), applied("b", 1, 9), applied("b", 0, 3, gap=math.nan)])
+    assert view.staleness == {0: 2, 1: 1}
+    assert view.fragment_staleness == {0: {0: 2, 1: 1}}
+    assert view.sync_delay_steps == {3: 2, 9: 1}
+    assert mean_of(view.sync_delay_steps) == 5.0
+
+
+def test_a_resumed_peer_keeps_the_counters_of_its_earlier_process() -> None:
+    ended = ev.PeerFinished(at=2.0, peer="a", reason="interrupted", digest="d1", versions=(1, 0))
+    before = [started("a"), progress("a", 1.0, inner_steps=10), ended]
+    peer = fold([*before, started("a", at=3.0, pid=8), progress("a", 4.0, inner_steps=5)]).peers["a"]
+    assert (peer.totals.inner_steps, peer.totals.up_bytes, peer.start.pid) == (15, 1000, 8)
+    assert (peer.finished, peer.phase, peer.utilisation) == (False, "training", 0.9)
+
+
+def test_nobody_works_more_than_all_of_the_time() -> None:
+    """One that says so would set the mean of the swarm."""
+    told = dataclasses.replace(progress("a", 1.0, inner_steps=1), train_s=1e15, wall_s=1e-300)
+    assert fold([started("a"), told]).peers["a"].utilisation == 1.0
+
+
+def test_who_left_and_why() -> None:
+    view = fold([started("a"), PeerLeft(at=5.0, peer="a", other="b", reason="silent for 6 s")])
+    assert not view.peers["b"].started
+    assert view.peers["b"].left_reason == "silent for 6 s"
+    view.add(ev.PeerJoined(at=6.0, peer="a", other="b"))
+    assert view.peers["b"].left_reason == ""
+    view.add(ev.PeerFinished(at=7.0, peer="b", reason="the run ended", digest="d", versions=()))
+    assert view.peers["b"].left_reason == "the run ended"
+
+
+def test_links_keep_the_last_carrier_and_are_open_or_lost() -> None:
+    view = fold([ev.LinkOpened(at=0, peer="a", other="b", carrier="grpc")])
+    assert view.peers["a"].open_links == {"b": "grpc"}
+    view.add(ev.LinkLost(at=1, peer="a", other="b", carrier="grpc", reason="reset"))
+    assert (view.peers["a"].carriers, view.peers["a"].open_links) == ({"b": "grpc"}, {})
+    view.add(ev.LinkOpened(at=2, peer="a", other="b", carrier="libp2p", reason="grpc refused"))
+    assert view.peers["a"].open_links == {"b": "libp2p"}
+
+
+def test_labels_are_unique_and_names_stay_where_they_can() -> None:
+    names = {"id-000001": "ada", "id-000002": "bob", "id-000003": "bob", "id-000004": ""}
+    labels = fold(started(peer, name=name) for peer, name in names.items()).labels()
+    assert list(labels.values()) == ["ada", "bob~000002", "bob~000003", "~000004"]
+
+
+def test_what_is_not_a_number_is_as_it_was() -> None:
+    unknown = dataclasses.replace(progress("a", 2.0, loss=math.nan), position=math.nan, wall_s=math.nan)
+    peer = fold([progress("a", 1.0, loss=2.0), unknown]).peers["a"]
+    assert (peer.loss, len(peer.history.points), peer.progress.position) == (2.0, 1, 0.1)
+    assert peer.totals.wall_s == 10.0
+
+
+def test_what_is_recalled_folds_to_the_same_peer() -> None:
+    caught = ev.CaughtUp(at=3.0, peer="a", fragment=1, from_version=0, to_version=1, how="state", donor="b",
+                         bytes=1, duration_s=0.1)  # fmt: skip
+    sent = ev.FragmentSent(at=1, peer="a", fragment=0, round=1, payload_bytes=9, weight=1, relative_error=0)
+    told = [started("a"), progress("a", 1.0), sent, sent, applied("a", 1, 4), applied("a", 0, 4), caught,
+            ev.LinkOpened(at=0, peer="a", other="b", carrier="grpc")]  # fmt: skip
+    early = fold(told)
+    late = fold(recalled(early.peers["a"]))
+    for _ in range(2):  # whoever lags gets it twice
+        for event in recalled(early.peers["a"]):
+            late.add(event)
+        one, other = early.peers["a"], late.peers["a"]
+        assert other.tally == one.tally
+        for name in ("start", "progress", "sent", "arrived", "open_links", "totals", "first_seen_at"):
+            assert getattr(one, name) == getattr(other, name), name
+
+
+@given(count=st.integers(1, 5 * MAX_HISTORY_POINTS))
+@settings(max_examples=15, deadline=None)
+def test_a_long_history_is_bounded_and_unbiased(count: int) -> None:
+    history = LossHistory()
+    for number in range(count):
+        history.add(float(number), number / 10, float(number))
+    assert len(history.points) < MAX_HISTORY_POINTS
+    whole = len(history.points) * history.stride
+    assert 0 <= count - whole < history.stride
+    mean = sum(loss for _, _, loss in history.points) / len(history.points)
+    assert mean == pytest.approx((whole - 1) / 2)
+
+
+_NAMES = st.sampled_from(["a", "b", "c"])
+_SMALL = st.integers(0, 2)
+_SWARM_EVENT = st.one_of(
+    st.builds(started, _NAMES, st.floats(0, 9)),
+    st.builds(progress, _NAMES, st.floats(0, 9), loss=st.floats(0, 9), inner_steps=st.integers(0, 50)),
+    st.builds(applied, _NAMES, _SMALL, st.integers(0, 40), gap=st.floats(1, 9)),
+    st.builds(committed, _NAMES, _SMALL, contributors=st.integers(1, 3), duration_s=st.floats(0, 9)),
+    st.builds(aborted, _NAMES, _SMALL, st.sampled_from(["too few", "owner lost"])),
+    st.builds(PeerLeft, at=st.floats(0, 9), peer=_NAMES, other=_NAMES, reason=st.sampled_from(["x", "y"])),
+    st.builds(ev.PeerJoined, at=st.floats(0, 9), peer=_NAMES, other=_NAMES),
+    st.builds(Warned, at=st.floats(0, 1), peer=_NAMES, text=st.sampled_from(["x", "y"])),
+    st.builds(
+        ev.RoundBegan, at=st.floats(0, 9), peer=_NAMES, fragment=st.just(0), round=_SMALL,
+        group=st.just(("a", "b")), waited_s=st.just(0.0), deadline_s=st.just(1.0),
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(events=st.lists(_SWARM_EVENT, max_size=40), order=st.randoms(use_true_random=False))
+def test_the_view_does_not_depend_on_how_peers_were_interleaved(
+    events: list[Event], order: typing.Any
+) -> None:
+    queues = {name: [event for event in events if event.peer == name] for name in "abc"}
+    mixed: list[Event] = []
+    while any(queues.values()):
+        mixed.append(queues[order.choice([name for name, queue in queues.items() if queue])].pop(0))
+    one, other = fold(events), fold(mixed)
+    assert one == other
+    assert (one.committed, one.abort_reasons, one.labels()) == (
+        other.committed, other.abort_reasons, other.labels(),
+    )  # fmt: skip
+
+
+def test_the_newest_notable_events_are_kept_in_any_order() -> None:
+    events = [Warned(at=float(n), peer=f"p{n}", text=str(n)) for n in range(2 * MAX_NOTABLE)]
+    forward, backward = fold(events), fold(reversed(events))
+    assert forward.notable == backward.notable
+    assert [note[3] for note in forward.notable] == events[MAX_NOTABLE:]
+    assert forward.warnings == 2 * MAX_NOTABLE
+
+
+def test_a_flood_of_reasons_stays_bounded() -> None:
+    told = (ev.MessageRefused(at=1.0, peer="a", other="b", reason=f"{n}") for n in range(10 * MAX_DISTINCT))
+    view = fold(told)
+    refused = view.peers["a"].tally.refused
+    assert (len(refused), refused[OTHERS]) == (MAX_DISTINCT + 1, 9 * MAX_DISTINCT)
+    assert list(view.peers) == ["a"]
+
+
+def test_the_view_of_rounds_is_bounded_and_its_totals_are_not() -> None:
+    view = SwarmView(rounds_kept=10)
+    for number in range(1, 101):
+        view.add(committed("a", number))
+    assert len(view.rounds) == 10
+    assert view.committed == 100
+
+
+def test_nothing_happened_is_a_view_too() -> None:
+    view = fold([])
+    assert (view.committed, view.abort_reasons.total(), view.started_at, view.last_at) == (0, 0, None, None)
+    assert (view.labels(), mean_of(view.staleness)) == ({}, None)
