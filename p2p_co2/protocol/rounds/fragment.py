@@ -51,6 +51,8 @@ class FragmentRounds:
         self._coordination = coordination
         self._early = ReorderBuffer(2 * swarm.shape.payload_bytes(fragment))
         self._aborted_round = -1
+        self._sent_behind: PeerId | None = None
+        """Which coordinator sent us after another state, until that is here or came to nothing."""
         self._withdrawn: Offer | None = None
         """The last offer that we ended ourselves: what still answers its READY is nobody's fault."""
         self._completing: Completing | None = None
@@ -84,6 +86,8 @@ class FragmentRounds:
             self.history.forget(version)
         elif (known := self.history.commit(version)) is not None and self.version == version - 1:
             self._swarm.repute.committed(PeerId(known[1].coordinator))
+        if (version, digest) != (self.version, self.digest):
+            self._sent_behind = None
         self.version, self.digest = version, digest
         self.ear.moved(version, digest)
         if self.member is None and self.ear.listening is None:
@@ -100,6 +104,13 @@ class FragmentRounds:
             self.history.forget(version + 1)
         elif self.offer is None:
             self.ear.ask(version, digest, now)
+
+    def forget(self, round_: int, now: float) -> None:
+        """Nobody holds the bytes of a commit, or the state that a coordinator sent us after."""
+        self.history.forget(max(round_, (self.version or 0) + 1))
+        if self._sent_behind is not None:
+            self._swarm.failed(self._sent_behind, "it sent us where nobody is", now)
+            self._sent_behind = None
 
     def start(self, offer: Offer, now: float) -> None:
         """Open an offer. Raises ``LocalProtocolError`` if one is open, or it does not fit our state."""
@@ -254,6 +265,7 @@ class FragmentRounds:
             asking.mistrust(sender, "it sent us where nobody is", now)
             raise RemoteProtocolError("impossible version", f"{message.version}; most are not beyond {most}")
         donors = tuple(PeerId(donor) for donor in message.donors)
+        self._sent_behind = sender
         self._end()
         self._outlet.emit(FellBehind(message.fragment, message.version, message.state_digest, donors, True))
 

@@ -114,8 +114,7 @@ class Rounds:
     def forget_outcome(self, fragment: int, round_: int) -> None:
         """No donor holds the bytes of a commit that we learned of: go on as if it had not been."""
         self._changed()
-        mine = self._fragments[fragment]
-        mine.history.forget(max(round_, (mine.version or 0) + 1))
+        self._fragments[fragment].forget(round_, self._now)
 
     def replayed(self, decision: wire.Decision) -> None:
         """The commit that made the state after ours, with a mean that a donor gave us."""
