@@ -39,7 +39,7 @@ install: $(STAMP)
 gone:
 
 # Where its interpreter is gone make install makes it anew, and nothing else does: it may be another machine's.
-$(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/tensors/codec/native.c p2p_co2/tensors/codec/passes.c \
+$(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/tensors/codec/passes.c \
 		$(shell $(BIN)/python -c '' 2>/dev/null || echo gone)
 	@$(BIN)/python -c '' 2>/dev/null || { \
 		if [ -f $(VENV)/pyvenv.cfg ] && [ -z "$(filter install,$(MAKECMDGOALS))" ]; then \

@@ -6,9 +6,9 @@ setup(
     ext_modules=[
         Extension(
             "p2p_co2.tensors.codec._native",
-            ["p2p_co2/tensors/codec/native.c", "p2p_co2/tensors/codec/passes.c"],
+            ["p2p_co2/tensors/codec/passes.c"],
             extra_compile_args=["-O3", "-std=c11", "-ffp-contract=off"],
-            optional=True,  # without it torch's operations serve, slower; native.py, passes.py
+            optional=True,  # without it torch's operations serve, slower; passes.py
         )
     ]
 )

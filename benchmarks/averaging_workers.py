@@ -28,21 +28,19 @@ from p2p_co2.config import (
     CarrierName,
     ClockConfig,
     CodecConfig,
-    CodecName,
     OuterConfig,
     PeerConfig,
     RunConfig,
 )
 from p2p_co2.net.discovery import Discovery
-from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.protocol.rounds.member import Member
 from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.fragments.live import LiveParameters
 from p2p_co2.ticket import Ticket
-from p2p_co2.trainer import Peer, connect, fragment_ledger, offer_encoding
-from p2p_co2.trainer import ledger as tensor_ledger
+from p2p_co2.trainer import Peer, connect, fragment_state, worker
 
 PEERS, TENSORS = 4, 8
 NOISE = 1e-2
@@ -85,7 +83,7 @@ def _rms_error(tensors: Sequence[torch.Tensor], turn: int, factor: float) -> flo
     return float((squares / TENSORS) ** 0.5)
 
 
-def _run_config(codec: CodecName) -> RunConfig:
+def _run_config(codec: str) -> RunConfig:
     """Defaults of the product, but for a training loop that waits for every round."""
     return RunConfig(
         recipe="own-loop",
@@ -96,7 +94,7 @@ def _run_config(codec: CodecName) -> RunConfig:
     )
 
 
-def _seed(codec: CodecName, folder: str) -> None:
+def _seed(codec: str, folder: str) -> None:
     serve_run(_run_config(codec), Path(folder))
 
 
@@ -142,18 +140,17 @@ class Watch:
 
 def _watched() -> Watch:
     watch = Watch()
-    watch.put_on(fragment_ledger.FragmentLedger, "offer")  # encode
+    watch.put_on(fragment_state.FragmentState, "offer")  # encode
     watch.put_on(Member, "start")  # the group is known
-    watch.put_on(tensor_ledger.TensorLedger, "_decode")
     for owner, name in (
-        (outer, "step"), (outer, "merge"), (LiveParameters, "merge_"), (tensor_ledger, "state_digest"),
-        (offer_encoding, "error_energy"),
+        (outer, "step"), (outer, "merge"), (LiveParameters, "merge_"), (worker, "state_digest"),
+        (fragment_state, "error_energy"),
     ):  # fmt: skip
         watch.put_on(owner, name)
     return watch
 
 
-def _peer(values: int, codec: CodecName, carrier: CarrierName, index: str, folder: str, ticket: str) -> None:
+def _peer(values: int, codec: str, carrier: CarrierName, index: str, folder: str, ticket: str) -> None:
     tensors = [torch.nn.Parameter(torch.zeros(values)) for _ in range(TENSORS)]
     committed = [0]
 
@@ -202,7 +199,7 @@ def _peer(values: int, codec: CodecName, carrier: CarrierName, index: str, folde
     peer.leave("the benchmark is over")
 
 
-def _hivemind(values: int, codec: CodecName, side: str, index: str, address: str) -> None:
+def _hivemind(values: int, codec: str, side: str, index: str, address: str) -> None:
     import hivemind
     import scipy.optimize  # noqa: F401  (our import of hivemind puts it off; its averager begins with it loaded)
     from hivemind.averaging import DecentralizedAverager

@@ -23,8 +23,8 @@ from pathlib import Path
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.base import Carrier
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
-from p2p_co2.net.transport.libp2p_carrier import Libp2pCarrier
-from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 

@@ -51,7 +51,7 @@ from p2p_co2.protocol.rounds.attempt import Share, capped
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.recipes.corpus import embedded_corpus
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import clipped_mean, weighted_mean
+from p2p_co2.tensors.aggregation import clipped_mean, reduce_slices, weighted_mean
 from p2p_co2.tensors.codec import get_codec
 
 SPEEDS = {"equal": (1, 1, 1, 1), "ten times": (1, 1, 10, 10)}
@@ -95,7 +95,7 @@ class Averaged:
         offers = {}
         for group in groups:
             for peer, live in zip(group.peers, flatten(group.params, self._names), strict=True):
-                gradient = outer.outer_gradient(self.state, live, None)
+                gradient = outer.outer_gradient(self.state, live)
                 offers[PeerId(str(peer))] = self._codec.encode(gradient).numpy()
         size = len(next(iter(offers.values())))
         part_bytes = -(-size // self._codec.block_bytes // len(tokens)) * self._codec.block_bytes
@@ -106,7 +106,7 @@ class Averaged:
                 (peer, weights[peer], memoryview(offer[start : start + part_bytes]))
                 for peer, offer in offers.items()
             ]
-            means += rule(self._codec, slices, None).encoded
+            means += reduce_slices(rule, self._codec, slices).encoded
         mean = self._codec.decode(torch.frombuffer(means, dtype=torch.uint8))[: self.state.params.numel()]
         self.state, _ = outer.step(self._run.outer, self.state, mean, self.state.version)
         for group in groups:

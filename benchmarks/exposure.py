@@ -356,7 +356,7 @@ class Training:
             "wall_s": time.perf_counter(),
             "steps": self._steps,
             "in_step_s": self._in_step_s,
-            "exposed_s": self.peer._sync.exposed_s,
+            "exposed_s": self.peer._sync.figures.exposed_s,
             "up_bytes": self._network.traffic_bytes()[0],
             "cpu_s": _cpu_s(),
         }

@@ -3,7 +3,7 @@
 A laboratory, not a swarm: four peers live in one process and the network is a number of inner steps. The
 outer maths and the codec are the product's own (``p2p_co2.tensors.outer``, ``p2p_co2.tensors.codec``); only
 the byte GPT is the laboratory's (``loss_model``). Rows "as held" go through what a peer's process holds, too
-(``FragmentLedger``): what it keeps of its own offers takes four bits there (residuals of error feedback,
+(``FragmentState``): what it keeps of its own offers takes four bits there (residuals of error feedback,
 eager's corrections), here fp32.
 
 Law: all rows of a seed see the same start, the same windows of text and the same
@@ -46,13 +46,13 @@ from loss_model import (
     unflatten_,
 )
 
-from p2p_co2.config import ApplyRule, CodecConfig, CodecName, OuterConfig, RunConfig
+from p2p_co2.config import ApplyRule, CodecConfig, OuterConfig, RunConfig
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import mean_of_parts
 from p2p_co2.tensors.codec import encode_with_residual, get_codec
-from p2p_co2.trainer.fragment_ledger import FragmentLedger
+from p2p_co2.trainer.fragment_state import FragmentState
 
 PEERS, H = 4, 30
 
@@ -66,7 +66,7 @@ class Row:
     rule: str
     delay: int
     fragments: int = 1
-    codec: CodecName = "int4"
+    codec: str = "int4"
     lr: float = 0.7
     momentum: float = 0.5
     nesterov: bool = True
@@ -191,12 +191,17 @@ class FragmentLab:
     def _send(self) -> None:
         self._snapshots = flatten(self._params, self._names)
         pairs = zip(self._snapshots, self._corrections, strict=True)
-        self._gradients = torch.stack([outer.outer_gradient(self.state, live, past) for live, past in pairs])
+        self._gradients = torch.stack([self._measured(live, past) for live, past in pairs])
         self._base_version = self.state.version
         total = torch.zeros_like(self.state.params)
         for peer, gradient in enumerate(self._gradients):
             total += self._offered(peer, gradient)
         self._mean = self._transfer(total / PEERS)
+
+    def _measured(self, live: Tensor, correction: Tensor | None) -> Tensor:
+        """What was corrected at the last boundary has been offered already."""
+        gradient = outer.outer_gradient(self.state, live)
+        return gradient if correction is None else gradient - correction
 
     def _step(self) -> tuple[outer.OuterState, float]:
         """Apply the mean in flight; returns the old state and the gap."""
@@ -218,9 +223,12 @@ class FragmentLab:
                     # the next offer.
                     fresh, stale = old.params - live[peer], self._gradients[peer]
                     fix = outer.eager_correction(self._config, gap, 1 / PEERS, fresh, stale)
-                change = outer.boundary_merge(self._config, self.state, live[peer], None, fix)
+                change = outer.boundary_merge(self._config, self.state, live[peer])
+                if fix is not None:
+                    change.addend.sub_(fix)
             else:
-                change = outer.merge(self._config, old, self.state, self._snapshots[peer], [])
+                gradient = outer.outer_gradient(old, self._snapshots[peer])
+                change = outer.merge(self._config, old, self.state, gradient.__getitem__, [])
             live[peer] = live[peer] * change.keep + change.addend
         unflatten_(self._params, self._names, live)
 
@@ -240,7 +248,9 @@ class FragmentLab:
             if self._row.rule == "eager" and mean is not None:
                 fix = outer.eager_correction(self._config, gap, 1 / PEERS, fresh[peer], stale[peer])
             self._corrections[peer] = fix
-            change = outer.boundary_merge(self._config, self.state, live[peer], None, fix)
+            change = outer.boundary_merge(self._config, self.state, live[peer])
+            if fix is not None:
+                change.addend.sub_(fix)
             merged[peer] = live[peer] * change.keep + change.addend
         unflatten_(self._params, self._names, merged)
 
@@ -258,7 +268,7 @@ class HeldFragment:
         run = RunConfig(outer=row.outer_config(), codec=row.codec_config)
         start = flatten(params, names)
         self._peers = [
-            FragmentLedger(run, self._codec, str(peer), outer.init(start[peer])) for peer in range(PEERS)
+            FragmentState(run, self._codec, str(peer), outer.init(start[peer])) for peer in range(PEERS)
         ]
         everybody = {str(peer): 1.0 for peer in range(PEERS)}
         self._parts = [PartWeights(0, self._codec.blocks(start.shape[1]), everybody)]
@@ -300,8 +310,9 @@ class HeldFragment:
         assert mean is not None
         live, round_ = flatten(self._params, self._names), self._peers[0].state.version + 1
         for peer, ledger in enumerate(self._peers):
-            done = ledger.commit(round_, self._base_version, lambda: self._decoded(mean), self._parts, mean)
+            done = ledger.commit(round_, self._base_version, mean, self._parts)
             self._merge_(live, peer, done.merge)
+        assert done.report is not None
         self.gaps.append(done.report.gap)
         self._mean = None
         unflatten_(self._params, self._names, live)

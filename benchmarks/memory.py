@@ -54,7 +54,7 @@ from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, Ru
 from p2p_co2.system.memory import _pool, return_large_blocks
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer import Peer, connect
-from p2p_co2.trainer.offered import FromPayload, Kept, held_bytes
+from p2p_co2.trainer.kept import Kept
 
 PEERS, LAYERS, ROUNDS, STEPS_PER_ROUND = 2, 4, 4, 8
 TINY_WIDTH = 16
@@ -278,19 +278,19 @@ def _status_bytes(field: str) -> int:
 
 def _held(peer: Peer) -> dict[str, int]:
     """Bytes that are held right now, by room; the network thread goes on meanwhile."""
-    fragments, node = peer._ledger._fragments, peer._thread.node
-    in_flight = [one._in_flight for one in fragments if one._in_flight is not None]
+    fragments, node = peer._ledger._fragments, peer._thread.view.node
+    in_flight = [one.open for one in fragments if one.open is not None]
     lanes = node._links._lanes.values() if node._links is not None else ()
     offers = [one.offer for one in node.rounds._fragments if one.offer is not None]
     members = [one.member for one in node.rounds._fragments if one.member is not None]
     return {
         "outer: outer_params": sum(_size(one.state.params) for one in fragments),
         "outer: outer_momentum": sum(_size(one.state.momentum) for one in fragments),
-        "outer: moved since the last boundary (co2, eager)": sum(_size(one._offset) for one in fragments),
+        "outer: moved since the last boundary (co2, eager)": sum(
+            _size(kept) for one in fragments for kept in one.departure.offset
+        ),
         "outer: offer in the newest mean (eager)": sum(
-            _size(stale) + (stale.payload_bytes if isinstance(stale, FromPayload) else 0)
-            for one in fragments
-            if one._stale is not None and (stale := one._stale[0])
+            _size(one.departure.stale[0]) for one in fragments if one.departure.stale is not None
         ),
         "codec: residual": sum(_size(one.residual) for one in fragments),
         "trainer: gradient in flight, or what the codec lost of it": sum(
@@ -326,8 +326,11 @@ def _free_in_arenas_bytes() -> int:
     return int(ask().fordblks)
 
 
-def _size(kept: Kept | None) -> int:
-    return 0 if kept is None else held_bytes(kept)
+def _size(kept: Kept | torch.Tensor | None) -> int:
+    """Of what is held here alone; a payload that an offer reads is the round's."""
+    if isinstance(kept, torch.Tensor):
+        return kept.numel() * kept.element_size()
+    return 0 if kept is None else kept.held_bytes
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from p2p_co2.ticket import Ticket
 
 if TYPE_CHECKING:
     from p2p_co2.net.discovery import Discovery
-    from p2p_co2.net.transport.hivemind_quiet import P2P
+    from p2p_co2.net.transport.libp2p.hivemind import P2P
 
 RENEW_S = 600.0
 """Between two publications of the settings; far below the time for which the DHT keeps them."""
@@ -146,17 +146,14 @@ class Seed:
     async def serve(self) -> None:
         """Until cancelled. Raises ``EnvironmentFault``, ``TransportError``."""
         from p2p_co2.net.discovery import Discovery
-        from p2p_co2.net.transport.libp2p_daemon import stop_p2p
-        from p2p_co2.net.transport.libp2p_relay import start_relay
-        from p2p_co2.net.transport.libp2p_revival import end_if_hung
+        from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
         from p2p_co2.net.transport.probe import ProbeServer
 
         options = self._options
         async with AsyncExitStack() as stack:
-            p2p = await start_relay(
+            p2p = await start_p2p(
                 options.folder / "identity", options.host, options.port,
-                announce_host=options.announce_host, public=bool(options.announce_host),
-                relay=options.relay, say=self.say,
+                announce_host=options.announce_host, public=bool(options.announce_host), relay=options.relay,
             )  # fmt: skip
             stack.push_async_callback(stop_p2p, p2p)
             discovery = Discovery(p2p, self._identity, self._digest, self._refused)
@@ -172,7 +169,6 @@ class Seed:
             self.say("Ctrl-C ends the seed; peers that know each other go on")
             if options.port == 0 and not options.also:
                 self.say("the port is a free one: for a ticket that outlives a restart, give --port")
-            stack.push_async_callback(end_if_hung, p2p)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._keep_up(discovery), name="keep up")
                 group.create_task(self._keep_daemon(p2p, discovery, ticket), name="keep the daemon")
@@ -210,7 +206,7 @@ class Seed:
 
     async def _print_ticket(self, p2p: P2P, before: str = "") -> str:
         """Print and keep the ticket, unless that of ``before`` still leads here; the one that counts."""
-        from p2p_co2.net.transport.libp2p_control import own_maddrs
+        from p2p_co2.net.transport.libp2p.control import own_maddrs
 
         own = seed_addresses(await own_maddrs(p2p, _DAEMON_TIMEOUT_S))
         if before and set(own).intersection(Ticket.parse(before).seeds):
@@ -245,7 +241,7 @@ class Seed:
 
     async def _keep_daemon(self, p2p: P2P, discovery: Discovery, ticket: str) -> None:
         """Start the libp2p daemon again when it dies or hangs. Raises ``EnvironmentFault`` if it cannot."""
-        from p2p_co2.net.transport.libp2p_revival import keep_alive
+        from p2p_co2.net.transport.libp2p.daemon import keep_alive
 
         async def revived(words: str) -> None:
             nonlocal ticket

@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from p2p_co2.codec_specs import SPECS, codec_names
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.system.governor import read_hours
 
-CodecName = Literal["fp32", "fp16", "bf16", "int8", "fp4", "nf4", "int4", "e3m0"]
 ApplyRule = Literal["keep", "co2", "blend", "eager"]
 CarrierName = Literal["auto", "grpc", "libp2p"]
 
@@ -56,9 +56,16 @@ class CodecConfig(_Frozen):
     """``name``: how outer gradients are encoded. ``error_feedback``: carry what the codec lost into the next
     round, times ``error_feedback_decay`` (SparseLoCo, arXiv 2508.15706)."""
 
-    name: CodecName = "int4"
+    name: str = "int4"
     error_feedback: bool = False
     error_feedback_decay: float = Field(default=0.95, ge=0, le=1)
+
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name not in SPECS:
+            raise ValueError(f"no codec is called that; use {codec_names()}")
+        return name
 
 
 class OuterConfig(_Frozen):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.node.placing import ALONE
+from p2p_co2.node.peer_finder import ALONE
 from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.system.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from p2p_co2.node.agreement import Agreement
+from p2p_co2.node.environment import Clock
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.progress import SwarmProgress
-from p2p_co2.node.surroundings import Clock
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Leave, Ping, Status
@@ -16,7 +16,7 @@ from p2p_co2.protocol.wire.messages_pb2 import Leave, Ping, Status
 OTHER, NEWCOMER = PeerId("other"), PeerId("newcomer")
 
 
-NO_ROUND = {"is_over": lambda fragment: False, "counts_for_others": lambda now, within_s: False}
+NO_ROUND = {"is_over": lambda fragment: False}
 
 
 class Place:

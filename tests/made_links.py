@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from p2p_co2.errors import PeerLost, TransportError
-from p2p_co2.net.transport.acknowledged import Acknowledged
-from p2p_co2.net.transport.base import OnMessage, OnRefused, Seen
-from p2p_co2.node.links import LinkObserver, Links
+from p2p_co2.net.transport.base import OnMessage, OnRefused
+from p2p_co2.net.transport.flow import Acknowledged, Seen
+from p2p_co2.node.lanes import Uplink
+from p2p_co2.node.links import LinkObserver, LinkPool
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
@@ -24,8 +25,7 @@ class FakeLink:
         self.acknowledged: Acknowledged | None = None
         self.is_far, self.gate = carrier.is_far, carrier.gate
         self.queued_s: float | None = 0.0
-        self.there_bytes, self.at_most_bytes_per_s = 0, 0.0
-        self.began_anew: list[float] = []
+        self.there_bytes = 0
         self.bytes_per_s = 0.0
         """0.0: unknown."""
         self.carried: list[bytes] = []
@@ -41,10 +41,7 @@ class FakeLink:
             self.acknowledged.sent(len(data), time.monotonic())
 
     def look(self) -> Seen:
-        return Seen(self.queued_s, self.there_bytes, self.at_most_bytes_per_s)
-
-    def begin_anew(self, now: float) -> None:
-        self.began_anew.append(now)
+        return Seen(self.queued_s, self.there_bytes)
 
     def there_in_s(self, size_bytes: int) -> float:
         return size_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
@@ -89,7 +86,7 @@ class Heard:
 @asynccontextmanager
 async def links_over(
     *carriers: FakeCarrier, cap: float = 0.0, known: tuple[PeerId, ...] = (B,)
-) -> AsyncIterator[tuple[Links, Heard]]:
+) -> AsyncIterator[tuple[LinkPool, Heard]]:
     heard = Heard()
     observer = LinkObserver(
         lambda *event: heard.opened.append(event),
@@ -101,7 +98,7 @@ async def links_over(
         return PeerRecord(peer=peer) if peer in known else None
 
     async with asyncio.TaskGroup() as tasks:
-        links = Links(carriers, find, observer, tasks, cap)
+        links = LinkPool(carriers, find, observer, tasks, Uplink(cap))
         yield links, heard
         await links.close()
 

@@ -14,20 +14,21 @@ from torch import Tensor, nn
 
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
 from p2p_co2.node.ledger import AgreedMean, PartWeights
+from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments.live import LiveParameters
 from p2p_co2.tensors.fragments.plan import plan_fragments
 from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.buffers import ModelBuffers
-from p2p_co2.trainer.fragment_ledger import FragmentLedger
-from p2p_co2.trainer.ledger import TensorLedger
+from p2p_co2.trainer.exchanged_model import Plan
+from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.model_check import check_model
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
-from p2p_co2.trainer.plan import Plan
 from p2p_co2.trainer.rates import base_rates
 from p2p_co2.trainer.synchroniser import Progressed
+from p2p_co2.trainer.worker import TensorWorker
 from tests.trainer_bench import RecordingWire
 
 STEPS = 4
@@ -48,8 +49,12 @@ class NoNetwork(RecordingWire):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.network = SimpleNamespace(identity=SimpleNamespace(peer_id=name))
+        self.view = self
         self.board = "http://127.0.0.1:1"
         self.ended_with = ""
+
+    def warn(self, text: str) -> None:
+        self.report(ev.Warned, {"text": text})
 
     def goodbye(self, reason: str, last: Mapping[str, Any]) -> None:
         self.ended_with = reason
@@ -80,7 +85,8 @@ class Lone:
         fragments, codec = plan_fragments(model, 2), get_codec("fp32")
         live = LiveParameters(model, fragments)
         states = [outer.init(live.snapshot(fragment)) for fragment in range(2)]
-        self.ledger = TensorLedger(codec, [FragmentLedger(self.run, codec, name, state) for state in states])
+        parts = [FragmentState(self.run, codec, name, state, index) for index, state in enumerate(states)]
+        self.ledger = TensorWorker(codec, parts)
         self.wire = NoNetwork(name)
         config = PeerConfig(folder=folder, checkpoint_every_s=1e9)
         plan = Plan(self.run, config, fragments, model, optimizer, learning_rate, base_lr)

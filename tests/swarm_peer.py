@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.node import node
-from p2p_co2.node.envelope import Unsent
+from p2p_co2.protocol.wire.envelope import Unsent
 from p2p_co2.telemetry.events import Event, RoundCommitted
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.trainer import connect

@@ -17,7 +17,7 @@ from tests import house
 
 ROOT = house.ROOT
 FLOORS = (
-    {"errors", "system", "digest"},
+    {"errors", "system", "digest", "codec_specs"},
     {"config", "telemetry", "protocol.wire", "protocol.heartbeat", "protocol.schedule", "planning.profiles"},
     {"ticket", "tensors"},
     {"protocol", "recipes"},
@@ -31,15 +31,28 @@ FLOORS = (
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 MESSAGE_WING = {"protocol", "net", "node", "simnet", "ticket"}
 APPLICATIONS = {"peers", "bootstrap", "monitoring"}
-NO_TORCH = MESSAGE_WING | {"errors", "config", "system", "planning", "telemetry", "digest", "monitoring"}
+NO_TORCH = MESSAGE_WING | {
+    "errors",
+    "config",
+    "codec_specs",
+    "system",
+    "planning",
+    "telemetry",
+    "digest",
+    "monitoring",
+}
 MACHINES = {"protocol.membership", "protocol.rounds", "protocol.catchup", "protocol.reports"}
+NO_TORCH = MESSAGE_WING | {"errors", "config", "system", "planning", "telemetry", "digest", "monitoring"}
+MACHINES = {
+    "protocol.membership",
+    "protocol.strangers",
+    "protocol.rounds",
+    "protocol.catchup",
+    "protocol.reports",
+}
 
 IN_CIRCLES = {
     "p2p_co2.node.deciding",
-    "p2p_co2.node.finding",
-    "p2p_co2.node.node",
-    "p2p_co2.node.progress",
-    "p2p_co2.node.receiving",
     "p2p_co2.protocol.rounds.listening",
     "p2p_co2.protocol.rounds.member",
     "p2p_co2.simnet.faults",
@@ -49,12 +62,6 @@ IN_CIRCLES = {
     "p2p_co2.simnet.swarm",
 }
 TOO_LARGE = {
-    "p2p_co2.net.discovery.dht.Discovery",
-    "p2p_co2.node.links.Links",
-    "p2p_co2.node.network.Network",
-    "p2p_co2.node.node.Node",
-    "p2p_co2.node.progress.SwarmProgress",
-    "p2p_co2.protocol.membership.Membership",
     "p2p_co2.protocol.rounds.asking.Asking",
     "p2p_co2.protocol.rounds.coordination.Coordination",
     "p2p_co2.protocol.rounds.fragment.FragmentRounds",
@@ -64,22 +71,14 @@ TOO_LARGE = {
     "p2p_co2.protocol.rounds.owner.PartJob",
     "p2p_co2.protocol.rounds.swarm.Swarm",
     "p2p_co2.protocol.rounds.exchange.Exchange",
-    "p2p_co2.protocol.schedule.account.WorkAccount",
     "p2p_co2.simnet.links.VirtualLinks",
     "p2p_co2.simnet.oversight.Oversight",
     "p2p_co2.simnet.process.Process",
     "p2p_co2.simnet.swarm.Swarm",
     "p2p_co2.simnet.training.Training",
-    "p2p_co2.trainer.fragment_ledger.FragmentLedger",
-    "p2p_co2.trainer.network_thread.NetworkThread",
-    "p2p_co2.trainer.peer.Peer",
-    "p2p_co2.trainer.synchroniser.Synchroniser",
 }
 WHOLES_GIVEN_AWAY = {
-    "p2p_co2.net.transport.slow.SlowCarriers: SlowCarrier(self)",
     "p2p_co2.node.node.Node: Deciding(self)",
-    "p2p_co2.node.node.Node: Finding(self)",
-    "p2p_co2.node.node.Node: Receiving(self)",
     "p2p_co2.node.node.Node: SwarmProgress(self)",
     "p2p_co2.simnet.inspection.Inspector: Oversight(self)",
     "p2p_co2.simnet.swarm.Swarm: Inspector(self)",
@@ -87,7 +86,7 @@ WHOLES_GIVEN_AWAY = {
     "p2p_co2.simnet.virtual_time.ProcessLoop: Handle(self)",
     "p2p_co2.simnet.virtual_time.VirtualTime: ProcessLoop(self)",
 }
-TIME_CONSTANTS = 283
+TIME_CONSTANTS = 239
 
 
 def sources() -> list[Path]:

@@ -11,7 +11,6 @@ import pickle
 import resource
 import signal
 import struct
-import weakref
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +34,6 @@ from p2p_co2.tensors import checkpoint as rooms
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint import Checkpoint, load, load_agreed, save, tensorfile
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
-from p2p_co2.trainer import resuming
 from tests.disks import fill
 
 RUN = RunConfig(name="tested", fragments=2)
@@ -256,21 +254,6 @@ def test_residuals_are_saved_as_they_are_whatever_a_user_makes_by_default(tmp_pa
     assert torch.equal(load(tmp_path).residuals[1], written.residuals[1])
 
 
-def test_a_list_of_states_is_let_go_while_it_is_written(tmp_path: Path) -> None:
-    model = module()
-    written = checkpoint_of(model, adamw(model.parameters()), 5)
-    states = [stepped(state.params.numel(), 5, index) for index, state in enumerate(written.states)]
-    expected = [rooms.state_digest(state, 1000) for state in states]
-    still_writing: list[bool] = []
-    for state in states:
-        weakref.finalize(state.params, lambda: still_writing.append((tmp_path / "state.part").exists()))
-    del state
-    save(tmp_path, replace(written, states=states))
-    assert states == []
-    assert still_writing == [True] * len(expected)
-    assert [rooms.state_digest(state, 1000) for state in load(tmp_path).states] == expected
-
-
 def test_optimizer_state_keeps_its_types(tmp_path: Path) -> None:
     odd = {
         "state": {0: {"step": 3, "tiny": 5e-324, "inf": math.inf, "on": True, "none": None, "word": "w"}},
@@ -378,29 +361,6 @@ def test_a_tensor_of_any_kind_comes_back_as_it_was(tmp_path: Path, kind: str) ->
         assert repr(back.tolist()) == repr(values.tolist())
     with safetensors.safe_open(path, framework="pt") as file:
         assert file.get_tensor(f"buffer.{kind}").dtype == values.dtype
-
-
-def test_a_checkpoint_of_the_older_format_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the live parameters, with a wrapper's names, and does not say what its optimizer is of. Training
-    goes on from it."""
-    model = module()
-    optimizer = adamw(model.parameters())
-    train(model, optimizer, range(2))
-    (path,) = [save(tmp_path, checkpoint_of(model, optimizer, 2))]
-    tensors, metadata = tensorfile.read(path, lambda name: True)
-    for key in ("inner", "parameters"):
-        del metadata[key]
-    metadata["format"] = "p2p-co2 checkpoint 1"
-    tensors = {name.replace("buffer.", "buffer._orig_mod."): values for name, values in tensors.items()}
-    tensors |= {f"live._orig_mod.{name}": values.detach() for name, values in model.named_parameters()}
-    tensorfile.write(path, tensors, metadata)
-    read = load(tmp_path)
-    assert read.inner is None
-    resuming.check(read, RUN, model, plan_fragments(model, RUN.fragments), "")
-    assert dict(read.parameters) == {name: tuple(values.shape) for name, values in model.named_parameters()}
-    assert set(read.buffers) == set(load_agreed(tmp_path).buffers) == set(dict(model.named_buffers()))
-    assert same(read.states[0], checkpoint_of(model, optimizer, 2).states[0])
-    assert torch.equal(read.optimizer["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
 
 
 def test_the_agreed_parameters_can_be_put_into_a_module(tmp_path: Path) -> None:
@@ -542,3 +502,12 @@ def test_a_disk_that_is_full_keeps_what_it_has_and_takes_more_when_there_is_room
     (small_disk / "filling").unlink()
     saved(folder, 20)
     assert (load(folder).inner_steps, load(folder).passed_over) == (20, ())
+
+
+def test_a_checkpoint_of_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
+    model = module()
+    path = save(tmp_path, checkpoint_of(model, adamw(model.parameters()), 2))
+    tensors, metadata = tensorfile.read(path, lambda name: True)
+    tensorfile.write(path, tensors, {**metadata, "format": "p2p-co2 checkpoint 1"})
+    with pytest.raises(ConfigError, match=r"no whole checkpoint there: .* not a checkpoint of this version"):
+        load(tmp_path)

@@ -22,7 +22,9 @@ from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError,
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.discovery import records as rec
 from p2p_co2.net.discovery.dht import CALL_TIMEOUT_S
-from p2p_co2.net.transport.hivemind_quiet import (
+from p2p_co2.net.transport.libp2p.control import own_maddrs, reach
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.libp2p.hivemind import (
     DHTID,
     P2P,
     DHTNode,
@@ -31,8 +33,6 @@ from p2p_co2.net.transport.hivemind_quiet import (
     PeerID,
     get_dht_time,
 )
-from p2p_co2.net.transport.libp2p_control import own_maddrs, reach
-from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import (
     MAX_ADDRESSES,
@@ -105,19 +105,6 @@ async def test_peers_find_each_other_and_the_run(tmp_path: Path) -> None:
             assert not a.refused + b.refused + seed.refused
 
 
-async def test_a_decision_is_found_by_everybody(tmp_path: Path) -> None:
-    async with open_member(tmp_path / "seed", []) as seed, open_member(tmp_path / "a", seed.maddrs) as a:
-        assert await a.discovery.fetch_decision(2, 7) == {}
-        await seed.discovery.publish_decision(2, 7, b"decided", LIFETIME_S)
-        await a.discovery.publish_decision(2, 7, b"decided", LIFETIME_S)
-        expected = {seed.identity.peer_id: b"decided", a.identity.peer_id: b"decided"}
-        assert await a.discovery.fetch_decision(2, 7) == expected
-        assert await seed.discovery.fetch_decision(2, 8) == {}
-        largest = os.urandom(4096)  # what an announcement takes at most
-        await a.discovery.publish_decision(2, 8, largest, LIFETIME_S)
-        assert await seed.discovery.fetch_decision(2, 8) == {a.identity.peer_id: largest}
-
-
 async def test_where_a_run_is_is_known_when_everybody_has_left(tmp_path: Path) -> None:
     """Also by a seed that was started again, and by one that no peer has told."""
     async with open_member(tmp_path / "seed", []) as seed:
@@ -147,17 +134,6 @@ async def test_where_a_run_is_is_known_when_everybody_has_left(tmp_path: Path) -
             raise AssertionError("nobody is there to join")
 
 
-async def test_the_manifest_outlives_its_author(tmp_path: Path) -> None:
-    async with open_member(tmp_path / "a", []) as a:
-        async with open_member(tmp_path / "seed", a.maddrs) as seed:
-            await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE, LIFETIME_S)
-            await a.discovery.fetch_manifest(seed.identity.peer_id)
-            run_key = seed.identity.peer_id
-        await a.discovery.keep_manifest(2 * LIFETIME_S)
-        async with open_member(tmp_path / "b", a.maddrs) as b:
-            assert (await b.discovery.fetch_manifest(run_key)).config == CONFIG.canonical_bytes()
-
-
 async def test_a_record_ends_with_its_lifetime(tmp_path: Path) -> None:
     async with open_member(tmp_path / "seed", []) as seed, open_member(tmp_path / "a", seed.maddrs) as a:
         for lifetime_s in (0.5, 2.0, 8.0, 32.0):  # longer where the machine stood still meanwhile
@@ -181,12 +157,6 @@ async def test_no_seed_can_be_reached(tmp_path: Path) -> None:
             pass
 
 
-async def test_no_manifest(tmp_path: Path) -> None:
-    async with open_member(tmp_path / "seed", []) as seed:
-        with pytest.raises(TransportError, match="start a seed"):
-            await seed.discovery.fetch_manifest(seed.identity.peer_id)
-
-
 @pytest.mark.parametrize(
     ("spoken", "named"),
     [(PROTOCOL_VERSION + 1, f"speaks version {PROTOCOL_VERSION + 1}"), (0, "speaks version 1")],
@@ -197,8 +167,8 @@ async def test_a_run_of_another_protocol_is_refused_by_its_manifest(
     """Nobody in it would answer, and a peer that hears nobody trains alone. 0: the first did not write it."""
     async with open_member(tmp_path / "seed", []) as seed, open_member(tmp_path / "a", seed.maddrs) as a:
         with monkeypatch.context() as later:
-            later.setattr("p2p_co2.net.discovery.dht.PROTOCOL_VERSION", spoken)
-            later.setattr("p2p_co2.net.discovery.dht.__version__", "9.8\x1b[2J")
+            later.setattr("p2p_co2.net.discovery.discovery.PROTOCOL_VERSION", spoken)
+            later.setattr("p2p_co2.net.discovery.discovery.__version__", "9.8\x1b[2J")
             await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE)
         with pytest.raises(
             TicketError, match=rf"{named}.*p2p-co2 9\.8\?\[2J.*install the organiser"
@@ -234,13 +204,6 @@ async def test_a_seed_dies_and_comes_back(tmp_path: Path) -> None:
             await a_open.__aexit__(None, None, None)
 
 
-async def test_calls_end_when_the_daemon_is_gone(tmp_path: Path) -> None:
-    async with open_member(tmp_path / "seed", []) as seed:
-        seed.p2p.daemon.process.kill()
-        with pytest.raises(TransportError, match="daemon"):
-            await seed.discovery.rebootstrap([DEAD])
-
-
 async def test_every_call_fails_in_words_when_the_daemon_is_killed(tmp_path: Path) -> None:
     async with (
         open_member(tmp_path / "seed", []) as seed,
@@ -253,8 +216,6 @@ async def test_every_call_fails_in_words_when_the_daemon_is_killed(tmp_path: Pat
             lambda: own_maddrs(a.p2p, PATIENCE_S),
             lambda: a.discovery.publish_self(a.record, 2 * LIFETIME_S),
             a.discovery.find_peers,
-            lambda: a.discovery.publish_decision(0, 1, b"decided", LIFETIME_S),
-            lambda: a.discovery.fetch_decision(0, 1),
             lambda: a.discovery.rebootstrap(seed.maddrs),
         ]
         async with asyncio.timeout(CALL_TIMEOUT_S):
@@ -381,7 +342,7 @@ def test_a_record_is_only_good_where_it_belongs() -> None:
     assert not records.validate(dht_record(MY_KEY, ME.peer_id, sealed, rec.MAX_LIFETIME_S * 2))
     assert not records.validate(dht_record(MY_KEY, ME.peer_id, ME.seal(rec.MANIFEST_CONTEXT, content)))
     assert not records.validate(dht_record(rec.manifest_key(RUN), ME.peer_id, sealed))
-    assert not records.validate(dht_record(rec.decision_key(RUN, 0, 1), ME.peer_id, sealed))
+    assert not records.validate(dht_record("under no key of this run", ME.peer_id, sealed))
 
 
 @pytest.mark.parametrize(
@@ -434,9 +395,9 @@ def test_only_the_run_key_writes_the_manifest() -> None:
 
 def test_entries_under_one_key_are_bounded() -> None:
     records, reasons = make_records()
-    sealed = ME.seal(rec.DECISION_CONTEXT, b"x")
+    sealed = ME.seal(rec.PEER_CONTEXT, peer_record(ME).SerializeToString())
     full = [str(i) for i in range(rec.MAX_ENTRIES)]
-    record = dht_record(rec.decision_key(RUN, 0, 1), ME.peer_id, sealed)
+    record = dht_record(MY_KEY, ME.peer_id, sealed)
     records.stored_under = lambda _: full
     assert not records.validate(record)
     assert reasons == ["too many records"]

@@ -25,9 +25,8 @@ from bootstrap.local_swarm import LocalSwarm, environment
 from bootstrap.plan.links import GivenLink, read_links
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.net.discovery import Discovery
-from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
-from p2p_co2.net.transport.probe import ProbeServer
-from p2p_co2.net.transport.probing import Passed
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.probe import Passed, ProbeServer
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.system.process import program

@@ -7,7 +7,7 @@ import pytest
 from google.protobuf.message import Message
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.node.allowances import ALLOWANCE, LINK_UNITS, PATIENCE_S, REFILL_PER_S, SHUT_OUT_S
+from p2p_co2.node.quotas import ALLOWANCE, LINK_UNITS, PATIENCE_S, REFILL_PER_S, SHUT_OUT_S
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from tests.fuzz.bench import RUN, Bench, envelope
@@ -52,65 +52,65 @@ def test_a_flood_is_counted_named_and_shut_out_and_nobody_else_waits(kind: str) 
     began_at, read, beat_at = bench.at, 0, bench.at
     while True:
         try:
-            wait_s = bench.receiving.take(MALLORY, flood)
+            wait_s = bench.router.take(MALLORY, flood)
         except RemoteProtocolError as error:
-            bench.receiving.on_link_refused(MALLORY, error)
+            bench.router.on_link_refused(MALLORY, error)
             break
         read += 1
         bench.sent.clear()
         if bench.at >= beat_at:
-            assert bench.receiving.take(FRIEND, PING) == 0.0
+            assert bench.router.take(FRIEND, PING) == 0.0
             beat_at += 1.0
         bench.at += wait_s + 1e-4  # what reading one takes
     bench.pump()
     assert read <= 20_000
     assert bench.at - began_at <= 3 * PATIENCE_S + 2 * ALLOWANCE / REFILL_PER_S
-    assert bench.receiving.refusals[MALLORY, "", "too many messages"] == 1
-    assert {sender for sender, _, _ in bench.receiving.refusals} == {MALLORY}
+    assert bench.router.refusals[MALLORY, "", "too many messages"] == 1
+    assert {sender for sender, _, _ in bench.router.refusals} == {MALLORY}
     assert bench.reported["MessageRefused"] >= 1
     assert MALLORY not in bench.membership.live
     assert FRIEND in bench.membership.live
     with pytest.raises(RemoteProtocolError, match="shut out"):
-        bench.receiving.take(MALLORY, PING)
-    assert bench.receiving.take(FRIEND, PING) == 0.0
+        bench.router.take(MALLORY, PING)
+    assert bench.router.take(FRIEND, PING) == 0.0
 
 
 def test_who_opens_links_without_end_is_shut_out_and_who_is_turned_away_now_and_then_is_not() -> None:
     bench, turned_away = victim(), RemoteProtocolError("too many links", "all are taken")
     for _ in range(600):  # ten minutes of trying again where others hold all places
         bench.at += 1.0
-        bench.receiving.on_link_refused(FRIEND, turned_away)
-    assert bench.receiving.take(FRIEND, PING) == 0.0
+        bench.router.on_link_refused(FRIEND, turned_away)
+    assert bench.router.take(FRIEND, PING) == 0.0
     dials = 0
-    while not bench.receiving.refusals[MALLORY, "", "shut out"]:
+    while not bench.router.refusals[MALLORY, "", "shut out"]:
         bench.at += 0.01
         dials += 1
-        bench.receiving.on_link_refused(MALLORY, turned_away)
+        bench.router.on_link_refused(MALLORY, turned_away)
     assert dials <= 2 * (ALLOWANCE + PATIENCE_S * REFILL_PER_S) / LINK_UNITS
     assert MALLORY not in bench.membership.live
     with pytest.raises(RemoteProtocolError, match="shut out"):
-        bench.receiving.take(MALLORY, PING)
+        bench.router.take(MALLORY, PING)
 
 
 def test_who_trickles_is_shut_out_and_who_fell_silent_is_not() -> None:
     bench = victim()
-    bench.receiving.on_link_refused(FRIEND, RemoteProtocolError("silent", "not a byte in 60 s"))
-    assert bench.receiving.take(FRIEND, PING) == 0.0
-    bench.receiving.on_link_refused(MALLORY, RemoteProtocolError("too slow", "no whole message in 60 s"))
-    assert bench.receiving.refusals[MALLORY, "", "too slow"] == 1
-    assert bench.receiving.refusals[MALLORY, "", "shut out"] == 1
+    bench.router.on_link_refused(FRIEND, RemoteProtocolError("silent", "not a byte in 60 s"))
+    assert bench.router.take(FRIEND, PING) == 0.0
+    bench.router.on_link_refused(MALLORY, RemoteProtocolError("too slow", "no whole message in 60 s"))
+    assert bench.router.refusals[MALLORY, "", "too slow"] == 1
+    assert bench.router.refusals[MALLORY, "", "shut out"] == 1
     with pytest.raises(RemoteProtocolError, match="shut out"):
-        bench.receiving.take(MALLORY, PING)
+        bench.router.take(MALLORY, PING)
     bench.at += SHUT_OUT_S + 1
-    bench.receiving.take(MALLORY, PING)
-    bench.receiving.on_link_refused(MALLORY, RemoteProtocolError("too slow", "no whole message in 60 s"))
+    bench.router.take(MALLORY, PING)
+    bench.router.on_link_refused(MALLORY, RemoteProtocolError("too slow", "no whole message in 60 s"))
     bench.at += SHUT_OUT_S + 1
     with pytest.raises(RemoteProtocolError, match="shut out"):  # for longer each time
-        bench.receiving.take(MALLORY, PING)
+        bench.router.take(MALLORY, PING)
 
 
 def test_a_link_that_we_dropped_ourselves_is_not_held_against_its_peer_twice() -> None:
     bench = victim()
     for _ in range(1000):
-        bench.receiving.on_link_refused(MALLORY, RemoteProtocolError("shut out", "for 60 s more"))
-    assert bench.receiving.take(MALLORY, PING) == 0.0
+        bench.router.on_link_refused(MALLORY, RemoteProtocolError("shut out", "for 60 s more"))
+    assert bench.router.take(MALLORY, PING) == 0.0

@@ -12,7 +12,6 @@ from p2p_co2.tensors.fragments.names import (
     named_buffers,
     named_modules,
     named_parameters,
-    plain_name,
     shared_names,
 )
 from p2p_co2.tensors.fragments.plan import plan_fragments
@@ -99,9 +98,3 @@ def test_names_and_further_names_are_those_of_the_models_state(wrap: Callable[[G
     assert len(further) == 1 + len(model.blocks[2].state_dict())
     assert {*named_parameters(wrapped), *further, *named_buffers(wrapped)} == set(state)
     assert all(state[name].data_ptr() == state[first].data_ptr() for name, first in further.items())
-
-
-def test_a_name_from_a_file_loses_the_prefixes_that_only_wrappers_use() -> None:
-    assert plain_name("_orig_mod.blocks.0.weight") == "blocks.0.weight"
-    assert plain_name("blocks.0._checkpoint_wrapped_module._orig_mod.weight") == "blocks.0.weight"
-    assert plain_name("module.weight") == "module.weight"

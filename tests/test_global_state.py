@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from p2p_co2.net.transport.hivemind_quiet import DHTID
+from p2p_co2.net.transport.libp2p.hivemind import DHTID
 from tests.test_architecture import ROOT, sources
 
 FLOATS = {"empty", "zeros", "ones", "full", "eye", "linspace", "logspace", "scalar_tensor", "empty_strided"}

@@ -96,9 +96,6 @@ def offences(me: PeerId, identity: Identity) -> dict[str, Callable[[], bytes]]:
     return {
         "unreadable": lambda: b"\xff" * 40,
         "unknown version": lambda: Envelope(version=99, run=RUN.digest(), ping=Ping()).SerializeToString(),
-        "another run": lambda: Envelope(
-            version=PROTOCOL_VERSION, run=bytes(32), ping=Ping()
-        ).SerializeToString(),
         "unknown message": envelope,
         "bad status": lambda: envelope(ping=Ping(status=Status(position=math.nan))),
         "unknown fragment": lambda: envelope(fetch=Fetch(fragment=77)),

@@ -19,18 +19,17 @@ from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.probe import ProbeServer
 from p2p_co2.node.acquaintances import MAX_ACQUAINTANCES, Acquaintances
-from p2p_co2.node.network import Network, leads_as_far, leads_elsewhere, require_others_can_dial
-from p2p_co2.protocol import membership
+from p2p_co2.node.network import Network
+from p2p_co2.node.reach import leads_as_far, leads_elsewhere, require_others_can_dial
+from p2p_co2.protocol import strangers as strangers_room
 from p2p_co2.protocol.catchup.buffers import AGAIN_S, BUFFERS, FRESH_S, LEAST_CHUNK_BYTES, SILENT_S, Buffers
 from p2p_co2.protocol.catchup.goals import Outbox
 from p2p_co2.protocol.membership import (
     SILENCE_CAP_S,
-    STRANGER_TOLD_S,
-    TABLE_WITHIN_S,
     Left,
     Membership,
-    OtherModel,
 )
+from p2p_co2.protocol.strangers import STRANGER_TOLD_S, TABLE_WITHIN_S, OtherModel, Stranger
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import (
     Chunk,
@@ -43,7 +42,7 @@ from p2p_co2.protocol.wire.messages_pb2 import (
     Refusal,
     Status,
 )
-from p2p_co2.protocol.wire.model_table import MAX_TABLE_BYTES, ModelSummary, Row
+from p2p_co2.protocol.wire.model_table import MAX_TABLE_BYTES, ModelSummary, Row, check_rows
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.fragments.plan import plan_fragments
 from p2p_co2.ticket import Ticket
@@ -54,6 +53,10 @@ from tests.test_discovery import CONFIG, DEAD, RECIPE, RUN, open_member
 from tests.test_membership import deliver, drain
 
 A, B, C, D = (Identity(Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))).peer_id for n in range(4))
+
+
+def outnumbered(machine: Membership) -> Stranger | None:
+    return machine.strangers.outnumber([info.status for info in machine.live.values()])
 
 
 def trunk(rows: int = 64, columns: int = 16) -> nn.Sequential:
@@ -179,7 +182,7 @@ def test_a_long_table_is_cut_short_and_still_compared() -> None:
 )
 def test_a_table_that_no_model_has_is_refused(row: ModelRow) -> None:
     with pytest.raises(RemoteProtocolError, match="bad model table"):
-        summary(trunk()).difference(ModelTable(rows=[row]))
+        check_rows(ModelTable(rows=[row]))
 
 
 # ---- models: peers that meet
@@ -191,7 +194,7 @@ def meet(**models: ModelSummary | None) -> dict[PeerId, Membership]:
     machines = {names[name]: Membership(names[name], model=model) for name, model in models.items()}
     for peer, machine in machines.items():
         joins = Status.JOINING if peer == A else Status.TRAINING
-        model = machine.model.digest if machine.model is not None else 0
+        model = machine.strangers.model.digest if machine.strangers.model is not None else 0
         machine.status = Status(phase=joins, process=1, model=model)
     for machine in machines.values():
         machine.found(machines, 100.0)
@@ -215,7 +218,7 @@ def test_peers_with_two_models_are_strangers_and_each_is_told_once_by_what_they_
         machine.found(machines, 105.0)
         machine.handle_timer(106.0)
         assert machine.messages_to_send() == []
-    assert machines[A].outnumbered_by() is machines[A].strangers[B]
+    assert outnumbered(machines[A]) is machines[A].strangers.known[B]
 
 
 def test_who_does_not_name_its_model_is_taken() -> None:
@@ -227,16 +230,16 @@ def test_who_does_not_name_its_model_is_taken() -> None:
 def test_a_newcomer_goes_by_most_and_a_lone_liar_keeps_nobody_out() -> None:
     one_each = meet(a=RIGHT, b=RIGHT, c=WRONG)
     assert set(one_each[A].live) == {B}
-    assert one_each[A].outnumbered_by() is None
-    outnumbered = meet(a=RIGHT, b=RIGHT, c=WRONG, d=WRONG)[A]
-    assert outnumbered.outnumbered_by() is not None
+    assert outnumbered(one_each[A]) is None
+    many = meet(a=RIGHT, b=RIGHT, c=WRONG, d=WRONG)[A]
+    assert outnumbered(many) is not None
 
 
 def test_of_those_who_train_one_counts_more_than_any_that_join() -> None:
     machine = meet(a=RIGHT, b=RIGHT, c=WRONG, d=WRONG)[A]
-    for stranger in machine.strangers.values():
+    for stranger in machine.strangers.known.values():
         stranger.status = stranger.status._replace(phase=Status.JOINING)
-    assert machine.outnumbered_by() is None
+    assert outnumbered(machine) is None
 
 
 def test_one_that_sends_no_table_is_told_of_all_the_same() -> None:
@@ -257,7 +260,7 @@ def test_a_peer_that_comes_back_with_another_model_is_no_member_and_with_the_rig
     assert any(isinstance(event, Left) for event in drain(machine))
     machine.receive(Ping(status=right), B, 102.0)
     assert set(machine.live) == {B}
-    assert not machine.strangers
+    assert not machine.strangers.known
 
 
 def test_a_stranger_that_says_another_thing_each_time_is_told_once_in_a_while() -> None:
@@ -283,13 +286,13 @@ def test_a_stranger_that_began_anew_is_told_a_moment_later() -> None:
     for at, process, tables in ((100.0, 1, 1), (104.0, 2, 0), (114.0, 2, 0), (116.0, 2, 1), (120.0, 2, 0)):
         machine.receive(Ping(status=Status(model=WRONG.digest, process=process)), B, at)
         if process == 2:
-            assert machine.strangers[B].status.process == 2
+            assert machine.strangers.known[B].status.process == 2
         sent = machine.messages_to_send()
         assert sum(isinstance(message, ModelTable) for _, message in sent) == tables
 
 
 def test_no_more_strangers_are_told_in_a_minute_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "MAX_PEERS", 3)
+    monkeypatch.setattr(strangers_room, "MAX_PEERS", 3)
     machine = Membership(A, model=RIGHT)
     for number in range(8):
         machine.receive(Ping(status=Status(model=7)), PeerId(f"stranger {number}"), 100.0)
@@ -304,7 +307,7 @@ def test_strangers_that_leave_or_are_listed_no_more_are_forgotten() -> None:
         machine.receive(Ping(status=Status(model=7)), peer, 100.0)
     machine.receive(Leave(), B, 101.0)
     machine.found([C], 101.0 + SILENCE_CAP_S)
-    assert set(machine.strangers) == {C}
+    assert set(machine.strangers.known) == {C}
 
 
 def test_a_table_that_nobody_waits_for_is_counted() -> None:
@@ -565,7 +568,7 @@ async def test_a_clock_that_is_in_doubt_is_told_and_lets_join(
 
     monkeypatch.setattr("p2p_co2.node.network.clock_offsets_s", answered)
     network = Network(Identity.load_or_create(tmp_path / "identity"), PeerConfig(), Ticket(RUN, A, (HERE,)))
-    network.p2p = None  # type: ignore[assignment]
+    network.use(None, None)  # type: ignore[arg-type]
     await network._compare_clocks([HERE])
     assert re.match(f"clock: {words}" if words else "$", network.clock_doubt)
     assert not answers
@@ -584,8 +587,8 @@ def test_who_connects_with_a_clock_in_doubt_hears_it(
         def open(self) -> None:
             return
 
-        def report(self, kind: type[ev.Warned], fields: dict[str, str]) -> None:
-            self.on_event(kind(at=0.0, peer="me", **fields))
+        def warn(self, text: str) -> None:
+            self.on_event(ev.Warned(at=0.0, peer="me", text=text))
 
     monkeypatch.setattr("p2p_co2.trainer.connection.NetworkThread", Opened)
     told = list[ev.Event]()

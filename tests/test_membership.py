@@ -24,6 +24,7 @@ from p2p_co2.protocol.membership import (
     Joined,
     Left,
     Membership,
+    positions,
 )
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Leave, Ping, Pong, Status
@@ -204,15 +205,15 @@ def test_who_loses_most_others_without_a_word_is_cut_off_until_they_are_back_or_
         machine.receive(Ping(status=Status()), peer, 100.0)
     for peer in others[:2]:
         machine.unreachable(peer, "no answer", 101.0)
-    assert not machine.is_cut_off(102.0)  # more are left
+    assert not machine.departed.is_cut_off(len(machine.live), 102.0)  # more are left
     machine.unreachable(others[2], "no answer", 103.0)
-    assert machine.is_cut_off(104.0)
+    assert machine.departed.is_cut_off(len(machine.live), 104.0)
     machine.receive(Ping(status=Status()), others[1], 110.0)
-    assert not machine.is_cut_off(110.0)
+    assert not machine.departed.is_cut_off(len(machine.live), 110.0)
     for peer in others[1:4]:
         machine.unreachable(peer, "no answer", 111.0)
-    assert machine.is_cut_off(111.0)
-    assert not machine.is_cut_off(111.0 + CUT_OFF_S + 1.0)
+    assert machine.departed.is_cut_off(len(machine.live), 111.0)
+    assert not machine.departed.is_cut_off(len(machine.live), 111.0 + CUT_OFF_S + 1.0)
 
 
 def test_who_fell_silent_counts_as_gone_of_late_while_the_dht_lists_it() -> None:
@@ -225,9 +226,9 @@ def test_who_fell_silent_counts_as_gone_of_late_while_the_dht_lists_it() -> None
         machine.handle_timer(now)
     for later_s in (1.0, CUT_OFF_S + 1.0, 3 * CUT_OFF_S):
         machine.found([PeerId("asleep")], now + later_s)
-        assert machine.is_cut_off(now + later_s)
-    machine.forget([])
-    assert not machine.is_cut_off(now + 3 * CUT_OFF_S)
+        assert machine.departed.is_cut_off(len(machine.live), now + later_s)
+    machine.found([], now)
+    assert not machine.departed.is_cut_off(len(machine.live), now + 3 * CUT_OFF_S)
 
 
 def test_who_fell_silent_and_then_says_goodbye_is_not_waited_for() -> None:
@@ -238,19 +239,7 @@ def test_who_fell_silent_and_then_says_goodbye_is_not_waited_for() -> None:
         machine.handle_timer(now)
     machine.receive(Leave(reason="stopped"), PeerId("asleep"), now)
     machine.found([PeerId("asleep")], now + CUT_OFF_S + 1.0)  # its record is still in the DHT
-    assert not machine.is_cut_off(now + CUT_OFF_S + 1.0)
-
-
-def test_who_stays_when_all_say_goodbye_is_not_cut_off() -> None:
-    machine = Membership(A)
-    others = [PeerId(f"peer {index}") for index in range(5)]
-    for peer in others:
-        machine.receive(Ping(status=Status()), peer, 100.0)
-    machine.unreachable(others[0], "its goodbye was lost", 101.0)
-    for peer in others[1:]:
-        machine.receive(Leave(reason="the run is over"), peer, 101.0)
-    assert not machine.live
-    assert not machine.is_cut_off(102.0)
+    assert not machine.departed.is_cut_off(len(machine.live), now + CUT_OFF_S + 1.0)
 
 
 def test_what_is_announced_in_a_moment_is_told_once_and_what_comes_soon_after_it_in_a_while() -> None:
@@ -305,26 +294,6 @@ def test_nobody_is_taken_for_gone_because_others_beat_more_slowly() -> None:
     assert not any(isinstance(event, Left) for machine in (crowd, loner) for event in drain(machine))
 
 
-def test_what_is_news_is_counted_and_a_position_is_none() -> None:
-    machine = Membership(A)
-    digest = bytes(32)
-    machine.receive(Ping(nonce=1, status=Status(versions=[1], digests=[digest])), B, 100.0)
-    known = machine.revision
-    machine.receive(Ping(nonce=2, status=Status(versions=[1], digests=[digest], position=3.0)), B, 101.0)
-    assert machine.revision == known
-    for status in (
-        Status(versions=[2], digests=[digest]),
-        Status(versions=[2], digests=[b"d" * 32]),
-        Status(versions=[2], digests=[b"d" * 32], phase=Status.DRAINING),
-        Status(versions=[2], digests=[b"d" * 32], phase=Status.DRAINING, upload_bytes_per_s=5.0),
-    ):
-        machine.receive(Ping(nonce=3, status=status), B, 102.0)
-        assert machine.revision == known + 1
-        known = machine.revision
-    machine.unreachable(B, "gone", 103.0)
-    assert machine.revision == known + 1
-
-
 def test_goodbye_and_unreachable_end_a_peer_at_once() -> None:
     machines = pair()
     machines[B].say_goodbye("shutting down for the night")
@@ -345,24 +314,11 @@ def test_a_peer_that_we_hear_but_cannot_reach_does_not_join_and_leave_all_the_ti
     assert set(machine.live) == {B}
 
 
-def test_the_clock_offset_is_measured_and_one_liar_does_not_move_it() -> None:
-    machine = Membership(A)
-    peers = [Identity.generate().peer_id for _ in range(5)]
-    for index, peer in enumerate(peers):
-        machine.receive(Ping(nonce=1, sent_at=5.0, status=Status()), peer, 100.0)
-        offset = 1e9 if index == 0 else 3.0
-        machine.receive(
-            Pong(nonce=1, ping_sent_at=100.0, answered_at=100.1 + offset, status=Status()), peer, 100.2
-        )
-    assert machine.clock_offset_s() == pytest.approx(3.0)
-    assert machine.live[peers[1]].round_trip_s == pytest.approx(0.2)
-
-
 def test_positions_are_extrapolated_and_only_of_training_peers() -> None:
     machine = Membership(A)
     machine.receive(Ping(nonce=1, status=Status(phase=Status.TRAINING, position=4.0)), B, 100.0)
     machine.receive(Ping(nonce=1, status=Status(phase=Status.DRAINING, position=9.0)), C, 100.0)
-    (position,) = machine.positions(now=110.0, rounds_per_s=0.1)
+    (position,) = positions(machine.live.values(), now=110.0, rounds_per_s=0.1)
     assert position == pytest.approx(5.0, abs=0.02)
 
 
@@ -371,9 +327,9 @@ def test_when_nobody_trains_any_more_the_position_is_where_the_others_stopped() 
     machine = Membership(PeerId("me"))
     machine.receive(Ping(status=Status(phase=Status.DRAINING, position=6.0)), PeerId("done"), 100.0)
     machine.receive(Ping(status=Status(phase=Status.JOINING, position=0.0)), PeerId("new"), 100.0)
-    assert machine.positions(now=110.0, rounds_per_s=0.1) == [6.0]
+    assert positions(machine.live.values(), now=110.0, rounds_per_s=0.1) == [6.0]
     machine.receive(Ping(status=Status(phase=Status.TRAINING, position=5.0)), PeerId("late"), 110.0)
-    assert len(machine.positions(now=110.0, rounds_per_s=0.1)) == 1
+    assert len(positions(machine.live.values(), now=110.0, rounds_per_s=0.1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -465,22 +421,9 @@ def test_one_that_was_started_anew_before_it_was_missed_is_known_by_its_number()
     assert machine.take_restarted() == set()
 
 
-def test_who_left_and_is_back_before_anybody_was_told_has_begun_anew() -> None:
-    """Both were told of at once: what its last process had in hand was waited for."""
-    machine = Membership(A)
-    machine.receive(Ping(status=Status(phase=Status.TRAINING, process=7)), B, 100.0)
-    machine.receive(Leave(reason="bye"), B, 101.0)
-    assert machine.take_restarted() == set()
-    machine.receive(Ping(status=Status(phase=Status.JOINING, process=8)), B, 102.0)
-    assert machine.take_restarted() == set()  # it was told of between the two
-    machine.receive(Leave(reason="bye"), B, 103.0)
-    machine.receive(Ping(status=Status(phase=Status.JOINING, process=9)), B, 103.1)
-    assert machine.take_restarted() == {B}
-
-
 def test_who_said_goodbye_is_not_awaited_though_the_dht_lists_it_still() -> None:
     """Who came late to the end of a run waited up to twelve seconds for those who had left it."""
     machine = pair()[A]
     machine.receive(Leave(reason="the run is over"), B, 101.0)
     machine.found([A, B, C], 102.0)
-    assert (machine.unheard, machine.awaited) == (2, 1)
+    assert (len(machine.candidates), machine.awaited) == (2, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import chain, repeat
 
 import pytest
@@ -23,8 +24,7 @@ async def train(world: World, resting: Trainer, seconds: float) -> None:
 
 
 def show(trainer: Trainer, phase: Status.Phase) -> None:
-    trainer.sync.phase = phase
-    trainer.sync.report()
+    trainer.node.show(replace(trainer.node.progress.local, phase=phase))
 
 
 def commits(trainer: Trainer) -> int:
@@ -42,7 +42,7 @@ def test_the_others_do_not_wait_and_the_peer_goes_on_where_they_are() -> None:
         show(resting, Status.PAUSED)
         await asyncio.sleep(0.5)
         held, seen = resting.node.agreed[0].version, commits(resting)
-        fetched = resting.node.receiving.down_bytes
+        fetched = resting.node.router.down_bytes
         await train(world, resting, 20)
         for trainer in others:
             assert min(agreed.version for agreed in trainer.node.agreed) >= before + 19  # a round each second
@@ -50,7 +50,7 @@ def test_the_others_do_not_wait_and_the_peer_goes_on_where_they_are() -> None:
             assert not [event for event in trainer.events if isinstance(event, RoundAborted | SendSkipped)]
         assert resting.node.agreed[0].version <= held + 1
         assert commits(resting) <= seen + 2
-        assert resting.node.receiving.down_bytes - fetched < 60_000  # heartbeats and decisions
+        assert resting.node.router.down_bytes - fetched < 60_000  # heartbeats and decisions
 
         show(resting, Status.TRAINING)
         await world.train(4)
@@ -191,6 +191,6 @@ def test_who_wake_one_after_the_other_find_the_one_that_went_on(names: str, gap_
 async def _train_those_awake(world: World, seconds: float) -> None:
     for _ in range(int(seconds / STEP_S)):
         for trainer in world.trainers:
-            if trainer.sync.phase == Status.TRAINING:
+            if trainer.node.progress.local.phase == Status.TRAINING:
                 trainer.step()
         await asyncio.sleep(STEP_S)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from round_network import Network
 
+from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import RunConfig
-from p2p_co2.node.envelope import enveloped
 from p2p_co2.planning import (
     Link,
     RoundTime,
@@ -36,6 +36,7 @@ from p2p_co2.planning.forecast import (
 from p2p_co2.planning.profiles import MIX_SHARES, PROFILES, profile_of
 from p2p_co2.planning.simulator import Job, utilisation
 from p2p_co2.protocol.rounds import PayloadShape
+from p2p_co2.protocol.wire.envelope import enveloped
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import Envelope
 from p2p_co2.tensors.codec import get_codec
@@ -63,11 +64,11 @@ def plain_time(transfer_s: float, rest_s: float = 0.0) -> RoundTime:
 # ---- bytes
 
 
-@pytest.mark.parametrize("name", list(traffic.BLOCK_BYTES))
+@pytest.mark.parametrize("name", list(SPECS))
 def test_payloads_are_as_large_as_the_codec_makes_them(name: str) -> None:
-    codec = get_codec(name)  # type: ignore[arg-type]
+    codec = get_codec(name)
     for values in (1, 127, 128, 129, 1_000_001):
-        assert traffic.payload_bytes(name, values) == codec.payload_bytes(values)  # type: ignore[arg-type]
+        assert traffic.payload_bytes(name, values) == codec.payload_bytes(values)
 
 
 @pytest.mark.parametrize(("peers", "blocks"), [(2, 64), (4, 3000), (7, 40_000)])

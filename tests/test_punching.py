@@ -5,7 +5,7 @@ The peers are carriers with their daemons, each daemon in a network namespace be
 trains. What libp2p needs for it is there: four others who see each peer's address, and a quarter of a minute,
 after which it believes that it cannot be dialled. The routers let pass what does not fit the sequence numbers
 that they saw, so that each try is as good as the other; with those that do not, a hole needs both ends to
-dial at once (``libp2p_ways``), and a try that failed spoils the next for two minutes.
+dial at once (``upgrade``), and a try that failed spoils the next for two minutes.
 
 Skipped where network namespaces are not allowed.
 """
@@ -28,13 +28,15 @@ from bootstrap import netns
 from bootstrap.internet import Internet, Machine
 from monitoring.words import describe
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.net.transport import libp2p_ways
-from p2p_co2.net.transport.hivemind_quiet import P2P
-from p2p_co2.net.transport.libp2p_carrier import Libp2pCarrier
-from p2p_co2.net.transport.libp2p_control import is_relayed, own_maddrs, reach, ways_to_peers
-from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
-from p2p_co2.net.transport.libp2p_relay import Places, start_relay
-from p2p_co2.node.links import LinkObserver, Links
+from p2p_co2.net.transport.addresses import is_relayed
+from p2p_co2.net.transport.libp2p import upgrade as libp2p_ways
+from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
+from p2p_co2.net.transport.libp2p.control import own_maddrs, reach, ways_to_peers
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.libp2p.hivemind import P2P
+from p2p_co2.net.transport.libp2p.relay import Places
+from p2p_co2.node.lanes import Uplink
+from p2p_co2.node.links import LinkObserver, LinkPool
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
@@ -96,7 +98,7 @@ class Hidden:
         self.received.append(data)
 
     @asynccontextmanager
-    async def links_to(self, other: Hidden) -> AsyncIterator[Links]:
+    async def links_to(self, other: Hidden) -> AsyncIterator[LinkPool]:
         async def find(peer: PeerId, fresh: bool) -> PeerRecord:
             return PeerRecord(peer=other.me, run=RUN, maddrs=[other.place, *await own_maddrs(other.p2p, 10)])
 
@@ -105,7 +107,7 @@ class Hidden:
 
         observer = LinkObserver(opened, lambda *_: None, lambda *_: None)
         async with asyncio.TaskGroup() as tasks:
-            links = Links([self.carrier], find, observer, tasks, 0.0)
+            links = LinkPool([self.carrier], find, observer, tasks, Uplink())
             yield links
             await links.close()
 
@@ -131,7 +133,7 @@ async def swarm(folder: Path, internet: Internet) -> AsyncIterator[tuple[str, li
             peer = Identity.load_or_create(path).peer_id
             with inside(machine):
                 if number == 0:
-                    p2p = await start_relay(
+                    p2p = await start_p2p(
                         path, machine.address, 31337, announce_host=machine.address, public=True
                     )
                 else:

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from p2p_co2.node.envelope import opened
 from p2p_co2.protocol.catchup import history
 from p2p_co2.protocol.rounds import PayloadShape, PeerView, Rounds, member
+from p2p_co2.protocol.wire.envelope import opened
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.system.memory import large_buffer
@@ -57,7 +57,7 @@ def test_a_mean_goes_when_all_have_begun_the_next_round_and_stays_while_one_lack
 
         def tap(sender: PeerId, receiver: PeerId, data: bytes) -> bool:
             message = opened(data, RUN.digest())
-            if message.kind == "mean" and message.body.key.round > 1:
+            if message.kind.name == "mean" and message.body.key.round > 1:
                 kept, key = of[sender].node.catchup.donor.history, message.body.key
                 held.append(kept.find(key.fragment, key.round - 1) is not None)
             return True

@@ -249,7 +249,6 @@ def test_a_withdrawn_offer_ends_and_may_be_made_again() -> None:
     (gone,) = [message for _, message in machine.messages_to_send()]
     assert isinstance(gone, wire.Ready)
     assert gone.withdrawn
-    assert machine.get_timer() is None
     assert not machine.withdraw(0, "twice", 0.6)
     assert drain(machine) == []
     machine.offer(offer_of(weight=3.0), 1.0)

@@ -18,13 +18,11 @@ from p2p_co2.protocol.rounds import (
     ReduceWanted,
     Refused,
     Rounds,
-    announcement,
     open_decision,
 )
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from tests.certificates import certify
 from tests.round_machine import DIGEST, SHAPE, begun_member, drain, offer_of, one_machine
 from tests.round_network import RUN, Network, make_identity
@@ -108,19 +106,6 @@ def test_what_no_honest_quorum_signs_is_refused() -> None:
         with pytest.raises(RemoteProtocolError) as caught:
             open_decision(decision, RUN, SHAPE)
         assert caught.value.reason == reason
-
-
-def test_an_announcement_is_a_commit_in_short() -> None:
-    members = [wire.Member(peer=f"{n:040}", weight=1.0) for n in range(MAX_MEMBERS)]
-    parts = [wire.PartOutcome(start_block=n, stop_block=n + 1, digest=bytes(32)) for n in range(MAX_MEMBERS)]
-    decision = wire.Decision(outcome=outcome_of(members=members, parts=parts).SerializeToString())
-    short = announcement(decision)
-    assert len(short) < 4096
-    said = wire.Outcome.FromString(wire.Decision.FromString(short).outcome)
-    assert (len(said.parts), len(said.members)) == (MAX_MEMBERS, 0)
-
-
-# ---- one member among two others
 
 
 def whole(machine: Rounds, begin: wire.Begin, coordinator: PeerId, other: PeerId) -> wire.Result:

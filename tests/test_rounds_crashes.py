@@ -123,6 +123,7 @@ def test_a_long_run_under_faults_keeps_one_state(seed: int) -> None:
 def test_peers_that_crash_and_come_back_end_with_the_others(count: int, seed: int) -> None:
     """Even if so many die that a minority goes on alone, all who are back end with one history."""
     net = Network(count, seed, Faults(0.02, 0.1, (0.01, 0.4)))
+    net.notices = True
     net.keep_offering(period_s=5.0)
     for _ in range(4):
         victim, delay_s = net.random.choice(net.names), net.random.uniform(5, 100)

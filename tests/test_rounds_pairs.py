@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from google.protobuf.message import Message
 
 from p2p_co2.protocol.rounds import Aborted, Began, PayloadShape, PeerView
 from p2p_co2.protocol.rounds.bounds import GRACE_S, READY_CAP_S
@@ -11,6 +12,7 @@ from p2p_co2.protocol.rounds.gathering import Gathering
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.rounds.swarm import Outlet
 from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_machine import DIGEST
 from tests.round_network import Network
 
@@ -73,9 +75,14 @@ def test_of_three_live_peers_two_commit_when_the_means_come_the_second_time() ->
     """What the second one lacks is given to it once more: without it nothing is committed."""
     net = Network(3)
     first, other, _ = coordination_order(net.names, 0, 1)
-    net.on_send = lambda source, to, message: (
-        not (to == other and isinstance(message, wire.Mean) and message.generation == 0)
-    )
+    is_told = False
+
+    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
+        nonlocal is_told
+        is_told = is_told or (isinstance(message, wire.Result) and bool(message.lost))
+        return is_told or not (to == other and isinstance(message, wire.Mean))
+
+    net.on_send = on_send
     net.offer(first)
     net.offer(other)
     net.run(READY_CAP_S)

@@ -333,9 +333,10 @@ def test_impossible_pieces_are_refused_and_change_nothing() -> None:
 def test_two_quorums_share_a_member(count: int, data: st.DataObject) -> None:
     names = [PeerId(str(i)) for i in range(count)]
     coordinator = data.draw(st.sampled_from([*names, PeerId("outside")]))
+    live = data.draw(st.integers(count, 2 * count))
     attempt = Attempt(
         0, 1, bytes(16), {name: Share(1.0, 0) for name in names}, (BlockRange(0, 1),), (names[0],),
-        (frozenset(names),), DIGEST, coordinator, 1.0, 1.0,
+        (frozenset(names),), DIGEST, coordinator, 1.0, 1.0, live,
     )  # fmt: skip
     one = set(data.draw(st.lists(st.sampled_from(names), unique=True)))
     other = set(data.draw(st.lists(st.sampled_from(names), unique=True)))

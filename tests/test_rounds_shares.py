@@ -201,11 +201,11 @@ class Books:
             ledger.commit = self._noting_commit(fragment, ledger.commit)  # type: ignore[method-assign]
 
     def _live(self, fragment: int) -> torch.Tensor:
-        return self._trainer.sync.live.snapshot(fragment).double()
+        return self._trainer.exchanged.live.snapshot(fragment).double()
 
     def _noting_offer(self, fragment: int, offer: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(snapshot: torch.Tensor, weight: float) -> Any:
-            made = offer(snapshot, weight)
+        def noting(snapshot: torch.Tensor, weight: float, offer_id: bytes) -> Any:
+            made = offer(snapshot, weight, offer_id)
             size = self._fragments[fragment].state.params.numel()
             codes = torch.frombuffer(bytearray(made.payload), dtype=torch.uint8)
             self._offers[fragment, made.round, weight] = self._codec.decode(codes)[:size].double()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from p2p_co2.errors import RUN_OVER, RunOver, TransportError
 from p2p_co2.net.discovery.records import CLOCK_SLACK_S, TOGETHER_S, run_position
 from p2p_co2.node.observer import where_it_was
 from p2p_co2.protocol.wire.messages_pb2 import RunPosition
-from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.events import FragmentApplied, Progress
 from p2p_co2.trainer.beginning import Beginning
 from tests.campaign import RECIPE
@@ -62,9 +61,8 @@ class Alone:
         self.last, self.live, self.listed = last, live, listed
         self.told = list[str]()
 
-    def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None:
-        assert kind is ev.Warned
-        self.told.append(fields["text"])
+    def warn(self, text: str) -> None:
+        self.told.append(text)
 
     def run_position(self) -> RunPosition | None:
         return self.last
@@ -78,13 +76,17 @@ class Alone:
     def unheard_peers(self) -> int:
         return self.listed
 
-    def reach_advice(self) -> str:
-        return ""
+    network = SimpleNamespace(reach_advice="")
 
 
-def beginning(alone: Alone, rounds: int = 60, saved: float | None = None, over: bool = False) -> Beginning:
+def beginning(alone: Alone, rounds: int = 60, saved: float | None = None, over: bool = False) -> Any:
+    """A ``Beginning`` whose node hears what ``alone`` does."""
     thread: Any = alone
-    return Beginning(thread, rounds, saved, over)
+    made = Beginning(thread, rounds, saved, over)
+    return SimpleNamespace(
+        refuse_if_over=made.refuse_if_over,
+        is_allowed=lambda has_waited: made.is_allowed(thread, has_waited),
+    )
 
 
 def test_a_run_that_nobody_has_trained_is_begun() -> None:

@@ -18,7 +18,6 @@ from p2p_co2.protocol.schedule import (
     FLUSH_FLOOR_S,
     Ending,
     Lag,
-    LastOffers,
     Stage,
     SwarmClock,
     WorkAccount,
@@ -135,20 +134,24 @@ def test_a_peer_that_slept_sends_each_fragment_once() -> None:
 
 
 def test_peers_offer_the_rest_of_their_work_in_one_order_few_fragments_at_once() -> None:
-    offers = LastOffers(4)
-    assert offers.next({0, 1, 2, 3}, {0}, False) == [1]  # 0 was sent before the end
-    assert offers.next({2, 3}, {1}, False) == [2]
-    assert offers.next({1, 3}, {2}, False) == [3]  # 1 failed: its turn comes again after the others
-    assert offers.next({1}, {3}, False) == [1]
-    assert offers.next({0, 2}, set(), False) == [0, 2]
-    assert LastOffers(4).next({0, 1, 2, 3}, {3}, True) == [0, 1, 2]
+    ending, now = Ending(4, 0.0, 1000.0), iter(range(0, 1000, 2))
+    calls: list[tuple[set[int], set[int], list[int]]] = [
+        ({0, 1, 2, 3}, {0}, [1]),  # 0 was sent before the end
+        ({2, 3}, {1}, [2]),
+        ({1, 3}, {2}, [3]),  # 1 failed: its turn comes again after the others
+        ({1}, {3}, [1]),
+        ({0, 2}, set(), [0, 2]),
+    ]
+    for uncounted, in_flight, expected in calls:
+        assert (ending.next(uncounted, in_flight, next(now)) or ([], 0))[0] == expected
+    assert (Ending(4, 0.0, 10.0).next({0, 1, 2, 3}, {3}, 6.0) or ([], 0))[0] == [0, 1, 2]
 
 
 @given(count=st.integers(1, 6), outcomes=st.lists(st.booleans(), max_size=60))
 def test_every_fragment_has_its_turn_again_and_again(count: int, outcomes: list[bool]) -> None:
-    offers, uncounted, tried = LastOffers(count), set(range(count)), [0] * count
-    for counted in outcomes:
-        for fragment in offers.next(uncounted, (), False):
+    ending, uncounted, tried = Ending(count, 0.0, 1e6), set(range(count)), [0] * count
+    for number, counted in enumerate(outcomes):
+        for fragment in (ending.next(uncounted, (), 2.0 * number) or ([], 0))[0]:
             tried[fragment] += 1
             if counted:
                 uncounted.discard(fragment)
@@ -175,10 +178,10 @@ def account(
     return WorkAccount(run, 100, [0] * count)
 
 
-def send(made: WorkAccount, fragment: int, position: float, tokens: int, chance: float = 0.0) -> float:
+def send(made: WorkAccount, fragment: int, position: float, tokens: int, offer_id: bytes = b"") -> float:
     steps = int(10 * position)
     return made.send(
-        fragment, position=position, inner_steps=steps, tokens=tokens, now=5 * position, chance=chance
+        fragment, position=position, inner_steps=steps, tokens=tokens, now=5 * position, offer_id=offer_id
     )
 
 
@@ -190,7 +193,7 @@ def end(made: WorkAccount, fragment: int, position: float, share: float = 1.0) -
 
 def test_work_is_offered_until_it_is_counted() -> None:
     made = account()
-    assert send(made, 1, 0.5, 140, chance=1.0) == 40 + DISTINCT
+    assert send(made, 1, 0.5, 140, bytes([128])) == 40 + DISTINCT / 2
     assert made.finished(()) == {0}
     assert end(made, 1, 2.0, share=0.25) == Lag(1, 15, 7.5)  # the point at 1.5 passed meanwhile
     assert (made.versions, made.taken) == ([0, 1], [0, 1])

@@ -76,8 +76,8 @@ class CountsTwice(CountingLedger):
 class AppliesWhatItHolds(CountingLedger):
     """A member that takes the mean of its own offer for agreed, without any decision."""
 
-    def _offer(self, fragment: int, units: int, weight: float) -> Any:
-        offer = super()._offer(fragment, units, weight)
+    def _offer(self, fragment: int, units: int, weight: float, offer_id: bytes) -> Any:
+        offer = super()._offer(fragment, units, weight, offer_id)
         mine = self.fragments[fragment]
         if mine.state.version == 1 and self.work.name.endswith("/2"):
             own = mean_of([(weight, offer.payload)])
@@ -91,10 +91,10 @@ class AppliesWhatItHolds(CountingLedger):
 class LosesResidual(CountingLedger):
     """A peer whose offer came to nothing and that throws the work away instead of carrying it over."""
 
-    def _abort(self, fragment: int, round_: int, weight: float) -> None:
+    def _abort(self, fragment: int, offer_id: bytes) -> None:
         offer = self.fragments[fragment].in_flight
-        super()._abort(fragment, round_, weight)
-        if offer is not None and (offer.round, offer.weight) == (round_, weight):
+        super()._abort(fragment, offer_id)
+        if offer is not None and offer.offer_id == offer_id:
             self.fragments[fragment].counted = [offer.units] * len(offer.counted)
 
 
@@ -193,7 +193,6 @@ def without_end(
     monkeypatch.setattr(FragmentRounds, "handle_timer", lambda fragment, now: None)
     monkeypatch.setattr(Coordination, "close_complete", lambda coordination, now: False)
     monkeypatch.setattr(Coordination, "get_timer", lambda coordination: None)
-    monkeypatch.setattr(Coordination, "handle_timer", lambda coordination, now: None)
 
 
 def first_offer_of(swarm: Swarm) -> list[float]:

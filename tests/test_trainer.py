@@ -20,8 +20,8 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer import synchroniser
-from p2p_co2.trainer.fragment_ledger import FragmentLedger
-from p2p_co2.trainer.ledger import TensorLedger
+from p2p_co2.trainer.fragment_state import FragmentState
+from p2p_co2.trainer.worker import TensorWorker
 from tests.trainer_bench import Bench, bench_on_virtual_time
 
 
@@ -43,14 +43,14 @@ def test_a_snapshot_that_would_wait_behind_another_is_taken_later_and_training_d
     bench: Bench,
 ) -> None:
     release = threading.Event()
-    bench.ledger._worker.submit(release.wait)
+    bench.ledger._thread.submit(release.wait)
 
     def train(steps: int) -> None:
         for _ in range(steps):
             bench.sync.after_step(tokens=10, loss=1.0)
 
     train(5)  # fragment 1 is due at step 2, fragment 0 at step 4
-    in_flight = list(bench.sync._account.in_flight)
+    in_flight = list(bench.sync.account.in_flight)
     release.set()  # before anything may fail: a worker that waits would keep the process
     bench.ledger.states()
     assert in_flight == [1]
@@ -69,7 +69,7 @@ def test_no_fragment_loses_its_rounds_where_more_are_due_than_steps_are_made() -
     for _ in range(40):
         bench.sync.after_step(tokens=10, loss=1.0)
         bench.ledger.agreed()
-        for fragment in list(bench.sync._account.in_flight):
+        for fragment in list(bench.sync.account.in_flight):
             bench.commit(fragment)
     bench.ledger.close()
     sent = Counter(offer.fragment for offer in bench.wire.offers)
@@ -79,10 +79,10 @@ def test_no_fragment_loses_its_rounds_where_more_are_due_than_steps_are_made() -
 
 def test_at_most_half_of_the_fragments_wait_behind_a_snapshot() -> None:
     bench, release = Bench(4), threading.Event()
-    bench.ledger._worker.submit(release.wait)
+    bench.ledger._thread.submit(release.wait)
     for _ in range(4):
         bench.sync.after_step(tokens=10, loss=1.0)
-    sent = list(bench.sync._account.in_flight)
+    sent = list(bench.sync.account.in_flight)
     release.set()
     bench.ledger.close()
     assert sent == [1, 2]
@@ -118,22 +118,22 @@ def test_what_an_accelerator_had_to_compute_before_a_copy_is_trainings_time(
 ) -> None:
     bench, now_s = bench_on_virtual_time(monkeypatch), [0.0]
     monkeypatch.setattr(synchroniser, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    snapshot = bench.sync.live.snapshot
+    snapshot = bench.exchanged.live.snapshot
 
     def queued_for_two_seconds(index: int) -> torch.Tensor:
         now_s[0] += 2.0
-        bench.sync.live._computing_s += 1.5  # the rest is the copy
+        bench.exchanged.live._computing_s += 1.5  # the rest is the copy
         return snapshot(index)
 
-    monkeypatch.setattr(bench.sync.live, "snapshot", queued_for_two_seconds)
+    monkeypatch.setattr(bench.exchanged.live, "snapshot", queued_for_two_seconds)
     bench.step(2)
     assert len(bench.wire.offers) == 1
-    assert (bench.sync.exposed_s, bench.sync.train_s) == (0.5, 1.5)
-    bench.sync.live._computing_s += 1.0  # before a checkpoint, whose time is neither's
+    assert (bench.sync.figures.exposed_s, bench.sync.figures.train_s) == (0.5, 1.5)
+    bench.exchanged.live._computing_s += 1.0  # before a checkpoint, whose time is neither's
     now_s[0] += 3.0
     bench.sync.pause(3.0)
     bench.step(1)
-    assert (bench.sync.exposed_s, bench.sync.train_s) == (0.5, 1.5)
+    assert (bench.sync.figures.exposed_s, bench.sync.figures.train_s) == (0.5, 1.5)
     bench.ledger.close()
 
 
@@ -141,12 +141,12 @@ def test_who_is_stopped_does_not_wait_for_its_first_rounds(monkeypatch: pytest.M
     """A Ctrl-C may come at any moment, and nobody answers in this swarm."""
     bench = bench_on_virtual_time(monkeypatch, blocking_rounds=1)
     bench.step(2)
-    assert bench.sync.exposed_s >= FIRST_ROUND_BOUND_S
-    waited_s = bench.sync.exposed_s
+    assert bench.sync.figures.exposed_s >= FIRST_ROUND_BOUND_S
+    waited_s = bench.sync.figures.exposed_s
     bench.sync.stopped = True
     bench.step(2)
     assert len(bench.wire.offers) == 2
-    assert bench.sync.exposed_s == waited_s
+    assert bench.sync.figures.exposed_s == waited_s
     bench.ledger.close()
 
 
@@ -276,13 +276,13 @@ def test_training_does_not_wait_but_for_the_first_rounds_and_those_are_bounded(
 ) -> None:
     made = bench_on_virtual_time(monkeypatch, blocking_rounds=1)
     made.step(4)  # nobody answers: both first rounds run into their bound
-    assert made.sync.exposed_s == pytest.approx(2 * FIRST_ROUND_BOUND_S)
+    assert made.sync.figures.exposed_s == pytest.approx(2 * FIRST_ROUND_BOUND_S)
     for fragment in (0, 1):
         made.commit(fragment)
     made.sync.take_outcomes()
-    exposed_s = made.sync.exposed_s
+    exposed_s = made.sync.figures.exposed_s
     made.step(4)
-    assert made.sync.exposed_s == exposed_s
+    assert made.sync.figures.exposed_s == exposed_s
     made.ledger.close()
 
 
@@ -304,8 +304,8 @@ async def test_an_outcome_ends_no_offer_that_is_still_to_be_measured() -> None:
     """Else another one is made beside it, and the two end each other (seed 18 of the storms)."""
     run = RunConfig(name="t", codec=CodecConfig(name="fp32"))
     codec = get_codec("fp32")
-    ledger = TensorLedger(
-        codec, [FragmentLedger(run, codec, "a", outer.init(torch.zeros(codec.block_values)))]
+    ledger = TensorWorker(
+        codec, [FragmentState(run, codec, "a", outer.init(torch.zeros(codec.block_values)))]
     )
     ones = torch.ones(codec.block_values)
     start, parts = ledger.agreed()[0].digest, (PartWeights(0, 1, {"b": 1.0}),)

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ import torch
 from p2p_co2.config import ClockConfig
 from p2p_co2.protocol.rounds import Offer
 from p2p_co2.protocol.schedule import FLUSH_FLOOR_S, LOADS_CAP_S, SETTLE_S, STILL_LOADS
+from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry import events as ev
-from p2p_co2.trainer.network_thread import NetworkThread
+from p2p_co2.trainer.network_thread import NodeView
 from tests.trainer_bench import Bench, bench_on_virtual_time
 
 
@@ -23,7 +24,7 @@ def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.Monk
     made = bench_on_virtual_time(monkeypatch)
     made.step(1)
     made.sync.flush(finished=True)  # nobody answers
-    assert made.sync.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S)
+    assert made.sync.figures.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S)
     (ended,) = made.wire.seen(ev.TrainingEnded)
     assert ended == {
         "fragments": (0, 1), "offers_within_s": FLUSH_FLOOR_S, "settles_within_s": FLUSH_FLOOR_S + SETTLE_S,
@@ -35,7 +36,7 @@ def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.Monk
     assert made.wire.seen(ev.Warned) == []  # nothing is on its way
     made.ledger.states()
     assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1]
-    assert made.wire.shown[-1].phase == made.sync.phase
+    assert made.wire.shown[-1].phase == Status.DRAINING
     assert made.wire.seen(ev.Progress)[-1]["phase"] == "draining"
     made.ledger.close()
 
@@ -68,20 +69,20 @@ def test_the_final_flush_offers_half_of_the_fragments_at_a_time_and_holds_one_sn
     made = Bench(fragments=4)
     in_flight: list[int] = []
     waiting: list[int] = []
-    snapshot = made.sync.live.snapshot
+    snapshot = made.exchanged.live.snapshot
 
     def take(fragment: int) -> torch.Tensor:
         waiting.append(len(waiting) - len(made.wire.offers))
         return snapshot(fragment)
 
     def answer(offer: Offer) -> None:
-        in_flight.append(len(made.sync._account.in_flight))
+        in_flight.append(len(made.sync.account.in_flight))
         made.wire.offers.append(offer)
         if len(made.wire.offers) % 2 == 0:
             for one in made.wire.offers[-2:]:
                 threading.Thread(target=made.commit, args=(one.fragment,)).start()
 
-    monkeypatch.setattr(made.sync.live, "snapshot", take)
+    monkeypatch.setattr(made.exchanged.live, "snapshot", take)
     monkeypatch.setattr(made.wire, "offer", answer)
     made.wire.is_settled = True
     made.step(1)
@@ -108,7 +109,7 @@ def test_who_joins_when_the_run_is_over_offers_nothing(monkeypatch: pytest.Monke
     assert (made.wire.offers, made.sync.inner_steps, made.sync.tokens) == ([], 2, 0)
     assert made.wire.seen(ev.TrainingEnded)[0]["fragments"] == ()
     assert made.wire.shown[-1].finished == {0, 1}
-    assert made.sync.exposed_s < 1.0
+    assert made.sync.figures.exposed_s < 1.0
     made.ledger.close()
 
 
@@ -128,7 +129,7 @@ def test_who_loads_a_state_or_gives_one_stays_until_it_is_there(monkeypatch: pyt
     bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S
     made.wire.loads_until = bound_s + 200.0
     made.sync.flush(finished=True)
-    assert made.sync.exposed_s == pytest.approx(bound_s + 200.0, abs=2.0)
+    assert made.sync.figures.exposed_s == pytest.approx(bound_s + 200.0, abs=2.0)
     assert [fields["text"] for fields in made.wire.seen(ev.Warned)] == [STILL_LOADS]
     made.ledger.close()
 
@@ -142,7 +143,7 @@ def test_when_all_agree_only_a_newcomer_that_still_loads_is_waited_for(
         made.step(1)
         made.wire.is_settled, made.wire.newcomers, made.wire.loads_until = True, newcomers, 200.0
         made.sync.flush(finished=True)
-        assert made.sync.exposed_s == pytest.approx(stays_s, abs=2.0)
+        assert made.sync.figures.exposed_s == pytest.approx(stays_s, abs=2.0)
         made.ledger.close()
 
 
@@ -151,7 +152,7 @@ def test_a_load_without_end_is_left_at_its_bound(monkeypatch: pytest.MonkeyPatch
     made.step(1)
     made.wire.loads_until = math.inf
     made.sync.flush(finished=True)
-    assert made.sync.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S + LOADS_CAP_S)
+    assert made.sync.figures.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S + LOADS_CAP_S)
     made.ledger.close()
 
 
@@ -171,10 +172,10 @@ def test_what_others_hold_and_a_peer_leaves_without_is_told_after_the_last_wait(
     assert len(told) == 1
     made.ledger.close()
 
-    network = SimpleNamespace(report=lambda kind, fields: said.append((kind, fields)))
     for words in ("", "what it lacks"):
-        network.node = SimpleNamespace(progress=SimpleNamespace(missing=lambda words=words: words))
-        NetworkThread.tell_what_is_missing(cast(NetworkThread, network))
+        node: Any = SimpleNamespace(progress=SimpleNamespace(missing=lambda words=words: words))
+        view = NodeView(node, cast(Any, None), lambda kind, fields: said.append((kind, fields)), lambda: None)
+        view.tell_what_is_missing()
     assert said == [(ev.Warned, {"text": "what it lacks"})]
 
 
@@ -192,7 +193,7 @@ def test_who_is_stopped_does_not_stay_for_a_state(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(made.wire, "loads", loads)
     made.sync.flush(finished=True)
-    assert made.sync.exposed_s == pytest.approx(bound_s + 100.0, abs=1.0)
+    assert made.sync.figures.exposed_s == pytest.approx(bound_s + 100.0, abs=1.0)
     assert min(asked) == pytest.approx(bound_s, abs=1.0)
     made.ledger.close()
 
@@ -205,5 +206,5 @@ def test_who_agrees_with_all_goes_though_a_state_is_on_its_way(monkeypatch: pyte
     made.wire.loads_until = math.inf
     monkeypatch.setattr(made.wire, "settled", lambda versions: made.wire.now() >= bound_s + 50.0)
     made.sync.flush(finished=True)
-    assert made.sync.exposed_s == pytest.approx(bound_s + 50.0, abs=1.0)
+    assert made.sync.figures.exposed_s == pytest.approx(bound_s + 50.0, abs=1.0)
     made.ledger.close()

@@ -37,5 +37,5 @@ def test_what_is_held_back_is_met_before_a_state_that_is_loaded(
     assert made.sync.versions == [0, 2]
     made.step(3)
     assert made.sync.versions == [0, 2]
-    assert torch.allclose(made.sync.live.snapshot(1), newer.params + own_steps + 3.0, atol=1e-2)
+    assert torch.allclose(made.exchanged.live.snapshot(1), newer.params + own_steps + 3.0, atol=1e-2)
     made.ledger.close()

@@ -23,8 +23,8 @@ from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint import load
 from p2p_co2.ticket import Ticket
+from p2p_co2.trainer.figures import mean_loss, tokens_of
 from p2p_co2.trainer.rates import TWO_SCHEDULES
-from p2p_co2.trainer.step_arguments import mean_loss, tokens_of
 from tests.peer_bench import STEPS, Lone, impatient, meet
 
 __all__ = ["impatient"]
@@ -391,7 +391,7 @@ def test_a_change_of_what_is_trained_is_told_loudly(
             for _ in range(steps):
                 lone.train()
                 meet(lone)
-            lone.peer._sync._reported_at -= 2.0  # a second and more passed since the last report
+            lone.peer._sync.figures.made_at -= 2.0  # a second and more passed since the last report
             change(lone)
             lone.tell()
 

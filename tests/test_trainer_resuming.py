@@ -482,25 +482,3 @@ def test_a_checkpoint_of_another_run_says_so(tmp_path: Path) -> None:
     save(tmp_path, replace(write(tmp_path, model, adam(model)), run_config_json=other))
     with pytest.raises(ConfigError, match=r"is of another run; give another folder .*--start-over"):
         resume(tmp_path, model, adam(model))
-
-
-def test_one_of_the_older_format_is_known_by_what_it_has(tmp_path: Path) -> None:
-    """Names and shapes in no order, frozen ones too; of its optimizer the groups' options."""
-    model, again = Net(), Net()
-    model.first.requires_grad_(False)
-    again.first.requires_grad_(False)
-    optimizer = adam(model)
-    train(model, optimizer)
-    saved, plan = write(tmp_path, model, optimizer), plan_fragments(model, 2)
-    shapes = tuple((name, tuple(p.shape)) for name, p in reversed(list(model.named_parameters())))
-    older = replace(saved, inner=None, parameters=shapes)
-    resuming.check(older, RUN, again, plan, "here")
-    other = adam(again)
-    assert resuming.restore(older, LiveParameters(again, plan), again, other, False) == []
-    assert torch.equal(moment(other), moment(optimizer))
-    for make, words in [
-        (lambda m: SGD(m.parameters(), lr=0.1), "of another class"),
-        (lambda m: Adam(list(m.parameters())[:3], lr=0.1), "has other groups"),
-    ]:
-        (line,) = resuming.restore(older, LiveParameters(again, plan), again, make(again), False)
-        assert words in line

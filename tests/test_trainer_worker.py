@@ -14,15 +14,15 @@ from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRef
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint import state_bytes
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.trainer.fragment_ledger import FragmentLedger
-from p2p_co2.trainer.ledger import TensorLedger
-from tests.test_trainer_ledger import BLOCK, run_config
+from p2p_co2.trainer.fragment_state import FragmentState
+from p2p_co2.trainer.worker import TensorWorker
+from tests.test_fragment_state import BLOCK, run_config
 
 
-def make_ledger(peer: str = "a") -> TensorLedger:
+def make_ledger(peer: str = "a") -> TensorWorker:
     run = run_config()
     codec = get_codec("fp32")
-    return TensorLedger(codec, [FragmentLedger(run, codec, peer, outer.init(torch.zeros(BLOCK)))])
+    return TensorWorker(codec, [FragmentState(run, codec, peer, outer.init(torch.zeros(BLOCK)))])
 
 
 def filled(value: float) -> bytes:
@@ -100,7 +100,7 @@ async def test_a_state_that_a_round_made_meanwhile_is_not_taken_over_and_offers_
     told = ledger.outcomes.qsize()
     assert await ledger.adopt(0, state[:], version) == version
     assert ledger.outcomes.qsize() == told
-    await ledger.abort(0, 2, 1.0)
+    await ledger.abort(0, b"")
     assert ledger.outcomes.qsize() == told + 1  # it was in flight still
     ledger.close()
 
@@ -162,6 +162,6 @@ def test_parameters_that_are_not_finite_are_reset_to_the_agreed_ones() -> None:
 def test_the_worker_is_one_thread_and_close_ends_it() -> None:
     ledger = make_ledger()
     asyncio.run(ledger.export(0))
-    worker = ledger._worker
+    worker = ledger._thread
     ledger.close()
     assert not any(thread.is_alive() for thread in worker._threads)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, RunConfig
+from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
 from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.protocol.rounds import Offer
@@ -22,9 +22,10 @@ from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments.live import LiveParameters
 from p2p_co2.tensors.fragments.plan import plan_fragments
 from p2p_co2.trainer import synchroniser
-from p2p_co2.trainer.fragment_ledger import FragmentLedger
-from p2p_co2.trainer.ledger import TensorLedger
+from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
+from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
+from p2p_co2.trainer.worker import TensorWorker
 
 
 class RecordingWire:
@@ -101,9 +102,14 @@ class Bench:
         codec = get_codec("fp32")
         live = LiveParameters(self.model, plan)
         states = [outer.init(live.snapshot(fragment)) for fragment in range(fragments)]
-        self.ledger = TensorLedger(codec, [FragmentLedger(self.run, codec, "me", state) for state in states])
+        self.ledger = TensorWorker(
+            codec, [FragmentState(self.run, codec, "me", state, index) for index, state in enumerate(states)]
+        )
         self.wire = RecordingWire()
-        self.sync = Synchroniser(self.run, self.model, plan, self.ledger, self.wire, Progressed())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        setup = Plan(self.run, PeerConfig(), plan, self.model, self.optimizer, None, (0.1,))
+        self.exchanged = ExchangedModel(setup, lambda text: None)
+        self.sync = Synchroniser(self.run, self.exchanged, self.ledger, self.wire, Progressed())
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
@@ -123,7 +129,7 @@ class Bench:
     def abort(self, fragment: int) -> None:
         """This peer's last offer for ``fragment`` comes to nothing."""
         offer = [offer for offer in self.wire.offers if offer.fragment == fragment][-1]
-        asyncio.run(self.ledger.abort(fragment, offer.round, offer.weight))
+        asyncio.run(self.ledger.abort(fragment, offer.offer_id))
 
     def value(self) -> float:
         return float(self.model.weight.detach().flatten()[0])

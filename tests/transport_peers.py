@@ -21,11 +21,12 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.net.transport import grpc_carrier, libp2p_carrier
+from p2p_co2.net.transport import grpc_carrier
 from p2p_co2.net.transport.base import Carrier
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
-from p2p_co2.net.transport.libp2p_carrier import Libp2pCarrier
-from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.libp2p import carrier as libp2p_carrier
+from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 

@@ -27,6 +27,7 @@ import typer
 
 from p2p_co2.cli import checks, views
 from p2p_co2.cli.checks import says
+from p2p_co2.codec_specs import codec_names
 from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
 
 hand_over()
@@ -235,7 +236,7 @@ def demo(
     seconds: Annotated[float, says("Length of the training.")] = 150.0,
     round_s: Annotated[float, says("Seconds between a fragment's rounds.")] = 5.0,
     rule: Annotated[str, says("How new parameters arrive: keep, co2, blend or eager.")] = "keep",
-    codec: Annotated[str, says("fp32, fp16, bf16, int8, fp4, nf4, int4 or e3m0.")] = "int4",
+    codec: Annotated[str, says(f"{codec_names()}.")] = "int4",
     carrier: Carrier = "auto",
     device: Annotated[str, says("What all peers train on: cpu, cuda, cuda:1.")] = "cpu",
     folder: Annotated[Path | None, says("Where the run is written; runs/demo-<time> if absent.")] = None,

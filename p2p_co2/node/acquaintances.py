@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from p2p_co2.net.transport.libp2p_control import is_relayed
+from p2p_co2.net.transport.addresses import is_relayed
 from p2p_co2.protocol.wire.limits import MAX_RECORD_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.ticket import is_seed_address

@@ -14,7 +14,6 @@ from statistics import median_low
 from typing import TYPE_CHECKING
 
 from p2p_co2.digest import chunk_digests
-from p2p_co2.errors import TransportError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, SliceRefused, agreed_mean, weights_of
 from p2p_co2.protocol.rounds import (
     Aborted,
@@ -30,7 +29,6 @@ from p2p_co2.protocol.rounds import (
     Refused,
     RoundsEvent,
     Stale,
-    announcement,
     claimed_weights,
     counted_weights,
     open_decision,
@@ -44,10 +42,7 @@ from p2p_co2.telemetry import events as ev
 
 if TYPE_CHECKING:
     from p2p_co2.node.node import Node
-    from p2p_co2.node.surroundings import Announcer
 
-DECISION_KEPT_S = 600.0
-"""How long a signed decision stays in the DHT."""
 CAPPED_TOLD_S = 60.0
 """That a peer counts for far less than it claims is told so often at most."""
 
@@ -64,10 +59,10 @@ def members_of(decision: Decision) -> tuple[PeerId, ...]:
 
 
 class Deciding:
-    def __init__(self, node: Node, ledger: Ledger, discovery: Announcer) -> None:
-        self._node, self._ledger, self._discovery = node, ledger, discovery
-        self._opened: dict[int, tuple[int, float]] = {}
-        """By fragment, round and weight of the last offer that was opened."""
+    def __init__(self, node: Node, ledger: Ledger) -> None:
+        self._node, self._ledger = node, ledger
+        self._opened: dict[int, bytes] = {}
+        """By fragment, the id of the last offer that was opened."""
         self._owed: set[int] = set()
         """Fragments whose offer has ended in a commit that is to be fetched: by that the tensor side hears of
         it."""
@@ -87,7 +82,7 @@ class Deciding:
             self._node.report(
                 ev.RoundAborted, fragment=event.fragment, round=event.round, reason=event.reason
             )
-            self._node.spawn(self._ledger.abort(event.fragment, event.round, event.weight))
+            self._node.spawn(self._ledger.abort(event.fragment, event.offer_id))
         elif isinstance(event, Began):
             self._node.report(
                 ev.RoundBegan,
@@ -170,9 +165,6 @@ class Deciding:
         self._tell_of_capped(outcome)
         self.on_decision(event.fragment, event.round, decision)
         await self.take(agreed, decision)
-        if outcome.coordinator == self._node.me:
-            # Behind our own step: those who were in the round have heard, and may still lack a processor.
-            self._node.spawn(self._publish(decision, event.fragment, event.round), is_errand=True)
 
     def _tell_of_capped(self, outcome: Outcome) -> None:
         """Who counts for a quarter of its claim, or less: whoever was late claims more than others, too."""
@@ -239,13 +231,13 @@ class Deciding:
 
     def opened(self, offer: Offer) -> None:
         """The rounds machine has it."""
-        self._opened[offer.fragment] = offer.round, offer.weight
+        self._opened[offer.fragment] = offer.offer_id
 
     def end_offer(self, fragment: int) -> None:
         """The offer that was opened last came to nothing, should the tensor side still hold it in flight. The
         next one may be there already, and be on its way to be opened: that one goes on."""
         if fragment in self._opened:
-            self._node.spawn(self._ledger.abort(fragment, *self._opened[fragment]))
+            self._node.spawn(self._ledger.abort(fragment, self._opened[fragment]))
 
     async def export(self, fragment: int) -> None:
         version, data = await self._ledger.export(fragment)
@@ -274,13 +266,5 @@ class Deciding:
             self._node.refresh()
             if self._node.progress.local.phase == Status.DRAINING or self._node.membership.quiet_s:
                 self._node.membership.announce(self._node.now())  # others wait to see it, or for long
+        self._node.offer_early(fragment)
         return changed
-
-    async def _publish(self, decision: Decision, fragment: int, round_: int) -> None:
-        """Announce a commit in the DHT, where anybody can look it up."""
-        try:
-            content = announcement(decision)
-            await self._discovery.publish_decision(fragment, round_, content, DECISION_KEPT_S)
-        except TransportError as error:
-            text = f"the decision of round {round_} is not in the DHT: {error}"
-            self._node.report(ev.Warned, text=text)

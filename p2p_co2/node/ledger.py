@@ -14,18 +14,22 @@ from p2p_co2.system.memory import Buffer, Joined
 
 @dataclass(frozen=True)
 class PartWeights:
-    """One part of a mean: blocks [start_block, stop_block) and the weight that the slice of every peer in it
-    counted with. ``offered``: the weights of these peers' offers, where they are others: they tell one offer
-    from another."""
+    """One part of a mean: blocks [start_block, stop_block) and the effective weight of every peer's slice.
+
+    ``offered``: the weights of these peers' offers, where they are others. ``offer_ids``: which offers they
+    are; as long as rounds do not tell, their weights tell one from another."""
 
     start_block: int
     stop_block: int
     weights: Mapping[str, float]
     offered: Mapping[str, float] = field(default_factory=dict)
+    offer_ids: Mapping[str, bytes] = field(default_factory=dict)
 
-    def offer_of(self, peer: str) -> float | None:
-        """The weight of the offer that is in here; None for none."""
-        return self.offered.get(peer, self.weights.get(peer)) if peer in self.weights else None
+    def offer_of(self, peer: str) -> bytes | float | None:
+        """What names the offer of ``peer`` that counts here: its id, or its weight; None if none does."""
+        if not self.weights.get(peer):
+            return None
+        return self.offer_ids.get(peer) or self.offered.get(peer, self.weights[peer])
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class AgreedVersion:
 
 
 class Reduced(NamedTuple):
-    """A mean, encoded, and the weight that each of its slices counted with, in their order."""
+    """A mean, encoded, and the effective weight of each slice in it, in their order."""
 
     mean: Buffer
     weights: tuple[float, ...]
@@ -96,12 +100,10 @@ class Ledger(Protocol):
 
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         """Take the outer step. Returns where the fragment is then: unchanged if the round does not follow its
-        state, which may have been exchanged for another one while it was on its way. Our work in that round
-        may count elsewhere then (``doubt``)."""
+        state, which may have been exchanged for another one while it was on its way."""
 
-    async def abort(self, fragment: int, round_: int, weight: float) -> None:
-        """This peer's offer of ``weight`` for the round came to nothing; silent if that one is not in flight:
-        the next one for the same round may be on its way already."""
+    async def abort(self, fragment: int, offer_id: bytes) -> None:
+        """This peer's offer came to nothing; silent if it is not in flight: the next one may be already."""
 
     async def doubt(self, fragment: int) -> None:
         """An offer of ours may be counted in a history that we do not hold: until a later one is counted
@@ -119,7 +121,8 @@ class Ledger(Protocol):
         parts: Sequence[PartWeights] | None = None,
         goes_back: bool = False,
     ) -> AgreedVersion:
-        """Take over a donor's state. ``parts``: who is in the round after the state that we hold, None if
-        nobody told us; ``goes_back``: it may be an older one, of another history. The
-        state that is held already changes nothing, and offers go on: a round may have made it just now.
-        Raises ``DigestMismatch`` or ``RemoteProtocolError`` and then changes nothing."""
+        """Take over a donor's state; work of ours that is not counted yet is offered again. ``parts``: who is
+        in the round after the state that we hold, None if nobody told us; ``goes_back``: it may be an older
+        one, of another history. The state that is held already changes nothing, and offers go on: a round may
+        have made it just now. Raises ``DigestMismatch`` or ``RemoteProtocolError`` and then changes
+        nothing."""

@@ -1,26 +1,14 @@
 """Links to other peers: for each peer one outgoing queue, the carrier chosen for it, and its rate.
 
 Direct gRPC is tried first where the peer's record names an address, then libp2p streams (relay, hole
-punching). The choice is per link and direction, and is an event with its reason. ``post`` never blocks:
-control messages overtake bulk data, bulk is bounded, and what cannot be delivered is dropped, because every
-message of the protocol may be lost.
+punching). ``post`` never blocks: control messages overtake bulk data, bulk is bounded, and what cannot be
+delivered is dropped, because every message of the protocol may be lost. Bulk keeps to the receiver's rate, to
+our own cap, and takes turns on the line (``lanes.Uplink``); a control message never waits for a turn. Where a
+link's peer says what it has, that is what counts as sent, and bulk waits for room on the way.
 
-Bulk keeps to two rates: this peer's own cap, for all links together, and the rate at which the receiver said
-that it wants it. Lanes get their turns in the order in which they ask, one message each; a control message
-never waits for a turn.
-
-What a link's peer says that it has (``acknowledged``) is what counts as sent, where it says so: the upload is
-measured by it, and bulk waits until there is room on the way, so that little lies between a control message
-and the line.
-
-TCP over a far way stands still for a third of a second now and then (a packet that is lost twice; BBR, which
-measures the way every 10 s), and a round waits for the slowest of all its lanes. So a lane with much to carry
-has two connections, and each message goes over the one by which it is there sooner, as the kernel tells: TCP
-(BBR) may leave one of them at a hundredth of the line for many rounds. And lanes that share a line do not
-share it evenly: TCP gives some twice what others get, and the last lane of three goes on alone for half a
-second, at the rate it has learned. So bulk over far ways takes turns on the line (``lanes``).
-
-Law: all that leaves this machine for a peer leaves through ``post``.
+TCP over a far way stands still for a third of a second now and then, and a round waits for the slowest of its
+lanes. So a lane with much to carry has a second connection, and each message goes over the one by which it is
+there sooner, as the kernel tells. Law: all that leaves this machine for a peer leaves through ``post``.
 """
 
 from __future__ import annotations
@@ -34,35 +22,29 @@ from dataclasses import dataclass
 from functools import partial
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.net.transport.acknowledged import Acknowledged
-from p2p_co2.net.transport.base import Carrier, Link
-from p2p_co2.node.envelope import Unsent
-from p2p_co2.node.lanes import BeginOrder, Bulk, Lane, LineTurns, Piece, UnderWay
-from p2p_co2.node.meter import Pace, UploadMeter
+from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S, Carrier, Link
+from p2p_co2.net.transport.flow import Acknowledged
+from p2p_co2.node.lanes import RETRY_DIRECT_S, BeginOrder, Bulk, Lane, Piece, Turn, UnderWay, Uplink
+from p2p_co2.protocol.wire.envelope import Unsent
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
 MAX_QUEUED_BYTES = 1 << 30
 """Bulk bytes waiting for all peers together, and for one peer at most as much as is left for all others: who
-takes nothing off our hands takes the room of its own messages only, the oldest first (rounds go by, and the
-protocol asks again for what still matters)."""
+takes nothing off our hands takes the room of its own messages only, the oldest first."""
 MAX_SERVED_BYTES = 8 * MAX_DATA_BYTES
-"""Bulk bytes waiting for one peer that it asked for itself, whatever waits for it besides: twice what a
-fetcher asks for at once."""
+"""Bulk bytes waiting for one peer that it asked for itself: twice what a fetcher asks for at once."""
 MAX_LANES = 2 * MAX_PEERS
 MAX_QUEUED_CONTROL, MAX_CONTROL_BYTES = 4096, 16 << 20
-"""Control messages that wait for one peer, and their bytes: one that asks for a large state's manifest and
-does not read would have us hold it thousands of times."""
-BESIDE_BYTES = 256 << 10
-"""A lane with so much to carry over a far way opens a second connection."""
-BESIDE_IDLE_S = 30.0
-"""A second connection that has carried nothing for so long is closed (it carries no control): half of what
-makes it ``too slow``, for which its sender is shut out."""
+"""Control messages that wait for one peer, and their bytes."""
+BESIDE_IDLE_S = MESSAGE_TIMEOUT_S / 2
+"""A second connection that has carried nothing for so long is closed, before its receiver shuts us out."""
 LOOK_AGAIN_S = 0.03
-"""A connection looks again after so long whether it is the one over which a message would be there sooner."""
-RETRY_DIRECT_S = 60.0
-"""After gRPC failed, libp2p serves the link for this long before gRPC is tried again."""
+"""A connection looks again after so long whether a message would be there sooner over it."""
+
+FindRecord = Callable[[PeerId, bool], Awaitable[PeerRecord | None]]
+"""(peer, whether a fresh one is wanted) to its record."""
 
 
 @dataclass
@@ -86,38 +68,37 @@ class LinkTraffic:
     bulk_s: float = 0.0
 
 
-class Links:
-    """All outgoing links of this process. ``upload_cap_bytes_per_s`` 0 means no cap."""
+class LinkPool:
+    """All outgoing links of a node, on the ``uplink`` of its process."""
 
     def __init__(
         self,
         carriers: Sequence[Carrier],
-        find_record: Callable[[PeerId, bool], Awaitable[PeerRecord | None]],
+        find_record: FindRecord,
         observer: LinkObserver,
         tasks: asyncio.TaskGroup,
-        upload_cap_bytes_per_s: float,
+        uplink: Uplink,
     ) -> None:
         self._carriers = tuple(carriers)
         self._find_record = find_record
         self._observer = observer
         self._tasks = tasks
-        self._meter = UploadMeter()
-        self._cap = Pace(upload_cap_bytes_per_s)
+        self._uplink = uplink
         self._paces: Mapping[PeerId, float] = {}
         self._lanes: dict[PeerId, Lane] = {}
         self._order = BeginOrder()
-        self._turns = LineTurns(self._lanes, self._meter)
         self._used: dict[str, str] = {}
-        self._queued_bytes = 0
+        self.queued_bytes = 0
+        """Bulk that waits for all peers together."""
         self._joined_last: tuple[Unsent | None, bytes] = (None, b"")
         self.up_bytes = 0
         self.traffic: dict[PeerId, LinkTraffic] = {}
 
     @property
     def upload_bytes_per_s(self) -> float:
-        """What the link has shown it can carry; 0 until measured."""
-        self._meter.rest(time.monotonic())
-        return self._meter.bytes_per_s
+        """What the line has shown it can carry; 0 until measured."""
+        self._uplink.meter.rest(time.monotonic())
+        return self._uplink.meter.bytes_per_s
 
     @property
     def is_full(self) -> bool:
@@ -140,6 +121,7 @@ class Links:
             if len(self._lanes) >= MAX_LANES:
                 return False
             lane = self._lanes[peer] = Lane()
+            self._uplink.lanes.append(lane)
         if bulk:
             if not lane.bulk and not lane.carrying:
                 lane.counted_until = time.monotonic()
@@ -147,17 +129,16 @@ class Links:
             if overasked or not self._make_room(lane, len(data)):
                 return False
             lane.put(Bulk(data, piece, served, self._order.of(piece)))
-            self._queued_bytes += len(data)
+            self.queued_bytes += len(data)
+            lane.wake_beside.set()
         else:
             if len(lane.control) >= MAX_QUEUED_CONTROL or lane.control_bytes + len(data) > MAX_CONTROL_BYTES:
                 return False
             lane.put_control(data)
         lane.wake.set()
-        if bulk:
-            lane.wake_beside.set()
         if lane.task is None or lane.task.done():
             lane.task = self._tasks.create_task(self._serve(peer, lane), name=f"lane {peer[-6:]}")
-        elif bulk and self._wants_company(lane):
+        elif bulk and lane.wants_company(time.monotonic()):
             lane.beside = self._tasks.create_task(self._carry_beside(peer, lane), name=f"beside {peer[-6:]}")
         return True
 
@@ -168,37 +149,10 @@ class Links:
             kept = [one for one in lane.bulk if not one.is_stale(attempt, means)]
             if len(kept) < len(lane.bulk):
                 if not kept or kept[0] is not lane.bulk[0]:
-                    self._give_turn_back(lane)
+                    self._uplink.give_back(lane)
                 kept_bytes = sum(len(one.data) for one in kept)
-                self._queued_bytes += kept_bytes - lane.bulk_bytes
+                self.queued_bytes += kept_bytes - lane.bulk_bytes
                 lane.bulk, lane.bulk_bytes = deque(kept), kept_bytes
-
-    def _give_turn_back(self, lane: Lane) -> None:
-        """The lane's first bulk message is dropped. Its share of a cap is not: an upload of 1 Mbit/s to 31
-        peers would rest for 4 s."""
-        lane.left_at = None
-        if lane.turn_at is not None:
-            size_bytes, lane.turn_at = len(lane.bulk[0].data), None
-            lane.pace.give_back(size_bytes)
-            if lane.asked_cap:
-                self._cap.give_back(size_bytes)
-
-    def _wants_company(self, lane: Lane) -> bool:
-        """Whether a second connection would help: each of a far way's stands still now and then, for a lost
-        packet or to measure the way, and the line with it."""
-        if lane.link is None or not lane.link.is_far or lane.bulk_bytes < BESIDE_BYTES:
-            return False
-        is_there = lane.beside is not None and not lane.beside.done()
-        return not is_there and time.monotonic() - lane.beside_failed_at > RETRY_DIRECT_S
-
-    def _make_room(self, lane: Lane, size_bytes: int) -> bool:
-        """Drop the oldest bulk of ``lane`` as far as it takes for ``size_bytes`` more."""
-        while lane.bulk_bytes + size_bytes > MAX_QUEUED_BYTES - self._queued_bytes - size_bytes:
-            if not lane.bulk:
-                return False
-            self._give_turn_back(lane)
-            self._queued_bytes -= len(lane.take().data)
-        return True
 
     def carriers_used(self) -> dict[str, str]:
         """The last carrier that reached each peer."""
@@ -207,20 +161,40 @@ class Links:
     async def drain(self, timeout_s: float) -> None:
         """Wait until the queues of reachable peers are empty, at most ``timeout_s`` seconds."""
         ends_at = time.monotonic() + timeout_s
-        while any(lane.control or lane.bulk for lane in self._lanes.values()) or self._meter.busy:
+        lanes = self._lanes
+        while any(lane.control or lane.bulk or lane.carrying for lane in lanes.values()):
             if time.monotonic() > ends_at:
                 return
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
         """Stop all lanes and close their links. Safe to cancel."""
-        for lane in self._lanes.values():
+        lanes = list(self._lanes.items())
+        for peer, lane in lanes:
             for task in (lane.task, lane.beside):
                 if task is not None:
                     task.cancel()
-        links = [lane.link for lane in self._lanes.values() if lane.link is not None]
-        self._lanes.clear()
+            self._forget_lane(peer, lane)
+        links = [lane.link for _, lane in lanes if lane.link is not None]
         await asyncio.gather(*(link.close() for link in links), return_exceptions=True)
+
+    # ---- room
+
+    def _make_room(self, lane: Lane, size_bytes: int) -> bool:
+        """Drop the oldest bulk of ``lane`` as far as it takes for ``size_bytes`` more."""
+        while lane.bulk_bytes + size_bytes > MAX_QUEUED_BYTES - self.queued_bytes - size_bytes:
+            if not lane.bulk:
+                return False
+            self._uplink.give_back(lane)
+            self.queued_bytes -= len(lane.take().data)
+        return True
+
+    def _forget_lane(self, peer: PeerId, lane: Lane) -> None:
+        self.queued_bytes -= lane.bulk_bytes
+        self._lanes.pop(peer, None)
+        self._uplink.lanes.remove(lane)
+
+    # ---- the first connection
 
     async def _serve(self, peer: PeerId, lane: Lane) -> None:
         """One lane's task: lives while there is something to send or an open link to watch."""
@@ -230,7 +204,7 @@ class Links:
             assert lane.link is not None
             try:
                 await self._send_until_idle(peer, lane, lane.link)
-                await self._wait(lane, lane.link)
+                await _wait_for_work(lane, lane.link)
             except TransportError as error:
                 carrier, lane.link = lane.link.carrier, None
                 self._give_up(peer, lane)
@@ -259,8 +233,7 @@ class Links:
                 reasons.append(lane.link.way)
             self._observer.opened(peer, carrier.name, "; ".join(reasons))
             return True
-        self._queued_bytes -= lane.bulk_bytes
-        self._lanes.pop(peer, None)
+        self._forget_lane(peer, lane)
         if lane.beside is not None:
             lane.beside.cancel()  # what it could not send would count as queued for ever
         self._observer.unreachable(peer, "; ".join(reasons) or "no record of this peer is known")
@@ -272,10 +245,8 @@ class Links:
             return await carrier.connect(record)
         except TransportError:
             newer = await self._find_record(peer, True)
-            if newer is None or (newer.grpc_addresses, newer.maddrs) == (
-                record.grpc_addresses,
-                record.maddrs,
-            ):
+            known = record.grpc_addresses, record.maddrs
+            if newer is None or (newer.grpc_addresses, newer.maddrs) == known:
                 raise
             return await carrier.connect(newer)
 
@@ -283,28 +254,22 @@ class Links:
         while lane.control or lane.bulk:
             if lane.control:
                 data = bytes(lane.take_control())
-                self._cap.admit_at(len(data), time.monotonic())  # counts, but does not wait
+                self._uplink.cap.admit_at(len(data), time.monotonic())  # counts, but does not wait
                 await link.send(data)
                 self.up_bytes += len(data)
-                continue
-            wait_s = self._wait_s(peer, lane, time.monotonic())
-            if wait_s > 0:
+            elif (wait_s := self._wait_s(peer, lane)) > 0:
                 await _wait_for_news(lane.wake, wait_s)
-                continue
-            if link.acknowledged is not None and not link.acknowledged.has_room:
-                await self._wait(lane, link)
-                continue
-            if lane.is_sooner_by_other(link, time.monotonic()):
+            elif not lane.may_send(link):
+                await _wait_for_work(lane, link)
+            elif lane.is_sooner_by_other(link, time.monotonic()):
                 await _wait_for_news(lane.wake, LOOK_AGAIN_S)
-                continue
-            await self._send_bulk(lane, link, self._next_bulk(lane).data)
+            else:
+                await self._send_bulk(lane, link, self._next_bulk(lane).data)
 
-    def _next_bulk(self, lane: Lane) -> Bulk:
-        """The lane's next bulk message, whose turn it is."""
-        lane.turn_at = lane.left_at = None
-        message = lane.take()
-        self._queued_bytes -= len(message.data)
-        return message
+    def _wait_s(self, peer: PeerId, lane: Lane) -> float:
+        return self._uplink.wait_s(lane, self._paces.get(peer, 0.0), time.monotonic())
+
+    # ---- the second connection
 
     async def _carry_beside(self, peer: PeerId, lane: Lane) -> None:
         """Carry bulk of ``lane`` over a second connection, as long as there is a first one and enough to
@@ -313,7 +278,7 @@ class Links:
         message, used_at = Bulk(b"", None), time.monotonic()
         try:
             while link is not None and lane.link is not None:
-                wait_s = self._wait_s(peer, lane, time.monotonic()) if lane.bulk else math.inf
+                wait_s = self._wait_s(peer, lane) if lane.bulk else math.inf
                 if wait_s <= 0 and lane.is_sooner_by_other(link, time.monotonic()):
                     wait_s = LOOK_AGAIN_S
                 if wait_s <= 0:
@@ -328,7 +293,7 @@ class Links:
                     await _wait_for_news(lane.wake_beside, left_s)
         except TransportError:
             lane.put(message, first=True)
-            self._queued_bytes += len(message.data)
+            self.queued_bytes += len(message.data)
             lane.beside_failed_at = time.monotonic()
             lane.wake.set()
         finally:
@@ -348,28 +313,23 @@ class Links:
             lane.beside_failed_at = time.monotonic()
             return None
 
-    def _wait_s(self, peer: PeerId, lane: Lane, now: float) -> float:
-        """How long the lane's first bulk message has to wait: first for the receiver's rate, then for our
-        own cap, or a slow receiver would hold up what goes to the others, at last for the line."""
-        size_bytes = len(lane.bulk[0].data)
-        if lane.turn_at is None:
-            lane.pace.bytes_per_s = self._paces.get(peer, 0.0)
-            lane.turn_at, lane.asked_cap = lane.pace.admit_at(size_bytes, now), False
-            lane.asked_line = lane.link is None or not lane.link.is_far
-        if lane.turn_at <= now and not lane.asked_cap:
-            lane.turn_at, lane.asked_cap = self._cap.admit_at(size_bytes, now), True
-        if lane.turn_at <= now and not lane.asked_line:
-            lane.turn_at, lane.asked_line = self._turns.ask(lane, size_bytes, now)
-        return lane.turn_at - now
+    # ---- bulk
+
+    def _next_bulk(self, lane: Lane) -> Bulk:
+        """The lane's next bulk message, whose turn it is."""
+        lane.turn = Turn(has_yielded=lane.turn.has_yielded)
+        message = lane.take()
+        self.queued_bytes -= len(message.data)
+        return message
 
     async def _send_bulk(self, lane: Lane, link: Link, data: Unsent) -> None:
-        self._meter.started(time.monotonic())
+        self._uplink.meter.started(time.monotonic())
         lane.carrying += 1
         try:
             await link.send(self._joined(data))
         except BaseException:
             lane.carrying -= 1
-            self._meter.finished(link.peer, 0, time.monotonic())
+            self._uplink.meter.finished(link.peer, 0, time.monotonic())
             raise
         self.up_bytes += len(data)
         if link.acknowledged is None:
@@ -384,7 +344,7 @@ class Links:
         last, joined = self._joined_last
         if last is not data:
             joined = bytes(data)
-        if not self._queued_bytes:
+        if not self.queued_bytes:
             self._joined_last = None, b""
         elif joined is not data:
             self._joined_last = data, joined
@@ -393,15 +353,14 @@ class Links:
     def _hear(self, peer: PeerId, lane: Lane, acknowledged: Acknowledged) -> None:
         """The peer says that more is there."""
         while lane.under_way and lane.under_way[0].end_bytes <= acknowledged.arrived_bytes:
-            message = lane.under_way.popleft()
-            self._arrived(peer, lane, message.size_bytes)
+            self._arrived(peer, lane, lane.under_way.popleft().size_bytes)
         lane.wake.set()
 
     def _arrived(self, peer: PeerId, lane: Lane, size_bytes: int) -> None:
         """Bulk is there, or the line has taken it."""
         now = time.monotonic()
         lane.carrying -= 1
-        self._meter.finished(peer, size_bytes, now)
+        self._uplink.meter.finished(peer, size_bytes, now)
         traffic = self.traffic.setdefault(peer, LinkTraffic())
         traffic.bulk_bytes += size_bytes
         traffic.bulk_s += now - lane.counted_until
@@ -410,29 +369,25 @@ class Links:
     def _give_up(self, peer: PeerId, lane: Lane) -> None:
         """The link is gone: nobody will say what became of what was under way."""
         for _ in lane.under_way:
-            self._meter.finished(peer, 0, time.monotonic())
+            self._uplink.meter.finished(peer, 0, time.monotonic())
         lane.carrying -= len(lane.under_way)
         lane.under_way.clear()
 
-    async def _wait(self, lane: Lane, link: Link) -> None:
-        """Until there is something to send, and room for it; raises ``PeerLost`` when the link dies first."""
-        lane.wake.clear()
-        if _may_send(lane, link):
-            return
-        woken = asyncio.ensure_future(lane.wake.wait())
-        closed = asyncio.ensure_future(link.wait_closed())
-        try:
-            await asyncio.wait({woken, closed}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            woken.cancel()
-            closed.cancel()
-        if closed.done() and not closed.cancelled() and not _may_send(lane, link):
-            raise PeerLost(closed.result())
 
-
-def _may_send(lane: Lane, link: Link) -> bool:
-    """Whether there is a message, and room for it: control needs none."""
-    return bool(lane.control or (lane.bulk and (link.acknowledged is None or link.acknowledged.has_room)))
+async def _wait_for_work(lane: Lane, link: Link) -> None:
+    """Until there is something to send, and room for it; raises ``PeerLost`` when the link dies first."""
+    lane.wake.clear()
+    if lane.may_send(link):
+        return
+    woken = asyncio.ensure_future(lane.wake.wait())
+    closed = asyncio.ensure_future(link.wait_closed())
+    try:
+        await asyncio.wait({woken, closed}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        woken.cancel()
+        closed.cancel()
+    if closed.done() and not closed.cancelled() and not lane.may_send(link):
+        raise PeerLost(closed.result())
 
 
 async def _wait_for_news(news: asyncio.Event, timeout_s: float) -> None:

@@ -1,7 +1,7 @@
 """The pump: feeds the machines with messages, timers and answers, and carries out what they ask.
 
 Nothing else in the library reads the clock for the machines, sets their timers or sends their messages; in
-a simulation this same node runs on virtual time (``surroundings``).
+a simulation this same node runs on virtual time (``environment``).
 
 Laws: one asyncio loop, one TaskGroup; what a peer sends can at worst be counted against it
 (``MessageRefused``), never raise out of here; the tensor side is asked in the order in which rounds were
@@ -21,30 +21,27 @@ from p2p_co2.errors import LocalProtocolError
 from p2p_co2.node.agreement import Agreement
 from p2p_co2.node.catchup import CatchupController, CatchupEffects
 from p2p_co2.node.deciding import Deciding
-from p2p_co2.node.envelope import Opened, Unsent, kind_of, opened, unsent
-from p2p_co2.node.errands import Errands
-from p2p_co2.node.finding import Finding
+from p2p_co2.node.environment import Environment, Links
 from p2p_co2.node.lanes import piece_of
 from p2p_co2.node.ledger import AgreedVersion, Ledger
-from p2p_co2.node.links import LinkObserver, Links
+from p2p_co2.node.links import LinkObserver
+from p2p_co2.node.peer_finder import BackgroundTasks, FinderEvents, PeerFinder
 from p2p_co2.node.progress import LocalProgress, SwarmProgress
-from p2p_co2.node.receiving import BULK, Receiving
-from p2p_co2.node.surroundings import SYSTEM_CLOCK, Clock, MakeLinks, Outgoing, Surroundings
+from p2p_co2.node.router import Inbox, Router, RouterEvents
 from p2p_co2.protocol.catchup import CatchUp, Shape, chunk_bytes_of
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S, quiet_beat_s
-from p2p_co2.protocol.membership import Joined, Left, Membership, OtherModel
+from p2p_co2.protocol.membership import Joined, Left, Membership
 from p2p_co2.protocol.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.protocol.schedule import Stage
+from p2p_co2.protocol.strangers import OtherModel
+from p2p_co2.protocol.wire.envelope import Unsent, head_of, kind_of, unsent
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import Envelope, Fetch, Status
+from p2p_co2.protocol.wire.messages_pb2 import Fetch, Status
 from p2p_co2.protocol.wire.model_table import ModelSummary
 from p2p_co2.telemetry import events as ev
 
 QUIET_IDLE = 0.5
 """Of a slow heartbeat, after which one that rests looks whether anything is due, though nothing called it."""
-NEWS_UNDER_WAY_S, NEWS_COME_WITHIN_S = 0.002, 10.0
-"""What the tensor side is ahead of us by is looked for so often, and so long."""
 LAST_WORDS_S = 1.0
 """What is said last may take so long to be on its way."""
 CROWD_S = 0.05
@@ -61,26 +58,24 @@ class Node:
 
     def __init__(
         self,
-        network: Surroundings,
+        environment: Environment,
         shape: PayloadShape,
         state_bytes: Sequence[int],
         ledger: Ledger,
         agreed: Sequence[AgreedVersion],
         report: Callable[[ev.Event], None],
-        clock: Clock = SYSTEM_CLOCK,
-        make_links: MakeLinks = Links,
-        open_message: Callable[[bytes, bytes], Opened] = opened,
         model: ModelSummary | None = None,
     ) -> None:
-        self.clock, self._make_links = clock, make_links
+        network, clock = environment.network, environment.clock
+        self._environment, self.clock = environment, clock
         self._unix_at_start = clock.unix() - clock.monotonic()
         self.process = int(1000 * clock.unix()) & 0xFFFFFFFF
         """Another number for each process of this peer (``Status.process``)."""
         self._network, self._ledger, self._report_event = network, ledger, report
         self.identity = network.identity
         self.me = network.identity.peer_id
-        self.run_digest = network.run.digest()
-        self._envelope_head = Envelope(version=PROTOCOL_VERSION, run=self.run_digest).SerializeToString()
+        self.run_digest = environment.group
+        self._envelope_head = head_of(environment.group)
         self.shape, self.group_size = shape, network.run.group_size
         self.agreed = list(agreed)
         pace = network.run.clock
@@ -96,7 +91,7 @@ class Node:
             self.rounds.set_state(fragment, version.version, version.digest)
         self.software = network.software
         self.progress = SwarmProgress(self, 1.0 / pace.round_s if pace.mode == "time" else 0.0, pace.rounds)
-        self.deciding = Deciding(self, ledger, network.discovery)
+        self.deciding = Deciding(self, ledger)
         self.catching = self._make_controller()
         self._beat_at, self._sleeps_until = 0.0, -math.inf
         self._alarm: asyncio.TimerHandle | None = None
@@ -105,13 +100,22 @@ class Node:
         self._looked_revision = self._pumped_revision = -1
         self._has_strangers = False
         """Whether somebody came or went of whom the rounds machine has not heard."""
-        self.receiving = Receiving(self, network.config.limits.download_bytes_per_s, open_message)
+        inbox = Inbox(self.membership, self.rounds, self.catchup, self.progress.status, self.know_all)
+        heard = RouterEvents(self._refused, self.shut_out, self.pump, self.crash)
+        download, open_ = network.config.limits.download_bytes_per_s, environment.open_message
+        self.router = Router(environment.group, inbox.take, heard, self.now, download, open_)
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
+        self._early: dict[int, Offer] = {}
+        """By fragment: an offer upon a state that this thread has yet to hear of."""
         self._tasks: asyncio.TaskGroup | None = None
-        self._errands = Errands()
-        self._links: Outgoing | None = None
-        self._finding = Finding(self, network)
+        self._background = BackgroundTasks()
+        self._links: Links | None = None
+        asked = FinderEvents(
+            self.now, self.progress.status, lambda: self.progress.rests, self.pump,
+            lambda text: self.report(ev.Warned, text=text),
+        )  # fmt: skip
+        self._finder = PeerFinder(network, self.membership, asked)
         self._bug: Exception | None = None
 
     def _make_controller(self) -> CatchupController:
@@ -136,17 +140,17 @@ class Node:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             observer = LinkObserver(self._link_opened, self._link_lost, self._unreachable)
-            network, cap = self._network, self._network.config.limits.upload_bytes_per_s
-            await network.start_carriers(self.receiving.on_message, self.receiving.on_link_refused)
-            for carrier in network.carriers:
-                carrier.keep_places(self.rounds.has_worked)
-            self._links = self._make_links(network.carriers, network.find_record, observer, tasks, cap)
-            works = self._finding.run(), self._keep_time(), self._watch_daemon()
+            environment, heard = self._environment, (self.router.on_message, self.router.on_link_refused)
+            carriers = await environment.switch.join(environment.group, *heard, self.rounds.has_worked)
+            find = self._network.find_record
+            self._links = environment.make_links(carriers, find, observer, tasks, environment.uplink)
+            works = self._finder.run(), self._keep_time(), self._watch_daemon()
             background = [tasks.create_task(work) for work in works]
             await self._stopping.wait()
             for task in background:
                 task.cancel()
-            await asyncio.gather(self._links.drain(LAST_WORDS_S), self._errands.end(LAST_WORDS_S))
+            await asyncio.gather(self._links.drain(LAST_WORDS_S), self._background.end(LAST_WORDS_S))
+            environment.switch.leave(environment.group)
             await self._links.close()
         if self._bug is not None:
             raise self._bug
@@ -155,7 +159,7 @@ class Node:
         self._stopping.set()
 
     @property
-    def links(self) -> Outgoing:
+    def links(self) -> Links:
         if self._links is None:
             raise LocalProtocolError("the node is not running")
         return self._links
@@ -166,16 +170,15 @@ class Node:
 
     # ---- what the trainer asks
 
-    def offer(self, offer: Offer, until: float | None = None) -> None:
+    def offer(self, offer: Offer) -> None:
         """Start a round with this peer's encoded outer gradient."""
         agreed, now = self.agreed[offer.fragment], self.now()
-        until = until or now + NEWS_COME_WITHIN_S
-        if agreed.version < offer.round - 1 and now < until:
+        if agreed.version < offer.round - 1:
             # The tensor side is ahead of us by a commit whose news is on its way; or it went back since.
-            asyncio.get_running_loop().call_later(NEWS_UNDER_WAY_S, self.offer, offer, until)
+            self._early[offer.fragment] = offer
             return
         if (agreed.version, agreed.digest) != (offer.round - 1, offer.state_digest):
-            self.spawn(self._ledger.abort(offer.fragment, offer.round, offer.weight))
+            self.spawn(self._ledger.abort(offer.fragment, offer.offer_id))
             return
         self.rounds.set_peers(self.progress.views(), now)
         try:
@@ -184,6 +187,11 @@ class Node:
         except LocalProtocolError as error:
             self.crash(error)
         self.pump()
+
+    def offer_early(self, fragment: int) -> None:
+        """The news of a commit has come: an offer that waits for it sets out."""
+        if (offer := self._early.pop(fragment, None)) is not None:
+            asyncio.get_running_loop().call_soon(self.offer, offer)
 
     def show(self, progress: LocalProgress) -> None:
         """Where the training thread is; a new phase and a fragment that is finished are announced at once,
@@ -210,11 +218,12 @@ class Node:
     def unheard_peers(self) -> int:
         """Peers that the DHT lists and that we have not heard: dead since less than a record's lifetime, or
         about to answer. Before it was asked there may be any."""
-        return self.membership.awaited + (not self.membership.has_looked)
+        unasked = not self.membership.candidates.has_looked
+        return self.membership.awaited + unasked
 
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of messages (up, down)."""
-        return (self._links.up_bytes if self._links is not None else 0), self.receiving.down_bytes
+        return (self._links.up_bytes if self._links is not None else 0), self.router.down_bytes
 
     # ---- messages in
 
@@ -225,7 +234,10 @@ class Node:
 
     def refuse(self, peer: str, reason: str, detail: str) -> None:
         """Count a broken rule against ``peer``."""
-        self.receiving.refuse(peer, reason, detail)
+        self.router.refuse(peer, reason, detail)
+
+    def _refused(self, peer: str, message: str, reason: str, detail: str) -> None:
+        self.report(ev.MessageRefused, other=peer, message=message, reason=reason, detail=detail)
 
     def shut_out(self, peer: PeerId, why: str) -> None:
         """``peer`` is not heard any more: it is no member either."""
@@ -252,18 +264,19 @@ class Node:
             self._sleep_until(self._next_timer_at() if timers else self._news_at())
 
     def _send_all(self) -> None:
-        kind, links = "", self.links
+        links = self.links
         last: Message | None = None
         data: Unsent = b""
         for machine in (self.membership, self.rounds, self.catchup):
             for peer, message in machine.messages_to_send():
                 if message is not last:  # a mean goes to all members, one after the other
                     last, data, kind = message, unsent(message, self._envelope_head), kind_of(message)
-                taken = links.post(peer, data, kind in BULK, kind == "chunk", piece_of(message, kind))
-                if kind in ("chunk", "manifest") and not taken:
-                    self.receiving.overasked(peer)
-                if kind == "fetch" and isinstance(message, Fetch) and message.want_chunk:
-                    self.receiving.asked(peer)
+                served = kind.is_bulk and kind.is_asked_for
+                taken = links.post(peer, data, kind.is_bulk, served, piece_of(message, kind))
+                if kind.is_asked_for and not taken:
+                    self.router.overasked(peer)
+                if isinstance(message, Fetch) and message.want_chunk:
+                    self.router.asked(peer)
 
     def _handle_all(self) -> bool:
         handled = False
@@ -392,7 +405,7 @@ class Node:
             self.report(ev.Warned, text=f"peer {event.peer} trains another model and is left out{why}")
             return
         if isinstance(event, Joined):
-            self._finding.unreached.met(event.peer)
+            self._finder.unreached.met(event.peer)
             self.report(ev.PeerJoined, other=event.peer)
         else:
             self.report(ev.PeerLeft, other=event.peer, reason=event.reason)
@@ -417,7 +430,7 @@ class Node:
         self.membership.link_broke(peer)
 
     def _unreachable(self, peer: PeerId, reason: str) -> None:
-        self._finding.unreached.failed(peer, reason)
+        self._finder.unreached.failed(peer, reason)
         self.membership.unreachable(peer, f"unreachable: {reason}", self.now())
         self.pump()
 
@@ -433,7 +446,7 @@ class Node:
             return
         task = self._tasks.create_task(work)
         if is_errand:
-            self._errands.add(task)
+            self._background.add(task)
 
     def report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
         self._report_event(kind(at=self.clock.unix(), peer=self.me, **fields))

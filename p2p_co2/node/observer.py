@@ -16,7 +16,7 @@ import uvloop
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import P2PCo2Error, RemoteProtocolError, TransportError
-from p2p_co2.net.transport.asking import Asking
+from p2p_co2.net.transport.libp2p.streams import Asking
 from p2p_co2.node.network import Network
 from p2p_co2.node.reporting import ASK_TIMEOUT_S, PROTOCOL
 from p2p_co2.protocol.reports import Poller

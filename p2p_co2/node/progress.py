@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from p2p_co2.protocol.membership import PeerInfo
+from p2p_co2.protocol.membership import PeerInfo, positions
 from p2p_co2.protocol.rounds import PeerView
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_PEERS
@@ -145,7 +145,7 @@ class SwarmProgress:
                 process=self._node.process,
                 settled=self._is_at_rest,
                 heartbeat_s=heartbeat_s,
-                model=membership.model.digest if membership.model is not None else 0,
+                model=model.digest if (model := membership.strangers.model) is not None else 0,
             )
         self._status.position = self.position()
         return self._status  # the messages that carry it hold copies
@@ -263,8 +263,8 @@ class SwarmProgress:
         if now - self._placed_at >= every_s or self.swarm_position is None:
             self._placed_at = now
             at = self._node.clock.monotonic() - (self._node.now() - now)
-            positions = sorted(self._node.membership.positions(now, self.rounds_per_s))
-            self.swarm_position = (positions[(len(positions) - 1) // 2], at) if positions else None
+            near = sorted(positions(self._node.membership.live.values(), now, self.rounds_per_s))
+            self.swarm_position = (near[(len(near) - 1) // 2], at) if near else None
         if self.local.phase == Status.TRAINING:
             self.unsettle()
             self._node.catching.majority.note_newest(is_done=False)
@@ -281,9 +281,10 @@ class SwarmProgress:
             self._look_for_the_swarm(tuple(version.version for version in agreed), idle, now)
         here = tuple(version.version for version in agreed), tuple(version.digest for version in agreed)
         done = [info for info in live if info.status.phase not in (Status.JOINING, Status.PAUSED)]
-        hears_more = self._node.membership.awaited > 0 or not self._node.membership.has_looked
+        membership = self._node.membership
+        hears_more = membership.awaited > 0 or not membership.candidates.has_looked
         is_new = hears_more and now - self._began_at < LISTENED_S
-        is_cut_off = self._waits_for_time = is_new or self._node.membership.is_cut_off(now)
+        is_cut_off = self._waits_for_time = is_new or self._is_cut_off(now)
         if is_cut_off:
             self._concluded_of = None  # time alone ends that; others are where we cannot see them
         alike = idle and all(
@@ -295,7 +296,7 @@ class SwarmProgress:
         self._note_others(done, here, now)
         at_rest = alike and not is_cut_off
         is_done = self.local.phase == Status.DRAINING
-        if is_done and alike and self._node.membership.is_cut_off(now) and not self._has_told_of_lost:
+        if is_done and alike and self._is_cut_off(now) and not self._has_told_of_lost:
             self._has_told_of_lost = True
             self._node.report(ev.Warned, text=WAITS_FOR_LOST)
         self.settled = is_done and at_rest and all(info.status.settled for info in done)
@@ -304,6 +305,10 @@ class SwarmProgress:
             self._node.refresh()
             self._node.membership.announce(now)
             self._node.pump()
+
+    def _is_cut_off(self, now: float) -> bool:
+        membership = self._node.membership
+        return membership.departed.is_cut_off(len(membership.live), now)
 
     def _look_for_last_rounds(self, now: float) -> None:
         """Who has not come to the run's end may train on for long, and is not meant. Nor is who is past it by
@@ -373,7 +378,7 @@ class SwarmProgress:
             (self._inside.discard if info.status.phase == Status.JOINING else self._inside.add)(peer)
         if len(self._inside) > MAX_PEERS:
             self._inside &= near.keys()
-        went_silently = self._node.membership.went_silently(self._inside)
+        went_silently = self._node.membership.departed.went_silently(self._inside)
         if is_there or went_silently is not None:  # else it was seen when they went
             self._went_silently = went_silently is not False
         self.may_be_back = self.left_behind and self._goes_on and self._went_silently

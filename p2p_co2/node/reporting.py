@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 
 from p2p_co2.errors import RemoteProtocolError, TransportError
-from p2p_co2.net.transport.asking import Answering, Asking
-from p2p_co2.net.transport.libp2p_control import daemon_errors
+from p2p_co2.net.transport.libp2p.control import daemon_errors
+from p2p_co2.net.transport.libp2p.streams import Answering, Asking
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node

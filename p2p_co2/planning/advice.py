@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from p2p_co2.config import CodecName
 from p2p_co2.planning.exchange import RoundTime, flow, round_time
 from p2p_co2.planning.forecast import (
     COPY_BYTES_PER_S,
@@ -21,7 +20,7 @@ from p2p_co2.planning.forecast import (
     exposed_ends_s,
     forecast,
 )
-from p2p_co2.planning.traffic import BLOCK_BYTES, BLOCK_VALUES, payload_bytes
+from p2p_co2.planning.traffic import bits_per_value, payload_bytes
 
 LINK_SHARE = 0.8
 """Of the time, links may be busy: the rest is for rounds that are repeated and for who has to catch up."""
@@ -29,7 +28,7 @@ COMPUTE_SHARE = 0.5
 """The same for the one core beside training that does the exchange's tensor work."""
 DELAY_SHARE = 1 / 3
 """Of a round, an answer may take where fragments can make it so."""
-FEW_BITS: CodecName = "int4"
+FEW_BITS = "int4"
 MOST_FRAGMENTS = 64
 _LEAST_PAYLOAD_BYTES = 64 << 10
 """Smaller fragments are all messages and no payload."""
@@ -61,7 +60,9 @@ def advise(setting: Setting, target: float) -> Advice:
     shown = forecast(setting)
     reached = min(shown.utilisation, shown.utilisation_if_waiting) >= target and not shown.troubles
     best = _shortest(setting, target)
-    if max(own, key=own.__getitem__) in _LINK_BOUNDS and BLOCK_BYTES[setting.codec] > BLOCK_BYTES[FEW_BITS]:
+    if max(own, key=own.__getitem__) in _LINK_BOUNDS and bits_per_value(setting.codec) > bits_per_value(
+        FEW_BITS
+    ):
         best = min(
             (best, _shortest(replace(setting, codec=FEW_BITS), target)), key=lambda found: found.round_s
         )
@@ -120,7 +121,7 @@ def _shortest(setting: Setting, target: float) -> Setting:
 
 def _counts(setting: Setting) -> list[int]:
     """Numbers of fragments to try: powers of two, and the given one."""
-    values = _LEAST_PAYLOAD_BYTES * BLOCK_VALUES // BLOCK_BYTES[setting.codec]
+    values = int(8 * _LEAST_PAYLOAD_BYTES / bits_per_value(setting.codec))
     most = max(1, min(MOST_FRAGMENTS, setting.parameters // values))
     return sorted({len(setting.fragments)} | {1 << power for power in range(7) if 1 << power <= most})
 

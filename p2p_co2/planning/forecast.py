@@ -11,11 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from p2p_co2.config import ApplyRule, CodecName, RunConfig
+from p2p_co2.config import ApplyRule, RunConfig
 from p2p_co2.planning.exchange import Flow, Link, RoundTime, flow, round_time
 from p2p_co2.planning.traffic import (
-    BLOCK_BYTES,
-    BLOCK_VALUES,
+    bits_per_value,
     heartbeat_bytes_per_s,
     payload_bytes,
     round_control_bytes,
@@ -50,7 +49,7 @@ class Setting:
     """
 
     fragments: tuple[int, ...]
-    codec: CodecName
+    codec: str
     rule: ApplyRule
     round_s: float
     rounds: int
@@ -160,7 +159,7 @@ def forecast(setting: Setting, horizon_s: float = 24 * 3600.0) -> Forecast:
         up_bytes_per_round=up,
         down_bytes_per_round=down,
         encoded_bytes=sum(sizes),
-        bits_per_value=8 * BLOCK_BYTES[setting.codec] / BLOCK_VALUES,
+        bits_per_value=bits_per_value(setting.codec),
         floor_s=math.fsum(time.floor_s for time in times),
         largest=slowest,
         flow=rounds,
@@ -229,7 +228,7 @@ def _bytes_per_round(setting: Setting, sizes: Sequence[int], sent_share: float) 
 def _exchange_copies(setting: Setting, sizes: Sequence[int], rounds: Flow) -> float:
     """Memory of the exchange in copies of the parameters (fp32), at its largest moment: agreed parameters
     and momentum; what the rule and error feedback keep, of each open offer (half of all fragments at the end
-    of a run) and beside it (``trainer.offered``); the newest means, for late peers (large ones until the
+    of a run) and beside it (``trainer.kept``); the newest means, for late peers (large ones until the
     next round begins); and three payloads for each open round: our own, the slices of our part, the mean."""
     count = len(sizes)
     at_once = min(1.0, max(1.0, rounds.slowest_s / setting.round_s * count) / count)

@@ -6,16 +6,12 @@ attempts, nothing that a peer fetches because it fell behind."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from p2p_co2.config import CodecName
+from p2p_co2.codec_specs import SPECS
 from p2p_co2.protocol.heartbeat import heartbeat_among_s, measure_every_s, quiet_beat_s
 from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
 
-BLOCK_VALUES = 128
-BLOCK_BYTES: Mapping[CodecName, int] = {
-    "fp32": 512, "fp16": 256, "bf16": 256, "int8": 132, "fp4": 68, "nf4": 68, "int4": 68, "e3m0": 68,
-}  # fmt: skip
 LINK_OVERHEAD = 1.04
 """Bytes on the link per byte of messages: 40 of TCP and IP in 1,500, TLS 22 in 16,384, HTTP/2 9 in 16,384."""
 FIXED_BYTES, MEMBER_BYTES, PART_BYTES, CONTRIBUTOR_BYTES, PIECE_BYTES = 610, 136, 148, 195, 156
@@ -26,14 +22,14 @@ STATUS_BYTES, STATUS_FRAGMENT_BYTES, PONG_BYTES = 122, 36, 9
 """A ping with its status: in all and for each fragment; what a pong has more."""
 
 
-def bits_per_value(codec: CodecName) -> float:
+def bits_per_value(codec: str) -> float:
     """On the wire, scales included."""
-    return 8 * BLOCK_BYTES[codec] / BLOCK_VALUES
+    return SPECS[codec].bits
 
 
-def payload_bytes(codec: CodecName, values: int) -> int:
+def payload_bytes(codec: str, values: int) -> int:
     """Bytes of one encoded outer gradient of so many values."""
-    return -(-values // BLOCK_VALUES) * BLOCK_BYTES[codec]
+    return SPECS[codec].payload_bytes(values)
 
 
 def shares_of(uploads_bytes_per_s: Sequence[float]) -> list[float]:

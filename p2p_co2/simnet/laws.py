@@ -81,7 +81,7 @@ class Books:
         self.written_off: Counter[str] = Counter()
         """Units of work that came to nothing, summed over blocks, by cause."""
         self.histories: list[dict[bytes, History]] = []
-        self.offers: list[dict[int, dict[tuple[str, float], list[Offered]]]] = [{} for _ in starts]
+        self.offers: list[dict[int, dict[tuple[str, bytes | float], list[Offered]]]] = [{} for _ in starts]
         self.excused: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
         self.checked: set[tuple[bytes, bytes]] = set()
         self._signed: dict[tuple[int, int], list[Outcome]] = {}
@@ -270,7 +270,7 @@ class Auditor:
         self, mean: AgreedMean, part: PartWeights, counted: dict[str, tuple[int, ...]], place: str
     ) -> None:
         offers = self._books.offers[mean.fragment].get(mean.round, {})
-        names = sorted((peer, part.offer_of(peer) or 0.0) for peer in part.weights)
+        names = [(peer, part.offer_of(peer) or 0.0) for peer in sorted(part.weights)]
         at = slice(part.start_block * BLOCK_BYTES, part.stop_block * BLOCK_BYTES)
         choices = [offers.get(name, []) for name in names]
         if not all(choices):
@@ -290,7 +290,7 @@ class Auditor:
         fragment: int,
         part: PartWeights,
         counted: dict[str, tuple[int, ...]],
-        offers: Iterable[tuple[tuple[str, float], Offered]],
+        offers: Iterable[tuple[tuple[str, bytes | float], Offered]],
         place: str,
     ) -> None:
         for (peer, _), offer in offers:

@@ -1,4 +1,4 @@
-"""The tensor side of a simulated peer: ``trainer.fragment_ledger`` and ``trainer.ledger`` in whole numbers.
+"""The tensor side of a simulated peer: ``trainer.fragment_state`` and ``trainer.worker`` in whole numbers.
 
 The same steps in the same order under the same rule (``keep``): an offer is what is not counted yet, a commit
 moves the agreed state and counts this peer's offer part by part, an abort changes nothing, a state that is
@@ -70,6 +70,7 @@ class Offered:
     """An outer gradient on its way. ``counted``: per block, the unit after which it begins; ``units``: the
     last one in it."""
 
+    offer_id: bytes
     round: int
     weight: float
     units: int
@@ -79,7 +80,7 @@ class Offered:
 
 @dataclass(frozen=True)
 class Outcome:
-    """News for the training thread, as ``trainer.ledger.Outcome``."""
+    """News for the training thread, as ``trainer.fragment_state.Outcome``."""
 
     fragment: int
     version: int
@@ -106,11 +107,7 @@ class _Fragment:
     """Per block: the last unit of this peer that is in the agreed state, as far as it knows."""
     in_flight: Offered | None = None
     withdrawn: Offered | None = None
-    doubtful_units: int = 0
-    """Work up to this unit may have been offered by an earlier process, which nobody remembers."""
     in_doubt: bool = False
-    exchanged: bytes = b""
-    """The digest of the state that was exchanged last, if what was offered from it is still with the peer."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,7 @@ class CountingLedger:
         """Go on from a checkpoint, before the node runs."""
         for fragment, kept in zip(self.fragments, saved, strict=True):
             fragment.state, fragment.counted = kept.state, list(kept.counted)
-            fragment.doubtful_units = self.work.units
+            fragment.in_doubt = True
 
     def save(self) -> list[Saved]:
         return [Saved(fragment.state, tuple(fragment.counted)) for fragment in self.fragments]
@@ -156,10 +153,11 @@ class CountingLedger:
         merged_version: int,
         outcomes_taken: int,
         weight: float,
+        offer_id: bytes,
         done: Callable[[int, Offered, AgreedVersion], None],
     ) -> None:
         """Encode what was learned up to now; ``merged_version``: the version that the live parameters have
-        met; ``outcomes_taken`` as ``trainer.ledger`` has it."""
+        met; ``outcomes_taken`` as ``trainer.worker`` has it."""
         units = self.work.units
 
         def encode() -> None:
@@ -167,21 +165,22 @@ class CountingLedger:
             if outcomes_taken != self._told[fragment]:
                 self._tell(Outcome(fragment, mine.state.version))
                 return
-            offer = self._offer(fragment, units, weight)
+            offer = self._offer(fragment, units, weight, offer_id)
             self.audit.offered(fragment, mine.state, merged_version, offer)
             done(fragment, offer, AgreedVersion(mine.state.version, mine.state.digest))
 
         at = self._turn(len(self.fragments[fragment].counted) * BLOCK_BYTES)
         self._loop.call_at(at, encode)
 
-    def _offer(self, fragment: int, units: int, weight: float) -> Offered:
+    def _offer(self, fragment: int, units: int, weight: float, offer_id: bytes) -> Offered:
         mine = self.fragments[fragment]
         if mine.in_flight is not None:
             raise LocalProtocolError(f"round {mine.in_flight.round} is still in flight")
         lanes: list[int] = []
         for block, counted in enumerate(mine.counted):
             lanes += self.work.stretch(fragment, block, counted, max(units, counted))
-        mine.in_flight = Offered(mine.state.version + 1, weight, units, tuple(mine.counted), pack(lanes))
+        round_, begins = mine.state.version + 1, tuple(mine.counted)
+        mine.in_flight = Offered(offer_id, round_, weight, units, begins, pack(lanes))
         return mine.in_flight
 
     # ---- the Ledger protocol
@@ -194,10 +193,10 @@ class CountingLedger:
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         return await self._ask(len(mean.mean), lambda: self._commit(mean))
 
-    async def abort(self, fragment: int, round_: int, weight: float) -> None:
+    async def abort(self, fragment: int, offer_id: bytes) -> None:
         def work() -> None:
             before = self.save()[fragment]
-            self._abort(fragment, round_, weight)
+            self._abort(fragment, offer_id)
             self.audit.aborted(fragment, before, self.save()[fragment])
 
         await self._ask(0, work)
@@ -231,8 +230,6 @@ class CountingLedger:
         mine = self.fragments[mean.fragment]
         before = mine.state
         if (before.version, before.digest) != (mean.round - 1, mean.state_digest):
-            is_mine = any(self.peer in part.weights for part in mean.parts)
-            mine.in_doubt = mine.in_doubt or (is_mine and mean.state_digest == mine.exchanged)
             return AgreedVersion(before.version, before.digest)
         after = State.of(before.form, mean.round, add(before.sums, unpack(mean.mean)))
         self.audit.committed(mean, before, after)
@@ -269,9 +266,9 @@ class CountingLedger:
         offer = next((offer for offer in known if weights == {offer.weight}), None)
         return offer, offer is None
 
-    def _abort(self, fragment: int, round_: int, weight: float) -> None:
+    def _abort(self, fragment: int, offer_id: bytes) -> None:
         mine = self.fragments[fragment]
-        if mine.in_flight is None or (mine.in_flight.round, mine.in_flight.weight) != (round_, weight):
+        if mine.in_flight is None or mine.in_flight.offer_id != offer_id:
             return
         mine.in_flight, mine.withdrawn = None, mine.in_flight
         self._tell(Outcome(fragment, mine.state.version))
@@ -293,15 +290,13 @@ class CountingLedger:
             raise RemoteProtocolError("bad state", f"version {after.version}, not {agreed.version}")
         if after.digest != agreed.digest:
             raise DigestMismatch("the state does not have the digest its donor promised")
-        was_in_doubt = mine.in_doubt
         if mine.in_doubt:
             self._write_off(fragment, "may be in another history", [self.work.units])
             mine.in_doubt = False
         elif after.version > before.version:
             self._settle_doubts(fragment, parts)
-        is_older = after.version <= before.version
-        is_missed = parts is not None and not any(self.peer in part.weights for part in parts)
-        mine.exchanged = before.digest if not was_in_doubt and (is_older or is_missed) else b""
+        else:
+            mine.in_doubt = (mine.in_flight or mine.withdrawn) is not None
         ended = mine.in_flight is not None
         mine.state, mine.in_flight, mine.withdrawn = after, None, None
         self.audit.adopted(fragment, before, after, mine.counted)
@@ -309,11 +304,9 @@ class CountingLedger:
         return AgreedVersion(after.version, after.digest)
 
     def _settle_doubts(self, fragment: int, parts: Sequence[PartWeights] | None) -> None:
-        """What the last offers came to if a newer state is taken over; as ``FragmentLedger.adopt``."""
+        """What the last offers came to if a newer state is taken over; as ``FragmentState.adopt``."""
         mine, why = self.fragments[fragment], "may be in a state that was adopted"
-        if any(counted < mine.doubtful_units for counted in mine.counted):
-            self._write_off(fragment, why, [self.work.units])
-        elif parts is not None:
+        if parts is not None:
             self._count(fragment, mine.state.version + 1, parts)
         else:
             offers = [offer.units for offer in (mine.in_flight, mine.withdrawn) if offer is not None]

@@ -1,4 +1,4 @@
-"""A simulated process's links to others: what ``node.links.Links`` is in a real one, over ``Internet``.
+"""A simulated process's links to others: what ``node.links.LinkPool`` is in a real one, over ``Internet``.
 
 The same promises: ``post`` never blocks, control overtakes bulk, bulk is bounded by the same named bounds,
 what cannot be delivered is dropped, a link that breaks is opened again, and a peer that no carrier reaches is
@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from p2p_co2.node.envelope import Unsent
 from p2p_co2.node.lanes import BeginOrder, Bulk, Piece, place_of
 from p2p_co2.node.links import (
     MAX_CONTROL_BYTES,
@@ -22,7 +21,9 @@ from p2p_co2.node.links import (
     MAX_QUEUED_CONTROL,
     MAX_SERVED_BYTES,
     LinkObserver,
+    LinkTraffic,
 )
+from p2p_co2.protocol.wire.envelope import Unsent
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Envelope
 from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
@@ -59,7 +60,7 @@ class _Lane:
 
 
 class VirtualLinks:
-    """Implements ``node.surroundings.Outgoing``."""
+    """Implements ``node.environment.Links``."""
 
     def __init__(self, internet: Internet, me: Endpoint, observer: LinkObserver) -> None:
         self._internet, self._me, self._observer = internet, me, observer
@@ -82,6 +83,7 @@ class VirtualLinks:
         self._control_gone_at = 0.0
         """When the last control message so far has left the uplink."""
         self.up_bytes = 0
+        self.traffic: dict[PeerId, LinkTraffic] = {}
         self._uplink_bytes_per_s = me.profile.up_bits_per_s / 8
         self._shown_bytes_per_s = 0.0
         """What the upload has shown that it can do: its line, or less where all ways together carry less."""
@@ -92,7 +94,7 @@ class VirtualLinks:
 
     @property
     def is_full(self) -> bool:
-        """As ``Links.is_full``."""
+        """As ``LinkPool.is_full``."""
         self._count_gone()
         return 2 * sum(lane.bulk_bytes > 0 for lane in self._lanes.values()) > len(self._lanes)
 
@@ -116,7 +118,7 @@ class VirtualLinks:
         }
 
     def set_paces(self, bytes_per_s: Mapping[PeerId, float]) -> None:
-        """As ``Links.set_paces``; lines here are paced by themselves."""
+        """As ``LinkPool.set_paces``; lines here are paced by themselves."""
 
     def post(
         self, peer: PeerId, data: Unsent, bulk: bool, served: bool = False, piece: Piece | None = None

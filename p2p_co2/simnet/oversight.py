@@ -62,7 +62,7 @@ class Oversight:
         self._timers_at = [math.inf, math.inf]
         """Of the rounds and of catching up, as they were looked at last."""
         self._others_at = math.inf
-        self._longest = -1
+        self._heard = -1
         self._next_at, self._since = math.inf, 0.0
         """The nearest timer, by the node's clock, and since when it is that."""
         self._alarm_at = self._covered_until = math.inf
@@ -91,9 +91,8 @@ class Oversight:
         if links is not None and links.waited != self._waited:
             self._waited = links.waited
             self._weigh(2, links.held())
-        longest = membership.longest
-        if longest != self._longest:
-            self._longest = longest
+        if membership.revision != self._heard:
+            self._heard = membership.revision
             self._weigh(3, membership.held())
         beat_at = membership.get_timer()
         at = self._others_at if beat_at is None or beat_at > self._others_at else beat_at

@@ -2,12 +2,12 @@
 
 A heartbeat goes to fifty peers, a mean to a whole group. What was read of it lies with the bytes and goes
 when the last copy of them has arrived: no cache has to be searched or bounded. Law: what was read is never
-written to (``node.envelope.Opened``).
+written to (``wire.envelope.Opened``).
 """
 
 from __future__ import annotations
 
-from p2p_co2.node.envelope import Opened, opened
+from p2p_co2.protocol.wire.envelope import Opened, opened
 
 
 class Parcel(bytes):
@@ -16,10 +16,10 @@ class Parcel(bytes):
     opened: Opened | None = None
 
 
-def open_parcel(data: bytes, run: bytes) -> Opened:
-    """As ``node.envelope.opened``; all peers of a simulation are in one ``run``."""
+def open_parcel(data: bytes, group: bytes) -> Opened:
+    """As ``wire.envelope.opened``; all peers of a simulation are in one ``group``."""
     if not isinstance(data, Parcel):
-        return opened(data, run)
+        return opened(data, group)
     if data.opened is None:
-        data.opened = opened(bytes(data), run)  # of a copy: what was read may hold on to its bytes
+        data.opened = opened(bytes(data), group)  # of a copy: what was read may hold on to its bytes
     return data.opened

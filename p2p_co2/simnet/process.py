@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import TransportError
+from p2p_co2.node.environment import Clock, Environment
 from p2p_co2.node.node import Node
 from p2p_co2.node.progress import LACKS
-from p2p_co2.node.surroundings import Clock
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.simnet.internet import Endpoint
@@ -133,8 +133,8 @@ class Process:
         self._say_started()
         await self._join(doorway)
         node = self.node = swarm.make_node(
-            doorway, swarm.shape, swarm.state_bytes, self.ledger, self.ledger.agreed(), self.report,
-            self._clock, self._make_links, swarm.open_message,
+            Environment.of(doorway, self._clock, self._make_links, swarm.open_message),
+            swarm.shape, swarm.state_bytes, self.ledger, self.ledger.agreed(), self.report,
         )  # fmt: skip
         swarm.inspector.saw_node(self, node)
         self._node_task = self.loop.create_task(node.run())

@@ -53,7 +53,6 @@ class Rendezvous:
     internet: Internet
     rng: random.Random
     seeds: list[Seed] = field(default_factory=lambda: [Seed()])
-    decisions_published: int = 0
     _entries: dict[PeerId, _Entry] = field(default_factory=dict)
     _inside: dict[PeerId, Endpoint] = field(default_factory=dict)
     _listed: list[PeerRecord] | None = None
@@ -112,7 +111,7 @@ class Rendezvous:
 
 
 class Doorway:
-    """One process on the simulated net: implements ``node.surroundings.Surroundings``."""
+    """One process on the simulated net: implements ``node.environment.PeerNetwork``."""
 
     def __init__(
         self,
@@ -124,7 +123,6 @@ class Doorway:
         rendezvous: Rendezvous,
     ) -> None:
         self.identity, self.config, self.run, self.software = identity, config, run, software
-        self.discovery = self
         self.carriers: Sequence[Carrier] = ()
         self._endpoint, self._rendezvous = endpoint, rendezvous
         self._world = endpoint.loop
@@ -155,10 +153,6 @@ class Doorway:
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
         records = self._rendezvous.records(self.identity.peer_id)
         return next((record for record in records if record.peer == peer), None)
-
-    async def publish_decision(self, fragment: int, round_: int, decision: bytes, lifetime_s: float) -> None:
-        await self._lookup(self._rendezvous.answers, "the DHT did not take a record")
-        self._rendezvous.decisions_published += 1
 
     async def daemon_ended(self) -> str:
         forever: asyncio.Future[str] = asyncio.get_running_loop().create_future()

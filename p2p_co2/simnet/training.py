@@ -208,17 +208,20 @@ class Training:
             await self._wait(lambda: self.asked_to_leave or first.isdisjoint(open_), FIRST_ROUND_BOUND_S)
 
     def _offer(self, fragment: int) -> None:
+        offer_id = self._rng.randbytes(8)
         weight = self._account.send(
             fragment, position=self.position, inner_steps=self.inner_steps, tokens=self.tokens,
-            now=self._now(), chance=self._rng.random(),
+            now=self._now(), offer_id=offer_id,
         )  # fmt: skip
         taken = self._account.taken[fragment]
-        self._ledger.submit_offer(fragment, self.versions[fragment], taken, weight, self._encoded)
+        self._ledger.submit_offer(fragment, self.versions[fragment], taken, weight, offer_id, self._encoded)
 
     def _encoded(self, fragment: int, offer: Offered, agreed: AgreedVersion) -> None:
         is_last = self._is_flushing or self.over
-        base, weight = offer.round - 1, offer.weight
-        self._node.offer(Offer(fragment, offer.round, base, agreed.digest, offer.payload, weight, is_last))
+        base, weight, named = offer.round - 1, offer.weight, offer.offer_id
+        self._node.offer(
+            Offer(fragment, offer.round, base, agreed.digest, offer.payload, weight, is_last, named)
+        )
         self._node.report(
             ev.FragmentSent,
             fragment=fragment,

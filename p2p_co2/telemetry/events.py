@@ -266,7 +266,8 @@ class CaughtUp(Event):
     donors: int = 1
     """How many took part; ``donor`` is the one that gave most."""
     rounds_given_up: int = 0
-    """Rounds that this peer had made alone and that the state of others lacks: at most so many."""
+    """Rounds that this peer had made alone and that the state of others lacks: at most so many. Their work is
+    lost."""
 
 
 @dataclass(frozen=True, kw_only=True)

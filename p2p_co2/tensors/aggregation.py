@@ -1,28 +1,26 @@
-"""The owner's work: admit the slices that peers sent for a part, and take their mean by the run's ``Rule``.
+"""How the slices that peers sent for a part become one mean: a ``Rule``, and the weights that it counted.
 
-Laws: the mean is summed in fp32 in the order of peer names, whatever the order of arrival, so the same
-slices give the same bytes on every machine; the divisor is the sum of the weights that arrived, never of
-those that were expected. The owner gets its own result by decoding these bytes, like everybody else.
-Multiplication and addition are separate roundings.
+A rule takes slices ``[k, n]`` in the order of peer ids and their weights ``[k]``, and gives the encoded mean
+``[n]`` and the effective weights ``[k]``. Whoever asks what counted (contributor lists, accounts, rule
+"eager") reads the effective weights. ``weighted_mean`` is the rule without defence; ``clipped_mean`` is a
+first defence against a peer that sends noise or boasts. A rule of one's own works piece by piece:
 
-Each peer's share is ``weight / sum of weights`` (fp64, rounded once to fp32) and multiplies its values
-before they are added: products never exceed the values, so large weights (tokens) cannot overflow. A share
-below 1e-45 vanishes.
+    def median(slices: Slices, weights: Sequence[float]) -> Mean:
+        return Mean(slices.combined(lambda values: values.median(dim=0).values), tuple(weights))
 
-``clipped_mean`` is a first defence against a peer that sends noise or boasts: no slice pulls harder than one
-of the usual norm (``median_clipped``) with the same weight. By how much a slice is longer than that, by so
-much its weight is smaller. So the weights that come back are the truth for whoever asks what counted: the
-mean is by them. Norms have no order of reduction: another owner of the same slices makes the same bytes.
+Laws: a rule is deterministic, so all owners of the same slices make the same bytes, whatever the order of
+arrival. The weighted mean is summed in fp32 in the order of peer ids; each peer's share, ``weight / sum of
+weights`` (fp64, rounded once to fp32), multiplies its values before they are added, so large weights cannot
+overflow. The owner gets its own result by decoding these bytes, like everybody else.
 
-Price: the mean is encoded again, so a second quantisation error is added to the peers' own (ALGORITHMS:
-reduce-scatter with codecs). One chunk of blocks is decoded at a time, so memory beyond the inputs and the
-result is a few MiB; fp16, int8 and int4 need none where there are ``passes``.
+Price: the mean is encoded again, which adds a second quantisation error. Slices are read in pieces, so memory
+beyond them and the result is a few MiB; fp16, int8 and int4 need none for the mean (``codec.passes``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median_high, median_low
 from typing import NamedTuple
 
@@ -37,21 +35,16 @@ from p2p_co2.tensors.outer.norms import magnitude, norm_shift, square_sum_of
 
 LEAST_OF_MIDDLE = 1 / 4
 """Of its weight: what the upper middle one of an even number of slices counts with, at least."""
+Part = tuple[str, float, Buffer]
+"""(peer, weight, payload slice)"""
 
 
 class Mean(NamedTuple):
-    """``encoded``: a mean; ``weights``: what each part counted with in it, at most what was asked for it, in
-    the order in which the parts were given."""
+    """``encoded``: a mean; ``weights``: what each slice counted with in it, at most what was asked for it (0:
+    not at all), in the order of the slices."""
 
     encoded: memoryview
     weights: tuple[float, ...]
-
-
-Part = tuple[str, float, Buffer]
-"""(peer, weight, payload slice)"""
-Rule = Callable[[Codec, Sequence[Part], Codec | None], Mean]
-"""How slices and weights become a mean and the weights that it was made with. Deterministic, whatever the
-order of the parts is."""
 
 
 class HostileSlice(Exception):
@@ -62,47 +55,128 @@ class HostileSlice(Exception):
         super().__init__(f"{peer}: {cause}")
 
 
-def admit(codec: Codec, payload: Buffer, blocks: int) -> Tensor:
-    """Check a peer's bytes before anything uses them.
+class Slices:
+    """What the peers sent for a part: [k, n] in the order of peer ids, encoded. Checked while it is read:
+    every method raises ``HostileSlice``. Results are encoded by ``into``."""
 
-    ``payload`` must be exactly ``blocks`` blocks of ``codec`` whose values are finite. Returns the payload
-    as uint8 [blocks * block_bytes] for ``codec.decode``: without a copy if the buffer is writable (and then
-    tied to it), else a copy. Raises ``RemoteProtocolError`` with reason "wrong size" or "not finite".
+    def __init__(self, codec: Codec, peers: Sequence[str], payloads: Sequence[Buffer], into: Codec) -> None:
+        self._codec, self._into, self._peers = codec, into, peers
+        self._views = [memoryview(payload).cast("B") for payload in payloads]
+        self._blocks = len(self._views[0]) // codec.block_bytes
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def norms(self) -> list[float]:
+        """The L2 norm of each slice's values, the same bits on every machine."""
+        return [self._norm(index) for index in range(len(self))]
+
+    def mean(self, weights: Sequence[float]) -> memoryview:
+        """The weighted mean. A mean that rounding carries past the largest fp32 value is clamped to it."""
+        divisor = math.fsum(weights)  # as sum() rounds in some versions of Python only
+        shares, codec, result = [weight / divisor for weight in weights], self._codec, self._room()
+        if self._into is codec and self._blocks:
+            rows = torch.frombuffer(result, dtype=torch.uint8)
+            found = codec.mean(self._views, shares, self._blocks, rows)
+            if found is not None and found >= 0:
+                cause = RemoteProtocolError("not finite", f"in a {codec.name} slice")
+                raise HostileSlice(self._peers[found], cause)
+            if found is not None:
+                return result
+
+        def add(at: slice) -> Tensor:
+            total = self._decoded(0, at).mul_(shares[0])
+            for index in range(1, len(self)):
+                total.add_(self._decoded(index, at).mul_(shares[index]))
+            return total
+
+        return self._encoded(add, result)
+
+    def combined(self, combine: Callable[[Tensor], Tensor]) -> memoryview:
+        """What ``combine`` makes of the values, fp32 [k, m] to [m], piece by piece."""
+
+        def made(at: slice) -> Tensor:
+            return combine(torch.stack([self._decoded(index, at) for index in range(len(self))]))
+
+        return self._encoded(made, self._room())
+
+    def _room(self) -> memoryview:
+        size = self._blocks * self._codec.block_values // self._into.block_values * self._into.block_bytes
+        return large_buffer(size) if size else memoryview(b"")
+
+    def _encoded(self, made: Callable[[slice], Tensor], result: memoryview) -> memoryview:
+        size = self._codec.block_values // self._into.block_values * self._into.block_bytes
+        for at in self._pieces():
+            rows = torch.frombuffer(result, dtype=torch.uint8)[at.start * size : at.stop * size]
+            self._into.encode(made(at).clamp_(-LARGEST, LARGEST), rows)
+        return result
+
+    def _norm(self, index: int) -> float:
+        total = 0.0
+        for at in self._pieces():
+            values = self._decoded(index, at)
+            if largest := magnitude(values):
+                shift = norm_shift(largest)
+                total += math.ldexp(square_sum_of(values, shift), -2 * shift)
+        return math.sqrt(total)
+
+    def _decoded(self, index: int, at: slice) -> Tensor:
+        """The values of some blocks of a slice: fp32, a new tensor."""
+        codec, size = self._codec, self._codec.block_bytes
+        piece = self._views[index][at.start * size : at.stop * size]
+        values = torch.empty((at.stop - at.start) * codec.block_values, dtype=torch.float32, device="cpu")
+        if codec.decode_sound(piece, values):
+            return values
+        try:
+            return codec.decode(codec.admit(piece, at.stop - at.start), values)
+        except RemoteProtocolError as error:
+            raise HostileSlice(self._peers[index], error) from None
+
+    def _pieces(self) -> Iterator[slice]:
+        starts = range(0, self._blocks, CHUNK_BLOCKS)
+        return (slice(start, min(start + CHUNK_BLOCKS, self._blocks)) for start in starts)
+
+
+Rule = Callable[[Slices, Sequence[float]], Mean]
+"""How slices [k, n] and weights [k] become a mean [n] and the weights that it was made with."""
+
+
+def reduce_slices(rule: Rule, codec: Codec, parts: Sequence[Part], into: Codec | None = None) -> Mean:
+    """The mean of ``parts``, in any order, by ``rule``; its weights are in the order of ``parts``.
+
+    Weights are positive (tokens); all slices have the same number of whole blocks. Raises ``HostileSlice``
+    for one that ``Codec.admit`` would refuse; ``LocalProtocolError`` for no parts, a peer named twice,
+    unequal sizes, or a weight that is not finite and positive.
     """
-    view = memoryview(payload).cast("B")
-    if len(view) != blocks * codec.block_bytes:
-        raise RemoteProtocolError(
-            "wrong size", f"{len(view)} bytes for {blocks} {codec.name} blocks of {codec.block_bytes} bytes"
-        )
-    if not blocks:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    # torch has no read-only tensors and warns about read-only memory.
-    tensor = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
-    codec.check(tensor)
-    return tensor
+    _check(codec, parts)
+    order = sorted(range(len(parts)), key=lambda index: parts[index][0])
+    peers, weights, payloads = zip(*(parts[index] for index in order), strict=True)
+    mean = rule(Slices(codec, peers, payloads, into or codec), weights)
+    counted = dict(zip(peers, mean.weights, strict=True))
+    return Mean(mean.encoded, tuple(counted[peer] for peer, _, _ in parts))
 
 
-def weighted_mean(codec: Codec, parts: Sequence[Part], into: Codec | None = None) -> Mean:
-    """The ``Rule`` without defence: ``mean_of_parts``, with the weights that are asked for."""
-    return Mean(mean_of_parts(codec, parts, into), tuple(weight for _, weight, _ in parts))
+def mean_of_parts(codec: Codec, parts: Sequence[Part], into: Codec | None = None) -> memoryview:
+    """The encoded weighted mean of ``parts``; as ``reduce_slices``."""
+    return reduce_slices(weighted_mean, codec, parts, into).encoded
 
 
-def clipped_mean(codec: Codec, parts: Sequence[Part], into: Codec | None = None) -> Mean:
-    """The ``Rule`` of ``median_clipped``: each slice counts for less by as much as it is too long. Arguments
-    and errors as ``mean_of_parts``."""
-    _in_order(codec, parts)
-    if len(parts) == 1:
-        return weighted_mean(codec, parts, into)
-    norms = [slice_norm(codec, peer, payload) for peer, _, payload in parts]
-    weights = median_clipped(norms, [weight for _, weight, _ in parts])
-    clipped = [(peer, weight, payload) for (peer, _, payload), weight in zip(parts, weights, strict=True)]
-    return Mean(mean_of_parts(codec, clipped, into), weights)
+def weighted_mean(slices: Slices, weights: Sequence[float]) -> Mean:
+    """The ``Rule`` without defence."""
+    return Mean(slices.mean(weights), tuple(weights))
+
+
+def clipped_mean(slices: Slices, weights: Sequence[float]) -> Mean:
+    """The ``Rule`` of ``median_clipped``: no slice pulls harder than one of the usual norm. By how much a
+    slice is longer than that, by so much its weight is smaller."""
+    effective = tuple(weights) if len(slices) == 1 else median_clipped(slices.norms(), weights)
+    return Mean(slices.mean(effective), effective)
 
 
 def median_clipped(norms: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
     """The weights with which slices of these norms count: what counts, times the norm, is at most the weight
-    times the usual norm. In the sum that is each slice clipped to the usual norm; the divisor is what is left
-    of the weights, so that clipping some does not make the whole step shorter.
+    times the usual norm. The divisor is what is left of the weights, so clipping some does not make the whole
+    step shorter.
 
     The usual norm is the median. Of four or more, if even, it is the lower middle one, but not less than
     ``LEAST_OF_MIDDLE`` of the upper one: newcomers whose learning rate still warms up do not silence half of
@@ -126,91 +200,15 @@ def median_clipped(norms: Sequence[float], weights: Sequence[float]) -> tuple[fl
     return tuple(weight * (usual / norm) or weight if norm > usual else weight for norm, weight in pairs)
 
 
-def slice_norm(codec: Codec, peer: str, payload: Buffer) -> float:
-    """The L2 norm of a slice's values, the same bits on every machine. Raises ``HostileSlice``."""
-    view = memoryview(payload).cast("B")
-    step, total = CHUNK_BLOCKS * codec.block_bytes, 0.0
-    values_most = min(step, len(view)) // codec.block_bytes * codec.block_values
-    scratch = torch.empty(values_most, dtype=torch.float32, device="cpu")
-    for start in range(0, len(view), step):
-        piece = view[start : start + step]
-        values = scratch[: len(piece) // codec.block_bytes * codec.block_values]
-        try:
-            sound = codec.decode_sound(piece, values)
-            if not sound:
-                codec.decode(admit(codec, piece, len(piece) // codec.block_bytes), values)
-        except RemoteProtocolError as error:
-            raise HostileSlice(peer, error) from None
-        largest = magnitude(values)
-        if largest:
-            shift = norm_shift(largest)
-            total += math.ldexp(square_sum_of(values, shift), -2 * shift)
-    return math.sqrt(total)
-
-
-def mean_of_parts(codec: Codec, parts: Sequence[Part], into: Codec | None = None) -> memoryview:
-    """The encoded weighted mean of slices: (peer, weight, payload slice) each, in any order.
-
-    Weights are positive (tokens); all slices have the same number of whole blocks. Slices are checked as
-    ``admit`` does while they are read. Returns as many blocks as one slice has, encoded by ``into`` (by
-    ``codec`` if None). A mean that rounding carries past
-    the largest fp32 value is clamped to it. Raises ``HostileSlice`` for one that ``admit`` would refuse;
-    ``LocalProtocolError`` for no parts, a peer named twice, unequal sizes, or a weight that is not finite
-    and positive.
-    """
-    peers, views, shares = _in_order(codec, parts)
-    size, step = len(views[0]), CHUNK_BLOCKS * codec.block_bytes
-    if not size:
-        return memoryview(b"")
-    into = into or codec
-
-    def place(at_bytes: int) -> int:
-        values = at_bytes // codec.block_bytes * codec.block_values
-        return values // into.block_values * into.block_bytes
-
-    result = large_buffer(place(size))
-    encoded = torch.frombuffer(result, dtype=torch.uint8)
-    found = codec.mean(views, shares, size // codec.block_bytes, encoded) if into is codec else None
-    if found is not None:
-        if found >= 0:
-            raise HostileSlice(peers[found], RemoteProtocolError("not finite", f"in a {codec.name} slice"))
-        return result
-    scratch = torch.empty(
-        2, min(step, size) // codec.block_bytes * codec.block_values, dtype=torch.float32, device="cpu"
-    )
-    for start in range(0, size, step):
-        stop = min(start + step, size)
-        total, values = scratch[:, : (stop - start) // codec.block_bytes * codec.block_values]
-        for index, (peer, view, share) in enumerate(zip(peers, views, shares, strict=True)):
-            try:
-                codes = admit(codec, view[start:stop], (stop - start) // codec.block_bytes)
-            except RemoteProtocolError as error:
-                raise HostileSlice(peer, error) from None
-            if index:
-                total.add_(codec.decode(codes, values).mul_(share))
-            else:
-                codec.decode(codes, total).mul_(share)
-        into.encode(total.clamp_(-LARGEST, LARGEST), encoded[place(start) : place(stop)])
-    return result
-
-
-def _in_order(codec: Codec, parts: Sequence[Part]) -> tuple[list[str], list[memoryview], list[float]]:
-    """Peers, slices and shares in the order of peer names, checked."""
+def _check(codec: Codec, parts: Sequence[Part]) -> None:
     if not parts:
         raise LocalProtocolError("a mean needs at least one part")
-    ordered = sorted(parts, key=lambda part: part[0])
-    peers = [peer for peer, _, _ in ordered]
-    views = [memoryview(payload).cast("B") for _, _, payload in ordered]
-    weights = [weight for _, weight, _ in ordered]
+    peers = [peer for peer, _, _ in parts]
     if len(set(peers)) != len(peers):
-        raise LocalProtocolError(f"a peer is named twice among {peers}")
-    if len({len(view) for view in views}) != 1 or len(views[0]) % codec.block_bytes:
-        raise LocalProtocolError(
-            f"slices of {[len(view) for view in views]} bytes are not equal numbers of {codec.name} blocks"
-        )
-    divisor = 0.0
-    for peer, weight in zip(peers, weights, strict=True):
-        divisor += weight
-        if not (math.isfinite(divisor) and weight > 0.0):
+        raise LocalProtocolError(f"a peer is named twice among {sorted(peers)}")
+    sizes = [memoryview(payload).nbytes for _, _, payload in parts]
+    if len(set(sizes)) != 1 or sizes[0] % codec.block_bytes:
+        raise LocalProtocolError(f"slices of {sizes} bytes are not equal numbers of {codec.name} blocks")
+    for peer, weight, _ in parts:
+        if not weight > 0.0 or not math.isfinite(sum(weight for _, weight, _ in parts)):
             raise LocalProtocolError(f"weight {weight} of peer {peer} is not finite and positive")
-    return peers, views, [weight / divisor for weight in weights]

@@ -10,14 +10,12 @@ a run in which nobody trains, until one says ``start_over``.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from p2p_co2.errors import RunOver, TransportError
-from p2p_co2.telemetry import events as ev
-
-if TYPE_CHECKING:
-    from p2p_co2.protocol.wire.messages_pb2 import RunPosition
-    from p2p_co2.trainer.network_thread import NetworkThread
+from p2p_co2.node.node import Node
+from p2p_co2.protocol.wire.messages_pb2 import RunPosition
+from p2p_co2.trainer.network_thread import NetworkThread
 
 
 class Beginning:
@@ -40,7 +38,7 @@ class Beginning:
             if self._is_over(self._thread.run_position()) and self._thread.is_listed_empty():
                 raise RunOver(self._rounds)
 
-    def is_allowed(self, has_waited: bool) -> bool:
+    def is_allowed(self, node: Node, has_waited: bool) -> bool:
         """Whether to begin without having met anybody. False: wait, somebody that is heard may be about to
         come back with the state; raises instead once this peer ``has_waited`` or hears nobody: ``RunOver``,
         ``TransportError`` (all have left, or no seed says whether they have)."""
@@ -56,8 +54,8 @@ class Beginning:
             self._refusal, self._has_asked = self._refused(last), True
             if self._refusal is None:
                 self._tell_of_lost(last)
-        if self._refusal is not None and (has_waited or not self._thread.live_peers()):
-            self._refuse(self._refusal)
+        if self._refusal is not None and (has_waited or not node.live_peers()):
+            self._refuse(self._refusal, node)
         return self._refusal is None
 
     def _tell_of_lost(self, last: RunPosition | None) -> None:
@@ -67,11 +65,11 @@ class Beginning:
                 f"checkpoint is of round {self._resumed_at:.1f}: the rounds between are trained again; "
                 "if a peer has a later checkpoint, stop, and start that one first"
             )
-            self._thread.report(ev.Warned, {"text": text})
+            self._thread.warn(text)
 
-    def _refuse(self, refusal: TransportError | RunOver) -> NoReturn:
+    def _refuse(self, refusal: TransportError | RunOver, node: Node) -> NoReturn:
         """Whoever is listed and does not answer left a moment ago, or is there and out of reach."""
-        advice = self._thread.reach_advice() if self._thread.unheard_peers() else ""
+        advice = self._thread.network.reach_advice if node.unheard_peers() else ""
         if not advice or isinstance(refusal, RunOver):
             raise refusal
         raise TransportError(f"{refusal}; or, if somebody is still there: {advice}")

@@ -13,7 +13,7 @@ it is now.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,14 @@ class ModelBuffers:
             return b"".join(one.view(torch.uint8).cpu().numpy().data for one in flat)
         except RuntimeError as error:
             raise ConfigError("model", "", f"has buffers that cannot be read ({error})") from error
+
+    def shared(self, warn: Callable[[str], None]) -> bytes:
+        """``to_bytes`` for newcomers; none, and a word about it, if they cannot be had."""
+        try:
+            return self.to_bytes()
+        except ConfigError as error:
+            warn(f"newcomers are not given this peer's buffers: {error}")
+            return b""
 
     @torch.no_grad()
     def load_(self, data: bytes | bytearray) -> str:

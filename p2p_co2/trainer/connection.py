@@ -30,22 +30,22 @@ from p2p_co2.tensors import checkpoint as checkpoints
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import clipped_mean, weighted_mean
 from p2p_co2.tensors.checkpoint import Checkpoint, state_size_bytes
-from p2p_co2.tensors.codec import get_codec
+from p2p_co2.tensors.codec import Codec, get_codec
 from p2p_co2.tensors.fragments.live import LiveParameters
 from p2p_co2.tensors.fragments.plan import FragmentPlan, plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
 from p2p_co2.trainer.beginning import Beginning
 from p2p_co2.trainer.buffers import ModelBuffers
-from p2p_co2.trainer.fragment_ledger import FragmentLedger
-from p2p_co2.trainer.ledger import TensorLedger
+from p2p_co2.trainer.exchanged_model import Plan
+from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.model_check import check_model
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
-from p2p_co2.trainer.plan import Plan
 from p2p_co2.trainer.rates import base_rates, check_factor, most_rates, warming_up
 from p2p_co2.trainer.summary import summarise
 from p2p_co2.trainer.synchroniser import Progressed
+from p2p_co2.trainer.worker import TensorWorker
 
 LISTEN_S, LISTEN_TO_LISTED_S = 3.0, 12.0
 """A peer that hears nobody for this long after its start is the first one; the longer time if the DHT lists
@@ -81,7 +81,7 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     try:
         thread.open()
         if doubt := thread.network.clock_doubt:
-            thread.report(ev.Warned, {"text": doubt})
+            thread.warn(doubt)
     except BaseException:
         thread.close()
         raise
@@ -199,30 +199,24 @@ class Connection:
             else list(saved.states)
         )
         rule = clipped_mean if run.weight_cap else weighted_mean
-        ledger = TensorLedger(codec, [FragmentLedger(run, codec, me, state) for state in states], rule)
-        del states  # they are the ledger's, which lets go of them when it takes over others
+        fragments = [FragmentState(run, codec, me, state, index) for index, state in enumerate(states)]
+        ledger = TensorWorker(codec, fragments, rule)
+        del states, fragments  # they are the worker's, which lets go of them when it takes over others
         progressed, most_lr, is_warming_up = Progressed(), tuple[float, ...](), warming_up(optimizer)
         if saved is not None:
             for trouble in resuming.restore(saved, live, model, optimizer, learning_rate is not None):
-                self._warn(trouble)
+                self._thread.warn(trouble)
             most_lr = most_rates(optimizer, base_lr, is_warming_up)
-            ledger.set_residuals(saved.residuals)
+            ledger.restore(saved.residuals)
             progressed = Progressed(saved.position, saved.inner_steps, saved.tokens)
             self._tell_of_damaged(saved)
-        is_resumed, saved = saved is not None, None  # its memory is the ledger's to let go
-        shape = PayloadShape(
-            codec.block_bytes,
-            tuple(codec.blocks(f.numel) for f in plan.fragments),
-            run.clock.round_s if run.clock.mode == "time" else 0.0,
-            chunk_bytes=ledger.chunk_bytes,
-            weight_cap=run.weight_cap,
-            counts_steps=run.clock.mode == "steps",
-        )
+        is_resumed, saved = saved is not None, None  # its memory is the worker's to let go
+        shape = _shape(run, codec, plan, ledger.chunk_bytes)
         self._tell_of_start(model, plan, progressed, is_resumed)
         sizes = [state_size_bytes(fragment.numel) for fragment in plan.fragments]
         try:
             summary = summarise(model, plan)
-            node = self._thread.start_node(shape, sizes, ledger, summary)
+            node = self._thread.start_node(shape, sizes, ledger, summary).node
             self._tell_of_unread(summary)
             self._gather(node)
             self._catch_up(node, beginning)
@@ -233,7 +227,7 @@ class Connection:
             raise
         progressed = self._caught_up(progressed)
         if warning := outer.stability_warning(run.outer, delayed=run.outer.rule in {"co2", "eager"}):
-            self._warn(warning)
+            self._thread.warn(warning)
         if not is_resumed:
             checkpoints.set_aside(self._checkpoints)
         plan_of_peer = Plan(run, self.config, plan, model, optimizer, learning_rate, base_lr, most_lr)
@@ -262,10 +256,11 @@ class Connection:
 
     def _caught_up(self, progressed: Progressed) -> Progressed:
         """``progressed`` at the swarm's position, if that is further on."""
-        others = self._thread.swarm_position()
+        others, clock = self._thread.view.swarm_position(), self.run.clock
         if others is None:
             return progressed
-        at_swarm = others[0] + (time.monotonic() - others[1]) * self._thread.rounds_per_s()
+        moved = (time.monotonic() - others[1]) / clock.round_s if clock.mode == "time" else 0.0
+        at_swarm = others[0] + moved
         return replace(progressed, position=max(at_swarm, progressed.position))
 
     def _load(self, plan: FragmentPlan, model: nn.Module, resume: bool | None) -> Checkpoint | None:
@@ -283,25 +278,23 @@ class Connection:
 
     def _tell_of_damaged(self, saved: Checkpoint) -> None:
         for damage in saved.passed_over:
-            self._warn(f"a checkpoint is damaged, went on from the checkpoint before it: {damage}")
-
-    def _warn(self, text: str) -> None:
-        self._thread.report(ev.Warned, {"text": text})
+            self._thread.warn(f"a checkpoint is damaged, went on from the checkpoint before it: {damage}")
 
     def _tell_of_unread(self, model: ModelSummary) -> None:
         unread = [row.name for row in model.rows if not (row.is_trained or row.values)]
         if unread:
-            text = f"torch does not show frozen values, so nobody compares them: {', '.join(unread[:4])}"
-            self._thread.report(ev.Warned, {"text": text})
+            names = ", ".join(unread[:4])
+            self._thread.warn(f"torch does not show frozen values, so nobody compares them: {names}")
 
     def _in_doubt(self, node: Node, began_at: float) -> bool:
         """Whether those heard so far mostly train another model, which the next answers may change. Raises
         ``ConfigError`` when they do not."""
         now = time.monotonic()
-        stranger = node.membership.outnumbered_by()
+        alike = [info.status for info in list(node.membership.live.values())]
+        stranger = node.membership.strangers.outnumber(alike)
         if stranger is None:
             return False
-        listened_s = LISTEN_TO_LISTED_S if self._thread.unheard_peers() else STRANGERS_ANSWER_S
+        listened_s = LISTEN_TO_LISTED_S if node.unheard_peers() else STRANGERS_ANSWER_S
         if now - began_at > listened_s and node.now() - stranger.since > STRANGERS_ANSWER_S:
             name, problem = stranger.difference or ("", "the others would not say how it differs")
             raise ConfigError("the model is not the one that this run's peers train", name, problem)
@@ -312,12 +305,12 @@ class Connection:
         wanted = self.config.min_peers - 1
         began_at = time.monotonic()
         ends_at = began_at + GATHER_BOUND_S
-        while self._thread.live_peers() < wanted:
+        while node.live_peers() < wanted:
             self._thread.check()
             self._in_doubt(node, began_at)
             if time.monotonic() > ends_at:
                 raise TransportError(
-                    f"only {self._thread.live_peers() + 1} of {self.config.min_peers} peers after "
+                    f"only {node.live_peers() + 1} of {self.config.min_peers} peers after "
                     f"{GATHER_BOUND_S:.0f} s; start the others, or ask for fewer with --min-peers"
                 )
             time.sleep(0.02)
@@ -327,20 +320,23 @@ class Connection:
         buffers = ModelBuffers(model)
         if left_out := buffers.left_out:
             name, why = next(iter(left_out.items()))
-            self._warn(f"newcomers begin with some buffers of their own, such as {name} ({why})")
+            self._thread.warn(f"newcomers begin with some buffers of their own, such as {name} ({why})")
         if not buffers.size_bytes:
             return buffers
         if buffers.running:
-            self._warn(
+            self._thread.warn(
                 f"buffers such as {buffers.running[0]} are each peer's own: rounds do not average them, and "
                 "a newcomer begins with a donor's"
             )
         is_newcomer = is_new and any(agreed.version for agreed in node.agreed)
-        taken = self._thread.take_buffers(buffers.layout, buffers.size_bytes, is_newcomer)
+        wanted = self._thread.view.take_buffers(buffers.layout, buffers.size_bytes, is_newcomer)
+        taken = self._thread.ask(wanted)
         if not is_newcomer:
             return buffers
         if trouble := buffers.load_(taken) if taken else "nobody gave them":
-            self._warn(f"this peer goes on with buffers of its own, such as {buffers.names[0]}: {trouble}")
+            self._thread.warn(
+                f"this peer goes on with buffers of its own, such as {buffers.names[0]}: {trouble}"
+            )
         return buffers
 
     def _catch_up(self, node: Node, beginning: Beginning) -> None:
@@ -362,13 +358,15 @@ class Connection:
             waited_s, heard = now - started_at, node.progress.heard
             if not node.progress.left_behind or node.progress.may_be_back:
                 followed_at = now
-            if not (in_doubt or node.progress.left_behind) and (heard or self._thread.live_peers() == 0):
-                unheard = self._thread.unheard_peers()
+            if not (in_doubt or node.progress.left_behind) and (heard or node.live_peers() == 0):
+                unheard = node.unheard_peers()
                 listened = waited_s > (LISTEN_TO_LISTED_S if unheard else LISTEN_S)
                 # Those who join as we do know no more than we: who is listed may be about to answer.
                 found = waited_s > 0.2 and (node.progress.met or not unheard or listened)
-                is_there = found and self._thread.abreast() if heard else listened
-                if is_there and (node.progress.met or beginning.is_allowed(waited_s > LISTEN_TO_LISTED_S)):
+                is_there = found and self._thread.view.abreast() if heard else listened
+                if is_there and (
+                    node.progress.met or beginning.is_allowed(node, waited_s > LISTEN_TO_LISTED_S)
+                ):
                     return
             if now - followed_at > LEFT_BEHIND_BOUND_S:
                 raise TransportError(
@@ -377,6 +375,17 @@ class Connection:
             if now - given_at > CATCH_UP_BOUND_S:
                 raise TransportError("no peer could give this one the agreed state; try again later")
             time.sleep(0.02)
+
+
+def _shape(run: RunConfig, codec: Codec, plan: FragmentPlan, chunk_bytes: int) -> PayloadShape:
+    return PayloadShape(
+        codec.block_bytes,
+        tuple(codec.blocks(fragment.numel) for fragment in plan.fragments),
+        run.clock.round_s if run.clock.mode == "time" else 0.0,
+        chunk_bytes=chunk_bytes,
+        weight_cap=run.weight_cap,
+        counts_steps=run.clock.mode == "steps",
+    )
 
 
 def _check_call(ticket: str, config: PeerConfig, on_event: EventSink) -> None:

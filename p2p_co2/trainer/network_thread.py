@@ -1,8 +1,8 @@
-"""The network thread: one asyncio loop that owns the network and the node, and the calls that cross to it.
+"""The network thread: one asyncio loop that owns the network and the node, and what crosses to it.
 
-Law: the training thread reads only what this object publishes whole (numbers, tuples, frozen dataclasses) and
-never waits on a call into the loop, except to open, to start and to close. Closing leaves no thread, process,
-socket or file.
+Law: the training thread reads only what ``NodeView`` publishes whole (numbers, tuples, frozen dataclasses)
+and never waits on a call into the loop, except to open, to start and to close. Closing leaves no thread,
+process, socket or file.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import uvloop
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError, TransportError
+from p2p_co2.node.environment import Environment
 from p2p_co2.node.kept_chunks import KeptChunks
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
-from p2p_co2.node.placing import Placing
+from p2p_co2.node.peer_finder import PositionWriter
 from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.reporting import ReportService
 from p2p_co2.protocol.rounds import Offer, PayloadShape
@@ -35,7 +36,7 @@ from p2p_co2.system.process import program
 from p2p_co2.system.socket_activation import Gate
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
-from p2p_co2.trainer.ledger import TensorLedger
+from p2p_co2.trainer.worker import TensorWorker
 
 CLOSE_BOUND_S = 6.0
 MAX_BUFFER_DONORS, BUFFERS_BOUND_S, BUFFERS_BEAT_S = 3, 30.0, 0.02
@@ -43,156 +44,19 @@ MAX_BUFFER_DONORS, BUFFERS_BOUND_S, BUFFERS_BEAT_S = 3, 30.0, 0.02
 _T = TypeVar("_T")
 
 
-class NetworkThread:
-    """Implements ``synchroniser.Wire``. ``open`` starts the thread, ``close`` ends it."""
+class NodeView:
+    """What the training thread reads of a running node and asks of it; implements ``synchroniser.Wire``.
+    Calls into the loop do not wait."""
 
-    def __init__(self, ticket: Ticket, config: PeerConfig, on_event: Callable[[ev.Event], None]) -> None:
-        self._ticket, self._config, self._tell = ticket, config, on_event
-        self._reporting: ReportService | None = None
-        self._gate: Gate | None = None
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="p2p-co2 network", daemon=True)
-        self._network: Network | None = None
-        self._node: Node | None = None
-        self._node_task: asyncio.Task[None] | None = None
-        self._placing: Placing | None = None
-        self._placing_task: asyncio.Task[None] | None = None
-        self._failure: BaseException | None = None
-        self._closed, self._process = False, os.getpid()
-        self._kept = KeptChunks(config.folder / "catching-up")
-
-    @property
-    def network(self) -> Network:
-        if self._network is None:
-            raise LocalProtocolError("the network is not open")
-        return self._network
-
-    @property
-    def node(self) -> Node:
-        if self._node is None:
-            raise LocalProtocolError("the node is not started")
-        return self._node
-
-    @property
-    def board(self) -> str:
-        """Where this peer's own page is served; "" if it was not asked for."""
-        return self._gate.address if self._gate is not None else ""
-
-    def open(self) -> None:
-        """Join the DHT and read the manifest; errors as ``Network.open``, and ``EnvironmentFault`` if the
-        board's port is taken."""
-        self._thread.start()
-        self._network = self._ask(Network.open(self._ticket, self._config, self._refused))
-        self._reporting = ReportService(self._network, self._loop, self._count_refusal)
-        if self._config.board:
-            folder = self._config.folder.resolve()
-            history, journal = folder / "board.sqlite", folder / "events.jsonl"
-            command = program("monitoring", "peer", "--history", str(history), "--journal", str(journal))
-            self._gate = Gate("127.0.0.1", self._config.board_port, command, self.ask_report)
-
-    def on_event(self, event: ev.Event) -> None:
-        """What happened, for the caller and for observers; from any thread.
-
-        The caller may write it to a disk, and each thing that waits or wakes a thread lets others have the
-        processor and the interpreter, which come back when they like: so other threads than the network's
-        leave it to that one, by one call.
-        """
-        if self._closed or threading.current_thread() is self._thread or not self._thread.is_alive():
-            self._see(event)
-            return
-        try:
-            self._loop.call_soon_threadsafe(self._see, event)
-        except RuntimeError:  # closed a moment ago
-            self._see(event)
-
-    def _see(self, event: ev.Event) -> None:
-        if self._reporting is not None:
-            self._reporting.see(event)
-        try:
-            self._tell(event)
-        except BaseException as error:
-            self._failure = self._failure or error  # on the loop nobody hears it: the training thread does
-            raise
-
-    def start_node(
-        self, shape: PayloadShape, state_bytes: Sequence[int], ledger: TensorLedger, model: ModelSummary
-    ) -> Node:
-        """Start the machines; errors of a carrier that cannot listen come up in ``check``."""
-
-        async def start() -> Node:
-            node = Node(self.network, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model=model)
-            node.catchup.keep_in(self._kept)
-            self._node_task = asyncio.create_task(node.run(), name="node")
-            self._node_task.add_done_callback(self._node_ended)
-            self._placing = Placing(self.network, node)
-            self._placing_task = asyncio.create_task(self._placing.run(), name="leave word of the run")
-            if self._reporting is not None:
-                await self._reporting.start(node)
-            return node
-
-        self._node = self._ask(start())
-        return self._node
-
-    def close(self) -> None:
-        """End node, network and loop. May be called twice; in a forked child, which has no part in them, it
-        does nothing."""
-        if self._closed or os.getpid() != self._process:
-            return
-        self._closed = True
-        if self._thread.is_alive():
-            try:
-                self._close_board()
-                self._ask(self._say_where_it_was())
-                self._ask(self._shut_down(), CLOSE_BOUND_S)
-            finally:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join()
-        if not self._loop.is_closed():
-            self._loop.close()
-
-    def _close_board(self) -> None:
-        """Let observers fetch the last events, then end the board: it asks the loop, so it goes first."""
-        try:
-            if self._reporting is not None:
-                self._ask(self._reporting.say_last_words())
-        finally:
-            if self._gate is not None:
-                self._gate.close()
-
-    # ---- what the training thread reads and asks
-
-    @property
-    def wants_buffers(self) -> bool:
-        """Whether a newcomer asks for this peer's buffers (``share_buffers``)."""
-        return self.node.catchup.buffers.is_wanted
-
-    def share_buffers(self, data: bytes) -> None:
-        """Give newcomers these values; none from now on if they are empty."""
-        self._loop.call_soon_threadsafe(lambda: self.node.catchup.buffers.publish(data, self.node.now()))
-
-    def take_buffers(self, layout: int, size_bytes: int, is_newcomer: bool) -> bytes | bytearray:
-        """Serve buffers of this ``layout`` from now on; those of a peer that trains, if this one
-        ``is_newcomer``, or empty if nobody gave them in time."""
-
-        async def take() -> bytes | bytearray:
-            node, buffers = self.node, self.node.catchup.buffers
-            buffers.layout, buffers.size_bytes = layout, size_bytes
-            if not is_newcomer:
-                return b""
-            here = tuple(agreed.digest for agreed in node.agreed)
-            training = {p: i for p, i in node.membership.live.items() if i.status.phase == Status.TRAINING}
-            donors = random.Random().sample(sorted(training), len(training))
-            donors.sort(key=lambda peer: training[peer].digests != here)
-            buffers.want(donors[:MAX_BUFFER_DONORS], node.now())
-            ends_at = time.monotonic() + BUFFERS_BOUND_S
-            while buffers.is_asking and time.monotonic() < ends_at:
-                node.pump()
-                await asyncio.sleep(BUFFERS_BEAT_S)
-            taken = buffers.taken
-            buffers.give_up()
-            return taken
-
-        return self._ask(take())
+    def __init__(
+        self,
+        node: Node,
+        loop: asyncio.AbstractEventLoop,
+        report: Callable[[type[ev.Event], Mapping[str, Any]], None],
+        failure: Callable[[], BaseException | None],
+    ) -> None:
+        self.node, self._loop = node, loop
+        self.report, self.failure = report, failure
 
     def offer(self, offer: Offer) -> None:
         self._loop.call_soon_threadsafe(self.node.offer, offer)
@@ -202,10 +66,6 @@ class NetworkThread:
 
     def swarm_position(self) -> tuple[float, float] | None:
         return self.node.progress.swarm_position
-
-    def rounds_per_s(self) -> float:
-        clock = self.network.run.clock
-        return 1.0 / clock.round_s if clock.mode == "time" else 0.0
 
     def settled(self, versions: Sequence[int]) -> bool:
         """Whether all live peers are done at ``versions``, and this thread knows that we are there too."""
@@ -234,52 +94,190 @@ class NetworkThread:
         """Whether bulk waits for our line."""
         return self.node.is_line_full()
 
+    def traffic_bytes(self) -> tuple[int, int]:
+        """Bytes of messages (up, down) since the start."""
+        return self.node.traffic_bytes()
+
     def abreast(self) -> bool:
         """Whether this peer's versions are those of the swarm, as far as heartbeats tell."""
         return self.node.progress.abreast
-
-    def caught_up(self) -> None:
-        """What was kept of states for the case of an interruption is not needed any more."""
-        self._loop.call_soon_threadsafe(self._kept.end)
-
-    def live_peers(self) -> int:
-        return self.node.live_peers()
 
     def live_trainers(self) -> list[str]:
         """The other peers that train, as they said last."""
         live = list(self.node.membership.live.items())  # one step: the loop's thread may not come between
         return [peer for peer, info in live if info.status.phase == Status.TRAINING]
 
-    def run_position(self) -> RunPosition | None:
-        """Where the run was when its peers last said so; None if nobody ever did. Blocks, bounded. Raises
-        ``TransportError``."""
-        return self._ask(self.network.run_position())
+    @property
+    def wants_buffers(self) -> bool:
+        """Whether a newcomer asks for this peer's buffers (``share_buffers``)."""
+        return self.node.catchup.buffers.is_wanted
 
-    def is_listed_empty(self) -> bool:
-        """Whether the DHT lists no other peer. Blocks, bounded. Raises ``TransportError``."""
-        return not self._ask(self.network.find_peers())
+    def share_buffers(self, data: bytes) -> None:
+        """Give newcomers these values; none from now on if they are empty."""
+        self._loop.call_soon_threadsafe(lambda: self.node.catchup.buffers.publish(data, self.node.now()))
 
-    def unheard_peers(self) -> int:
-        return self.node.unheard_peers()
+    async def take_buffers(self, layout: int, size_bytes: int, is_newcomer: bool) -> bytes | bytearray:
+        """Serve buffers of this ``layout`` from now on; those of a peer that trains, if this one
+        ``is_newcomer``, or empty if nobody gave them in time. On the loop."""
+        node, buffers = self.node, self.node.catchup.buffers
+        buffers.layout, buffers.size_bytes = layout, size_bytes
+        if not is_newcomer:
+            return b""
+        here = tuple(agreed.digest for agreed in node.agreed)
+        training = {p: i for p, i in node.membership.live.items() if i.status.phase == Status.TRAINING}
+        donors = random.Random().sample(sorted(training), len(training))
+        donors.sort(key=lambda peer: training[peer].digests != here)
+        buffers.want(donors[:MAX_BUFFER_DONORS], node.now())
+        ends_at = time.monotonic() + BUFFERS_BOUND_S
+        while buffers.is_asking and time.monotonic() < ends_at:
+            node.pump()
+            await asyncio.sleep(BUFFERS_BEAT_S)
+        taken = buffers.taken
+        buffers.give_up()
+        return taken
 
-    def reach_advice(self) -> str:
-        """What to do so that others reach this peer; empty if nothing is known to keep them off."""
-        return self.network.reach_advice
 
-    def traffic_bytes(self) -> tuple[int, int]:
-        """Bytes of messages (up, down) since the start."""
-        return self.node.traffic_bytes()
+class NetworkThread:
+    """``open`` starts the thread, ``start_node`` gives a ``NodeView``, ``close`` ends it."""
 
-    def failure(self) -> BaseException | None:
-        return self._failure
+    def __init__(self, ticket: Ticket, config: PeerConfig, on_event: Callable[[ev.Event], None]) -> None:
+        self._ticket, self._config, self._tell = ticket, config, on_event
+        self._reporting: ReportService | None = None
+        self._gate: Gate | None = None
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="p2p-co2 network", daemon=True)
+        self._network: Network | None = None
+        self._view: NodeView | None = None
+        self._node_task: asyncio.Task[None] | None = None
+        self._positions: tuple[PositionWriter, asyncio.Task[None]] | None = None
+        self._failure: BaseException | None = None
+        self._closed, self._process = False, os.getpid()
+        self._kept = KeptChunks(config.folder / "catching-up")
+
+    @property
+    def network(self) -> Network:
+        if self._network is None:
+            raise LocalProtocolError("the network is not open")
+        return self._network
+
+    @property
+    def view(self) -> NodeView:
+        if self._view is None:
+            raise LocalProtocolError("the node is not started")
+        return self._view
+
+    @property
+    def board(self) -> str:
+        """Where this peer's own page is served; "" if it was not asked for."""
+        return self._gate.address if self._gate is not None else ""
+
+    def open(self) -> None:
+        """Join the DHT and read the manifest; errors as ``Network.open``, and ``EnvironmentFault`` if the
+        board's port is taken."""
+        self._thread.start()
+        self._network = self.ask(Network.open(self._ticket, self._config, self._refused))
+        self._reporting = ReportService(self._network, self._loop, self._count_refusal)
+        if self._config.board:
+            folder = self._config.folder.resolve()
+            history, journal = folder / "board.sqlite", folder / "events.jsonl"
+            command = program("monitoring", "peer", "--history", str(history), "--journal", str(journal))
+            self._gate = Gate("127.0.0.1", self._config.board_port, command, self.ask_report)
+
+    def start_node(
+        self, shape: PayloadShape, state_bytes: Sequence[int], ledger: TensorWorker, model: ModelSummary
+    ) -> NodeView:
+        """Start the machines; errors of a carrier that cannot listen come up in ``check``."""
+
+        async def start() -> Node:
+            environment = Environment.of(self.network)
+            node = Node(environment, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model)
+            node.catchup.keep_in(self._kept)
+            self._node_task = asyncio.create_task(node.run(), name="node")
+            self._node_task.add_done_callback(self._node_ended)
+
+            def where() -> tuple[Status.Phase, float, list[int]]:
+                versions = [agreed.version for agreed in node.agreed]
+                return node.progress.local.phase, node.progress.position(), versions
+
+            def warn(text: str) -> None:
+                node.report(ev.Warned, text=text)
+
+            positions = PositionWriter(self.network, where, node.live_peers, node.now, warn)
+            self._positions = positions, asyncio.create_task(positions.run(), name="leave word of the run")
+            if self._reporting is not None:
+                await self._reporting.start(node)
+            return node
+
+        self._view = NodeView(self.ask(start()), self._loop, self.report, lambda: self._failure)
+        return self._view
+
+    # ---- events
+
+    def on_event(self, event: ev.Event) -> None:
+        """What happened, for the caller and for observers; from any thread.
+
+        The caller may write it to a disk, and each thing that waits or wakes a thread lets others have the
+        processor and the interpreter, which come back when they like: so other threads than the network's
+        leave it to that one, by one call.
+        """
+        if self._closed or threading.current_thread() is self._thread or not self._thread.is_alive():
+            self._see(event)
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._see, event)
+        except RuntimeError:  # closed a moment ago
+            self._see(event)
+
+    def _see(self, event: ev.Event) -> None:
+        if self._reporting is not None:
+            self._reporting.see(event)
+        try:
+            self._tell(event)
+        except BaseException as error:
+            self._failure = self._failure or error  # on the loop nobody hears it: the training thread does
+            raise
+
+    def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None:
+        self.on_event(kind(at=time.time(), peer=self.network.identity.peer_id, **fields))
+
+    def warn(self, text: str) -> None:
+        """Tell a person."""
+        self.report(ev.Warned, {"text": text})
 
     def check(self) -> None:
         """Raise what ended the node, if something did."""
         if self._failure is not None:
             raise self._failure
 
-    def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None:
-        self.on_event(kind(at=time.time(), peer=self.network.identity.peer_id, **fields))
+    # ---- questions before and after training; they block, bounded
+
+    def ask(self, work: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
+        """Run ``work`` on the loop and wait; a Ctrl-C here cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def run_position(self) -> RunPosition | None:
+        """Where the run was when its peers last said so; None if nobody ever did. Raises
+        ``TransportError``."""
+        return self.ask(self.network.run_position())
+
+    def is_listed_empty(self) -> bool:
+        """Whether the DHT lists no other peer. Raises ``TransportError``."""
+        return not self.ask(self.network.find_peers())
+
+    def carriers_used(self) -> dict[str, str]:
+        async def read() -> dict[str, str]:
+            return self.view.node.links.carriers_used()
+
+        return self.ask(read(), CLOSE_BOUND_S)
+
+    def caught_up(self) -> None:
+        """What was kept of states for the case of an interruption is not needed any more."""
+        self._loop.call_soon_threadsafe(self._kept.end)
 
     def ask_report(self, relayed: Relayed) -> Future[Relayed]:
         """What this peer's own board asks: a peer's sealed report, or without a peer who there is (this one
@@ -290,11 +288,13 @@ class NetworkThread:
                 raise TransportError("this peer is still joining")
             if relayed.peer:
                 return Relayed(answer=await self._reporting.ask(PeerId(relayed.peer), relayed.request))
-            live = sorted(self._node.membership.live) if self._node is not None else []
+            live = sorted(self._view.node.membership.live) if self._view is not None else []
             peers = [self.network.identity.peer_id, *live]
             return Relayed(peers=peers, answer=self.network.run.canonical_bytes())
 
         return asyncio.run_coroutine_threadsafe(answer(), self._loop)
+
+    # ---- the end
 
     def goodbye(self, reason: str, last: Mapping[str, Any]) -> None:
         """Tell the others, and observers with ``last`` (fields of ``PeerFinished``): this peer leaves."""
@@ -302,39 +302,42 @@ class NetworkThread:
             me = self.network.identity.peer_id
             end = ev.PeerFinished(at=time.time(), peer=me, reason=reason, **last)
             self._loop.call_soon_threadsafe(self._reporting.see, end)  # behind what was told before it
-        self._loop.call_soon_threadsafe(self.node.say_goodbye, reason)
+        self._loop.call_soon_threadsafe(self.view.node.say_goodbye, reason)
 
-    def carriers_used(self) -> dict[str, str]:
-        async def read() -> dict[str, str]:
-            return self.node.links.carriers_used()
+    def close(self) -> None:
+        """End node, network and loop. May be called twice; in a forked child, which has no part in them, it
+        does nothing."""
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        if self._thread.is_alive():
+            try:
+                self._close_board()
+                self.ask(self._shut_down(), 2 * CLOSE_BOUND_S)
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+        if not self._loop.is_closed():
+            self._loop.close()
 
-        return self._ask(read(), CLOSE_BOUND_S)
-
-    # ---- the thread
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-
-    def _ask(self, work: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
-        """Run ``work`` on the loop and wait; a Ctrl-C here cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+    def _close_board(self) -> None:
+        """Let observers fetch the last events, then end the board: it asks the loop, so it goes first."""
         try:
-            return future.result(timeout_s)
-        except BaseException:
-            future.cancel()
-            raise
-
-    async def _say_where_it_was(self) -> None:
-        if self._placing is not None and self._placing_task is not None:
-            self._placing_task.cancel()
-            await self._placing.say_last()
+            if self._reporting is not None:
+                self.ask(self._reporting.say_last_words())
+        finally:
+            if self._gate is not None:
+                self._gate.close()
 
     async def _shut_down(self) -> None:
+        if self._positions is not None:
+            positions, task = self._positions
+            task.cancel()
+            await positions.say_last()
         if self._reporting is not None:
             await self._reporting.close()
-        if self._node is not None and self._node_task is not None:
-            self._node.stop()
+        if self._view is not None and self._node_task is not None:
+            self._view.node.stop()
             await asyncio.wait({self._node_task}, timeout=CLOSE_BOUND_S / 3)
             self._node_task.cancel()
         if self._network is not None:
@@ -345,6 +348,12 @@ class NetworkThread:
         await asyncio.gather(*others, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
 
     def _node_ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or task.exception() is None:
@@ -358,5 +367,5 @@ class NetworkThread:
         self._count_refusal(peer or "unknown", error.reason, error.detail)
 
     def _count_refusal(self, peer: str, reason: str, detail: str) -> None:
-        if self._node is not None:
-            self._node.refuse(peer, reason, detail)
+        if self._view is not None:
+            self._view.node.refuse(peer, reason, detail)

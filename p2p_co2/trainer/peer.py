@@ -20,16 +20,14 @@ from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
 from p2p_co2.system.governor import Governor
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint import swarm_digest
-from p2p_co2.tensors.fragments.names import named_parameters
 from p2p_co2.trainer.buffers import ModelBuffers
-from p2p_co2.trainer.ledger import TensorLedger
-from p2p_co2.trainer.model_check import Structure
+from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
+from p2p_co2.trainer.figures import loss_of, tokens_of
 from p2p_co2.trainer.network_thread import NetworkThread
-from p2p_co2.trainer.plan import Plan
 from p2p_co2.trainer.rates import Rates
 from p2p_co2.trainer.saver import Saver
-from p2p_co2.trainer.step_arguments import loss_of, tokens_of
 from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
+from p2p_co2.trainer.worker import TensorWorker
 
 
 class Peer:
@@ -42,23 +40,22 @@ class Peer:
     def __init__(
         self,
         thread: NetworkThread,
-        ledger: TensorLedger,
+        ledger: TensorWorker,
         plan: Plan,
         start: Progressed,
         buffers: ModelBuffers,
     ) -> None:
         self._buffers = buffers
         self._thread, self._ledger, self._plan = thread, ledger, plan
-        self._sync = Synchroniser(plan.run, plan.model, plan.fragments, ledger, thread, start)
-        self._saver = Saver(plan, ledger, self._sync, thread.report)
-        self._rates = Rates(plan.optimizer, plan.learning_rate, plan.base_lr, self._warn, plan.most_lr)
-        self._structure, self._is_changed = Structure(plan.model, plan.optimizer), False
+        self._model = ExchangedModel(plan, thread.warn)
+        self._sync = Synchroniser(plan.run, self._model, ledger, thread.view, start)
+        self._saver = Saver(plan, ledger, self._sync, self._model.live, thread.report)
+        self._rates = Rates(plan.optimizer, plan.learning_rate, plan.base_lr, thread.warn, plan.most_lr)
         self._stopped = self._left = False
         self._process = os.getpid()
         self._stepping = threading.Lock()
         """Held by whoever trains or measures: two at once would mix their parameters."""
         self._governor = Governor(plan.config.limits.hours)
-        self._sync.on_reset, self._sync.on_look = self._forget_optimizer, self._look
         self._sync.take_outcomes()  # the first step starts from what catching up brought
         self._sync.report()
         self._rates.set(self._sync.position)
@@ -114,21 +111,12 @@ class Peer:
                 raise LocalProtocolError("step: this peer has left the swarm; join again to train on")
             self._sync.after_step(count, value)
             self._rates.set(self._sync.position)
-            if self._thread.wants_buffers:
-                self._share_buffers()
+            if self._thread.view.wants_buffers:
+                self._thread.view.share_buffers(self._buffers.shared(self._thread.warn))
             self._rest()
             self._saver.keep_up()
             self._sync.stood_still()  # for a checkpoint
         return not (self._stopped or self.over)
-
-    def _share_buffers(self) -> None:
-        """Give newcomers this peer's buffers; none from now on if they cannot be had."""
-        values = b""
-        try:
-            values = self._buffers.to_bytes()
-        except ConfigError as error:
-            self._warn(f"newcomers are not given this peer's buffers: {error}")
-        self._thread.share_buffers(values)
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
@@ -140,30 +128,6 @@ class Peer:
             yield
         finally:
             self._stepping.release()
-
-    def _look(self) -> None:
-        """Raise ``ConfigError`` if the model has other parameters than those that are exchanged. One that
-        took another's place under its name is exchanged from now on, and told."""
-        try:
-            replaced = self._structure.check()
-            if replaced:
-                self._sync.live.look_up()
-                self._tell_of_replaced(replaced)
-        except ConfigError as error:
-            self._is_changed = True
-            self._warn(str(error))  # others see why this peer leaves
-            raise
-
-    def _tell_of_replaced(self, name: str) -> None:
-        text = f"parameters were replaced after join ({name}); their successors are exchanged from now on"
-        if unowned := self._structure.unowned():
-            cure = "leave, and join with the model and the optimizer that train"
-            if self._plan.learning_rate is not None:
-                raise ConfigError(
-                    "model", unowned, f"is not trained by the optimizer of join any more; {cure}"
-                )
-            text += f", but checkpoints hold the optimizer of join, which does not train {unowned}: {cure}"
-        self._warn(text)
 
     def stop(self) -> None:
         """Ask the loop to end: the next ``step`` returns False. Safe in a signal handler."""
@@ -189,7 +153,7 @@ class Peer:
             try:
                 self.save()  # a machine that rests may be switched off
             except EnvironmentFault as error:
-                self._warn(f"no checkpoint was written: {error}")
+                self._thread.warn(f"no checkpoint was written: {error}")
             self._sync.rest(lambda: self._governor.resting(_minute_of_the_day()))
             self._rates.set(self._sync.position)
 
@@ -206,20 +170,7 @@ class Peer:
             assert not loaded.unexpected_keys
         """
         self._must_be_here()
-        shapes, flat = self._structure.shapes, dict[str, Tensor]()
-        for fragment, state in zip(self._plan.fragments.fragments, self._ledger.states(), strict=True):
-            at = 0
-            for part in fragment.slices:
-                stop = at + part.stop - part.start
-                if part.name not in flat:
-                    numel = shapes[part.name].numel()
-                    flat[part.name] = torch.empty(numel, dtype=torch.float32, device="cpu")
-                flat[part.name][part.start : part.stop] = state.params[at:stop]
-                at = stop
-        agreed = {name: values.view(shapes[name]) for name, values in flat.items()}
-        return agreed | {
-            name: agreed[first] for name, first in self._structure.shared.items() if first in agreed
-        }
+        return self._model.named(self._ledger.states())
 
     @property
     def peer_id(self) -> str:
@@ -229,7 +180,7 @@ class Peer:
     def has_turn(self, number: int) -> bool:
         """Whether ``number`` (of a round, say) falls on this peer, of those that train now: for work that one
         of them is enough for. All of them agree on it as long as nobody comes or goes."""
-        trainers = sorted((self.peer_id, *self._thread.live_trainers()))
+        trainers = sorted((self.peer_id, *self._thread.view.live_trainers()))
         return trainers[number % len(trainers)] == self.peer_id
 
     def measure_agreed(self, held_out: Callable[[nn.Module], float]) -> float:
@@ -242,10 +193,10 @@ class Peer:
         self._must_be_here()
         started_at = time.monotonic()
         with self._alone("measure_agreed"):
-            self._look()
-            with self._sync.live.set_aside():
+            self._model.look()
+            with self._model.live.set_aside():
                 for fragment, state in enumerate(self._ledger.states()):
-                    self._sync.live.load_(fragment, state.params)
+                    self._model.live.load_(fragment, state.params)
                 loss = float(held_out(self._plan.model))
         duration_s = time.monotonic() - started_at
         self._sync.pause(duration_s)
@@ -274,13 +225,6 @@ class Peer:
                 "peer", "", "belongs to the process that joined, and this one was forked from it: step there"
             )
 
-    def _forget_optimizer(self, fragment: int) -> None:
-        """Drop the inner optimizer's state of a fragment whose parameters were not finite: its moments are
-        not either."""
-        parameters = named_parameters(self._plan.model)
-        for part in self._plan.fragments.fragments[fragment].slices:
-            self._plan.optimizer.state.pop(parameters[part.name], None)
-
     def leave(self, reason: str = "") -> None:
         """Leave the swarm: finish what is in flight (the whole run's last round, if it is over), save, say
         goodbye.
@@ -295,7 +239,7 @@ class Peer:
         last: dict[str, Any] = {"digest": "", "versions": tuple(self._sync.versions), "carriers": {}}
         reason = reason or ("the run is over" if self.over and not self._stopped else "stopped")
         try:
-            if not self._is_changed:
+            if not self._model.is_changed:
                 self._sync.flush(self.over and not self._stopped)
             agreed = self._ledger.agreed()
             last["digest"] = swarm_digest([version.digest for version in agreed]).hex()
@@ -310,7 +254,7 @@ class Peer:
 
     def _save_and_finish(self, reason: str, last: Mapping[str, Any]) -> None:
         try:
-            if self._is_changed:  # its parameters are not the ones that belong to the agreed state
+            if self._model.is_changed:  # its parameters are not the ones that belong to the agreed state
                 reason += ", without a last checkpoint"
             else:
                 self._save()
@@ -332,9 +276,6 @@ class Peer:
         if kind is not None:
             self.stop()
         self.leave("" if kind is None else f"{kind.__name__} in the training loop")
-
-    def _warn(self, text: str) -> None:
-        self._thread.report(ev.Warned, {"text": text})
 
 
 def _minute_of_the_day() -> int:

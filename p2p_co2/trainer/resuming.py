@@ -10,7 +10,7 @@ The live parameters go on from the agreed ones. Frozen ones are where the model 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -71,9 +71,9 @@ def check(saved: Checkpoint, run: RunConfig, model: nn.Module, plan: FragmentPla
     if RunConfig.from_canonical_bytes(saved.run_config_json.encode()).digest() != run.digest():
         raise ConfigError(where, "", f"is of another run; {CURE}")
     theirs, ours = dict(saved.parameters), dict(trained_parameters(model))
-    difference = _difference(theirs, ours, saved.inner is not None)
+    difference = _difference(theirs, ours)
     sizes = [state.params.numel() for state in saved.states]
-    if not difference and saved.inner is not None and list(theirs) != list(ours):
+    if not difference and list(theirs) != list(ours):
         difference = "its parameters come in another order"
     if not difference and sizes != [fragment.numel for fragment in plan.fragments]:
         difference = "its fragments are other ones"
@@ -97,14 +97,14 @@ def restore(
     return troubles
 
 
-def _difference(theirs: Shapes, ours: Shapes, knows_all: bool) -> str:
-    """The first of them, in words; "" if there is none. ``knows_all``: of ``theirs`` all are trained."""
+def _difference(theirs: Shapes, ours: Shapes) -> str:
+    """The first of them, in words; "" if there is none."""
     for name, shape in ours.items():
         if name not in theirs:
             return f"it has no {name}"
         if theirs[name] != shape:
             return f"{name} is {theirs[name]} there and {shape} here"
-    more = [name for name in theirs if name not in ours] if knows_all else []
+    more = [name for name in theirs if name not in ours]
     return f"it has {more[0]}, which is not trained here" if more else ""
 
 
@@ -124,9 +124,8 @@ def _restore_buffers(saved: Checkpoint, model: nn.Module) -> list[str]:
                     buffer.copy_(values)
             except RuntimeError as error:
                 troubles.append(f"the buffer {name} stays as it is ({error})")
-    if saved.inner is not None:  # an older one has those that are not kept, too
-        gone = [name for name in saved.buffers if name not in ours]
-        troubles += [f"the checkpoint's buffer {name} is none of this model" for name in gone]
+    gone = [name for name in saved.buffers if name not in ours]
+    troubles += [f"the checkpoint's buffer {name} is none of this model" for name in gone]
     return troubles
 
 
@@ -137,7 +136,7 @@ def _restore_optimizer(saved: Checkpoint, model: nn.Module, optimizer: Optimizer
     if not state_dict:
         return "the checkpoint is without an inner optimizer, which begins anew"
     groups = state_dict.get("param_groups", [])
-    if difference := _other(saved.inner, groups, now, optimizer):
+    if difference := _other(saved.inner, now):
         return f"{difference}: {anew}"
     rates = [group.get("lr") for group in optimizer.param_groups]
     if groups:  # what was not saved of them stays
@@ -148,27 +147,15 @@ def _restore_optimizer(saved: Checkpoint, model: nn.Module, optimizer: Optimizer
     except FAULTS as error:
         why = f"{type(error).__name__}: {error}"
         return f"this inner optimizer does not take the checkpoint's ({why}): {anew}"
-    if saved.inner is not None:
-        _keep_dtypes(state_dict.get("state", {}), saved.inner, optimizer)
+    _keep_dtypes(state_dict.get("state", {}), saved.inner, optimizer)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if keeps_rate and rate is not None:
             group["lr"] = rate
     return ""
 
 
-def _other(
-    then: InnerOptimizer | None,
-    groups: Sequence[Mapping[str, Any]],
-    now: InnerOptimizer,
-    optimizer: Optimizer,
-) -> str:
+def _other(then: InnerOptimizer, now: InnerOptimizer) -> str:
     """How the saved inner optimizer differs from the one of now, in words; "" if it is the same."""
-    if then is None:  # of the older format: known by its groups' options
-        options = [set(group) - {"initial_lr"} for group in groups]
-        sizes = [len(group["params"]) for group in groups]
-        if options != [set(group) - {"initial_lr"} for group in optimizer.param_groups]:
-            return "the checkpoint's inner optimizer is of another class"
-        return "" if sizes == [len(group) for group in now.groups] else "the checkpoint's has other groups"
     if (then.kind, [len(group) for group in then.groups]) != (now.kind, [len(group) for group in now.groups]):
         return f"the checkpoint's inner optimizer is {_described(then)}, this one {_described(now)}"
     for theirs, ours in zip(chain(*then.groups), chain(*now.groups), strict=True):

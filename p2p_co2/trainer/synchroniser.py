@@ -1,25 +1,24 @@
-"""What the training thread does for the swarm: schedule points, snapshots, merges, and the figures about
-them.
+"""What the training thread does for the swarm: schedule points, snapshots, merges, and the end of a run.
 
 Law: the training thread never waits for the network, except in the final flush and, if the run file asks for
 it (``outer.blocking_rounds``), in the first rounds of each fragment, both bounded. All time spent in
-``after_step`` is counted as ``exposed_s``, so the figure cannot flatter, but for that of steps which an
-accelerator has yet to compute before a fragment can be copied: it is training's (``train_s``).
+``after_step`` is counted as ``exposed_s`` (``figures``).
 """
 
 from __future__ import annotations
 
 import math
+import os
 import queue
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from p2p_co2.config import RunConfig
 from p2p_co2.node.ledger import AgreedVersion
@@ -37,11 +36,10 @@ from p2p_co2.protocol.schedule import (
 )
 from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors.fragments.live import LiveParameters
-from p2p_co2.tensors.fragments.plan import FragmentPlan
-from p2p_co2.trainer.fragment_ledger import EncodedOffer
-from p2p_co2.trainer.ledger import Outcome, TensorLedger
-from p2p_co2.trainer.step_arguments import mean_loss, tokens_of
+from p2p_co2.trainer.exchanged_model import ExchangedModel
+from p2p_co2.trainer.figures import Figures
+from p2p_co2.trainer.fragment_state import EncodedOffer, Outcome
+from p2p_co2.trainer.worker import TensorWorker
 
 LEAVE_BOUND_S = 3.0
 """Waiting for rounds in flight when a person stops the peer."""
@@ -52,7 +50,6 @@ WAIT_BEAT_S = 0.01
 """While standing still: how soon what the network thread has concluded is seen. Outcomes are at once."""
 PUT_OFF_BELOW_S = 1.0
 """Where steps take longer, one that two fragments are due in takes both snapshots."""
-RATE_DECAY = 0.8
 PARTIAL_IN_A_ROW = 5
 PARTIAL = (
     f"the last {PARTIAL_IN_A_ROW} rounds counted only a part of this peer's work, or none: it came too late, "
@@ -88,99 +85,86 @@ class Progressed:
     tokens: int = 0
 
 
+class Activity(Enum):
+    """What a peer is at: it trains or rests; once the run is over it offers the rest of its work, then waits
+    until all agree."""
+
+    TRAINING = Status.TRAINING
+    RESTING = Status.PAUSED
+    OFFERING_THE_REST = -1
+    SETTLING = Status.DRAINING
+
+    @property
+    def is_ending(self) -> bool:
+        return self in (Activity.OFFERING_THE_REST, Activity.SETTLING)
+
+    @property
+    def phase(self) -> Status.Phase:
+        """What others are told. While it offers the rest they take it for one that trains."""
+        phase: Status.Phase = Status.TRAINING if self is Activity.OFFERING_THE_REST else self.value
+        return phase
+
+
 class Synchroniser:
-    """One per peer; every method is called by the training thread."""
+    """One per peer; every method is called by the training thread. It looks at ``model`` before the first
+    step and before parameters are copied or merged into."""
 
     def __init__(
-        self,
-        run: RunConfig,
-        module: nn.Module,
-        plan: FragmentPlan,
-        ledger: TensorLedger,
-        wire: Wire,
-        start: Progressed,
+        self, run: RunConfig, model: ExchangedModel, ledger: TensorWorker, wire: Wire, start: Progressed
     ) -> None:
-        self._run, self._ledger, self._wire = run, ledger, wire
-        self._count = len(plan.fragments)
-        self.live = LiveParameters(module, plan)
+        self._run, self._model, self._ledger, self._wire = run, model, ledger, wire
+        now = time.monotonic()
         self.clock = SwarmClock(run.clock)
-        self.clock.start(start.position, time.monotonic(), start.inner_steps)
-        self.position, self._advanced_at = start.position, time.monotonic()
-        self.inner_steps, self._tokens = start.inner_steps, start.tokens
-        self._unread: list[Tensor] = []
-        """Token counts that lie on an accelerator: read when the sum is asked for."""
-        self._account = WorkAccount(run, start.tokens, [agreed.version for agreed in ledger.agreed()])
-        self._is_flushing, self._told_finished = False, frozenset[int]()
+        self.clock.start(start.position, now, start.inner_steps)
+        self.position, self._advanced_at = start.position, now
+        self.inner_steps = start.inner_steps
+        self.figures = Figures(start.tokens, now)
+        self.account = WorkAccount(run, start.tokens, [agreed.version for agreed in ledger.agreed()])
         self._encoding: Future[None] | None = None
         """Of the last snapshot."""
         self._held: deque[tuple[int, Outcome]] = deque()
         """Outcomes that wait for ``sync_delay_steps``: (inner step at which they may be applied, outcome)."""
-        self._started_at = time.monotonic()
-        self._first_step_at: float | None = None
-        self._returned_at = self._started_at
-        self.train_s = self.exposed_s = 0.0
-        self._losses: list[float | Tensor] = []
-        self._loss, self._tokens_per_s = math.nan, 0.0
-        self._reported_at, self._reported_tokens = self._started_at, start.tokens
-        self.phase: Status.Phase = Status.TRAINING
+        self.activity, self._told_finished = Activity.TRAINING, frozenset[int]()
         self.stopped = False
         """Set by a person's wish to end, in any thread: waits that only finish nicely are given up."""
-        self.on_reset: Callable[[int], None] = lambda fragment: None
-        """Called when a fragment's live parameters were replaced because they were not finite."""
-        self.on_look: Callable[[], None] = lambda: None
-        """Called at the first step, before parameters are copied or merged into, and about once a second:
-        raises if they cannot be any more."""
-        self._chance = random.Random()  # the program's own draws are not ours to take
 
     @property
     def versions(self) -> list[int]:
         """Of the agreed states that the live parameters have met, by fragment."""
-        return self._account.versions
+        return self.account.versions
 
     @property
     def tokens(self) -> int:
         """That this peer trained on."""
-        while self._unread:
-            count = tokens_of(self._unread.pop().cpu())
-            assert isinstance(count, int)
-            self._tokens += count
-        return self._tokens
+        return self.figures.tokens
 
     # ---- one inner step
 
     def after_step(self, tokens: int | Tensor, loss: float | Tensor) -> None:
         """Count an inner step, merge what is ready, send what is due; begun after the run's end, it counts
-        for nothing. ``tokens``, ``loss``: as ``step_arguments`` gives them."""
-        entered_at = time.monotonic()
-        self.train_s += entered_at - self._returned_at
+        for nothing. ``tokens``, ``loss``: as ``figures`` gives them."""
+        now = time.monotonic()
         self._check()
-        if self._first_step_at is None or not self._ledger.outcomes.empty():
-            self.on_look()
-        if self._first_step_at is None:
-            self._first_step_at = self._returned_at
-        is_too_late = self._account.is_over(self.position)  # it joined then: this is the work of no round
+        if not self.figures.has_begun or not self._ledger.outcomes.empty():
+            self._model.look()
+        step_s = self.figures.trained(now)
+        is_too_late = self.account.is_over(self.position)  # it joined then: this is the work of no round
         self.inner_steps += 1
-        if not is_too_late:
-            self._count_tokens(tokens)
-        self._losses.append(loss)
+        self.figures.add(0 if is_too_late else tokens, loss)
         is_encoded = self._is_encoded()  # before its merge, which has the snapshot's memory, is taken
         self.take_outcomes()
-        last, self.position = self.position, self._advance(entered_at)
-        due = [] if is_too_late else self._account.due(last, self.position, self._wire.is_line_full())
+        last, self.position = self.position, self._advance(now)
+        due = [] if is_too_late else self.account.due(last, self.position, self._wire.is_line_full())
         if due:
-            self.on_look()
-        self._await_first(self._send_due(due, is_encoded, entered_at - self._returned_at))
-        self._returned_at = entered_at
+            self._model.look()
+        first = self.account.awaited(self._send_due(due, is_encoded, step_s))
+        if first:  # stand still for the first rounds of what was just sent, if the run file asks for it
+            open_ = self.account.in_flight
+            self._wait(lambda: self.stopped or first.isdisjoint(open_), FIRST_ROUND_BOUND_S)
         self.stood_still()
-        if self._returned_at - self._reported_at >= REPORT_EVERY_S:
-            self.on_look()
+        if time.monotonic() - self.figures.made_at >= REPORT_EVERY_S:
+            self._model.look()
             self.report()
-
-    def _count_tokens(self, tokens: int | Tensor) -> None:
-        if isinstance(tokens, Tensor):
-            self._unread.append(tokens)
-        else:
-            self._tokens += tokens
 
     def _advance(self, now: float) -> float:
         others = self._wire.swarm_position()
@@ -199,145 +183,92 @@ class Synchroniser:
         """Offer what is due and has its turn. Returns what was sent. At most half of the fragments wait for a
         snapshot's memory: one that waits for its next point has lost a round."""
         sent = list[int]()
-        one_by_one = step_s < PUT_OFF_BELOW_S and not self._account.awaited(due)
+        one_by_one = step_s < PUT_OFF_BELOW_S and not self.account.awaited(due)
         for waiting, fragment in zip(range(len(due), 0, -1), due, strict=True):
             stage = self._wire.stage(fragment)
-            if not self._account.may_send(fragment, stage == "asking"):
+            if not self.account.may_send(fragment, stage == "asking"):
                 reason = "the fragment's previous round is still in flight"
                 self._report(ev.SendSkipped, fragment=fragment, reason=reason)
                 continue
-            if self._account.is_held(self._wire.stage, step_s, time.monotonic()):
+            if self.account.is_held(self._wire.stage, step_s, time.monotonic()):
                 continue
             is_busy = not is_encoded or (one_by_one and bool(sent))
-            if not (is_busy and 2 * waiting <= self._count):
+            if not (is_busy and 2 * waiting <= len(self.versions)):
                 self._offer(fragment)
                 sent.append(fragment)
         return sent
 
-    def _await_first(self, sent: Sequence[int]) -> None:
-        """Stand still for the first rounds of what was just sent, if the run file asks for it."""
-        first, open_ = self._account.awaited(sent), self._account.in_flight
-        if first:
-            self._wait(lambda: self.stopped or first.isdisjoint(open_), FIRST_ROUND_BOUND_S)
-
     def _offer(self, fragment: int) -> None:
         """Take a snapshot, which takes a fragment's size in fp32 until it is encoded, and offer it."""
-        weight = self._account.send(
+        offer_id = os.urandom(8)
+        weight = self.account.send(
             fragment, position=self.position, inner_steps=self.inner_steps, tokens=self.tokens,
-            now=time.monotonic(), chance=self._chance.random(),
+            now=time.monotonic(), offer_id=offer_id,
         )  # fmt: skip
-        is_last = self._is_flushing or self._account.is_over(self.position)
+        is_last = self.activity.is_ending or self.account.is_over(self.position)
 
         def encoded(index: int, offer: EncodedOffer, agreed: AgreedVersion) -> None:
             base, payload = offer.base_version, offer.payload
-            self._wire.offer(Offer(index, offer.round, base, agreed.digest, payload, weight, is_last))
+            self._wire.offer(
+                Offer(index, offer.round, base, agreed.digest, payload, weight, is_last, offer_id)
+            )
             self._report(
                 ev.FragmentSent, fragment=index, round=offer.round, payload_bytes=len(payload), weight=weight,
                 relative_error=offer.relative_error,
             )  # fmt: skip
 
-        snapshot, taken = self.live.snapshot(fragment), self._account.taken[fragment]
-        self._encoding = self._ledger.submit_offer(fragment, snapshot, weight, taken, encoded)
+        snapshot, taken = self._model.live.snapshot(fragment), self.account.taken[fragment]
+        self._encoding = self._ledger.submit_offer(fragment, snapshot, weight, taken, encoded, offer_id)
 
     # ---- outcomes
 
-    def take_outcomes(self) -> bool:
-        """Merge what has arrived and may be applied now; True if something came."""
-        came = False
-        while True:
-            try:
-                outcome = self._ledger.outcomes.get_nowait()
-            except queue.Empty:
-                break
-            came = True
-            self._hold_or_apply(outcome)
+    def take_outcomes(self) -> None:
+        """Merge what has arrived and may be applied now."""
+        while not self._ledger.outcomes.empty():
+            outcome = self._ledger.outcomes.get_nowait()
+            sent, delay = self.account.in_flight.get(outcome.fragment), self._run.outer.sync_delay_steps
+            if sent is not None and outcome.report and self.inner_steps < sent.inner_steps + delay:
+                self._held.append((sent.inner_steps + delay, outcome))
+            else:
+                self._apply_next(outcome)
         while self._held and self._held[0][0] <= self.inner_steps:
             self._apply(self._held.popleft()[1])
-        return came
-
-    def release_held(self) -> None:
-        """Apply what ``sync_delay_steps`` holds back."""
-        while self._held:
-            self._apply(self._held.popleft()[1])
-
-    def pause(self, duration_s: float) -> None:
-        """Time between two steps that was neither training nor communication (a checkpoint)."""
-        self._returned_at += duration_s
-        self.live.take_computing_s()  # is in it
-
-    def rest(self, reason: Callable[[], str], beat_s: float = REST_BEAT_S) -> None:
-        """Stand still as long as ``reason`` gives one, and say so; what comes in is merged, nothing is sent.
-
-        The swarm does not wait for a peer that rests. Its time is in no figure, and points that pass
-        meanwhile are not made up: the work done before goes into the next offers.
-        """
-        began_at, why = time.monotonic(), reason()
-        if not why:
-            return
-        self.phase = Status.PAUSED
-        self._report(ev.Paused, reason=why)
-        self.report()
-        while reason() and not self.stopped:
-            self._check()
-            self.take_outcomes()
-            if time.monotonic() - self._reported_at >= REST_REPORT_EVERY_S:
-                self.report()
-            time.sleep(beat_s)
-        rested_s = time.monotonic() - began_at
-        self.pause(rested_s)
-        if self._first_step_at is not None:
-            self._first_step_at += rested_s
-        self.position, self.phase = self._advance(time.monotonic()), Status.TRAINING
-        self._account.forget_missed()
-        self._report(ev.Resumed, paused_s=rested_s)
-        self.report()
-
-    def _check(self) -> None:
-        failure = self._wire.failure() or self._ledger.failure
-        if failure is not None:
-            raise failure
-
-    def _hold_or_apply(self, outcome: Outcome) -> None:
-        sent = self._account.in_flight.get(outcome.fragment)
-        delay = self._run.outer.sync_delay_steps
-        if sent is not None and outcome.report is not None and self.inner_steps < sent.inner_steps + delay:
-            self._held.append((sent.inner_steps + delay, outcome))
-        else:
-            self._apply_next(outcome)
 
     def _apply_next(self, outcome: Outcome) -> None:
         """Apply it; before it, what is held back of its fragment: a state that is loaded has met that."""
         if any(held.fragment == outcome.fragment for _, held in self._held):
-            self.release_held()
+            self._release_held()
         self._apply(outcome)
+
+    def _release_held(self) -> None:
+        """Apply what ``sync_delay_steps`` holds back."""
+        while self._held:
+            self._apply(self._held.popleft()[1])
 
     def _apply(self, outcome: Outcome) -> None:
         fragment, is_newer = outcome.fragment, outcome.version > self.versions[outcome.fragment]
-        sent = self._account.meet(fragment, outcome.version, outcome.ends_offer)
-        if outcome.merge is not None:
-            if outcome.merge.keep == 0.0:
-                self.live.load_(fragment, outcome.merge.addend)
-                if outcome.report is None:
-                    self.on_reset(fragment)
-            else:
-                self.live.merge_(fragment, outcome.merge)
+        sent = self.account.meet(fragment, outcome.version, outcome.ends_offer)
+        if outcome.merge is not None and outcome.merge.keep == 0.0:
+            self._model.live.load_(fragment, outcome.merge.addend)
+            if outcome.report is None:
+                self._model.forget_optimizer(fragment)
+        elif outcome.merge is not None:
+            self._model.live.merge_(fragment, outcome.merge)
         if outcome.trouble:
             self._report(ev.Warned, text=f"fragment {fragment}: {outcome.trouble}")
         if outcome.report is None:
             if is_newer:
-                self._account.left_out(fragment)
+                self.account.left_out(fragment)
             return
-        lag = self._account.step(
+        lag = self.account.step(
             fragment, sent, outcome.share,
             position=self.position, inner_steps=self.inner_steps, now=time.monotonic(),
         )  # fmt: skip
-        if sent is not None and self._account.partial_in_a_row == PARTIAL_IN_A_ROW:
+        if sent is not None and self.account.partial_in_a_row == PARTIAL_IN_A_ROW:
             self._report(ev.Warned, text=PARTIAL)
         self._report(
-            ev.FragmentApplied, fragment=fragment, version=outcome.version, contributed=outcome.contributed,
-            gap=outcome.report.gap, gradient_norm=outcome.report.gradient_norm,
-            momentum_norm=outcome.report.momentum_norm, clipped_share=outcome.report.clipped_share,
-            **asdict(lag),
+            ev.FragmentApplied, fragment=fragment, version=outcome.version,
+            contributed=outcome.share == 1.0, **outcome.report._asdict(), **asdict(lag),
         )  # fmt: skip
 
     def _wait(self, done: Callable[[], bool], bound_s: float) -> bool:
@@ -346,7 +277,7 @@ class Synchroniser:
         while not done():
             left_s = ends_at - time.monotonic()
             self._check()
-            if self._is_flushing and time.monotonic() - self._reported_at >= REPORT_EVERY_S:
+            if self.activity.is_ending and time.monotonic() - self.figures.made_at >= REPORT_EVERY_S:
                 self.stood_still()
                 self.report()
             if left_s <= 0:
@@ -358,43 +289,75 @@ class Synchroniser:
             self._apply_next(outcome)
         return True
 
+    def _check(self) -> None:
+        failure = self._wire.failure() or self._ledger.failure
+        if failure is not None:
+            raise failure
+
+    # ---- pauses
+
+    def pause(self, duration_s: float) -> None:
+        """Time between two steps that was neither training nor communication (a checkpoint)."""
+        self.figures.skip(duration_s)
+        self._model.live.take_computing_s()  # is in it
+
+    def rest(self, reason: Callable[[], str], beat_s: float = REST_BEAT_S) -> None:
+        """Stand still as long as ``reason`` gives one, and say so; what comes in is merged, nothing is sent.
+
+        The swarm does not wait for a peer that rests. Its time is in no figure, and points that pass
+        meanwhile are not made up: the work done before goes into the next offers.
+        """
+        began_at, why = time.monotonic(), reason()
+        if not why:
+            return
+        self.activity = Activity.RESTING
+        self._report(ev.Paused, reason=why)
+        self.report()
+        while reason() and not self.stopped:
+            self._check()
+            self.take_outcomes()
+            if time.monotonic() - self.figures.made_at >= REST_REPORT_EVERY_S:
+                self.report()
+            time.sleep(beat_s)
+        rested_s = time.monotonic() - began_at
+        self.figures.skip(rested_s, rested=True)
+        self._model.live.take_computing_s()
+        self.position, self.activity = self._advance(time.monotonic()), Activity.TRAINING
+        self.account.forget_missed()
+        self._report(ev.Resumed, paused_s=rested_s)
+        self.report()
+
+    def stood_still(self) -> None:
+        """Count the time since the last step, or since this was asked last."""
+        self.figures.stood_still(time.monotonic(), self._model.live.take_computing_s())
+
     # ---- the end
 
     def flush(self, finished: bool) -> None:
         """Await what is in flight; if the run is over, offer what is left and wait until all agree."""
-        self._returned_at = time.monotonic()
-        self.release_held()
+        self.figures.begin_anew(time.monotonic())
+        self._release_held()
         if not finished:
-            self._wait(lambda: not self._account.in_flight, LEAVE_BOUND_S)
+            self._wait(lambda: not self.account.in_flight, LEAVE_BOUND_S)
         else:
-            bound_s = self._account.flush_bound_s
-            settle_s, self._is_flushing = settle_bound_s(bound_s), True
+            self.activity, bound_s = Activity.OFFERING_THE_REST, self.account.flush_bound_s
+            settle_s = settle_bound_s(bound_s)
             self._report(
-                ev.TrainingEnded, fragments=tuple(self._account.uncounted(self.tokens)),
+                ev.TrainingEnded, fragments=tuple(self.account.uncounted(self.tokens)),
                 offers_within_s=bound_s, settles_within_s=settle_s,
             )  # fmt: skip
             self._offer_the_rest(bound_s)
-            self.phase = Status.DRAINING
+            self.activity = Activity.SETTLING
             self.report()
             self._wait(self._has_settled, settle_s)
             if not self.stopped and self._wire.loads(self._has_settled()):
                 self._report(ev.Warned, text=STILL_LOADS)
                 self._wait(lambda: self.stopped or not self._wire.loads(self._has_settled()), LOADS_CAP_S)
-            self.release_held()
+            self._release_held()
             if not self.stopped:
                 self._wire.tell_what_is_missing()
         self.stood_still()
         self.report()
-
-    def stood_still(self) -> None:
-        """Count the time since the last step, or since this was asked last."""
-        since, self._returned_at, computing_s = (
-            self._returned_at,
-            time.monotonic(),
-            self.live.take_computing_s(),
-        )
-        self.train_s += computing_s
-        self.exposed_s += self._returned_at - since - computing_s
 
     def _has_settled(self) -> bool:
         """Whether all agree. What is in flight no more is told: until then others wait for our part in it."""
@@ -404,10 +367,10 @@ class Synchroniser:
 
     def _offer_the_rest(self, bound_s: float) -> None:
         """Offer what this peer learned since its last contributions until it is counted, or time is up."""
-        ending, open_ = Ending(self._count, time.monotonic(), bound_s), self._account.in_flight
+        ending, open_ = Ending(len(self.versions), time.monotonic(), bound_s), self.account.in_flight
         self._wait(self._may_take_next, bound_s)
         while not self.stopped:
-            uncounted = [f for f in self._account.uncounted(self.tokens) if f not in self._wire.over()]
+            uncounted = [f for f in self.account.uncounted(self.tokens) if f not in self._wire.over()]
             self._show()
             todo = ending.next(uncounted, open_.keys(), time.monotonic())
             if todo is None:
@@ -424,48 +387,36 @@ class Synchroniser:
 
     def _finished(self) -> frozenset[int]:
         """Once the run is over: fragments for which this peer has nothing more to offer."""
-        if not self._is_flushing:
+        if not self.activity.is_ending:
             return frozenset()
-        offers_on = self.phase == Status.TRAINING
-        return self._account.finished(self._account.uncounted(self.tokens) if offers_on else ())
+        offers_on = self.activity is Activity.OFFERING_THE_REST
+        return self.account.finished(self.account.uncounted(self.tokens) if offers_on else ())
 
     # ---- figures
 
     def report(self) -> None:
         """Show where this peer is: to the others, and as an event."""
-        now = time.monotonic()
-        elapsed_s = now - self._reported_at
-        if elapsed_s > 0 and not self._is_flushing:  # the rate of its training stays
-            rate = (self.tokens - self._reported_tokens) / elapsed_s
-            known = self._tokens_per_s
-            self._tokens_per_s = RATE_DECAY * known + (1 - RATE_DECAY) * rate if known else rate
-        if self._losses:
-            self._loss = mean_loss(self._losses)
-            self._losses.clear()
-        self._reported_at, self._reported_tokens = now, self.tokens
+        now, figures = time.monotonic(), self.figures
+        figures.make(now, keeps_rate=self.activity.is_ending)
         self._show()
         up_bytes, down_bytes = self._wire.traffic_bytes()
+        phase = Status.DRAINING if self.activity.is_ending else self.activity.phase
         self._report(
-            ev.Progress,
-            phase=Status.Phase.Name(Status.DRAINING if self._is_flushing else self.phase).lower(),
-            position=self.position,
-            inner_steps=self.inner_steps,
-            tokens=self.tokens,
-            tokens_per_s=self._tokens_per_s,
-            loss=self._loss,
-            train_s=self.train_s,
-            exposed_s=self.exposed_s,
-            wall_s=0.0 if self._first_step_at is None else now - self._first_step_at,
-            up_bytes=up_bytes,
-            down_bytes=down_bytes,
+            ev.Progress, phase=Status.Phase.Name(phase).lower(), position=self.position,
+            inner_steps=self.inner_steps, tokens=self.tokens, tokens_per_s=figures.tokens_per_s,
+            loss=figures.loss, train_s=figures.train_s, exposed_s=figures.exposed_s,
+            wall_s=figures.wall_s(now), up_bytes=up_bytes, down_bytes=down_bytes,
             versions=tuple(self.versions),
-        )
+        )  # fmt: skip
 
     def _show(self) -> None:
-        loss = self._loss if math.isfinite(self._loss) else 0.0
+        loss = self.figures.loss if math.isfinite(self.figures.loss) else 0.0
         finished = self._told_finished = self._finished()
-        at, work, over = self._advanced_at, (self.inner_steps, self.tokens), self._is_flushing
-        self._wire.show(LocalProgress(self.phase, self.position, at, *work, loss, finished, over))
+        at, work = self._advanced_at, (self.inner_steps, self.tokens)
+        activity = self.activity
+        self._wire.show(
+            LocalProgress(activity.phase, self.position, at, *work, loss, finished, activity.is_ending)
+        )
 
     def _report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
         self._wire.report(kind, fields)

@@ -110,22 +110,24 @@ def check_device(name: str) -> Finding:
     return Finding("device", State.OK, words)
 
 
-def check_kernels(built: bool, decodes: bool, passes: bool) -> Finding:
-    """What the codecs have to compute with. ``built``: at installation; ``decodes``, ``passes``: what this
-    processor can run of it. Without them torch's operations give the same values."""
-    if decodes and passes:
+def check_kernels(built: bool, runs: bool) -> Finding:
+    """What the codecs have to compute with. ``built``: at installation; ``runs``: this processor can run it.
+    Without it torch's operations give the same values."""
+    if runs:
         return Finding("kernels", State.OK, "compiled at installation")
-    if decodes:
-        return Finding("kernels", State.OK, "decoding only: this processor has no AVX2 or no F16C")
-    why = "compiled for another machine" if built else "none: no C compiler at installation"
+    why = (
+        "compiled, and this processor has no AVX2 or no F16C"
+        if built
+        else "none: no C compiler at installation"
+    )
     advice = "install gcc and then p2p-co2 again: encoding and averaging are slower without, training is not"
     return Finding("kernels", State.LIMITED, why, advice)
 
 
-def _kernels() -> tuple[bool, bool, bool]:
-    from p2p_co2.tensors.codec import native, passes
+def _kernels() -> tuple[bool, bool]:
+    from p2p_co2.tensors.codec import passes
 
-    return bool(native.libraries()), native.kernel is not None, passes.kernel is not None
+    return bool(passes.libraries()), passes.kernel is not None
 
 
 def check_threads(wanted: int, cores: int, quota: float) -> Finding:

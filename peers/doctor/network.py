@@ -28,13 +28,19 @@ from pathlib import Path
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, P2PCo2Error, TransportError
 from p2p_co2.net.discovery import Discovery
-from p2p_co2.net.transport.clocks import judge_clock
-from p2p_co2.net.transport.hivemind_quiet import P2P
-from p2p_co2.net.transport.libp2p_control import daemon_errors, own_maddrs
-from p2p_co2.net.transport.libp2p_daemon import start_p2p, stop_p2p
-from p2p_co2.net.transport.probe import GREETING
-from p2p_co2.net.transport.probe_limits import address_of
-from p2p_co2.net.transport.probing import Look, Passed, Prober, ProberBusy, open_prober
+from p2p_co2.net.transport.addresses import address_of
+from p2p_co2.net.transport.libp2p.control import daemon_errors, own_maddrs
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.libp2p.hivemind import P2P
+from p2p_co2.net.transport.probe import (
+    GREETING,
+    Look,
+    Passed,
+    Prober,
+    ProberBusy,
+    judge_clock,
+    open_prober,
+)
 from p2p_co2.peer_options import listening
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.ticket import Ticket, by_peer

@@ -1,7 +1,7 @@
 """One peer's machines behind the way in that bytes take, without an event loop: for many small games.
 
 ``Bench`` is what ``Node`` does around the machines, with a toy for the tensor side; bytes come in through the
-product's own ``Receiving`` (sizes, version, run, dispatch, allowances). Three benches play a story together
+product's own ``Router`` (sizes, version, run, dispatch, allowances). Three benches play a story together
 once; each one's part in it, what came in and what it did when, is kept and replayed with wrong messages in
 between (``scenes``). Law: the same calls at the same times give the same history.
 """
@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from p2p_co2.digest import digest_of_chunks
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.links import MAX_SERVED_BYTES
-from p2p_co2.node.receiving import Receiving
+from p2p_co2.node.router import Inbox, Router, RouterEvents
 from p2p_co2.protocol.catchup import (
     ROUND,
     STATE,
@@ -83,8 +83,9 @@ class Bench:
         self.rounds = Rounds(self.identity, RUN, SHAPE, 32)
         means = tuple(blocks * SHAPE.block_bytes for blocks in SHAPE.blocks)
         self.catchup = CatchUp(self.identity, RUN, Shape(means, STATE_BYTES))
-        self.progress = self
-        self.receiving = Receiving(self, 0.0)  # type: ignore[arg-type]
+        inbox = Inbox(self.membership, self.rounds, self.catchup, self.status, lambda: None)
+        heard = RouterEvents(self.refused, self.shut_out, self.pump, self.crash)
+        self.router = Router(RUN, inbox.take, heard, self.now, 0.0)
         self.versions, self.states = [0] * len(means), [bytes(size) for size in STATE_BYTES]
         self.digests = [digest_of_chunks([chunk_digest(state)]) for state in self.states]
         self.sent: list[tuple[PeerId, bytes]] = []
@@ -94,7 +95,7 @@ class Bench:
         for fragment, digest in enumerate(self.digests):
             self.rounds.set_state(fragment, 0, digest)
 
-    # ---- what ``Receiving`` asks of a node
+    # ---- what ``Inbox`` and ``Router`` ask of a node
 
     def now(self) -> float:
         return self.at
@@ -105,8 +106,8 @@ class Bench:
             upload_bytes_per_s=UPLOAD_BYTES_PER_S,
         )  # fmt: skip
 
-    def report(self, kind: type[Any], **fields: Any) -> None:
-        self.reported[kind.__name__] += 1
+    def refused(self, peer: str, message: str, reason: str, detail: str) -> None:
+        self.reported["MessageRefused"] += 1
 
     def crash(self, error: Exception) -> None:
         raise error
@@ -114,9 +115,6 @@ class Bench:
     def shut_out(self, peer: PeerId, why: str) -> None:
         self.shut.add(peer)
         self.membership.unreachable(peer, why, self.at)
-
-    def know_all(self) -> None:
-        """Here the rounds machine hears at once of all who come and go."""
 
     def pump(self, timers: bool = True) -> None:
         for _ in range(100):
@@ -130,12 +128,13 @@ class Bench:
         raise AssertionError("the machines never fall silent")
 
     def _serve(self, going: Sequence[tuple[PeerId, Message]]) -> None:
-        """Chunks wait until their receiver takes them, up to the bound of ``Links``."""
+        """Chunks wait until their receiver takes them, up to the bound of ``LinkPool``."""
         for peer, message in going:
             if isinstance(message, Chunk):
                 self.unread_bytes[peer] += len(message.data)
                 if self.unread_bytes[peer] > MAX_SERVED_BYTES:
-                    self.receiving.overasked(peer)
+                    self.router.overasked(peer)
+                    self.catchup.donor.takes_nothing(peer)
 
     # ---- driving
 
@@ -143,9 +142,9 @@ class Bench:
         """One message as a carrier would hand it over; who is shut out is not heard."""
         self.tick(at)
         try:
-            self.receiving.take(sender, data)
+            self.router.take(sender, data)
         except RemoteProtocolError as error:
-            self.receiving.on_link_refused(sender, error)
+            self.router.on_link_refused(sender, error)
 
     def tick(self, at: float) -> None:
         """Fire what is due until ``at``."""
@@ -240,7 +239,7 @@ class Bench:
             donors = event.donors or tuple(sorted(self.membership.live))
             self.catchup.want(Goal(STATE, event.fragment, event.version, donors), self.at)
         elif isinstance(event, Refused):
-            self.receiving.refuse(event.peer, event.reason, event.detail)
+            self.router.refuse(event.peer, event.reason, event.detail)
 
     def _on_catch_up(self, event: Any) -> None:
         if isinstance(event, ExportWanted):
@@ -253,7 +252,7 @@ class Bench:
             state = data if event.goal.what == STATE else made_of(fragment, data)
             self._moved(fragment, event.version, state)
         elif isinstance(event, DonorRefused):
-            self.receiving.refuse(event.peer, event.reason, event.detail)
+            self.router.refuse(event.peer, event.reason, event.detail)
         elif isinstance(event, FetchFailed):
             self.rounds.forget_outcome(event.goal.fragment, event.goal.version)
 

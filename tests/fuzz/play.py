@@ -12,8 +12,6 @@ import asyncio
 import sys
 from collections import Counter
 
-from p2p_co2.node.allowances import MAX_SENDERS
-from p2p_co2.node.receiving import MAX_REFUSALS_KEPT
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
@@ -107,13 +105,13 @@ def check_bounds(trainer: Trainer) -> None:
     assert node._bug is None, node._bug
     assert trainer.ledger.failure is None
     assert not node._stopping.is_set()
-    assert len(node.receiving.refusals) <= MAX_REFUSALS_KEPT + 100
-    assert len(node.receiving._allowances._senders) <= MAX_SENDERS
-    for fragment in node.rounds._fragments:
+    for name, (held, most) in node.router.held().items():
+        assert held <= most, name
+    for index, fragment in enumerate(node.rounds._fragments):
         held = sum(fragment._early._bytes.values())
-        assert held <= max(bounds.EARLY_FLOOR_BYTES, 2 * fragment._payload_bytes)
-        assert len(fragment.verdicts._commits) <= bounds.KEEP_DECISIONS
-        assert len(fragment.verdicts._ended) <= bounds.KEEP_ATTEMPTS
+        assert held <= max(bounds.EARLY_FLOOR_BYTES, 2 * node.shape.payload_bytes(index))
+        assert len(fragment.history._commits) <= bounds.KEEP_DECISIONS
+        assert len(fragment.history._ended) <= bounds.KEEP_ATTEMPTS
     assert len(node.rounds._coordination._gatherings) <= 8
     assert len(node.membership.live) <= 4
     assert size_of(node.rounds) + size_of(node.membership) + size_of(node.catchup) < MOST_HELD_BYTES

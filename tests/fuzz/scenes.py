@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from p2p_co2.node.receiving import OTHERS
+from p2p_co2.node.router import OTHERS
 from p2p_co2.protocol.membership import SILENCE_FLOOR_S
 from p2p_co2.protocol.rounds.bounds import READY_CAP_S, ROUND_CAP_S
 from p2p_co2.protocol.wire.identity import Identity, PeerId
@@ -85,4 +85,4 @@ class Scene:
             for name, (count, bound) in machine.held().items():
                 assert count <= bound, f"{name}: {count} of {bound}"
         names = {OTHERS, *(one.peer_id for one in (*STRANGERS, *self._identities))}
-        assert {sender for sender, _, _ in bench.receiving.refusals} <= names
+        assert {sender for sender, _, _ in bench.router.refusals} <= names

@@ -13,7 +13,7 @@ import selectors
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -21,11 +21,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
+from p2p_co2.node.environment import Clock, Environment
 from p2p_co2.node.lanes import Piece
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.node import Node
 from p2p_co2.node.progress import LocalProgress
-from p2p_co2.node.surroundings import Clock
 from p2p_co2.protocol.rounds import Offer, PayloadShape
 from p2p_co2.protocol.schedule import Stage
 from p2p_co2.protocol.wire.identity import Identity, PeerId
@@ -36,9 +36,10 @@ from p2p_co2.tensors.checkpoint import state_size_bytes
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments.live import LiveParameters
 from p2p_co2.tensors.fragments.plan import plan_fragments
-from p2p_co2.trainer.fragment_ledger import FragmentLedger
-from p2p_co2.trainer.ledger import TensorLedger
+from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
+from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
+from p2p_co2.trainer.worker import TensorWorker
 
 RUN = RunConfig(
     name="fuzz",
@@ -93,7 +94,7 @@ def make_identity(name: str) -> Identity:
 
 
 class MemoryLinks:
-    """``node.surroundings.Outgoing``: a message arrives ``LATENCY_S`` later, in order."""
+    """``node.environment.Links``: a message arrives ``LATENCY_S`` later, in order."""
 
     def __init__(self, world: World, me: PeerId) -> None:
         self._world, self._me = world, me
@@ -126,17 +127,14 @@ class MemoryLinks:
 
 
 class Beside:
-    """``node.surroundings.Surroundings`` for one peer: everybody knows everybody."""
+    """``node.environment.PeerNetwork`` for one peer: everybody knows everybody."""
 
     software = "fuzz"
     carriers: Sequence[Carrier] = ()
 
     def __init__(self, world: World, identity: Identity) -> None:
         self._world, self.identity = world, identity
-        self.config, self.run, self.discovery = PeerConfig(), RUN, self
-
-    async def publish_decision(self, fragment: int, round_: int, decision: bytes, lifetime_s: float) -> None:
-        return None
+        self.config, self.run = PeerConfig(), RUN
 
     async def start_carriers(self, on_message: OnMessage, on_refused: OnRefused) -> None:
         self._world.doors[self.identity.peer_id] = on_message
@@ -161,9 +159,10 @@ class Beside:
 
 
 class Trainer:
-    """One peer: its model, its ledger, its node, and the wire between them."""
+    """One peer: its model, its ledger, its node, and the wire between them; in ``world``, or where its
+    ``environment`` is."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World | None, name: str, environment: Environment | None = None) -> None:
         self.identity = make_identity(name)
         self.me = self.identity.peer_id
         self.events: list[Event] = []
@@ -173,12 +172,13 @@ class Trainer:
         plan, codec = plan_fragments(self.model, RUN.fragments), get_codec(RUN.codec.name)
         live = LiveParameters(self.model, plan)
         states = [outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments]
-        self.ledger = TensorLedger(codec, [FragmentLedger(RUN, codec, self.me, state) for state in states])
-        self.ledger._worker.shutdown()
-        self.ledger._worker = Inline()  # type: ignore[assignment]
-        loop = asyncio.get_running_loop()
+        fragments = [FragmentState(RUN, codec, self.me, state, index) for index, state in enumerate(states)]
+        self.ledger = TensorWorker(codec, fragments, thread=cast(Any, Inline()))
+        if environment is None:
+            assert world is not None
+            environment = world.environment(self.identity)
         self.node = Node(
-            Beside(world, self.identity),
+            environment,
             PayloadShape(
                 codec.block_bytes,
                 tuple(codec.blocks(f.numel) for f in plan.fragments),
@@ -188,10 +188,11 @@ class Trainer:
             self.ledger,
             self.ledger.agreed(),
             self.events.append,
-            Clock(loop.time, lambda: 1.7e9 + loop.time()),
-            lambda *_: MemoryLinks(world, self.me),
         )
-        self.sync = Synchroniser(RUN, self.model, plan, self.ledger, self, Progressed())
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        setup = Plan(RUN, PeerConfig(), plan, self.model, optimizer, None, (0.1,))
+        self.exchanged = ExchangedModel(setup, lambda text: None)
+        self.sync = Synchroniser(RUN, self.exchanged, self.ledger, self, Progressed())
         self.sync.report()
 
     def step(self) -> None:
@@ -256,6 +257,12 @@ class World:
         """Bring up the nodes that are not up yet."""
         for trainer in self.trainers[len(self._nodes) :]:
             self._nodes.append(asyncio.create_task(trainer.node.run()))
+
+    def environment(self, identity: Identity) -> Environment:
+        """What a peer of this world stands on."""
+        loop = asyncio.get_running_loop()
+        clock = Clock(loop.time, lambda: 1.7e9 + loop.time())
+        return Environment.of(Beside(self, identity), clock, lambda *_: MemoryLinks(self, identity.peer_id))
 
     def add(self, name: str) -> None:
         """One more peer, at version 0; ``start`` brings it up."""

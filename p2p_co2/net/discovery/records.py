@@ -1,19 +1,13 @@
 """What may stand in the DHT: records that prove who wrote them.
 
 Every record is an entry (key, subkey = peer id of the writer, value = ``Signed`` by that peer). Three kinds:
-where a peer can be reached, what the run is (only the run's key may write it), how a round ended. Whoever
-stores or reads a record checks it, so a forged one gets nowhere, and nobody can overwrite the entry of
-another. Keys contain the run's digest.
-
-A fourth kind says where the run is. It outlives its writer: with nobody left it is how a newcomer knows that
-the run has been trained already. Law: ``run_position`` believes what half of those say that were there last,
-so one liar among several moves nothing. Ids are free: whoever has a ticket can make many, and claim an end
-that never came. While anybody trains no newcomer asks; later the lie costs a ``--start-over``.
+where a peer can be reached, what the run is (only the run's key may write it), and where the run is. Whoever
+stores or reads a record checks it, so a forged one gets nowhere, and nobody overwrites another's entry. A
+position outlives its writer: with nobody left it is how a newcomer knows that the run was trained already.
 
 Peers are spread over ``PEER_SHARDS`` keys by the digest of their id: the DHT answers with all entries of a
-key at once, and one key with thousands of entries would not fit into a message. Everything is bounded:
-``MAX_RECORD_BYTES`` per value, ``MAX_ENTRIES`` per key, ``MAX_LIFETIME_S``. Price: ids are free to make, so a
-stranger can still fill keys with useless but correctly signed records; he cannot pass for somebody else.
+key at once. Everything is bounded. Price: ids are free to make, so a stranger can still fill keys with
+useless but correctly signed records, or claim an end that never came, which costs a ``--start-over``.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.net.transport.hivemind_quiet import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
+from p2p_co2.net.transport.libp2p.hivemind import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
 from p2p_co2.protocol.wire.identity import PeerId, unseal
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_FRAGMENTS, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
@@ -35,7 +29,6 @@ from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosit
 PEER_CONTEXT = b"p2p-co2 peer record"
 MANIFEST_CONTEXT = b"p2p-co2 run manifest"
 POSITION_CONTEXT = b"p2p-co2 run position"
-DECISION_CONTEXT = b"p2p-co2 published decision"
 PEER_SHARDS = 8
 MAX_ENTRIES = MAX_PEERS // PEER_SHARDS
 """Writers under one key of the DHT."""
@@ -74,10 +67,6 @@ def position_key(run: bytes, shard: int) -> str:
 
 def manifest_key(run: bytes) -> str:
     return f"p2p-co2/{run.hex()}/manifest"
-
-
-def decision_key(run: bytes, fragment: int, round_: int) -> str:
-    return f"p2p-co2/{run.hex()}/decision/{fragment}/{round_}"
 
 
 def run_position(said: Sequence[RunPosition], now: float) -> RunPosition | None:
@@ -125,9 +114,8 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
         record = PeerRecord()
         _parse(record, self._open(PEER_CONTEXT, writer, sealed))
         if record.peer != writer or record.run != self._run:
-            raise RemoteProtocolError(
-                "wrong record", f"of peer {record.peer[:64]!r}, run {record.run[:8].hex()}"
-            )
+            detail = f"of peer {record.peer[:64]!r}, run {record.run[:8].hex()}"
+            raise RemoteProtocolError("wrong record", detail)
         strings = [*record.maddrs, *record.grpc_addresses, record.software]
         if (
             max(len(record.maddrs), len(record.grpc_addresses)) > MAX_ADDRESSES
@@ -165,10 +153,6 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
             raise RemoteProtocolError("wrong record", f"position by {writer}: out of bounds")
         return said
 
-    def decision(self, writer: str, sealed: bytes) -> bytes:
-        """The published decision inside a value; raises ``RemoteProtocolError``."""
-        return self._open(DECISION_CONTEXT, writer, sealed)
-
     def _check(self, record: DHTRecord, writer: str, sealed: bytes) -> None:
         latest = self._clock() + MAX_LIFETIME_S + CLOCK_SLACK_S
         if record.key in self._peers:
@@ -184,7 +168,7 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
         elif record.key == self._manifest:
             self.manifest(writer, sealed)
         else:
-            self.decision(writer, sealed)
+            raise RemoteProtocolError("unknown record", "under no key of this run")
         if not record.expiration_time <= latest:  # written so that NaN is refused
             raise RemoteProtocolError("wrong record", f"of peer {writer}: lives too long")
 

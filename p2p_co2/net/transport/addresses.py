@@ -1,15 +1,21 @@
-"""Which addresses mean something far away, and which only near this machine.
+"""Addresses: which lead far away, which only near this machine, and the numbers behind a host name.
 
-Sources: RFC 1918 and 4193 (private), 6598 (carrier-grade NAT), 3927 and 4291 (link-local, loopback). The
-table is libp2p's, not the registry's: an address that libp2p takes for public is one that it dials and lets
-others dial, and that is what the callers want to know.
+``is_near`` follows RFC 1918 and 4193 (private), 6598 (carrier-grade NAT), 3927 and 4291 (link-local,
+loopback), as libp2p's own table does: an address that libp2p takes for public is one that others dial.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 
+from p2p_co2.errors import TransportError
+
+MAX_LOOKUPS = 8
 _NEAR = tuple(
     ipaddress.ip_network(network)
     for network in (
@@ -20,8 +26,7 @@ _NEAR = tuple(
 
 
 def is_near(host: str) -> bool:
-    """Whether an IP address leads nowhere but to this machine or its own network; a name may lead
-    anywhere."""
+    """Whether an IP address leads only to this machine or its own network; a name may lead anywhere."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -29,22 +34,10 @@ def is_near(host: str) -> bool:
     return any(address in network for network in _NEAR if network.version == address.version)
 
 
-def is_public_maddr(maddr: str) -> bool:
-    """Whether a multiaddr is a direct one that the world can see."""
-    fields = maddr.split("/")
-    is_direct = len(fields) > 4 and fields[1] in {"ip4", "ip6"} and "p2p-circuit" not in fields
-    return is_direct and not is_near(fields[2])
-
-
 def is_loopback(host: str) -> bool:
-    """Whether an IP address leads to this machine itself."""
-    return ipaddress.ip_address(host).is_loopback
-
-
-def is_loopback_host(host: str) -> bool:
-    """The same of a host as people write it: a name may lead anywhere, but for this one."""
+    """Whether a host leads to this machine itself; of names only "localhost" does."""
     try:
-        return is_loopback(host)
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
 
@@ -58,3 +51,91 @@ def is_own(address: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def is_relayed(maddr: str) -> bool:
+    """Whether a third machine passes on what goes to this multiaddr."""
+    return "/p2p-circuit" in maddr
+
+
+def is_public_maddr(maddr: str) -> bool:
+    """Whether a multiaddr is a direct one that the world can see."""
+    fields = maddr.split("/")
+    is_direct = len(fields) > 4 and fields[1] in {"ip4", "ip6"} and not is_relayed(maddr)
+    return is_direct and not is_near(fields[2])
+
+
+def multiaddr_of(host: str, port: int) -> str:
+    """The libp2p address of an IP address or DNS name and a TCP port."""
+    try:
+        kind = f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        kind = "dns"
+    return f"/{kind}/{host}/tcp/{port}"
+
+
+def address_of(maddr: str) -> tuple[str, int] | None:
+    """("203.0.113.5", 31000) of the multiaddr of a direct TCP connection; None for any other."""
+    fields = maddr.split("/")
+    if is_relayed(maddr) or len(fields) < 5 or fields[1] not in {"ip4", "ip6"} or fields[3] != "tcp":
+        return None
+    try:
+        address, port = ipaddress.ip_address(fields[2]), int(fields[4])
+    except ValueError:
+        return None
+    return (str(address), port) if 0 < port < 65536 else None
+
+
+def network_of(address: str) -> str:
+    """What counts as one customer: an IPv4 address, or the 64-bit network of an IPv6 address."""
+    parsed = ipaddress.ip_address(address)
+    return str(parsed) if parsed.version == 4 else str(ipaddress.ip_network((parsed, 64), strict=False))
+
+
+class Resolver:
+    """Looks up host names that strangers announced, at most ``most`` at once.
+
+    The system's resolver cannot be stopped: a name whose servers never answer holds a thread for half a
+    minute. So each lookup has a daemon thread of its own. Law: no stranger's name delays anything but the
+    attempt to reach that stranger. ``resolve`` blocks and gives a name's addresses, or raises ``OSError``.
+    """
+
+    def __init__(self, most: int = MAX_LOOKUPS, resolve: Callable[[str], list[str]] | None = None) -> None:
+        self._places = threading.BoundedSemaphore(most)
+        self._resolve = resolve or _resolve
+
+    async def addresses_of(self, host: str, timeout_s: float) -> list[str]:
+        """The addresses of ``host``, itself if it is one. Safe to cancel.
+
+        Raises ``TransportError``: no such name, no answer in time, or too many lookups under way.
+        """
+        with suppress(ValueError):
+            return [str(ipaddress.ip_address(host))]
+        if not self._places.acquire(blocking=False):
+            raise TransportError(f"{host[:64]}: too many names are being looked up; addresses need none")
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[list[str]] = loop.create_future()
+        threading.Thread(target=self._look_up, args=(host, loop, answer), daemon=True).start()
+        try:
+            async with asyncio.timeout(timeout_s):
+                found = await answer
+        except TimeoutError:
+            raise TransportError(f"{host[:64]}: its name servers do not answer") from None
+        if not found:
+            raise TransportError(f"{host[:64]}: no such name")
+        return found
+
+    def _look_up(self, host: str, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[list[str]]) -> None:
+        found: list[str] = []
+        try:
+            with suppress(OSError, UnicodeError):
+                found = self._resolve(host)
+        finally:
+            self._places.release()
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(lambda: None if answer.done() else answer.set_result(found))
+
+
+def _resolve(host: str) -> list[str]:
+    entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))

@@ -1,54 +1,39 @@
 """What every carrier is: bytes between authenticated peers, in order, one direction per link.
 
-Laws. A link carries messages of 1 to ``MAX_MESSAGE_BYTES`` bytes from the peer that dialled to the peer that
-was dialled, in the order of ``send``, each at most once and unchanged; ``on_message`` of one link is awaited
-before its next message is read, so a slow receiver slows its senders and nobody's memory grows; a link that
-brings no whole message within ``MESSAGE_TIMEOUT_S`` is dropped. The sender given to ``on_message`` is proved
-by a signature (``admission``) on a channel that cannot be changed under way. The death of the other process
-is noticed at once by both ends, even when nothing is being sent.
+Laws. A link carries messages of 1 to ``MAX_MESSAGE_BYTES`` bytes from the peer that dialled, in the order of
+``send``, each at most once and unchanged. ``on_message`` of one link is awaited before its next message is
+read, so a slow receiver slows its senders and nobody's memory grows. A link that brings no whole message
+within ``MESSAGE_TIMEOUT_S`` is dropped. The sender is proved by a signature (``admission``) on a channel that
+cannot be changed under way. Both ends notice at once when the other process dies.
 
-Price: two links for a conversation, one per direction; in return there is no question of who closes what, and
-each direction may use another carrier.
+Price: two links for a conversation. In return there is no question of who closes what, and each direction
+may use another carrier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
-from p2p_co2.net.transport.acknowledged import Acknowledged
+from p2p_co2.net.transport.flow import Acknowledged, Seen
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
-CONNECT_TIMEOUT_S = 10.0
-"""Bound on one attempt to reach one address of a peer."""
-HELLO_TIMEOUT_S = 10.0
-"""A stranger that dialled must have said who it is within this."""
+CONNECT_TIMEOUT_S = HELLO_TIMEOUT_S = 10.0
+"""Bound on one attempt to reach one address, and on a stranger's word who it is."""
 MESSAGE_TIMEOUT_S = 60.0
-"""A link must bring a whole message within this: peers that live say so every second, and a piece cut for a
-slow link takes a quarter of one. Who trickles byte by byte holds a link and its buffer no longer."""
+"""A link must bring a whole message within this: peers that live say so every second. Who trickles byte by
+byte holds a link and its buffer no longer."""
 CLOSE_TIMEOUT_S = 2.0
-"""How long ``Link.close`` waits for the other end to have taken everything."""
+"""How long ``Link.close`` waits for the other end to have taken everything, and a daemon's answer then."""
 
 OnMessage = Callable[[PeerId, bytes], Coroutine[Any, Any, None]]
 """(sender, message). It may raise ``RemoteProtocolError``: the link is dropped and the error reported. It is
 cancelled when the sender's link dies or the carrier closes while it waits."""
 OnRefused = Callable[[PeerId | None, RemoteProtocolError], None]
 """(sender if it was proved, what it did): for counting and for the log."""
-
-
-class Seen(NamedTuple):
-    """What is seen of a link."""
-
-    queued_s: float | None = None
-    """How much longer than at best the way there and back takes now: what waits before the line, this
-    machine's own or the receiver's; None where that is not known, as of a link that carries nothing."""
-    there_bytes: int = 0
-    """What the receiver's kernel has acknowledged since the beginning; 0 where that is not known."""
-    at_most_bytes_per_s: float = 0.0
-    """How fast it may send now, of each of its connections the fastest; 0.0 where that is not known."""
 
 
 class Link(Protocol):
@@ -71,10 +56,6 @@ class Link(Protocol):
     def look(self) -> Seen:
         """What the kernel knows of the way."""
 
-    def begin_anew(self, now: float) -> None:
-        """Let TCP find out anew how fast the way is, if it is such that this helps and was not so a moment
-        ago."""
-
     def there_in_s(self, size_bytes: int) -> float:
         """When a message of this size would be there if it were sent now; 0.0 where that is not known."""
 
@@ -86,9 +67,9 @@ class Link(Protocol):
     async def send(self, data: bytes) -> None:
         """Hand over one message; returns when there is room for the next.
 
-        Calls from several tasks go out in the order of the calls. Cancelling it gives up the link: part of
-        the message may be under way. Raises ``PeerLost`` when the link is gone (what was sent before may be
-        lost with it), ``LocalProtocolError`` for a message that is empty or over ``MAX_MESSAGE_BYTES``.
+        Calls from several tasks go out in the order of the calls. Cancelling it gives up the link. Raises
+        ``PeerLost`` when the link is gone (what was sent before may be lost with it), ``LocalProtocolError``
+        for a message that is empty or over ``MAX_MESSAGE_BYTES``.
         """
 
     async def close(self) -> None:
@@ -96,8 +77,7 @@ class Link(Protocol):
         back."""
 
     async def wait_closed(self) -> str:
-        """Wait until the link is gone, however that came about; returns the cause in words. Safe to
-        cancel."""
+        """Wait until the link is gone; returns the cause in words. Safe to cancel."""
 
 
 class Carrier(Protocol):

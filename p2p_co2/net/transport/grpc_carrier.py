@@ -1,9 +1,9 @@
 """The direct carrier: gRPC over TLS (``grpc.aio``), for peers that can be dialled.
 
 One streaming call is one link: the request stream carries the messages, the initial metadata of the answer
-says "welcome", the final status says why it ended. No generated stubs and no second serialisation: messages
-are the bytes of the call. Server: the certificate's digest is in the signed peer record (``tls``). Client: a
-signed hello bound to that certificate (``admission``). HTTP/2 flow control is the backpressure.
+says "welcome", the final status says why it ended. No generated stubs: messages are the bytes of the call.
+The certificate's digest is in the signed peer record (``tls``), and the signed hello is bound to it
+(``admission``). HTTP/2 flow control is the backpressure.
 
 Law of death: a killed process resets its connection and both ends know at once; a host that falls silent is
 given up after ``KEEPALIVE_S`` + ``KEEPALIVE_TIMEOUT_S``. Price: 1.5 to 4 CPU seconds per GB, much of it TLS;
@@ -30,8 +30,7 @@ from p2p_co2.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from p2p_co2.net.transport.acknowledged import Acknowledged
-from p2p_co2.net.transport.addresses import is_near
+from p2p_co2.net.transport.addresses import Resolver, is_near
 from p2p_co2.net.transport.admission import MAX_INBOUND_LINKS, RELAYED, Admission, network_at
 from p2p_co2.net.transport.base import (
     CLOSE_TIMEOUT_S,
@@ -40,12 +39,10 @@ from p2p_co2.net.transport.base import (
     MESSAGE_TIMEOUT_S,
     OnMessage,
     OnRefused,
-    Seen,
     check_incoming,
     check_outgoing,
 )
-from p2p_co2.net.transport.resolver import Resolver
-from p2p_co2.net.transport.send_buffer import SendBuffer
+from p2p_co2.net.transport.flow import Acknowledged, Seen, SendBuffer
 from p2p_co2.net.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
@@ -70,10 +67,7 @@ offence."""
 _COMMON_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
-    (
-        "grpc.http2.ping_timeout_ms",
-        int(KEEPALIVE_TIMEOUT_S * 1000),
-    ),  # else a minute, whatever the line above says
+    ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),  # else a minute, in spite of the above
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.max_frame_size", 1 << 20),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -94,8 +88,6 @@ _CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.ssl_target_name_override", TARGET_NAME),
 ]
-
-
 _SERVER_STOPS = "Cancelling all calls"
 """What gRPC says to the links of a server that is being stopped: a peer that leaves, and no fault."""
 
@@ -256,20 +248,12 @@ class GrpcLink:
 
     @property
     def is_far(self) -> bool:
-        """See ``Link``."""
         return self.send_buffer is not None and self.send_buffer.is_far
 
     def look(self) -> Seen:
-        """See ``Link``."""
         return self.send_buffer.look() if self.send_buffer is not None else Seen()
 
-    def begin_anew(self, now: float) -> None:
-        """See ``Link``."""
-        if self.send_buffer is not None:
-            self.send_buffer.begin_anew(now)
-
     def there_in_s(self, size_bytes: int) -> float:
-        """See ``Link``."""
         return self.send_buffer.there_in_s(size_bytes) if self.send_buffer is not None else 0.0
 
     async def open(self, hello: bytes, address: str) -> None:

@@ -1,13 +1,9 @@
 """A carrier slowed down to an internet line, for rehearsals without root: real carriers on loopback, late.
 
-Messages leave one after the other at the line's upload rate, all links of this process together; they
-arrive a latency later, and are taken in at its download rate. A lost packet is what TCP makes of it: its
-message, and all behind it on the link, come a round trip later. So nothing is lost that a carrier would keep.
-
-Laws: order and content of a link stay; ``send`` returns when the line has taken the message, so a full line
-is felt as one; at most ``MAX_UNDER_WAY`` messages of a link are under way. Price: whole messages instead of
-packets, so the line is coarse below a second; the sender's latency counts whole, whatever the receiver's is;
-no routers, no slow start, no congestion.
+Messages leave one after the other at the line's upload rate, all links of this process together; they arrive
+a latency later, and are taken in at its download rate. A message with a lost packet, and all behind it on the
+link, come a round trip later, as over TCP. Laws: order and content of a link stay; a full line is felt as one
+by ``send``. Price: whole messages instead of packets; no routers, no slow start, no congestion.
 """
 
 from __future__ import annotations
@@ -19,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from p2p_co2.errors import ConfigError, PeerLost
-from p2p_co2.net.transport.acknowledged import Acknowledged
-from p2p_co2.net.transport.base import Carrier, Link, OnMessage, OnRefused, Seen, check_outgoing
+from p2p_co2.net.transport.base import Carrier, Link, OnMessage, OnRefused, check_outgoing
+from p2p_co2.net.transport.flow import Acknowledged, Seen
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
@@ -66,102 +62,71 @@ class _Transmitter:
         await asyncio.sleep(self._free_at - now)
 
 
-class SlowCarriers:
-    """The carriers of one process, on one line."""
+class Line:
+    """One process's line, which all of its carriers share."""
 
     def __init__(self, line: SlowLine, seed: int) -> None:
-        self.line, self.chance = line, random.Random(seed)
+        self.line, self._chance = line, random.Random(seed)
         self.up, self.down = _Transmitter(line.up_bits_per_s), _Transmitter(line.down_bits_per_s)
-
-    def slowed(self, carrier: Carrier) -> Carrier:
-        return SlowCarrier(carrier, self)
 
     def latency_s(self, size_bytes: int) -> float:
         """Of one message: what jitter and lost packets make of the line's."""
         line = self.line
-        late_s = max(0.0, line.latency_s + self.chance.gauss(0.0, line.jitter_s))
+        late_s = max(0.0, line.latency_s + self._chance.gauss(0.0, line.jitter_s))
         packets = -(-size_bytes // PACKET_BYTES)
-        if self.chance.random() < 1 - (1 - line.loss) ** packets:
+        if self._chance.random() < 1 - (1 - line.loss) ** packets:
             late_s += 2 * line.latency_s
         return late_s
 
 
 class SlowCarrier:
-    """See ``Carrier``."""
+    """See ``Carrier``: ``carrier`` on ``line``."""
 
-    def __init__(self, carrier: Carrier, together: SlowCarriers) -> None:
-        self._carrier, self._together = carrier, together
-
-    @property
-    def name(self) -> str:
-        return self._carrier.name
+    def __init__(self, carrier: Carrier, line: Line) -> None:
+        self._carrier, self._line = carrier, line
+        self.name, self.keep_places, self.close = carrier.name, carrier.keep_places, carrier.close
 
     async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
         async def slowly(sender: PeerId, data: bytes) -> None:
-            await self._together.down.pass_on(len(data))
+            await self._line.down.pass_on(len(data))
             await on_message(sender, data)
 
         await self._carrier.start(slowly, on_refused)
 
-    def keep_places(self, is_known: Callable[[PeerId], bool]) -> None:
-        self._carrier.keep_places(is_known)
-
     async def connect(self, record: PeerRecord) -> Link:
         link = await self._carrier.connect(record)
-        await asyncio.sleep(4 * self._together.line.latency_s)  # TCP's handshake and TLS's, a round trip each
-        return SlowLink(link, self._together)
-
-    async def close(self) -> None:
-        await self._carrier.close()
+        await asyncio.sleep(4 * self._line.line.latency_s)  # TCP's handshake and TLS's, a round trip each
+        return SlowLink(link, self._line)
 
 
 class SlowLink:
-    """See ``Link``."""
+    """See ``Link``. All links of this process share one line: nothing is known of a way of its own, and
+    ``send`` returns at the line's speed, whatever lies under it."""
 
-    def __init__(
-        self, link: Link, together: SlowCarriers, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._link, self._together, self._clock = link, together, clock
+    is_far = False
+    acknowledged: Acknowledged | None = None
+
+    def __init__(self, link: Link, line: Line, clock: Callable[[], float] = time.monotonic) -> None:
+        self._link, self._line, self._clock = link, line, clock
+        self.peer, self.carrier, self.way = link.peer, link.carrier, link.way
+        self.wait_closed = link.wait_closed
         self._under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_UNDER_WAY)
         self._writing, self._latest_at = asyncio.Lock(), 0.0
         self._carrying = asyncio.create_task(self._carry(), name=f"slow line to {link.peer}")
 
-    @property
-    def peer(self) -> PeerId:
-        return self._link.peer
-
-    @property
-    def carrier(self) -> str:
-        return self._link.carrier
-
-    @property
-    def way(self) -> str:
-        return self._link.way
-
-    @property
-    def is_far(self) -> bool:
-        return False  # all links of this process share one line here
-
     def look(self) -> Seen:
         return Seen()
 
-    def begin_anew(self, now: float) -> None:
-        """See ``Link``: it is as fast as the line."""
-
     def there_in_s(self, size_bytes: int) -> float:
         return 0.0
-
-    @property
-    def acknowledged(self) -> Acknowledged | None:
-        return None  # ``send`` returns at this line's speed, whatever lies under it
 
     async def send(self, data: bytes) -> None:
         check_outgoing(data)
         async with self._writing:
             if self._carrying.done():
                 raise PeerLost(await self._link.wait_closed())
-            await self._together.up.pass_on(len(data))
-            self._latest_at = max(self._latest_at, self._clock() + self._together.latency_s(len(data)))
+            await self._line.up.pass_on(len(data))
+            self._latest_at = max(self._latest_at, self._clock() + self._line.latency_s(len(data)))
             await self._under_way.put((self._latest_at, data))
 
     async def close(self) -> None:
@@ -169,9 +134,6 @@ class SlowLink:
         self._carrying.cancel()
         await asyncio.gather(self._carrying, return_exceptions=True)
         await self._link.close()
-
-    async def wait_closed(self) -> str:
-        return await self._link.wait_closed()
 
     async def _carry(self) -> None:
         try:

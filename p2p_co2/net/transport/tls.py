@@ -1,11 +1,9 @@
 """A certificate for this process, and the certificate that another process shows.
 
-The certificate authenticates nobody by itself: it is self-signed, made anew at every start, its private key
-never leaves memory. What counts is its digest: the owner's signed ``PeerRecord`` carries it, the dialler
-compares, then trusts exactly this certificate and no authority (pinning, RFC 7858 section 4.2 in spirit).
-ECDSA P-256: every TLS library takes it.
-
-Price: one extra handshake per new server, to learn its certificate.
+A certificate authenticates nobody by itself: it is self-signed, made anew at every start, and its private key
+never leaves memory. What counts is its digest, in the owner's signed ``PeerRecord``: the dialler compares,
+then trusts exactly this certificate and no authority (pinning, RFC 7858 section 4.2 in spirit). Price: one
+extra handshake per new server, to learn its certificate.
 """
 
 from __future__ import annotations

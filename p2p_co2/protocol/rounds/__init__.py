@@ -2,7 +2,6 @@
 
 from p2p_co2.protocol.rounds.certificate import (
     DECISION_CONTEXT,
-    announcement,
     check_certificate,
     claimed_weights,
     counted_weights,
@@ -51,7 +50,6 @@ __all__ = [
     "RoundsEvent",
     "Slice",
     "Stale",
-    "announcement",
     "check_certificate",
     "claimed_weights",
     "counted_weights",

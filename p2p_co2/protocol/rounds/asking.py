@@ -10,8 +10,6 @@ must be decided.
 
 from __future__ import annotations
 
-import hashlib
-
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import Attempt
@@ -45,14 +43,13 @@ class Asking:
         again."""
         self._trained: frozenset[PeerId] = frozenset()
         """Who trained when the present one was asked."""
-        name = f"{swarm.me}/{offer.fragment}/{offer.round}/{now!r}".encode()
         # Built once: a coordinator takes a READY that changed for another offer's.
         self._ready = Ready(
             fragment=offer.fragment, round=offer.round, base_version=offer.base_version,
             state_digest=offer.state_digest, weight=offer.weight,
             upload_bytes_per_s=swarm.my_upload_bytes_per_s(),
             download_bytes_per_s=swarm.my_download_bytes_per_s(), last=offer.is_last,
-            offer_id=hashlib.sha256(name).digest()[: bounds.OFFER_ID_BYTES],
+            offer_id=offer.offer_id,
         )  # fmt: skip
         self._ask_next(now)
 

@@ -111,18 +111,6 @@ def signers_of(decision: Decision, outcome: Outcome) -> list[PeerId]:
     return [PeerId(outcome.members[vote.member].peer) for vote in decision.votes]
 
 
-def announcement(decision: Decision) -> bytes:
-    """A commit in short, for the DHT: the digest of each part's mean, without members, contributors and
-    votes; a serialised ``Decision``, always below 4 KiB. The DHT's record is sealed by its writer."""
-    outcome = Outcome.FromString(decision.outcome)
-    short = Outcome(
-        key=outcome.key, run=outcome.run, coordinator=outcome.coordinator, state_digest=outcome.state_digest
-    )
-    for part in outcome.parts:
-        short.parts.add(start_block=part.start_block, stop_block=part.stop_block, digest=part.digest)
-    return Decision(outcome=short.SerializeToString(deterministic=True)).SerializeToString()
-
-
 class Derived(Generic[_T]):
     """``make(outcome)``, remembered by the outcome's identity: several ask who is in one, and of a large
     group it takes milliseconds. What is derived is shared, so nobody writes to it. Any thread may ask."""

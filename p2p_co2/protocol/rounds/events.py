@@ -82,7 +82,7 @@ class Offer:
 
     ``round`` is the version the round would make; ``state_digest`` that of the agreed state at ``round - 1``;
     ``base_version`` the version that the gradient was measured from. ``is_last``: this peer trains no more,
-    so it loses nothing by waiting for others.
+    so it loses nothing by waiting for others. ``offer_id``: eight random bytes that name this offer.
     """
 
     fragment: int
@@ -92,6 +92,7 @@ class Offer:
     payload: Buffer
     weight: float
     is_last: bool = False
+    offer_id: bytes = b""
 
     def __post_init__(self) -> None:
         if len(self.state_digest) != DIGEST_BYTES or not 0 < self.weight <= MAX_WEIGHT:
@@ -173,13 +174,14 @@ class Committed:
 
 @dataclass(frozen=True)
 class Aborted:
-    """Our offer of ``weight`` came to nothing and nothing changed; the gradient carries over."""
+    """Our offer came to nothing and nothing changed; the gradient carries over."""
 
     fragment: int
     round: int
     weight: float
     reason: str
     duration_s: float
+    offer_id: bytes = b""
 
 
 @dataclass(frozen=True)

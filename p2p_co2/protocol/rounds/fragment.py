@@ -458,7 +458,10 @@ class FragmentRounds:
         assert offer is not None
         self._aborted_round = offer.round
         self._end(is_over=is_over)
-        self._outlet.emit(Aborted(offer.fragment, offer.round, offer.weight, reason, now - self.offered_at))
+        lasted_s = now - self.offered_at
+        self._outlet.emit(
+            Aborted(offer.fragment, offer.round, offer.weight, reason, lasted_s, offer.offer_id)
+        )
 
     def _end(self, *, is_over: bool = True) -> None:
         """Forget the open offer and all that was held for it."""

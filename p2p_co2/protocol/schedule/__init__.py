@@ -13,7 +13,7 @@ from p2p_co2.protocol.schedule.account import (
     Stage,
     WorkAccount,
 )
-from p2p_co2.protocol.schedule.clock import SLEW, SwarmClock
+from p2p_co2.protocol.schedule.clock import SLEW, SwarmClock, due, points_passed
 from p2p_co2.protocol.schedule.ending import (
     FLUSH_CAP_S,
     FLUSH_FLOOR_S,
@@ -22,12 +22,10 @@ from p2p_co2.protocol.schedule.ending import (
     SETTLE_S,
     STILL_LOADS,
     Ending,
-    LastOffers,
     few_at_once,
     flush_bound_s,
     settle_bound_s,
 )
-from p2p_co2.protocol.schedule.points import due, points_passed
 
 __all__ = [
     "ALONE_S",
@@ -42,7 +40,6 @@ __all__ = [
     "STILL_LOADS",
     "Ending",
     "Lag",
-    "LastOffers",
     "Sent",
     "Stage",
     "SwarmClock",

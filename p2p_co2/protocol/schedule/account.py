@@ -3,22 +3,22 @@ network or clock. ``trainer`` and ``simnet`` keep the same account.
 
 Laws: a fragment has one offer in flight at most; work that no mean has counted is in the weight of the next
 offer, and is offered again at the end; deterministic, ``now`` is an argument. On a full line a point that
-passes while the last round of a fragment is in flight is made up as soon as that round has ended: all members
-see it end at about the same time. There fragments take turns, in one order for all: the next snapshot is
-taken when the slices of the last one have left. So the line is never idle, and an answer is as fresh as it
-allows. Price: what is made up late shows as staleness.
+passes while the last round of a fragment is in flight is made up as soon as that round has ended. There
+fragments take turns, in one order for all: the next snapshot is taken when the slices of the last one have
+left, so the line is never idle. Price: what is made up late shows as staleness.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from p2p_co2.config import RunConfig
+from p2p_co2.protocol.schedule.clock import due, last_tick, points_passed
 from p2p_co2.protocol.schedule.ending import flush_bound_s
-from p2p_co2.protocol.schedule.points import due, last_tick, points_passed
 
 FIRST_ROUND_BOUND_S = 15.0
 """Training waits at most this long for the first rounds of what was sent in one step, if it waits at all."""
@@ -26,17 +26,16 @@ ALONE_S = 15.0
 """In longer rounds nothing is offered before its point: a coordinator waits 30 s for the others at most."""
 OVERDUE_POINTS = 2
 """Where no line is full, one of several fragments that missed so many points is sent as soon as its round has
-ended. A single one is after the first: members meet the same mean up to an inner step apart, and the next
-point may lie between them, so who missed it must not be a round behind those who did not."""
+ended. A single one is after the first: the next point may lie between the steps in which members meet the
+mean, so who missed it must not be a round behind those who did not."""
 FULL_LATELY = 2.0
 """Whether the line is full is judged by about the last half of the time between two points: a burst waits for
 a moment on any line."""
 LONGEST_TURN_ROUNDS = 2.0
 """A fragment whose slices have not left after so many rounds keeps none of the others waiting."""
 DISTINCT = 2.0**-10
-"""Tokens at most that a weight is off. A commit names offers by peer and weight: a peer that was restarted
-must not take the offer of its last process for its own."""
-
+"""Tokens at most that a weight is off, by the offer's id: as long as a commit names offers by peer and
+weight, a peer that was restarted must not take the offer of its last process for its own."""
 
 Stage = Literal["", "asking", "slices", "means"]
 """How far the round of an offer is: not known yet, or over; its READY waits for BEGIN; it has begun, and our
@@ -63,16 +62,34 @@ class Lag:
     sync_delay_s: float
 
 
+class FullLine:
+    """Whether bulk waits for the line most of the time; only in runs by the clock. Else it is others, or the
+    way's length, that rounds wait for: one after the other they would take longer."""
+
+    def __init__(self, count: int, by_time: bool) -> None:
+        self._count, self._by_time = count, by_time
+        self.share = 0.0
+        """Of the time of late, in which bulk waited."""
+        self._until_tick = 0
+
+    def see(self, is_full: bool, rounds: float) -> None:
+        """So it was for so many ``rounds``."""
+        self.share += min(1.0, FULL_LATELY * self._count * rounds) * (is_full - self.share)
+
+    def note(self, tick: int) -> None:
+        """Rounds wait for something: if bulk does, the line counts as full for a round from now on."""
+        if self._by_time and self.share > 0.5:
+            self._until_tick = tick + self._count
+
+    def is_full(self, tick: int) -> bool:
+        return tick < self._until_tick
+
+
 class WorkAccount:
     """One per peer. ``tokens``, ``versions`` (by fragment): where the peer goes on."""
 
     def __init__(self, run: RunConfig, tokens: int, versions: Sequence[int]) -> None:
-        self._count, self._by_time = len(versions), run.clock.mode == "time"
-        self._round_s = run.clock.round_s
-        self._tick_s = self._round_s / self._count
-        """From one fragment's point to the next one's, by the clock."""
-        self._are_rounds_short = run.clock.round_s <= ALONE_S
-        self._awaited_rounds, self._rounds = run.outer.blocking_rounds, run.clock.rounds
+        self._run, self._count = run, len(versions)
         self.versions = list(versions)
         """Of the agreed states that the live parameters have met."""
         self.in_flight: dict[int, Sent] = {}
@@ -85,12 +102,11 @@ class WorkAccount:
         """Fragments whose point has passed and that are not sent yet, with the number of their first one."""
         self._missed = [0] * self._count
         """Schedule points in a row that passed while the fragment's last round was in flight."""
-        self._tick = self._full_until = 0
-        """The last point that has passed, and the one until which the line counts as full."""
+        self._line = FullLine(self._count, run.clock.mode == "time")
+        self._tick = 0
+        """The last point that has passed."""
         self.partial_in_a_row = 0
         """Means of late that lack some of what this peer offered for them."""
-        self._full_share = 0.0
-        """Of the time of late, in which bulk waited for the line."""
         self._has_offered = [False] * self._count
         self._delays_s: deque[float] = deque(maxlen=2 * self._count)
         """From the offer to the mean, of the last rounds."""
@@ -99,30 +115,33 @@ class WorkAccount:
         """Fragments that wait to be sent, or passed a point on the way to ``position``, in the order of their
         points; on a full line those with the fewest outer steps first, which all peers count alike.
         ``is_line_full``: bulk waits for it."""
-        weight = min(1.0, FULL_LATELY * self._count * (position - last_position))
-        self._full_share += weight * (is_line_full - self._full_share)
+        self._line.see(is_line_full, position - last_position)
         points = due(self._count, last_position, position)
         self._tick = last_tick(self._count, position)
         for fragment in points:
             self._waiting.setdefault(fragment, self._last_point_of(fragment))
-        order = self.versions if self._is_full else self._waiting
+        order = self.versions if self._line.is_full(self._tick) else self._waiting
         waiting = sorted(self._waiting, key=lambda fragment: (order[fragment], fragment))
         return [fragment for fragment in waiting if fragment not in self.in_flight or fragment in points]
 
     def _last_point_of(self, fragment: int) -> int:
         return self._tick - (self._tick - fragment) % self._count
 
+    @property
+    def _by_time(self) -> bool:
+        return self._run.clock.mode == "time"
+
     def may_send(self, fragment: int, awaits_begin: bool) -> bool:
         """Whether a fragment that is due can be sent. If not, its point is made up once its round has ended:
         by the clock, and if the line is full or it is overdue. One that ``awaits_begin`` was sent before the
         others' were: it waits for what they send at this point."""
-        is_free = fragment not in self.in_flight
-        if is_free:
+        if fragment not in self.in_flight:
             return True
         if not awaits_begin:
-            self._note_full()
+            self._line.note(self._tick)
             self._missed[fragment] += 1
-        overdue_points = 1 if self._is_full or self._count == 1 else OVERDUE_POINTS
+        is_soon = self._line.is_full(self._tick) or self._count == 1
+        overdue_points = 1 if is_soon else OVERDUE_POINTS
         if awaits_begin or not self._by_time or self._missed[fragment] < overdue_points:
             self._waiting.pop(fragment, None)
         return False
@@ -132,24 +151,16 @@ class WorkAccount:
         when it gets there. One has the line until its slices have left, if they are not lost. While it is
         encoded and awaits its BEGIN, which takes all members' offers, it has it for a round at most, or, if
         the line is idle, for the time between two points. A step that is longer than that sends several."""
-        begun, early, early_s = 0, 0, self._round_s if self._full_share > 0.5 else self._tick_s
+        round_s, begun, early = self._run.clock.round_s, 0, 0
+        tick_s = round_s / self._count
+        early_s = round_s if self._line.share > 0.5 else tick_s
         for fragment, sent in self.in_flight.items():
             at, age_s = stage(fragment), now - sent.at
-            begun += at == "slices" and age_s < LONGEST_TURN_ROUNDS * self._round_s
+            begun += at == "slices" and age_s < LONGEST_TURN_ROUNDS * round_s
             early += at in ("", "asking") and age_s < early_s
         if begun:
-            self._note_full()
-        return self._is_full and begun + early > step_s / self._tick_s
-
-    @property
-    def _is_full(self) -> bool:
-        return self._tick < self._full_until
-
-    def _note_full(self) -> None:
-        """If bulk waits for the line most of the time, it counts as full for a round from now on. Else it is
-        others, or the way's length, that rounds wait for: one after the other they would take longer."""
-        if self._by_time and self._full_share > 0.5:
-            self._full_until = self._tick + self._count
+            self._line.note(self._tick)
+        return self._line.is_full(self._tick) and begun + early > step_s / tick_s
 
     def forget_missed(self) -> None:
         """After a rest: its points are not made up."""
@@ -157,21 +168,22 @@ class WorkAccount:
         self._missed = [0] * self._count
 
     def send(
-        self, fragment: int, *, position: float, inner_steps: int, tokens: int, now: float, chance: float
+        self, fragment: int, *, position: float, inner_steps: int, tokens: int, now: float, offer_id: bytes
     ) -> float:
-        """An offer sets out: its weight. ``chance``: 0 to 1, at random."""
+        """An offer sets out: its weight."""
         points = points_passed(fragment, self._count, position)
         self.in_flight[fragment] = Sent(inner_steps, now, points, tokens)
         self._waiting.pop(fragment, None)
         self._missed[fragment] = 0
         self._has_offered[fragment] = True
-        return max(1, tokens - self._contributed_tokens[fragment]) + DISTINCT * chance
+        off = DISTINCT * math.ldexp(int.from_bytes(offer_id, "big"), -8 * len(offer_id))
+        return max(1, tokens - self._contributed_tokens[fragment]) + off
 
     def awaited(self, sent: Sequence[int]) -> set[int]:
         """Of what was just sent, the rounds that the run file wants awaited. They are awaited together: one
         after the other, peers that were held up differently would each wait for a fragment that the others
         are yet to send."""
-        return {fragment for fragment in sent if self.versions[fragment] < self._awaited_rounds}
+        return {one for one in sent if self.versions[one] < self._run.outer.blocking_rounds}
 
     def meet(self, fragment: int, version: int, ends_offer: bool) -> Sent | None:
         """Live parameters met an outcome: the offer that is or was in flight for it."""
@@ -181,9 +193,9 @@ class WorkAccount:
 
     def left_out(self, fragment: int) -> None:
         """The others have made a round without us, and its state is ours now: in short rounds, and where the
-        line is full, we are due at once, since they may be ready for the next. A peer that waited for its own
-        point would come late to that one too, and to all that follow."""
-        is_soon = self._are_rounds_short or self._is_full
+        line is full, we are due at once, since they may be ready for the next. Who waited for its own point
+        would come late to that one too, and to all that follow."""
+        is_soon = self._run.clock.round_s <= ALONE_S or self._line.is_full(self._tick)
         if is_soon and self._by_time and self._has_offered[fragment]:
             self._waiting.setdefault(fragment, self._last_point_of(fragment))
 
@@ -208,7 +220,7 @@ class WorkAccount:
     def is_over(self, position: float) -> bool:
         """Whether the run has reached its last round. What is offered from then on, at a schedule point or
         after it, is a peer's last of that fragment, and the others wait for it longer."""
-        return 0 < self._rounds <= position
+        return 0 < self._run.clock.rounds <= position
 
     @property
     def flush_bound_s(self) -> float:

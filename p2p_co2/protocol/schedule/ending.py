@@ -11,19 +11,15 @@ from collections.abc import Collection
 from statistics import median
 
 FLUSH_FLOOR_S, FLUSH_CAP_S = 30.0, 600.0
-"""The final flush of a run that is over takes so long at most; or, where that is more, as long as one round
-of every fragment would take one after the other (two are under way at once), but never longer than the
-cap."""
+"""The final flush takes so long at most; or, where that is more, as long as one round of every fragment would
+take one after the other, but never longer than the cap."""
 SETTLE_S = 25.0
 """Until all live peers agree: longer than a flush by so much, since theirs may begin with our end."""
 
 LOADS_QUIET_S, LOADS_CAP_S = 30.0, FLUSH_CAP_S
-"""Then a peer goes, unless it loads a state or gives one, or others that are done hold more or less than it
-does, or a last round is made, which it would miss: while a chunk came or went, or one was made, within the
-first it stays, up to the second. Who is far behind needs minutes for what the others hold, and ends with what
-it has once they are gone; who joined late would have none. Where all others agree only such a newcomer is
-waited for, until nothing has moved for three times the first. Price: who says to the end that its last round
-is not over, or that it holds something else, keeps the others for so long."""
+"""Then a peer goes, unless it is still needed: it loads a state or gives one, others that are done hold more
+or less than it does, or a last round is made. While a chunk came or went within the first it stays, up to the
+second. Price: a liar that says to the end that it holds something else keeps the others for so long."""
 
 STILL_LOADS = (
     "the run is over, but a last round is still being made, or not all hold the same yet, or a state or a "
@@ -54,50 +50,34 @@ def few_at_once(count: int) -> int:
     return max(2, -(-count // 2))
 
 
-class LastOffers:
-    """The order in which a peer offers the rest of its work when a run is over: the same on all peers, so
-    that they meet in the same rounds.
+class Ending:
+    """In which order a peer offers the rest of its work, the same on all peers, so that they meet in the same
+    rounds: ``bound_s`` long from ``began_at`` on, by the caller's clock.
 
-    Few at once: each holds a snapshot until its round ends, and here no training lies between one and the
-    next; the lines are busy with two. When time runs short all at once, for peers that wait for each other
-    with different ones. Law: every fragment's turn comes; one that failed is tried again after the others.
+    Few at once: each holds a snapshot until its round ends, and the lines are busy with two. In the second
+    half all at once, for peers that wait for each other with different ones. Law: every fragment's turn
+    comes; one that failed is tried again after the others.
     """
 
-    def __init__(self, count: int) -> None:
-        self._few = few_at_once(count)
-        self._tries = [0] * count
-
-    def next(self, uncounted: Collection[int], in_flight: Collection[int], in_a_hurry: bool) -> list[int]:
-        """Fragments to offer now: of those with work that is not counted (``uncounted``), and not
-        ``in_flight``."""
-        room = len(self._tries) if in_a_hurry else max(0, self._few - len(in_flight))
-        waiting = [fragment for fragment in uncounted if fragment not in in_flight]
-        chosen = sorted(waiting, key=lambda fragment: (self._tries[fragment], fragment))[:room]
-        for fragment in chosen:
-            self._tries[fragment] += 1
-        return chosen
-
-
-class Ending:
-    """What a peer does from the last step on, until its work is counted or its time is up. ``bound_s`` from
-    ``began_at`` on, by the caller's clock: in its first half few offers at once, then all."""
-
     def __init__(self, count: int, began_at: float, bound_s: float) -> None:
-        self._offers, self._ends_at, self._bound_s = LastOffers(count), began_at + bound_s, bound_s
-        self._again_at = [began_at] * count
+        self._ends_at, self._bound_s = began_at + bound_s, bound_s
+        self._again_at, self._tries = [began_at] * count, [0] * count
 
     def next(
         self, uncounted: Collection[int], in_flight: Collection[int], now: float
     ) -> tuple[list[int], float] | None:
-        """Fragments to offer now, and how long to wait then until fewer are in flight; None when nothing is
-        left to do."""
-        left_s, half_s = self._ends_at - now, self._bound_s / 2
+        """Fragments to offer now, of those with work that is not counted, and how long to wait then until
+        fewer are in flight; None when nothing is left to do."""
+        left_s, half_s, count = self._ends_at - now, self._bound_s / 2, len(self._tries)
         if not uncounted or left_s <= 0:
             return None
         in_a_hurry = left_s <= half_s
-        early = {f for f in uncounted if now < self._again_at[f] and f not in in_flight}
-        offers = self._offers.next([f for f in uncounted if f not in early], in_flight, in_a_hurry)
+        waiting = [fragment for fragment in uncounted if fragment not in in_flight]
+        early = [fragment for fragment in waiting if now < self._again_at[fragment]]
+        ready = sorted(set(waiting) - set(early), key=lambda fragment: (self._tries[fragment], fragment))
+        offers = ready[: count if in_a_hurry else max(0, few_at_once(count) - len(in_flight))]
         for fragment in offers:
+            self._tries[fragment] += 1
             self._again_at[fragment] = now + AGAIN_S
         soon_s = min((self._again_at[fragment] - now for fragment in early), default=left_s)
         return offers, min(soon_s, left_s if in_a_hurry else left_s - half_s)

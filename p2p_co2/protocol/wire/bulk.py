@@ -1,16 +1,12 @@
 """Messages that carry large data without its being copied into them and out of them again.
 
-A protobuf message owns its bytes: a piece of a payload would be copied when it is set, serialised, put into
-an envelope, parsed and read, at 0.1 to 0.2 ms each for 512 KiB whose memory is not in the cache. So on the
-way out the data stays where it is, beside its message, until the bytes that go out are joined; on the way in
-it is a view of the bytes that came.
+A protobuf message owns its bytes: 512 KiB would be copied when they are set, serialised, put into an
+envelope, parsed and read, at 0.1 to 0.2 ms each. So on the way out the data lies beside its message until the
+bytes that go out are joined; on the way in it is a view of the bytes that came.
 
-Law: the bytes are plain protobuf of the one schema, with ``data`` as the last field of the body. A message
-that was written in another way is read by protobuf alone, to the same values. Source: the encoding of
-protobuf (fields in any order, of a field that comes twice the last one counts).
-
-Price: ``with_data`` returns a stand-in that says it is the message: it has the fields, to read, and what is
-defined here, and nothing else of a message.
+Law: the bytes are plain protobuf of the one schema, with ``data`` as the last field of the body; what was
+written in another way is read by protobuf alone, to the same values. Price: ``with_data`` returns a stand-in
+that has the message's fields, to read, and what is defined here, and nothing else of a message.
 """
 
 from __future__ import annotations
@@ -19,10 +15,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from p2p_co2.protocol.wire.messages_pb2 import Envelope, Mean, Part
+from p2p_co2.protocol.wire.kinds import KINDS
+from p2p_co2.protocol.wire.messages_pb2 import Envelope
 from p2p_co2.system.memory import Buffer
 
-M = TypeVar("M", Part, Mean)
+M = TypeVar("M", bound=Message)
 LEAST_BYTES = 4 << 10
 """Smaller data is parsed as quickly as it is found."""
 MOST_FIELDS = 256
@@ -168,12 +165,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     return 0, len(data)
 
 
-_DATA_FIELDS: dict[type[Message], int] = {
-    kind: kind.DESCRIPTOR.fields_by_name["data"].number for kind in (Part, Mean)
-}
-_BODY_FIELDS = {
-    field.number: _DATA_FIELDS[type(getattr(Envelope(), field.name))]
-    for field in Envelope.DESCRIPTOR.oneofs_by_name["body"].fields
-    if type(getattr(Envelope(), field.name)) in _DATA_FIELDS
-}
+_PIECES = [kind for kind in KINDS.values() if kind.role is not None]
+_DATA_FIELDS = {kind.type: kind.type.DESCRIPTOR.fields_by_name["data"].number for kind in _PIECES}
+_BODY_FIELDS = {kind.number: _DATA_FIELDS[kind.type] for kind in _PIECES}
 """The number of ``data`` by that of the envelope's field whose message has one."""

@@ -10,7 +10,6 @@ more than ``MAX_TABLE_BYTES`` is cut short, and a difference behind that has no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -83,9 +82,11 @@ class ModelSummary:
         return table
 
     def difference(self, table: ModelTable) -> Difference:
-        """How this model differs from the one that ``table`` describes, as this peer sees it. Raises
-        ``RemoteProtocolError`` for a table that no model has."""
-        theirs = _rows_of(table)
+        """How this model differs from the one that ``table`` (checked: ``check_rows``) describes, as this
+        peer sees it."""
+        theirs = [
+            Row(row.name, tuple(row.shape[:]), row.dtype, row.trained, row.digest) for row in table.rows
+        ]
         there, here = {row.name: row for row in theirs}, {row.name for row in self.rows}
         mine = self.rows[: len(theirs)] if len(theirs) < len(self.rows) else self.rows  # it may be cut short
         trained = sum(row.is_trained for row in self.rows)
@@ -120,18 +121,15 @@ def _in_form(here: Row, there: Row) -> str:
     return ""
 
 
-def _rows_of(table: ModelTable) -> Sequence[Row]:
-    rows = [
-        Row(row.name, tuple(row.shape[:]), row.dtype, row.trained, row.digest) for row in table.rows
-    ]  # fmt: skip
-    for row in rows:
+def check_rows(table: ModelTable) -> None:
+    """Raise ``RemoteProtocolError`` for rows out of bounds."""
+    for row in table.rows:
         if (
             max(len(row.name), len(row.dtype)) > MAX_STRING
             or len(row.shape) > MAX_DIMENSIONS
-            or len(row.values) not in (0, VALUES_DIGEST_BYTES)
+            or len(row.digest) not in (0, VALUES_DIGEST_BYTES)
         ):
             raise RemoteProtocolError("bad model table", "a row out of bounds")
-    return rows
 
 
 def _shown(word: str) -> str:

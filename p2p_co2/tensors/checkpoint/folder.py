@@ -29,11 +29,9 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
 from p2p_co2.tensors.checkpoint import tensorfile, tree
 from p2p_co2.tensors.checkpoint.agreed import header_bytes, state_from_header
-from p2p_co2.tensors.fragments.names import plain_name
 from p2p_co2.tensors.outer import OuterState
 
-_FORMAT, _OLDER = "p2p-co2 checkpoint 2", "p2p-co2 checkpoint 1"
-"""The older one has the live parameters as well, which are passed over, and no ``parameters``."""
+_FORMAT = "p2p-co2 checkpoint 2"
 _KEPT, _SET_ASIDE = 2, ".set-aside"
 _PIECE = 1 << 18
 """Values that are read at once of what is not a tensor."""
@@ -73,11 +71,9 @@ class Checkpoint:
     those that are trained, in order. ``position`` in rounds. ``residuals``: error feedback per fragment.
     Names are plain: without wrappers' prefixes.
 
-    Set by ``load``: ``passed_over``, newer files that were damaged, and how. Of a file of the older format
-    ``inner`` is None, and ``parameters`` are in no order and have the frozen ones as well.
+    Set by ``load``: ``passed_over``, newer files that were damaged, and how.
 
-    Tensors are held, not copied. A list of ``states`` is emptied by ``Saving``, which lets each one go when
-    it is written: the swarm may replace them meanwhile.
+    Tensors are held, not copied.
     """
 
     run_config_json: str
@@ -88,7 +84,7 @@ class Checkpoint:
     position: float
     inner_steps: int
     tokens: int
-    inner: InnerOptimizer | None = None
+    inner: InnerOptimizer = InnerOptimizer("", ())
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
     residuals: Mapping[int, Values] = field(default_factory=dict)
     passed_over: tuple[str, ...] = ()
@@ -130,10 +126,8 @@ class Saving:
             for index, state in enumerate(checkpoint.states)
             for what, values in (("params", state.params), ("momentum", state.momentum))
         }
-        self._fragments = len(checkpoint.states)
         self._residuals = {f"residual.{index}": values for index, values in checkpoint.residuals.items()}
         changing = {name: value for part in parts(checkpoint, said) for name, value in part.items()}
-        inner = checkpoint.inner or InnerOptimizer("", ())
         metadata = {
             "format": _FORMAT,
             "run": checkpoint.run_config_json,
@@ -141,13 +135,11 @@ class Saving:
             "states": json.dumps([header_bytes(state).hex() for state in checkpoint.states]),
             "parameters": json.dumps(checkpoint.parameters),
             "optimizer": json.dumps(said.tree),
-            "inner": json.dumps([inner.kind, inner.groups]),
+            "inner": json.dumps([checkpoint.inner.kind, checkpoint.inner.groups]),
             "position": checkpoint.position.hex(),
             "inner_steps": str(checkpoint.inner_steps),
             "tokens": str(checkpoint.tokens),
         }
-        if isinstance(checkpoint.states, list):
-            checkpoint.states.clear()
         shapes = {
             name: torch.empty(len(values), dtype=torch.float32, device="meta")
             for name, values in self._residuals.items()
@@ -159,22 +151,18 @@ class Saving:
         for name, values in part.items():
             self._writing.put(name, values)
 
-    def put_agreed(self, fragment: int) -> None:
-        """Write the agreed state and the residual of a fragment, and let them go: nobody's memory is needed
-        after it."""
-        for name in (f"agreed.{fragment}.params", f"agreed.{fragment}.momentum"):
-            if name in self._agreed:
-                self._writing.put(name, self._agreed.pop(name))
-        name = f"residual.{fragment}"
-        values = self._residuals.pop(name, None)
-        for start in range(0, len(values) if values is not None else 0, _PIECE):
-            assert values is not None
-            self._writing.put_piece(name, start, values[start : start + _PIECE])
+    def put_agreed(self) -> None:
+        """Write the agreed states and the residuals, and let them go: nobody's memory is needed after it."""
+        for name in list(self._agreed):
+            self._writing.put(name, self._agreed.pop(name))
+        for name in list(self._residuals):
+            values = self._residuals.pop(name)
+            for start in range(0, len(values), _PIECE):
+                self._writing.put_piece(name, start, values[start : start + _PIECE])
 
     def finish(self) -> Path:
         """Write the rest; returns the file. Then the newest two are kept."""
-        for fragment in range(self._fragments):
-            self.put_agreed(fragment)
+        self.put_agreed()
         self._writing.finish()
         _prune(self._folder, self._path)
         return self._path
@@ -234,7 +222,7 @@ def load(folder: Path) -> Checkpoint:
             run_config_json=metadata["run"],
             optimizer=tree.unsay(json.loads(metadata["optimizer"]), optimizer_tensors),
             inner=_inner(metadata),
-            parameters=_parameters(tensors, metadata),
+            parameters=tuple((name, tuple(shape)) for name, shape in json.loads(metadata["parameters"])),
             residuals={int(index): value for index, value in _of(tensors, "residual.").items()},
             passed_over=passed_over,
             **shared,
@@ -262,8 +250,8 @@ def load_agreed(folder: Path) -> Agreed:
 
 def _shared(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
     """The fields that ``Checkpoint`` and ``Agreed`` share."""
-    if metadata.get("format") not in {_FORMAT, _OLDER}:
-        raise tensorfile.Damaged("not a checkpoint of this version")
+    if metadata.get("format") != _FORMAT:
+        raise tensorfile.Damaged("not a checkpoint of this version; p2p-co2 of its time goes on from it")
     headers = [bytes.fromhex(header) for header in json.loads(metadata["states"])]
     return {
         "states": tuple(
@@ -271,27 +259,17 @@ def _shared(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[
             for index, header in enumerate(headers)
         ),
         "plan_digest": bytes.fromhex(metadata["plan"]),
-        "buffers": {plain_name(name): value for name, value in _of(tensors, "buffer.").items()},
+        "buffers": _of(tensors, "buffer."),
         "position": float.fromhex(metadata["position"]),
         "inner_steps": int(metadata["inner_steps"]),
         "tokens": int(metadata["tokens"]),
     }
 
 
-def _inner(metadata: Mapping[str, str]) -> InnerOptimizer | None:
-    if "inner" not in metadata:
-        return None
+def _inner(metadata: Mapping[str, str]) -> InnerOptimizer:
     kind, groups = json.loads(metadata["inner"])
     owned = (tuple(Owned(name, dtype, tuple(shape)) for name, dtype, shape in group) for group in groups)
     return InnerOptimizer(kind, tuple(owned))
-
-
-def _parameters(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    if "parameters" in metadata:
-        return tuple((name, tuple(shape)) for name, shape in json.loads(metadata["parameters"]))
-    return tuple((plain_name(name), tuple(value.shape)) for name, value in _of(tensors, "live.").items())
 
 
 def _of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Tensor to bytes and back: how outer gradients are encoded for the wire.
 
-``get_codec(name)`` gives the codec of a run; ``Codec`` says what all of them keep (see ``base``).
-``encode_with_residual`` adds error feedback, ``relative_error`` measures what was lost.
+``get_codec(name)`` gives the codec of a run, which ``p2p_co2.codec_specs`` lists; ``Codec`` says what all of
+them keep. ``encode_with_residual`` adds error feedback, ``relative_error`` measures what was lost.
 
 | codec | bits per value, scale included | ||x-q||^2/||x||^2, Gaussian |
 |---|---|---|
@@ -12,40 +12,25 @@
 
 from __future__ import annotations
 
-import torch
+from functools import cache
+from importlib import import_module
 
-from p2p_co2.config import CodecName
+from p2p_co2.codec_specs import SPECS, codec_names
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.tensors.codec.base import Codec
-from p2p_co2.tensors.codec.bitsandbytes_blocks import BitsAndBytesFourBit, Int8
-from p2p_co2.tensors.codec.feedback import encode_with_residual, relative_error
-from p2p_co2.tensors.codec.fourbit import E3M0
-from p2p_co2.tensors.codec.int4 import Int4
-from p2p_co2.tensors.codec.plain import PlainCodec
+from p2p_co2.tensors.codec.residual import encode_with_residual, relative_error
 
 __all__ = ["Codec", "encode_with_residual", "get_codec", "relative_error"]
 
 
-_CODECS: dict[str, Codec] = {
-    codec.name: codec
-    for codec in (
-        PlainCodec("fp32", torch.float32),
-        PlainCodec("fp16", torch.float16),
-        PlainCodec("bf16", torch.bfloat16),
-        Int8(),
-        BitsAndBytesFourBit("fp4"),
-        BitsAndBytesFourBit("nf4"),
-        Int4(),
-        E3M0(),
-    )
-}
-
-
-def get_codec(name: CodecName) -> Codec:
+@cache
+def get_codec(name: str) -> Codec:
     """The codec called ``name``. Codecs hold no state: everybody shares one.
 
     Raises ``LocalProtocolError`` for another name; config has refused it by then.
     """
-    if name not in _CODECS:
-        raise LocalProtocolError(f"no codec is called {name!r}: known are {', '.join(_CODECS)}")
-    return _CODECS[name]
+    if name not in SPECS:
+        raise LocalProtocolError(f"no codec is called {name!r}: known are {codec_names()}")
+    module, _, kind = SPECS[name].made_by.partition(":")
+    codec: Codec = getattr(import_module(module), kind)(SPECS[name])
+    return codec

@@ -19,10 +19,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from p2p_co2.config import CodecName
+from p2p_co2.codec_specs import CodecSpec
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors.codec import passes
+from p2p_co2.tensors.codec.passes import CodecPasses
 
 BLOCK_VALUES = 128
 SCALE_BYTES = 4
@@ -32,23 +33,30 @@ LARGEST = torch.finfo(torch.float32).max
 CHUNK_BLOCKS = 2048
 """Blocks worked on at once on a CPU: 256 Ki values, 1 MiB of scratch per step, which stays in the cache and
 is large enough to hide what each torch call costs (at 512 blocks encoding is half as fast)."""
+PIECE_VALUES = CHUNK_BLOCKS * BLOCK_VALUES
+"""The same in values; a whole number of any codec's blocks."""
 DEVICE_CHUNK_BLOCKS = 1 << 17
 """The same on any other device: 16 Mi values, so that scratch stays at 64 MiB per step."""
 _NOT_FINITE = "values to encode are not finite: training has diverged; lower the learning rates"
 
 
+def pieces(numel: int) -> Iterator[slice]:
+    """The pieces of ``numel`` values that are worked on one after the other: each is encoded and decoded
+    alone to the same bits."""
+    return (slice(start, min(start + PIECE_VALUES, numel)) for start in range(0, numel, PIECE_VALUES))
+
+
 class Codec(ABC):
-    """Lossy or plain encoding of flat fp32 tensors.
+    """Lossy or plain encoding of flat fp32 tensors, as its ``spec`` says: ``block_values`` values become
+    ``block_bytes`` bytes. A new one overrides ``_encode_blocks``, ``_decode_blocks`` and ``_finite``."""
 
-    ``name`` is the codec's name in a run file; ``block_values`` values become ``block_bytes`` bytes.
-    """
-
-    name: CodecName
-    block_values: int = BLOCK_VALUES
-    block_bytes: int
     in_passes: int | None = None
     """What ``passes`` calls this codec, if it has it."""
     _scale_limit_bits = 0
+
+    def __init__(self, spec: CodecSpec) -> None:
+        self.name, self.spec = spec.name, spec
+        self.block_values, self.block_bytes = spec.block_values, spec.block_bytes
 
     def blocks(self, numel: int) -> int:
         """Blocks that hold ``numel`` values."""
@@ -74,8 +82,9 @@ class Codec(ABC):
             out = torch.empty(self.payload_bytes(numel), dtype=torch.uint8, device=values.device)
         must_fit(out, torch.uint8, self.payload_bytes(numel), values.device)
         rows, whole = out.view(-1, self.block_bytes), numel // width
-        if self._is_passed(values):
-            self._encode_in_one_pass(values, out, whole)
+        if (kernel := self._kernel(values)) is not None:
+            if kernel.encode(None, values, None, out, whole, is_measured=False).blocks < whole:
+                raise ValueError(_NOT_FINITE)
         else:
             blocks = values[: whole * width].view(whole, width)
             for start, stop in _chunks(whole, values.device):
@@ -96,8 +105,8 @@ class Codec(ABC):
         if out is None:
             out = torch.empty(len(rows) * self.block_values, dtype=torch.float32, device=payload.device)
         must_fit(out, torch.float32, len(rows) * self.block_values, payload.device)
-        if passes.kernel is not None and self.in_passes is not None and payload.device.type == "cpu":
-            passes.kernel.decode(self.in_passes, rows, out, self._scale_limit_bits, len(rows))
+        if (kernel := self._kernel(rows)) is not None:
+            kernel.decode(rows, out, len(rows))
             return out
         blocks = out.view(-1, self.block_values)
         for start, stop in _chunks(len(rows), payload.device):
@@ -117,6 +126,23 @@ class Codec(ABC):
                     "not finite", f"in blocks {start} to {stop} of a {self.name} payload"
                 )
 
+    def admit(self, payload: Buffer, blocks: int) -> Tensor:
+        """Check a peer's bytes before anything uses them: exactly ``blocks`` blocks of finite values.
+
+        Returns them as uint8 [blocks * block_bytes] for ``decode``: without a copy if the buffer is writable
+        (and then tied to it). Raises ``RemoteProtocolError`` with reason "wrong size" or "not finite".
+        """
+        view = memoryview(payload).cast("B")
+        if len(view) != blocks * self.block_bytes:
+            size = f"{len(view)} bytes for {blocks} {self.name} blocks of {self.block_bytes} bytes"
+            raise RemoteProtocolError("wrong size", size)
+        if not blocks:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        # torch has no read-only tensors and warns about read-only memory.
+        tensor = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+        self.check(tensor)
+        return tensor
+
     def encode_difference(
         self, base: Tensor, values: Tensor, rows: Tensor, wanted: Tensor | None = None
     ) -> tuple[float, float] | None:
@@ -126,10 +152,10 @@ class Codec(ABC):
         ``wanted`` (fp32 [n]) takes what was encoded. Returns ``||wanted - decoded||**2`` and
         ``||wanted||**2``. Raises ``ValueError`` as ``encode``.
         """
-        if passes.kernel is None or self.in_passes is None or not self._is_passed(base, values):
+        kernel, whole = self._kernel(base, values), len(values) // self.block_values
+        if kernel is None:
             return None
-        whole = len(values) // self.block_values
-        done = passes.kernel.encode(self.in_passes, base, values, wanted, rows, self._scale_limit_bits, whole)
+        done = kernel.encode(base, values, wanted, rows, whole)
         if done.blocks < whole:
             raise ValueError(_NOT_FINITE)
         at = whole * self.block_values
@@ -149,17 +175,13 @@ class Codec(ABC):
         """Decode what a peer sent into ``values`` (fp32 [n], on a CPU) in one pass. False, with ``values``
         spoilt, if that cannot be: there is no such pass, the size is another, or a value is not finite."""
         whole, left = divmod(len(values), self.block_values)
-        if passes.kernel is None or self.in_passes is None or not self._is_passed(values):
+        kernel = self._kernel(values)
+        if kernel is None or len(payload) != self.payload_bytes(len(values)):
             return False
-        if len(payload) != self.payload_bytes(len(values)):
-            return False
-        sound = passes.kernel.decode(self.in_passes, payload, values, self._scale_limit_bits, whole)
+        sound = kernel.decode(payload, values, whole)
         if left:
-            last, row = (
-                torch.empty(self.block_values, dtype=torch.float32, device="cpu"),
-                memoryview(payload)[whole * self.block_bytes :],
-            )
-            sound += passes.kernel.decode(self.in_passes, row, last, self._scale_limit_bits, 1)
+            last = torch.empty(self.block_values, dtype=torch.float32, device="cpu")
+            sound += kernel.decode(memoryview(payload)[whole * self.block_bytes :], last, 1)
             values[-left:] = last[:left]
         return sound == self.blocks(len(values))
 
@@ -168,23 +190,15 @@ class Codec(ABC):
     ) -> int | None:
         """Encode the sum of ``shares[i] * slices[i]``, added in this order, in one pass; None, and nothing
         done, where there is none for this codec. Returns the first slice found that is not finite, or -1."""
-        if passes.kernel is None or self.in_passes is None:
+        kernel = self._kernel()
+        return None if kernel is None else kernel.mean(slices, shares, blocks, rows)
+
+    def _kernel(self, *tensors: Tensor) -> CodecPasses | None:
+        """What does these in one pass, if anything."""
+        fits = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+        if passes.kernel is None or self.in_passes is None or not fits:
             return None
-        return passes.kernel.mean(self.in_passes, slices, shares, blocks, rows, self._scale_limit_bits)
-
-    def _is_passed(self, *tensors: Tensor) -> bool:
-        """Whether ``passes`` does these."""
-        return (
-            passes.kernel is not None
-            and self.in_passes is not None
-            and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
-        )
-
-    def _encode_in_one_pass(self, values: Tensor, out: Tensor, blocks: int) -> None:
-        assert passes.kernel is not None
-        assert self.in_passes is not None
-        if passes.kernel.encode_plainly(self.in_passes, values, out, self._scale_limit_bits, blocks) < blocks:
-            raise ValueError(_NOT_FINITE)
+        return passes.kernel.of(self.in_passes, self._scale_limit_bits)
 
     @abstractmethod
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
@@ -224,8 +238,9 @@ class ScaledCodec(Codec):
     code_bits: int
     largest_code: float
 
-    def __init__(self) -> None:
-        self.block_bytes = SCALE_BYTES + self.block_values * self.code_bits // 8
+    def __init__(self, spec: CodecSpec) -> None:
+        super().__init__(spec)
+        assert self.block_bytes == SCALE_BYTES + self.block_values * self.code_bits // 8
         limit = torch.tensor(LARGEST / self.largest_code, dtype=torch.float64, device="cpu").float()
         if limit.double() * self.largest_code > LARGEST:
             limit = torch.nextafter(limit, torch.zeros((), dtype=torch.float32, device="cpu"))

@@ -27,7 +27,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from p2p_co2.config import CodecName
+from p2p_co2.codec_specs import CodecSpec
 from p2p_co2.tensors.codec.base import SMALLEST, ScaledCodec, absmax
 from p2p_co2.tensors.codec.passes import INT8
 
@@ -53,12 +53,11 @@ class BitsAndBytesFourBit(ScaledCodec):
     code_bits = 4
     largest_code = 1.0
 
-    def __init__(self, name: CodecName) -> None:
-        self.name = name
+    def __init__(self, spec: CodecSpec) -> None:
         magnitudes = tuple(value / 12.0 for value in _FP4)
         fp4 = magnitudes + tuple(0.0 - value for value in magnitudes)
-        self.values_of_codes = _NF4 if name == "nf4" else fp4
-        super().__init__()
+        self.values_of_codes = _NF4 if spec.name == "nf4" else fp4
+        super().__init__(spec)
 
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
         from bitsandbytes import functional
@@ -80,7 +79,6 @@ class BitsAndBytesFourBit(ScaledCodec):
 class Int8(ScaledCodec):
     """Codes 0..254 for -127..127, scale = absmax / 127. The code 255 is never written; it decodes as 127."""
 
-    name = "int8"
     code_bits = 8
     largest_code = 127.0
     in_passes = INT8

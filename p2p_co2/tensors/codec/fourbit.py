@@ -4,15 +4,15 @@
 block, magnitudes 0, 1/4, 1/2, 1, 2, 4, 8, 16 scales, rounded to nearest. ``int4`` has a file of its own.
 
 A decoded value is a small integer times the scale: exact but for the one rounding of that product, so alike
-on every device. On a CPU one kernel of our own does it (``native``). Elsewhere, and where that was not built,
-two bytes are looked up at once, in a table of 65536 times four 8-bit integers, which are turned into fp32 and
-multiplied by the scales.
+on every device. On a CPU ``passes`` does it in one. Elsewhere, and where those were not built, two bytes are
+looked up at once, in a table of 65536 times four 8-bit integers, which are turned into fp32 and multiplied by
+the scales.
 
 Law: encoding what was decoded gives the same bytes. For e3m0 this is plain, since its scales divide by a
 power of two.
 
-Price: about ten passes of elementwise work over a chunk that fits the cache to encode (int4: one, see
-``passes``). Decoding without the kernel takes four, which makes it five times slower. The table is 256 KiB.
+Price: without ``passes`` about ten passes of elementwise work to encode and four to decode, five times
+slower. The table is 256 KiB.
 """
 
 from __future__ import annotations
@@ -22,40 +22,25 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from p2p_co2.tensors.codec import native
-from p2p_co2.tensors.codec.base import SMALLEST, ScaledCodec, absmax, must_fit
+from p2p_co2.codec_specs import CodecSpec
+from p2p_co2.tensors.codec.base import SMALLEST, ScaledCodec, absmax
+from p2p_co2.tensors.codec.passes import E3M0 as E3M0_PASSES
 
 
 class FourBitCodec(ScaledCodec):
     """Two values in each byte, the first in the low nibble.
 
     ``steps_of_codes``: the 16 decoded values in units of ``scale * unit``, integers of 8 bits; ``unit`` is a
-    power of two. ``half_scales``: whether scales are fp16. ``zero`` is added to each value: 0.0 where there
-    must be no negative zeros.
+    power of two.
     """
 
     code_bits = 4
     steps_of_codes: tuple[int, ...]
     unit = 1.0
-    half_scales = False
-    zero = -0.0
 
-    def __init__(self) -> None:
+    def __init__(self, spec: CodecSpec) -> None:
         self.largest_code = max(map(abs, self.steps_of_codes)) * self.unit
-        self._levels = torch.tensor(self.steps_of_codes, dtype=torch.float32, device="cpu")
-        super().__init__()
-
-    def decode(self, payload: Tensor, out: Tensor | None = None) -> Tensor:
-        if payload.device.type != "cpu" or native.kernel is None:
-            return super().decode(payload, out)
-        rows = self._rows(payload)
-        if out is None:
-            out = torch.empty(len(rows) * self.block_values, dtype=torch.float32, device="cpu")
-        must_fit(out, torch.float32, len(rows) * self.block_values, payload.device)
-        native.kernel.decode(
-            rows, self.half_scales, self.unit, self._levels, self.zero, out, native.kernel.vectors
-        )
-        return out
+        super().__init__(spec)
 
     def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
         words = rows.view(torch.uint16)[:, : self.block_values // 4]
@@ -81,7 +66,7 @@ class E3M0(FourBitCodec):
     of two itself.
     """
 
-    name = "e3m0"
+    in_passes = E3M0_PASSES
     steps_of_codes = (0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64)
     unit = 0.25
 

@@ -2,7 +2,7 @@
 
 A block is a row of torch's own 4-bit embedding tables: 64 bytes of codes (the integer plus 8, the first one
 in the low nibble), then a scale and a bias of -8 scales, both fp16. On a CPU kernels of our own encode,
-decode and take means in one pass (``passes``, ``native``). Without them torch's operations encode, and its
+decode and take means in one pass (``passes``). Without them torch's operations encode, and its
 fused ``quantized::embedding_bag_4bit_unpack`` decodes a whole payload in one vectorised pass, as fast as
 memory takes it; other devices look codes up in a table.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from p2p_co2.tensors.codec import native
+from p2p_co2.tensors.codec import passes
 from p2p_co2.tensors.codec.base import absmax
 from p2p_co2.tensors.codec.fourbit import FourBitCodec
 from p2p_co2.tensors.codec.passes import INT4
@@ -37,11 +37,8 @@ _unpack = getattr(torch.ops.quantized, "embedding_bag_4bit_unpack", None)
 class Int4(FourBitCodec):
     """Codes 1..15 for -7..7. The code 0 is never written; it decodes as -8."""
 
-    name = "int4"
     in_passes = INT4
     steps_of_codes = tuple(range(-8, 8))
-    half_scales = True
-    zero = 0.0  # as torch's kernel: no negative zeros, which hostile codes make of a scale of 0
 
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
         scratch = torch.empty_like(values)
@@ -58,7 +55,7 @@ class Int4(FourBitCodec):
         self._pack(codes, rows)
 
     def decode(self, payload: Tensor, out: Tensor | None = None) -> Tensor:
-        if out is not None or payload.device.type != "cpu" or native.kernel is not None or _unpack is None:
+        if out is not None or payload.device.type != "cpu" or passes.kernel is not None or _unpack is None:
             return super().decode(payload, out)
         values: Tensor = _unpack(self._rows(payload))
         return values.view(-1)
@@ -68,7 +65,7 @@ class Int4(FourBitCodec):
             values.copy_(_unpack(rows))
         else:
             super()._decode_blocks(rows, values)
-            values.add_(self.zero)
+            values.add_(0.0)  # as torch's kernel: no negative zeros, which hostile codes make of a scale of 0
 
     def _finite(self, rows: Tensor) -> bool:
         field = super()._scales(rows)

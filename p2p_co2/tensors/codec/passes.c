@@ -1,16 +1,16 @@
-/* One pass over values where torch's operations need many: fp16, int8 and int4, the weighted mean, the outer
-   step.
+/* One pass over values where torch's operations need many: fp16, int8, int4 and e3m0, the weighted mean, the
+   outer step.
 
-   passes.py says when it is used and what holds. Built with native.c, by the same rules: plain C11, nothing of
-   Python's, every product and sum rounded by itself (no target here has fused operations), so the bits are
-   those of torch's operations. Needs AVX2 and F16C, which processors have had since 2013. */
+   passes.py says when it is used and what holds. Built with the package where there is a C compiler: plain C11,
+   nothing of Python's, every product and sum rounded by itself (no target here has fused operations), so the
+   bits are those of torch's operations. Needs AVX2 and F16C, which processors have had since 2013. */
 
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
 #define BLOCK 128
-enum codec { FP16 = 0, INT8 = 1, INT4 = 2 };
+enum codec { FP16 = 0, INT8 = 1, INT4 = 2, E3M0 = 3 };
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
@@ -25,11 +25,13 @@ enum codec { FP16 = 0, INT8 = 1, INT4 = 2 };
 #define SMALLEST 0x1p-110f /* base.py's */
 #define EIGHTS (BLOCK / 8)
 #define INT8_BYTES (BLOCK + 4)
-#define INT4_BYTES (BLOCK / 2 + 4) /* the last four are a scale and a bias, fp16 */
+#define FOURBIT_BYTES (BLOCK / 2 + 4) /* the last four are a scale: int4's and its bias, fp16; e3m0's, fp32 */
 #define LARGEST_INT4_SCALE 8188.0f /* this and the next are int4.py's */
 #define INT4_ROUNDER (0x1.8p23f + 8.0f)
 #define SMALLEST_HALF 0x1p-24f
-#define STREAMED_BLOCKS 32768 /* as in native.c */
+/* From this many blocks on (16 MiB of values) the result does not stay in a cache anyway: it goes past the
+   caches to memory, which spares reading each line before it is written. */
+#define STREAMED_BLOCKS 32768
 
 INLINE __m256i magnitude_bits(__m256 values) {
     return _mm256_and_si256(_mm256_castps_si256(values), _mm256_set1_epi32(0x7fffffff));
@@ -104,14 +106,34 @@ INLINE int decode_int4(const uint8_t *row, __m256 *values) {
            bias == _cvtss_sh(-8.0f * scale, _MM_FROUND_TO_NEAREST_INT);
 }
 
+INLINE int decode_e3m0(const uint8_t *row, __m256 *values, int32_t limit_bits) {
+    /* In quarters of a scale. */
+    const __m128i steps = _mm_setr_epi8(0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64);
+    const __m128i nibble = _mm_set1_epi8(15);
+    int32_t bits;
+    memcpy(&bits, row + BLOCK / 2, sizeof bits);
+    const __m256 unit = _mm256_set1_ps(float_of(bits) * 0.25f);
+    for (int i = 0; i < EIGHTS; i += 2) {
+        const __m128i pairs = _mm_loadl_epi64((const __m128i *)(row + 4 * i));
+        const __m128i firsts = _mm_shuffle_epi8(steps, _mm_and_si128(pairs, nibble));
+        const __m128i seconds = _mm_shuffle_epi8(steps, _mm_and_si128(_mm_srli_epi16(pairs, 4), nibble));
+        const __m128i both = _mm_unpacklo_epi8(firsts, seconds);
+        values[i] = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(both)), unit);
+        const __m128i rest = _mm_srli_si128(both, 8);
+        values[i + 1] = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(rest)), unit);
+    }
+    return bits >= 0 && bits <= limit_bits;
+}
+
 INLINE ptrdiff_t width_of(int codec) {
-    return codec == FP16 ? 2 * BLOCK : codec == INT8 ? INT8_BYTES : INT4_BYTES;
+    return codec == FP16 ? 2 * BLOCK : codec == INT8 ? INT8_BYTES : FOURBIT_BYTES;
 }
 
 INLINE int decode_block(int codec, const uint8_t *row, __m256 *values, int32_t limit_bits) {
     return codec == FP16   ? decode_half(row, values)
            : codec == INT8 ? decode_int8(row, values, limit_bits)
-                           : decode_int4(row, values);
+           : codec == INT4 ? decode_int4(row, values)
+                           : decode_e3m0(row, values, limit_bits);
 }
 
 INLINE void encode_half(const __m256 *values, uint8_t *row) {
@@ -158,35 +180,61 @@ INLINE float int4_scale_of(float most) {
     return scale;
 }
 
+INLINE __m256i int4_code_of(__m256 values, __m256 scale) {
+    /* The ratio is above 7 by rounding, or where the scale is the largest. */
+    const __m256 steps = clamped(_mm256_div_ps(values, scale), -7.0f, 7.0f);
+    const __m256 rounded = _mm256_add_ps(steps, _mm256_set1_ps(INT4_ROUNDER));
+    return _mm256_and_si256(_mm256_castps_si256(rounded), _mm256_set1_epi32(0xff));
+}
+
+/* fourbit.py says how the exponent and the first bit of the mantissa decide. */
+INLINE __m256i e3m0_code_of(__m256 values, __m256 most) {
+    const __m256i bits = _mm256_castps_si256(_mm256_div_ps(values, most)), zero = _mm256_set1_epi32(239);
+    const __m256i halves = _mm256_and_si256(_mm256_srli_epi32(bits, 22), _mm256_set1_epi32(0xff));
+    const __m256i steps = _mm256_sub_epi32(_mm256_max_epi32(halves, zero), zero);
+    const __m256i least = _mm256_min_epi32(steps, _mm256_set1_epi32(1));
+    const __m256i magnitudes = _mm256_max_epi32(_mm256_srli_epi32(steps, 1), least);
+    const __m256i signs = _mm256_and_si256(_mm256_srli_epi32(bits, 28), _mm256_set1_epi32(8));
+    const __m256i none = _mm256_cmpeq_epi32(magnitudes, _mm256_setzero_si256());
+    return _mm256_or_si256(magnitudes, _mm256_andnot_si256(none, signs)); /* zero has no sign */
+}
+
 /* The codes of 32 values, a byte each, in order. */
-INLINE __m256i int4_codes_of(const __m256 *values, __m256 scale) {
-    const __m256i low_byte = _mm256_set1_epi32(0xff);
+INLINE __m256i fourbit_codes_of(int codec, const __m256 *values, __m256 scale) {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* packing works in halves of a vector */
     __m256i codes[4];
-    for (int i = 0; i < 4; i++) {
-        /* The ratio is above 7 by rounding, or where the scale is the largest. */
-        const __m256 steps = clamped(_mm256_div_ps(values[i], scale), -7.0f, 7.0f);
-        const __m256 rounded = _mm256_add_ps(steps, _mm256_set1_ps(INT4_ROUNDER));
-        codes[i] = _mm256_and_si256(_mm256_castps_si256(rounded), low_byte);
-    }
+    for (int i = 0; i < 4; i++)
+        codes[i] = codec == INT4 ? int4_code_of(values[i], scale) : e3m0_code_of(values[i], scale);
     const __m256i low = _mm256_packs_epi32(codes[0], codes[1]), high = _mm256_packs_epi32(codes[2], codes[3]);
     return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
+}
+
+INLINE void pack_fourbit(int codec, const __m256 *values, float scale, uint8_t *row) {
+    const __m256 scales = _mm256_set1_ps(scale == 0.0f ? 1.0f : scale);
+    const __m256i first_and_16_seconds = _mm256_set1_epi16(0x1001);
+    for (int i = 0; i < EIGHTS; i += 8) {
+        const __m256i firsts = fourbit_codes_of(codec, values + i, scales);
+        const __m256i rest = fourbit_codes_of(codec, values + i + 4, scales);
+        const __m256i low = _mm256_maddubs_epi16(firsts, first_and_16_seconds);
+        const __m256i high = _mm256_maddubs_epi16(rest, first_and_16_seconds);
+        const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packus_epi16(low, high), 0xd8);
+        _mm256_storeu_si256((__m256i *)(row + 4 * i), pairs);
+    }
 }
 
 INLINE void encode_int4(const __m256 *values, uint8_t *row, int32_t most_bits) {
     const uint16_t half = (uint16_t)_cvtss_sh(int4_scale_of(float_of(most_bits)), _MM_FROUND_TO_NEAREST_INT);
     const float scale = _cvtsh_ss(half);
     const uint16_t bias = (uint16_t)_cvtss_sh(-8.0f * scale, _MM_FROUND_TO_NEAREST_INT);
-    const __m256 scales = _mm256_set1_ps(scale == 0.0f ? 1.0f : scale);
-    const __m256i first_and_16_seconds = _mm256_set1_epi16(0x1001);
-    for (int i = 0; i < EIGHTS; i += 8) {
-        const __m256i low = _mm256_maddubs_epi16(int4_codes_of(values + i, scales), first_and_16_seconds);
-        const __m256i high = _mm256_maddubs_epi16(int4_codes_of(values + i + 4, scales), first_and_16_seconds);
-        const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packus_epi16(low, high), 0xd8);
-        _mm256_storeu_si256((__m256i *)(row + 4 * i), pairs);
-    }
+    pack_fourbit(INT4, values, scale, row);
     memcpy(row + BLOCK / 2, &half, sizeof half);
     memcpy(row + BLOCK / 2 + 2, &bias, sizeof bias);
+}
+
+INLINE void encode_e3m0(const __m256 *values, uint8_t *row, int32_t most_bits) {
+    const float most = float_of(most_bits) < SMALLEST ? 0.0f : float_of(most_bits), scale = most / 16.0f;
+    pack_fourbit(E3M0, values, most, row);
+    memcpy(row + BLOCK / 2, &scale, sizeof scale);
 }
 
 /* Whether the values are finite; if not, nothing is written. */
@@ -201,8 +249,10 @@ INLINE int encode_block(int codec, const __m256 *values, uint8_t *row, int32_t l
         encode_half(values, row);
     else if (codec == INT8)
         encode_int8(values, row, most_bits, limit_bits);
-    else
+    else if (codec == INT4)
         encode_int4(values, row, most_bits);
+    else
+        encode_e3m0(values, row, most_bits);
     return 1;
 }
 
@@ -262,7 +312,9 @@ VECTORS ptrdiff_t encode_blocks(int codec, const float *base, const float *value
         return encode(FP16, base, values, blocks, wanted, rows, limit_bits, sums);
     if (codec == INT8)
         return encode(INT8, base, values, blocks, wanted, rows, limit_bits, sums);
-    return encode(INT4, base, values, blocks, wanted, rows, limit_bits, sums);
+    if (codec == INT4)
+        return encode(INT4, base, values, blocks, wanted, rows, limit_bits, sums);
+    return encode(E3M0, base, values, blocks, wanted, rows, limit_bits, sums);
 }
 
 INLINE ptrdiff_t decode(int codec, const uint8_t *rows, ptrdiff_t blocks, float *values, int32_t limit_bits) {
@@ -291,7 +343,9 @@ VECTORS ptrdiff_t decode_blocks(int codec, const uint8_t *rows, ptrdiff_t blocks
         return decode(FP16, rows, blocks, values, limit_bits);
     if (codec == INT8)
         return decode(INT8, rows, blocks, values, limit_bits);
-    return decode(INT4, rows, blocks, values, limit_bits);
+    if (codec == INT4)
+        return decode(INT4, rows, blocks, values, limit_bits);
+    return decode(E3M0, rows, blocks, values, limit_bits);
 }
 
 INLINE ptrdiff_t mean(int codec, const uint8_t *const *slices, const float *shares, ptrdiff_t count,
@@ -323,7 +377,9 @@ VECTORS ptrdiff_t mean_of_blocks(int codec, const uint8_t *const *slices, const 
         return mean(FP16, slices, shares, count, blocks, rows, limit_bits);
     if (codec == INT8)
         return mean(INT8, slices, shares, count, blocks, rows, limit_bits);
-    return mean(INT4, slices, shares, count, blocks, rows, limit_bits);
+    if (codec == INT4)
+        return mean(INT4, slices, shares, count, blocks, rows, limit_bits);
+    return mean(E3M0, slices, shares, count, blocks, rows, limit_bits);
 }
 
 /* ---- fp32 values */
@@ -345,18 +401,6 @@ VECTORS int32_t largest_bits(const float *values, ptrdiff_t count) {
         largest = bits > largest ? bits : largest;
     }
     return largest;
-}
-
-/* As fp16, after a product with `factor`. */
-VECTORS void halve(const float *values, ptrdiff_t count, float factor, uint16_t *halves) {
-    const __m256 factors = _mm256_set1_ps(factor);
-    ptrdiff_t at = 0;
-    for (; at + 8 <= count; at += 8) {
-        const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(values + at), factors);
-        _mm_storeu_si128((__m128i *)(halves + at), _mm256_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT));
-    }
-    for (; at < count; at++)
-        halves[at] = (uint16_t)_cvtss_sh(values[at] * factor, _MM_FROUND_TO_NEAREST_INT);
 }
 
 INLINE __m256i squares_of(__m256i sum, __m256 values, __m256 scale) {
@@ -475,7 +519,7 @@ VECTORS int32_t take_change(float *change, const float *params, ptrdiff_t count,
 int codecs_in_passes(void) {
     unsigned a, b, c, d; /* older compilers cannot be asked for F16C */
     const int fits = __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
-    return fits ? INT4 + 1 : 0;
+    return fits ? E3M0 + 1 : 0;
 }
 #else
 int codecs_in_passes(void) { return 0; }

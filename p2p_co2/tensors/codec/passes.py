@@ -1,5 +1,5 @@
-"""One pass over values where torch's operations need many (``passes.c``): fp16, int8 and int4, the weighted
-mean, the outer step.
+"""One pass over values where torch's operations need many (``passes.c``): fp16, int8, int4 and e3m0, the
+weighted mean, the outer step.
 
 What a round costs on a CPU is passes over memory: in torch an int8 encode with the report of its error is
 fifteen of them, a mean of four slices eighteen. And each of torch's operations takes the interpreter's lock
@@ -7,7 +7,8 @@ anew, for which it waits while another thread has it; a call here takes it once.
 
 Law: the same bits as the torch operations that it stands for, in everything that peers agree on or send (the
 figures for people, energies and errors, are summed in another order). So a peer without a compiler, or with
-another processor, agrees with all others: ``kernel`` is None there, and callers go torch's way.
+another processor, agrees with all others: ``kernel`` is None there, and callers go torch's way. A call holds
+no interpreter lock, so a training thread goes on meanwhile.
 
 Price: AVX2 and F16C, x86-64 only; what else there is goes torch's way.
 """
@@ -18,6 +19,7 @@ import ctypes
 import math
 import struct
 from collections.abc import Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,9 +28,8 @@ import torch
 from torch import Tensor
 
 from p2p_co2.system.memory import Buffer
-from p2p_co2.tensors.codec.native import libraries
 
-FP16, INT8, INT4 = 0, 1, 2
+FP16, INT8, INT4, E3M0 = range(4)
 MOST_SQUARES = 1 << 26
 """Of that many integers of 18 bits the sum of squares fits 64 bits, whatever the vectors."""
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_ssize_t
@@ -70,74 +71,26 @@ class Passes:
         """Raises ``OSError`` if the library does not load, the processor cannot run it, or it was built of
         another version's source, ``AttributeError`` if it is another one."""
         native = ctypes.CDLL(str(library))
-        if native.codecs_in_passes() != INT4 + 1:
+        if native.codecs_in_passes() != E3M0 + 1:
             raise OSError("this processor has no AVX2 or no F16C, or the library is of another version")
-        number, whole, bits = ctypes.c_float, ctypes.c_int, ctypes.c_int32
-        self._encode = _function(
-            native.encode_blocks, _SIZE, whole, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, bits, _POINTER
-        )
-        self._decode = _function(native.decode_blocks, _SIZE, whole, _POINTER, _SIZE, _POINTER, bits)
-        self._mean = _function(
-            native.mean_of_blocks, _SIZE, whole, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, bits
-        )
+        number, bits = ctypes.c_float, ctypes.c_int32
+        self._native = native
         self._largest = _function(native.largest_bits, bits, _POINTER, _SIZE)
-        self._halve = _function(native.halve, None, _POINTER, _SIZE, number, _POINTER)
         self._squares = _function(native.whole_square_sum, ctypes.c_int64, _POINTER, _SIZE, number)
         self._change = _function(
             native.change_of, bits, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER
         )
         self._take = _function(native.take_change, bits, _POINTER, _POINTER, _SIZE, number, _POINTER)
 
-    # ---- codecs; ``limit_bits``: int8's largest scale as the bits of an fp32, unused by the others
-
-    def encode(
-        self, codec: int, base: Tensor | None, values: Tensor, wanted: Tensor | None, rows: Tensor,
-        limit_bits: int, blocks: int,
-    ) -> Encoded:  # fmt: skip
-        """Encode ``base - values`` (``values`` without a base), fp32 [blocks * 128], into ``rows``, uint8;
-        ``wanted`` takes what was encoded."""
-        sums = (ctypes.c_double * 2)()
-        done = self._encode(
-            codec, None if base is None else base.data_ptr(), values.data_ptr(), blocks,
-            None if wanted is None else wanted.data_ptr(), rows.data_ptr(), limit_bits, sums,
-        )  # fmt: skip
-        return Encoded(done, sums[0], sums[1])
-
-    def encode_plainly(self, codec: int, values: Tensor, rows: Tensor, limit_bits: int, blocks: int) -> int:
-        """``encode`` of ``values`` alone, without the sums: the number of blocks done."""
-        done: int = self._encode(
-            codec, None, values.data_ptr(), blocks, None, rows.data_ptr(), limit_bits, None
-        )
-        return done
-
-    def decode(
-        self, codec: int, payload: Buffer | Tensor, values: Tensor, limit_bits: int, blocks: int
-    ) -> int:
-        """Decode whole blocks into ``values``, fp32; how many of them hold only finite values."""
-        sound: int = self._decode(codec, _address(payload), blocks, values.data_ptr(), limit_bits)
-        return sound
-
-    def mean(
-        self, codec: int, slices: Sequence[Buffer], shares: Sequence[float], blocks: int, rows: Tensor,
-        limit_bits: int,
-    ) -> int:  # fmt: skip
-        """Encode the sum of ``shares[i] * slices[i]``, added in this order, into ``rows``. Returns -1, or the
-        first slice found that is not finite; ``rows`` is spoilt then."""
-        count = len(slices)
-        places = (_POINTER * count)(*map(_address, slices))
-        factors = (ctypes.c_float * count)(*shares)
-        found: int = self._mean(codec, places, factors, count, blocks, rows.data_ptr(), limit_bits)
-        return found
+    def of(self, codec: int, limit_bits: int) -> CodecPasses:
+        """Of one codec; ``limit_bits``: the largest scale of int8 or e3m0 as the bits of an fp32."""
+        return CodecPasses(self._native, codec, limit_bits)
 
     # ---- fp32 values, [n]
 
     def magnitude(self, values: Tensor) -> float:
         """The largest magnitude; inf if any value is not finite, 0 for no values."""
         return _magnitude(self._largest(values.data_ptr(), values.numel()))
-
-    def halve(self, values: Tensor, factor: float, halves: Tensor) -> None:
-        """``values * factor`` as fp16."""
-        self._halve(values.data_ptr(), values.numel(), factor, halves.data_ptr())
 
     def square_sum(self, values: Tensor, scale: float) -> int:
         """The sum of the squares of ``round(values * scale)``, exact if those are at most 2^18."""
@@ -167,6 +120,51 @@ class Passes:
         return total, _magnitude(largest)
 
 
+class CodecPasses:
+    """What a codec does in one pass, as ``Passes``."""
+
+    def __init__(self, native: ctypes.CDLL, codec: int, limit_bits: int) -> None:
+        self._codec, self._limit_bits = codec, limit_bits
+        whole, bits = ctypes.c_int, ctypes.c_int32
+        self._encode = _function(
+            native.encode_blocks, _SIZE, whole, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, bits, _POINTER
+        )
+        self._decode = _function(native.decode_blocks, _SIZE, whole, _POINTER, _SIZE, _POINTER, bits)
+        self._mean = _function(
+            native.mean_of_blocks, _SIZE, whole, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, bits
+        )
+
+    def encode(
+        self, base: Tensor | None, values: Tensor, wanted: Tensor | None, rows: Tensor, blocks: int,
+        is_measured: bool = True,
+    ) -> Encoded:  # fmt: skip
+        """Encode ``base - values`` (``values`` without a base), fp32 [blocks * 128], into ``rows``, uint8;
+        ``wanted`` takes what was encoded."""
+        sums = (ctypes.c_double * 2)()
+        done = self._encode(
+            self._codec, None if base is None else base.data_ptr(), values.data_ptr(), blocks,
+            None if wanted is None else wanted.data_ptr(), rows.data_ptr(), self._limit_bits,
+            sums if is_measured else None,
+        )  # fmt: skip
+        return Encoded(done, sums[0], sums[1])
+
+    def decode(self, payload: Buffer | Tensor, values: Tensor, blocks: int) -> int:
+        """Decode whole blocks into ``values``, fp32; how many of them hold only finite values."""
+        sound: int = self._decode(self._codec, _address(payload), blocks, values.data_ptr(), self._limit_bits)
+        return sound
+
+    def mean(self, slices: Sequence[Buffer], shares: Sequence[float], blocks: int, rows: Tensor) -> int:
+        """Encode the sum of ``shares[i] * slices[i]``, added in this order, into ``rows``. Returns -1, or the
+        first slice found that is not finite; ``rows`` is spoilt then."""
+        count = len(slices)
+        places = (_POINTER * count)(*map(_address, slices))
+        factors = (ctypes.c_float * count)(*shares)
+        found: int = self._mean(
+            self._codec, places, factors, count, blocks, rows.data_ptr(), self._limit_bits
+        )
+        return found
+
+
 def _function(
     function: ctypes._NamedFuncPointer, result: type | None, *arguments: type
 ) -> ctypes._NamedFuncPointer:
@@ -184,6 +182,12 @@ def _address(data: Buffer | Tensor) -> int:
     if isinstance(data, Tensor):
         return data.data_ptr()
     return int(np.frombuffer(data, np.uint8).ctypes.data) if len(data) else 0
+
+
+def libraries() -> list[Path]:
+    """What installation built: none where there was no compiler."""
+    built = [Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES]
+    return [library for library in built if library.exists()]
 
 
 def load() -> Passes | None:

@@ -14,20 +14,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from p2p_co2.config import CodecName
-from p2p_co2.tensors.codec.base import BLOCK_VALUES, LARGEST, Codec, absmax
+from p2p_co2.codec_specs import CodecSpec
+from p2p_co2.tensors.codec.base import LARGEST, Codec, absmax
 from p2p_co2.tensors.codec.passes import FP16
 
 
 class PlainCodec(Codec):
-    """Values as ``dtype`` (torch.float32, float16 or bfloat16), little-endian, nothing else."""
+    """Values as torch.float32, float16 or bfloat16, little-endian, nothing else."""
 
-    def __init__(self, name: CodecName, dtype: torch.dtype) -> None:
-        self.name = name
-        self._dtype = dtype
-        self._limit = torch.finfo(dtype).max
-        self.block_bytes = BLOCK_VALUES * dtype.itemsize
-        self.in_passes = FP16 if dtype == torch.float16 else None
+    def __init__(self, spec: CodecSpec) -> None:
+        super().__init__(spec)
+        self._dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[spec.name]
+        self._limit = torch.finfo(self._dtype).max
+        self.in_passes = FP16 if spec.name == "fp16" else None
 
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
         absmax(values)  # raises if not finite

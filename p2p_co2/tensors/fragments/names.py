@@ -88,9 +88,3 @@ def named_buffers(module: nn.Module) -> dict[str, Tensor]:
                 seen.add(id(buffer))
                 found[f"{path}.{name}" if path else name] = buffer
     return found
-
-
-def plain_name(name: str) -> str:
-    """``name``, as a checkpoint or a state dict has it, without the prefixes of compiled and checkpointed
-    modules. ("module." stays: only the module tells whether it is a wrapper's.)"""
-    return ".".join(part for part in name.split(".") if part not in _INNER)

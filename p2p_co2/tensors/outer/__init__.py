@@ -16,26 +16,31 @@ Laws:
    the inverse. Norms come from ``exact_norm``, which has no reduction order. (A process that flushes
    denormals, ``torch.set_flush_denormal``, breaks this law: leave it off.)
 2. An aborted round changes nothing: there is no call for it.
-3. A state is never modified, unless ``step`` is told that nobody else holds it, or ``step_in_place`` is
-   taken; ``step`` works in buffers that it made or was given.
+3. A state is never modified, unless ``step`` is told that nobody else holds it.
 
 Sources: CO2 (arXiv 2401.16265) for the staleness gap penalty (after its Eq. 3, denominator ours) and outer
 momentum clipping; DiLoCo and Streaming DiLoCo (2501.18512) for Nesterov and ``blend``; Eager updates
 (2502.12996) for ``eager_correction``; ``keep`` is ours.
 """
 
-from p2p_co2.tensors.outer.merging import (
+from p2p_co2.tensors.outer.merge import (
+    Merge,
     boundary_merge,
     eager_correction,
     lost_work_of,
     merge,
-    merge_offered,
     outer_gradient,
 )
 from p2p_co2.tensors.outer.norms import PIECE, exact_norm, magnitude
-from p2p_co2.tensors.outer.state import MOVED_NORMS_KEPT, Merge, OuterState, init
-from p2p_co2.tensors.outer.stepping import StepReport, last_change, stability_warning, step
-from p2p_co2.tensors.outer.stepping_in_place import step_in_place
+from p2p_co2.tensors.outer.step import (
+    MOVED_NORMS_KEPT,
+    OuterState,
+    StepReport,
+    init,
+    last_change,
+    stability_warning,
+    step,
+)
 
 __all__ = [
     "MOVED_NORMS_KEPT",
@@ -51,9 +56,7 @@ __all__ = [
     "lost_work_of",
     "magnitude",
     "merge",
-    "merge_offered",
     "outer_gradient",
     "stability_warning",
     "step",
-    "step_in_place",
 ]

@@ -1,0 +1,114 @@
+"""Places at relays: how a peer that nobody can dial is met all the same.
+
+A seed passes on streams to whoever holds a place there (libp2p's specification "Circuit Relay v2"). We ask
+for places ourselves, on a stream of that protocol: the daemon's own search takes up to three minutes, and two
+volunteers behind routers would train alone for so long. A place lives as long as the connection to the relay,
+so it is renewed. Price: what passes through a relay costs the seed's line, twice, and a circuit may be cut
+off, which to a link is a loss like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from p2p_co2.errors import TransportError
+from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S
+from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
+from p2p_co2.net.transport.libp2p.hivemind import P2P
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import CircuitHop
+
+HOP = "/libp2p/circuit/relay/0.2.0/hop"
+MAX_PLACES = 3
+ENOUGH_BYTES = 1 << 30
+"""Relays that cut a circuit off sooner are of no use for payload; libp2p's default is 128 KiB."""
+_RESERVE, _STATUS, _OK = 0, 2, 100
+_MAX_ANSWER_BYTES = 8 << 10
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place at a relay. ``maddr``: how others reach us through it; ``circuit_bytes``: after which the relay
+    cuts a circuit off, 0 for never."""
+
+    relay: PeerId
+    maddr: str
+    circuit_bytes: int
+
+
+class Places:
+    """Our places at the relays among ``seeds`` (multiaddrs that end in /p2p/ID). Call ``renew`` often."""
+
+    def __init__(self, p2p: P2P, me: PeerId, seeds: Sequence[str]) -> None:
+        self._p2p, self._me = p2p, me
+        self._seeds = [seed for seed in seeds if not seed.endswith(f"/p2p/{me}")]
+        self._renew_at = 0.0
+        self.held: tuple[Place, ...] = ()
+        self.trouble = ""
+        """Why there is none, in words; empty while there is one, and before the first ``renew``."""
+
+    async def renew(self) -> None:
+        """Ask for places, or ask again, if it is time to; never raises for a relay's sake."""
+        if time.monotonic() < self._renew_at or not self._seeds:
+            return
+        answers = await asyncio.gather(*(self._ask(seed) for seed in self._seeds[:MAX_PLACES]))
+        self.held = tuple(answer for answer in answers if isinstance(answer, Place))
+        causes = [answer for answer in answers if isinstance(answer, str)]
+        self.trouble = "" if self.held else "; ".join(causes)
+        # Without a place nobody reaches us: ask again soon.
+        self._renew_at = time.monotonic() + (MESSAGE_TIMEOUT_S if self.held else CONNECT_TIMEOUT_S)
+
+    def forget(self) -> None:
+        """What we held is lost; ask again at the next ``renew``."""
+        self.held, self._renew_at = (), 0.0
+
+    async def _ask(self, seed: str) -> Place | str:
+        address, _, relay = seed.rpartition("/p2p/")
+        try:
+            place = await ask_for_place(self._p2p, PeerId(relay), seed, self._me)
+        except TransportError as error:
+            return f"{address}: {error}"
+        if 0 < place.circuit_bytes < ENOUGH_BYTES:
+            return f"{address}: passes on only {place.circuit_bytes >> 10} KiB at a time"
+        return place
+
+
+async def ask_for_place(p2p: P2P, relay: PeerId, maddr: str, me: PeerId) -> Place:
+    """A place at ``relay``, which ``maddr`` names. Raises ``TransportError``. Safe to cancel."""
+    await reach(p2p, relay, [maddr], CONNECT_TIMEOUT_S)
+    reader, writer = await open_stream(p2p, relay, HOP, CONNECT_TIMEOUT_S)
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            question = CircuitHop(type=_RESERVE).SerializeToString()
+            writer.write(bytes((len(question),)) + question)
+            await writer.drain()
+            answer = CircuitHop.FromString(await _read_answer(reader))
+    except TimeoutError:
+        raise TransportError(f"it did not answer within {CONNECT_TIMEOUT_S:.0f} s") from None
+    except (OSError, asyncio.IncompleteReadError):
+        raise TransportError("it hung up when asked to relay") from None
+    except DecodeError:
+        raise TransportError("it answers nonsense when asked to relay") from None
+    finally:
+        await hang_up(writer)
+    if answer.type != _STATUS or answer.status != _OK:
+        raise TransportError(f"it does not relay for us (status {answer.status})")
+    return Place(relay, f"{maddr}/p2p-circuit/p2p/{me}", answer.limit.data_bytes)
+
+
+async def _read_answer(reader: asyncio.StreamReader) -> bytes:
+    """One message with its length before it as a varint. Raises ``TransportError`` if it is too large."""
+    length = shift = 0
+    while True:
+        byte = (await reader.readexactly(1))[0]
+        length |= (byte & 0x7F) << shift
+        shift += 7
+        if length > _MAX_ANSWER_BYTES or shift > 21:
+            raise TransportError("its answer is too large")
+        if byte < 0x80:
+            return await reader.readexactly(length)

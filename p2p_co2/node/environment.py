@@ -1,0 +1,151 @@
+"""What a node stands on: its group, a clock, the network beside it, and links out.
+
+In a real process these are the system's clock, ``network.Network`` and ``links.LinkPool``; in a simulation
+they are virtual. Law: the node knows the world through these alone, so the same node runs in both.
+
+A group is the peers that agree on one state: its digest is in every envelope. The run itself is a group, and
+one process may be in several over one set of carriers and one line: ``environment.beside(digest)``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
+from p2p_co2.node.lanes import Piece, Uplink
+from p2p_co2.node.links import FindRecord, LinkObserver, LinkPool, LinkTraffic
+from p2p_co2.protocol.wire.envelope import Opened, Unsent, group_of, opened
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
+
+IsKnown = Callable[[PeerId], bool]
+"""Whether a peer has worked with us of late."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """``monotonic``: seconds that never go back; ``unix``: the date, which others may have set otherwise."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    unix: Callable[[], float] = time.time
+
+
+class PeerNetwork(Protocol):
+    """The network beside the model; methods and their errors as ``network.Network`` says."""
+
+    @property
+    def identity(self) -> Identity: ...
+    @property
+    def config(self) -> PeerConfig: ...
+    @property
+    def run(self) -> RunConfig: ...
+    @property
+    def software(self) -> str: ...
+    @property
+    def carriers(self) -> Sequence[Carrier]: ...
+
+    async def start_carriers(self, on_message: OnMessage, on_refused: OnRefused) -> None: ...
+    async def publish_self(self, somebody_unmet: bool = False) -> str | None: ...
+    async def find_peers(self) -> list[PeerRecord]: ...
+    async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None: ...
+    async def daemon_ended(self) -> str: ...
+    async def rebootstrap(self) -> None: ...
+    async def greet_seeds(self) -> None: ...
+
+
+class Links(Protocol):
+    """Links to other peers; see ``links.LinkPool``."""
+
+    up_bytes: int
+    traffic: dict[PeerId, LinkTraffic]
+
+    @property
+    def upload_bytes_per_s(self) -> float: ...
+    @property
+    def is_full(self) -> bool: ...
+
+    def set_paces(self, bytes_per_s: Mapping[PeerId, float]) -> None: ...
+    def post(
+        self, peer: PeerId, data: Unsent, bulk: bool, served: bool = False, piece: Piece | None = None
+    ) -> bool: ...
+    def forget(self, attempt: bytes, means: bool) -> None: ...
+    def carriers_used(self) -> dict[str, str]: ...
+    async def drain(self, timeout_s: float) -> None: ...
+    async def close(self) -> None: ...
+
+
+MakeLinks = Callable[[Sequence[Carrier], FindRecord, LinkObserver, asyncio.TaskGroup, Uplink], Links]
+"""How ``links.LinkPool`` is made."""
+
+
+class GroupSwitch:
+    """One process's carriers, shared by its groups: what comes in is sorted by ``Envelope.run``. What is for
+    no group of ours goes to the first one, which does not read it and counts its bytes."""
+
+    def __init__(self, network: PeerNetwork) -> None:
+        self._network = network
+        self._doors: dict[bytes, tuple[OnMessage, OnRefused]] = {}
+        self._known: list[IsKnown] = []
+
+    async def join(
+        self, group: bytes, on_message: OnMessage, on_refused: OnRefused, is_known: IsKnown
+    ) -> Sequence[Carrier]:
+        """Hear what is for ``group``; the first group starts the carriers. Raises ``EnvironmentFault`` if one
+        cannot listen."""
+        is_first = not self._doors
+        self._doors[group] = on_message, on_refused
+        self._known.append(is_known)
+        if is_first:
+            await self._network.start_carriers(self._on_message, self._on_refused)
+        for carrier in self._network.carriers:
+            carrier.keep_places(lambda peer: any(is_known(peer) for is_known in self._known))
+        return self._network.carriers
+
+    def leave(self, group: bytes) -> None:
+        """``group`` is heard no more, unless it is the last."""
+        if len(self._doors) > 1:
+            self._doors.pop(group, None)
+
+    async def _on_message(self, sender: PeerId, data: bytes) -> None:
+        doors = self._doors
+        door = doors.get(group_of(data)) if len(doors) > 1 else None
+        await (door or next(iter(doors.values())))[0](sender, data)
+
+    def _on_refused(self, peer: PeerId | None, error: RemoteProtocolError) -> None:
+        next(iter(self._doors.values()))[1](peer, error)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What one node stands on. ``of`` makes that of a process's first group, ``beside`` that of another."""
+
+    network: PeerNetwork
+    group: bytes
+    switch: GroupSwitch
+    uplink: Uplink
+    clock: Clock = Clock()
+    make_links: MakeLinks = LinkPool
+    open_message: Callable[[bytes, bytes], Opened] = opened
+
+    @classmethod
+    def of(
+        cls,
+        network: PeerNetwork,
+        clock: Clock = Clock(),
+        make_links: MakeLinks = LinkPool,
+        open_message: Callable[[bytes, bytes], Opened] = opened,
+    ) -> Environment:
+        """The run itself is the group."""
+        uplink = Uplink(network.config.limits.upload_bytes_per_s)
+        switch, group = GroupSwitch(network), network.run.digest()
+        return cls(network, group, switch, uplink, clock, make_links, open_message)
+
+    def beside(self, group: bytes) -> Environment:
+        """The same process in another group: its carriers, its line and its clock."""
+        return replace(self, group=group)

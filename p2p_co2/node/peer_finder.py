@@ -1,0 +1,212 @@
+"""What a node asks the DHT: it keeps this peer listed, finds others, and leaves word of where the run is.
+
+Law: nothing here ends a peer or holds it up. What the DHT refuses is told and tried again; a peer that cannot
+be listed still looks. A search costs as much as there are peers listed, so among many that are all heard it
+is rare: who is new looks by itself, and greets all it finds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from p2p_co2.errors import TransportError
+from p2p_co2.node.environment import PeerNetwork
+from p2p_co2.node.unreachable import Unreachable
+from p2p_co2.protocol.membership import Membership
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, Status
+
+LOOK_S, FIND_PEERS_S = 1.0, 10.0
+"""Between two searches of a peer that has just come, and of others."""
+QUICK_FINDS = 10
+FEW_PEERS, RARELY_TIMES = 4, 6.0
+"""Among so many peers, all heard, it is looked for others every ``FIND_PEERS_S``; among more as many times
+less often, down to the second of these. Who comes or goes makes it look again as among few."""
+SEEDS_S = 2 * FIND_PEERS_S
+"""How often the ticket's seeds are greeted, and how long a peer is alone before it joins the DHT anew."""
+ALONE_S = 3 * FIND_PEERS_S
+ALONE = (
+    "nobody else is here: rounds are made alone, and nothing is exchanged; invite others with p2p-co2 join "
+    "TICKET (the word that the seed printed)"
+)
+"""Said once, by a peer that has trained alone for ``ALONE_S``."""
+LAST_WORD_S = 1.5
+"""How long a peer that leaves waits for its last word to be taken."""
+
+
+def find_every_s(live: int) -> float:
+    """Seconds between two searches of one that hears ``live`` peers, all that are listed, and none less than
+    the last time."""
+    return FIND_PEERS_S * min(RARELY_TIMES, max(1.0, live / FEW_PEERS))
+
+
+class BackgroundTasks:
+    """Questions to the DHT that nobody waits for, and that a node that stops ends: with the seeds down one
+    takes half a minute, and who leaves is to be gone in seconds."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def end(self, within_s: float) -> None:
+        """Let them come to their end, but no longer than this."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=within_s)
+        for task in self._tasks:
+            task.cancel()
+
+
+@dataclass(frozen=True)
+class FinderEvents:
+    """What the finder asks and tells. ``status``: what this peer says of itself; ``rests``: whether little is
+    to be told for long; ``looked``: after each look; ``warn``: in words."""
+
+    now: Callable[[], float]
+    status: Callable[[], Status]
+    rests: Callable[[], bool]
+    looked: Callable[[], None]
+    warn: Callable[[str], None]
+
+
+class PeerFinder:
+    """Finds the others for ``membership``. ``unreached``: who is listed and cannot be reached, or
+    does not reach us."""
+
+    def __init__(self, network: PeerNetwork, membership: Membership, events: FinderEvents) -> None:
+        self._network, self._membership, self._events = network, membership, events
+        self.unreached = Unreachable()
+        self._trouble = ""
+        self._found_at, self._found_among = -1e9, frozenset[PeerId]()
+        """When it was looked for others last, and who was heard then."""
+        self._alone_since = self._seeds_greeted_at = events.now()
+
+    async def run(self) -> None:
+        finds = 0
+        self._seeds_greeted_at = self._events.now()
+        while True:
+            await self._look()
+            self._events.looked()
+            finds += 1
+            quiet_s = self._membership.quiet_s if self._events.rests() else 0.0
+            if self._events.now() - self._seeds_greeted_at > max(SEEDS_S, quiet_s):
+                await self._greet_seeds()
+            calm_s = 2 * FIND_PEERS_S if quiet_s else FIND_PEERS_S  # in the quiet newcomers find us
+            await asyncio.sleep(LOOK_S if finds < QUICK_FINDS else calm_s)
+
+    async def _look(self) -> None:
+        trouble, errors = self._trouble, list[str]()
+        try:
+            trouble = await self._network.publish_self(self.unreached.is_somebody_unmet) or ""
+        except TransportError as error:
+            errors.append(str(error))
+        try:
+            if self._is_due():
+                records = await self._network.find_peers()
+                self._tell_of_ways(trouble, records)
+                await self._take(records)
+                self._found_at, self._found_among = self._events.now(), frozenset(self._membership.live)
+        except TransportError as error:
+            errors.append(str(error))
+        if errors:
+            self._events.warn(f"peer discovery: {'; '.join(dict.fromkeys(errors))}")
+
+    def _is_due(self) -> bool:
+        """Whether to look for others."""
+        live = frozenset(self._membership.live)
+        is_calm = bool(live) and live == self._found_among and not len(self._membership.candidates)
+        return not is_calm or self._events.now() - self._found_at >= find_every_s(len(live))
+
+    async def _take(self, records: Sequence[PeerRecord]) -> None:
+        """Greet those who are listed; among nobody, ask the seeds again whom else they know."""
+        membership, now = self._membership, self._events.now()
+        if records or membership.live:
+            self._alone_since = now
+        elif now - self._alone_since > SEEDS_S:
+            self._alone_since = now
+            await self._network.rebootstrap()
+        peers = [PeerId(record.peer) for record in records]
+        membership.status = self._events.status()  # who is found learns where we are, not were
+        membership.found(peers, self._events.now())
+
+    def _tell_of_ways(self, trouble: str, records: Sequence[PeerRecord]) -> None:
+        """Warn of what keeps others from reaching this peer, and of those that it cannot reach."""
+        if trouble and trouble != self._trouble:
+            self._events.warn(trouble)
+        self._trouble = trouble
+        for peer, reason in self.unreached.listed(records, self._membership.live):
+            self._events.warn(f"peer {peer} is there but cannot be reached: {reason}")
+
+    async def _greet_seeds(self) -> None:
+        """Become known again to a seed that was started anew: it has forgotten everybody, and who comes by
+        it would find nobody. Seeds that are away are no trouble."""
+        self._seeds_greeted_at = self._events.now()
+        with contextlib.suppress(TransportError):
+            await self._network.greet_seeds()
+
+
+class PositionNetwork(Protocol):
+    """What is needed of ``network.Network``."""
+
+    async def publish_position(
+        self, position: float, versions: Sequence[int], is_last: bool = False
+    ) -> None: ...
+
+
+class PositionWriter:
+    """Leaves word of where the run is, for those that come when everybody has left.
+
+    Without it a peer that hears nobody cannot tell a run that never began from one that is over. And it tells
+    a peer that trains alone so: from inside all looks well. ``where``: this peer's phase, position and
+    versions; ``live_peers``: others that are heard. All calls on the network's loop. Price: a record of some
+    300 bytes a minute, for each node that keeps it.
+    """
+
+    def __init__(
+        self,
+        network: PositionNetwork,
+        where: Callable[[], tuple[Status.Phase, float, Sequence[int]]],
+        live_peers: Callable[[], int],
+        now: Callable[[], float],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._network, self._where, self._live_peers = network, where, live_peers
+        self._now, self._warn = now, warn
+        self._alone_since, self._has_told_of_alone = math.inf, False
+
+    async def run(self) -> None:
+        while True:
+            self.look_whether_alone()
+            await self._say(is_last=False)
+            await asyncio.sleep(LOOK_S)
+
+    def look_whether_alone(self) -> None:
+        """Warn once who has trained for long without anybody else."""
+        phase, _, _ = self._where()
+        if phase != Status.TRAINING or self._live_peers():
+            self._alone_since = math.inf
+            return
+        self._alone_since = min(self._alone_since, self._now())
+        if self._now() - self._alone_since >= ALONE_S and not self._has_told_of_alone:
+            self._has_told_of_alone = True
+            self._warn(ALONE)
+
+    async def say_last(self) -> None:
+        """Bounded."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORD_S):
+                await self._say(is_last=True)
+
+    async def _say(self, is_last: bool) -> None:
+        phase, position, versions = self._where()
+        if phase == Status.JOINING or not any(versions):
+            return  # as long as nothing was agreed on, who begins anew loses nothing
+        with contextlib.suppress(TransportError):
+            await self._network.publish_position(position, versions, is_last)

@@ -1,0 +1,274 @@
+"""What a committed mean does to the agreed parameters: momentum, the staleness gap penalty, clipping.
+
+``init`` and ``step`` are an algorithm over a plain ``OuterState``, one per fragment. The mean is read piece
+by piece, so nothing of the fragment's size is made but the new state, and that lies in the old one's memory
+where nobody else needs it. Price: the mean is decoded three times, four with Nesterov, in pieces that stay in
+the cache; that is cheaper than to write it and read it as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from p2p_co2.config import OuterConfig
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.tensors.codec.passes import Changed
+from p2p_co2.tensors.outer.norms import (
+    PIECE,
+    is_one_scale,
+    magnitude,
+    norm_of,
+    norm_of_pieces,
+    norm_shift,
+    passes_for,
+    square_sum,
+)
+
+MOVED_NORMS_KEPT = 4
+"""Changes of ``params`` whose norms are remembered: the staleness that the gap penalty measures exactly."""
+_WIDTH = 2 * PIECE
+"""Values at once: with what is made of them they stay in the cache."""
+_GAP_EPS = 1e-12
+_MEAN_SQUARE_DECAY = 0.9
+_SAFE = 1e38
+"""Below this, no rounding reaches the end of fp32."""
+
+
+class OuterState(NamedTuple):
+    """The agreed state of one fragment after ``version`` outer steps; the same bits on every peer.
+
+    ``params`` and ``momentum``: fp32 [n], host memory. ``mean_square``: running mean square of the applied
+    gradient, 0 before the first. ``moved_norms``: L2 norms of the last changes of ``params``, at most
+    ``MOVED_NORMS_KEPT``, newest last.
+    """
+
+    version: int
+    params: Tensor
+    momentum: Tensor
+    mean_square: float
+    moved_norms: tuple[float, ...]
+
+
+class StepReport(NamedTuple):
+    """What one step did. ``gap`` 1 means no penalty; ``clipped_share`` is the share of momentum values
+    clipped, 0 to 1; ``gradient_norm`` is that of the mean as it arrived, ``momentum_norm`` that of the
+    momentum as it is stored."""
+
+    gap: float
+    gradient_norm: float
+    momentum_norm: float
+    clipped_share: float
+
+
+class Readable(Protocol):
+    """fp32 [n], read by slices: a tensor, or what decodes one piece after the other."""
+
+    def __getitem__(self, at: slice, /) -> Tensor: ...
+
+
+def init(params: Tensor) -> OuterState:
+    """Version 0 of a fragment from its starting values ([n], any float dtype, any device; copied)."""
+    start = params.detach().to(device="cpu", dtype=torch.float32, copy=True).reshape(-1)
+    return OuterState(0, start, torch.zeros_like(start), 0.0, ())
+
+
+def _fresh(numel: int) -> Tensor:
+    return torch.empty(numel, dtype=torch.float32, device="cpu")
+
+
+def step(
+    config: OuterConfig,
+    state: OuterState,
+    mean: Readable,
+    base_version: int,
+    *,
+    largest: float | None = None,
+    reuse: str = "",
+    new: Callable[[int], Tensor] = _fresh,
+) -> tuple[OuterState, StepReport]:
+    """Apply the committed mean outer gradient of one round.
+
+    ``mean``: fp32 [n], with ``largest``, its largest magnitude (inf if it is not finite), unless it is a
+    tensor. ``base_version``: the outer version that the mean was measured from, at most ``state.version``;
+    the difference is the staleness. ``reuse``: what of ``state`` nobody else holds, "momentum" or "all": the
+    new state takes that memory, if the step cannot fail. ``new`` gives all other memory, by its number of
+    values.
+
+    Raises ``RemoteProtocolError`` if the mean is not finite or would take the state out of fp32: every peer
+    that holds the same bits refuses alike, and the state stays. Raises ``LocalProtocolError`` for a wrong
+    shape or version.
+    """
+    size = state.params.numel()
+    if isinstance(mean, Tensor) and (mean.shape, mean.dtype) != (state.params.shape, torch.float32):
+        raise LocalProtocolError(f"mean is {mean.dtype} {tuple(mean.shape)}, the state float32 ({size},)")
+    if not 0 <= base_version <= state.version:
+        raise LocalProtocolError(f"base version {base_version} is not in 0..{state.version}")
+    largest = magnitude(mean) if largest is None and isinstance(mean, Tensor) else largest
+    assert largest is not None
+    if largest == math.inf:
+        raise _not_finite()
+    norm = norm_of_pieces(largest, (mean[at] for at in _pieces(size)))
+    gap, mean_square = _gap_and_mean_square(config, state, norm, state.version - base_version)
+    if not reuse or not _cannot_fail(config, state, largest, 1.0 / gap):
+        reuse = ""
+    momentum = state.momentum if reuse else new(size)
+    params = state.params if reuse == "all" else new(size)
+    done = _momentum_step_(config, state.momentum, mean, gap, mean_square, momentum)
+    moved_norm, is_finite = _params_step_(config, state.params, mean, gap, momentum, params, done)
+    # A momentum that is not finite makes a change that is not.
+    if not (math.isfinite(norm) and math.isfinite(moved_norm) and is_finite):
+        raise _not_finite()
+    moved = (*state.moved_norms, moved_norm)[-MOVED_NORMS_KEPT:]
+    after = OuterState(state.version + 1, params, momentum, mean_square, moved)
+    return after, StepReport(gap, norm, math.sqrt(done.energy), done.clipped / max(1, size))
+
+
+def _not_finite() -> RemoteProtocolError:
+    return RemoteProtocolError("not_finite", "the mean outer gradient is not finite, or too large to apply")
+
+
+def _momentum_step_(
+    config: OuterConfig, old: Tensor, mean: Readable, gap: float, mean_square: float, out: Tensor
+) -> Changed:
+    """Fill ``out``, which may be ``old``, with the new momentum."""
+    bound = clip_bound(config, mean_square)
+    scratch = torch.empty(min(_WIDTH, old.numel()), dtype=torch.float32, device="cpu")
+    clipped, energy, largest = 0, 0.0, 0.0
+    for at in _pieces(old.numel()):
+        change = scratch[: at.stop - at.start]
+        done = change_of(config, old[at], mean[at], 1.0 / gap, bound, out[at], change)
+        clipped, energy, largest = (
+            clipped + done.clipped,
+            energy + done.energy,
+            max(largest, done.largest_change),
+        )
+    return Changed(clipped, energy, largest)
+
+
+def _params_step_(
+    config: OuterConfig, old: Tensor, mean: Readable, gap: float, momentum: Tensor, out: Tensor, done: Changed
+) -> tuple[float, bool]:
+    """Fill ``out``, which may be ``old``, with the new parameters. The change's norm, and whether all of it
+    is finite."""
+    if done.largest_change == math.inf:
+        return math.inf, False
+    shift, total, largest = norm_shift(done.largest_change) if done.largest_change else 0, 0, 0.0
+    for at in _pieces(old.numel()):
+        change = last_change(config, momentum[at], mean[at] if config.nesterov else None, gap)
+        here, most = take_piece_(change, old[at], shift)
+        total, largest = total + here, max(largest, most)
+        out[at] = change
+    return norm_of(total, shift) if done.largest_change else 0.0, math.isfinite(largest)
+
+
+def _gap_and_mean_square(
+    config: OuterConfig, state: OuterState, gradient_norm: float, staleness: int
+) -> tuple[float, float]:
+    """The staleness gap penalty, and the running mean square after this step."""
+    gap = _gap(config, state, gradient_norm, staleness)
+    applied_norm = gradient_norm * (1.0 / gap)
+    # No ** on floats anywhere here: libraries round pow differently; products and sqrt are exact by IEEE 754.
+    mean_square = applied_norm * applied_norm / max(1, state.params.numel())
+    if state.mean_square > 0.0:
+        mean_square = _MEAN_SQUARE_DECAY * state.mean_square + (1.0 - _MEAN_SQUARE_DECAY) * mean_square
+    return gap, mean_square
+
+
+def _gap(config: OuterConfig, state: OuterState, gradient_norm: float, staleness: int) -> float:
+    """1 + how far the agreed parameters moved during the delay, in units of the gradient about to be applied.
+
+    The distance is bounded by the sum of the norms of the steps (triangle inequality), so no old parameters
+    are kept. A staleness beyond the remembered norms is charged at their average.
+    """
+    recent = state.moved_norms[-staleness:] if staleness else ()
+    if not config.gap_penalty or not recent or gradient_norm in {0.0, math.inf}:
+        return 1.0
+    # fsum, because the rounding of sum() differs between versions of Python.
+    moved = math.fsum(recent) * (staleness / len(recent))
+    return 1.0 + moved / (gradient_norm + _GAP_EPS)
+
+
+def clip_bound(config: OuterConfig, mean_square: float) -> float:
+    """The magnitude at which momentum is clipped; inf for never."""
+    if config.clip == "none":
+        return math.inf
+    bound = config.clip_phi * (math.sqrt(mean_square) if config.clip == "rms" else 1.0)
+    return bound if bound < torch.finfo(torch.float32).max else math.inf
+
+
+def _cannot_fail(config: OuterConfig, state: OuterState, largest: float, inverse: float) -> bool:
+    """Whether no value on the way can leave fp32, whatever meets whatever. ``largest``: magnitude in the
+    mean."""
+    applied = largest * inverse
+    momentum = magnitude(state.momentum) * config.momentum + applied
+    change = (momentum * config.momentum + applied if config.nesterov else momentum) * config.lr
+    return max(momentum, change, magnitude(state.params) + change) < _SAFE
+
+
+def change_of(
+    config: OuterConfig, old: Tensor, mean: Tensor, inverse: float, bound: float,
+    momentum: Tensor, change: Tensor,
+) -> Changed:  # fmt: skip
+    """Fill the new ``momentum``, which may be ``old``, and ``change``, which the parameters lose: fp32 [n].
+    ``inverse``: 1 / gap."""
+    if (fast := passes_for(old, mean, momentum, change)) is not None:
+        return fast.change_of(
+            old, mean, momentum, change, beta=config.momentum, inverse=inverse, lr=config.lr,
+            nesterov=config.nesterov, bound=bound, piece=PIECE,
+        )  # fmt: skip
+    applied = mean if inverse == 1.0 else mean * inverse
+    new, clipped = torch.mul(old, config.momentum, out=momentum).add_(applied), 0
+    if bound < math.inf and magnitude(new) > bound:
+        free = new.clone()
+        clipped = int(torch.count_nonzero(new.clamp_(-bound, bound) != free))
+    moved = (new * config.momentum).add_(applied) if config.nesterov else new
+    largest = magnitude(torch.mul(moved, config.lr, out=change))
+    return Changed(clipped, float(torch.dot(new, new)), largest)
+
+
+def last_change(config: OuterConfig, momentum: Tensor, mean: Tensor | None, gap: float) -> Tensor:
+    """What the parameters lost in the step that left ``momentum``: the bits that were taken from them.
+
+    ``momentum``: fp32 [n], of the new state; ``mean``: fp32 [n], which that step applied (heavy ball needs
+    none); ``gap``: from its ``StepReport``. Any range of both gives that range. A new tensor.
+    """
+    if not config.nesterov:
+        return momentum * config.lr
+    assert mean is not None
+    applied = mean if gap == 1.0 else mean * (1.0 / gap)
+    return (momentum * config.momentum).add_(applied).mul_(config.lr)
+
+
+def take_piece_(change: Tensor, params: Tensor, shift: int) -> tuple[int, float]:
+    """Turn ``change`` into ``params - change``; the change's ``square_sum`` and the largest new magnitude.
+    Any piece of both."""
+    if (fast := passes_for(change, params)) is not None and is_one_scale(shift):
+        return fast.take_change_(change, params, math.ldexp(1.0, shift))
+    total = sum(square_sum(piece, shift) for piece in torch.split(change, PIECE))
+    return total, magnitude(torch.sub(params, change, out=change))
+
+
+def _pieces(size: int) -> Iterator[slice]:
+    return (slice(start, min(start + _WIDTH, size)) for start in range(0, size, _WIDTH))
+
+
+def stability_warning(config: OuterConfig, delayed: bool) -> str | None:
+    """Words for a person if these settings are known to diverge under a full round of delay, else None.
+
+    Linear model, with delta in (0, 1) the contraction of one round of training: one round late, heavy ball
+    is stable for ``lr * delta < 1 - beta``. So ``lr / (1 - beta)`` below 1 always is, and above 2 only a
+    model that covers less than half of its way per round is.
+    """
+    speed = config.lr / (1.0 - config.momentum)
+    if not delayed or config.rule not in {"co2", "eager"} or config.gap_penalty or speed <= 2.0:
+        return None
+    return (
+        f"outer.rule {config.rule!r} applies means one round late; with outer.lr / (1 - outer.momentum) = "
+        f"{speed:.1f} (above 2) and no gap penalty this diverges on most models: set outer.gap_penalty = "
+        "true, or lower outer.lr or outer.momentum"
+    )

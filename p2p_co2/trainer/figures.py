@@ -1,0 +1,162 @@
+"""What a training loop tells of its steps, and the figures that are made of it: tokens, loss, rates, and
+where the time went.
+
+Law: an argument is what it should be at the call, or ``ConfigError`` names it there. Nothing is read from an
+accelerator, which would wait for all that is queued on it: what lies there is checked by type, and read when
+figures are made. Time is an argument here.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from p2p_co2.errors import ConfigError
+
+MAX_TOKENS = 2**40
+"""In one step."""
+RATE_DECAY = 0.8
+
+
+class Figures:
+    """Of one peer. All time in ``after_step`` is standing still, so the figure cannot flatter, but for that
+    of steps which an accelerator has yet to compute before a fragment can be copied: it is training's."""
+
+    def __init__(self, tokens: int, now: float) -> None:
+        self.train_s = self.exposed_s = 0.0
+        self.loss, self.tokens_per_s = math.nan, 0.0
+        self._tokens, self._unread = tokens, list[Tensor]()
+        """``_unread``: counts that lie on an accelerator, read when the sum is asked for."""
+        self._losses = list[float | Tensor]()
+        self._first_step_at: float | None = None
+        self._since = self.made_at = now
+        self._made_of_tokens = tokens
+
+    @property
+    def tokens(self) -> int:
+        """That this peer trained on."""
+        while self._unread:
+            count = tokens_of(self._unread.pop().cpu())
+            assert isinstance(count, int)
+            self._tokens += count
+        return self._tokens
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a step."""
+        return self._first_step_at is not None
+
+    def trained(self, now: float) -> float:
+        """A step was computed until now: how long it took."""
+        step_s = now - self._since
+        self.train_s += step_s
+        if self._first_step_at is None:
+            self._first_step_at = self._since
+        self._since = now
+        return step_s
+
+    def add(self, tokens: int | Tensor, loss: float | Tensor) -> None:
+        """Of that step; as ``tokens_of`` and ``loss_of`` give them."""
+        self._losses.append(loss)
+        if isinstance(tokens, Tensor):
+            self._unread.append(tokens)
+        else:
+            self._tokens += tokens
+
+    def stood_still(self, now: float, computing_s: float) -> None:
+        """Since the last step, or since this was told last; ``computing_s`` of it were training's."""
+        self.train_s += computing_s
+        self.exposed_s += now - self._since - computing_s
+        self._since = now
+
+    def skip(self, duration_s: float, rested: bool = False) -> None:
+        """Time between two steps that was neither; in no figure at all if the peer ``rested``."""
+        self._since += duration_s
+        if rested and self._first_step_at is not None:
+            self._first_step_at += duration_s
+
+    def begin_anew(self, now: float) -> None:
+        """What was since the last step was neither."""
+        self._since = now
+
+    def make(self, now: float, keeps_rate: bool) -> None:
+        """Make the loss and the rate of what came since the last time."""
+        elapsed_s = now - self.made_at
+        if elapsed_s > 0 and not keeps_rate:
+            rate, known = (self.tokens - self._made_of_tokens) / elapsed_s, self.tokens_per_s
+            self.tokens_per_s = RATE_DECAY * known + (1 - RATE_DECAY) * rate if known else rate
+        if self._losses:
+            self.loss = mean_loss(self._losses)
+            self._losses.clear()
+        self.made_at, self._made_of_tokens = now, self.tokens
+
+    def wall_s(self, now: float) -> float:
+        """Since the first step."""
+        return 0.0 if self._first_step_at is None else now - self._first_step_at
+
+
+def tokens_of(tokens: Any) -> int | Tensor:
+    """``tokens`` as a plain whole number; a tensor of one number that lies on an accelerator as it is.
+
+    Integers of any library are taken, and floats without a fraction (``mask.sum()``).
+    """
+    value = tokens
+    if isinstance(tokens, Tensor):
+        if not _is_one_number(tokens):
+            raise _wrong_tokens(f"is {_shape_of(tokens)}")
+        if tokens.device.type != "cpu":
+            return tokens.detach()
+        value = tokens.item()
+    is_number = isinstance(value, numbers.Real | SupportsIndex) and not isinstance(value, bool)
+    if not is_number:
+        raise _wrong_tokens(f"is of type {type(value).__name__}")
+    try:
+        count = int(value)
+    except (ValueError, OverflowError, TypeError):  # NaN, Inf; an array of several
+        raise _wrong_tokens(f"is {value!r}") from None
+    if count != value or not 0 <= count <= MAX_TOKENS:
+        raise _wrong_tokens(f"is {value!r}")
+    return count
+
+
+def loss_of(loss: Any) -> float | Tensor:
+    """``loss`` as a plain number, or as a tensor of one number cut off from its graph. NaN and Inf are facts
+    of training and taken: such a step has no known loss."""
+    if isinstance(loss, Tensor):
+        if not _is_one_number(loss):
+            raise _wrong_loss(f"is {_shape_of(loss)}")
+        return loss.detach()
+    if isinstance(loss, bool) or not isinstance(loss, numbers.Real):
+        raise _wrong_loss(f"is of type {type(loss).__name__}" if loss is not None else "is None")
+    try:
+        return float(loss)
+    except OverflowError:
+        raise _wrong_loss("is larger than any float") from None
+
+
+def mean_loss(losses: list[float | Tensor]) -> float:
+    """Of the steps whose loss is finite; NaN, for unknown, if there are none."""
+    known = [value for value in map(float, losses) if math.isfinite(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _is_one_number(tensor: Tensor) -> bool:
+    is_real = not tensor.is_complex() and tensor.dtype != torch.bool
+    return is_real and tensor.device.type != "meta" and tensor.numel() == 1
+
+
+def _shape_of(tensor: Tensor) -> str:
+    return f"a tensor of shape {tuple(tensor.shape)} and {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _wrong_tokens(how: str) -> ConfigError:
+    right = "give how many tokens the step was made of, a whole number of 0 or more, such as int(mask.sum())"
+    return ConfigError("step", "tokens", f"{how}; {right}")
+
+
+def _wrong_loss(how: str) -> ConfigError:
+    return ConfigError("step", "loss", f"{how}; give the step's training loss as one number: loss.mean()")

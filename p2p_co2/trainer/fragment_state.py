@@ -1,0 +1,493 @@
+"""The agreed state of one fragment, and what this peer has in flight for it. Tensors only: no thread, no
+network, no clock.
+
+A ``FragmentState`` turns a snapshot of live parameters into an offer, and a committed mean into the next
+agreed state and an ``Outcome``: a ``Merge`` that the training thread applies when it next passes by.
+
+    offer -> open -> commit (counted, or in part) -> none
+                  -> abort (withdrawn: a commit may still hold it) -> none
+
+Laws: the state changes only in ``commit`` and ``adopt``. A change that fails in its middle poisons the
+fragment (``PoisonGuard``). An offer that did not reach the mean, wholly or in some parts, goes back into the
+live parameters or stays there, so that its work is offered again. Residuals of error feedback advance only
+where the offer was counted; under "co2" and "eager", where what comes back is what was sent, with the offer.
+
+Memory, in copies of the fragment in fp32: state 2 (params, momentum); in flight what ``kept`` says, at most
+a half; a residual an eighth; under "eager" an eighth for the correction at the last boundary and another for
+the counted offer. A step takes the memory of the old state, unless somebody holds it (``lend``); under "keep"
+and "blend" it needs 1 for the merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from p2p_co2.config import RunConfig
+from p2p_co2.errors import EnvironmentFault, LocalProtocolError, RemoteProtocolError
+from p2p_co2.node.ledger import PartWeights
+from p2p_co2.system.memory import Buffer
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.checkpoint import Values
+from p2p_co2.tensors.codec import Codec
+from p2p_co2.tensors.codec.base import PIECE_VALUES, pieces
+from p2p_co2.tensors.codec.residual import error_energy, error_ratio
+from p2p_co2.tensors.fragments.large_tensor import large_tensor
+from p2p_co2.tensors.outer import Merge, OuterState, StepReport
+from p2p_co2.trainer.kept import (
+    Compact,
+    Encoded,
+    Gradient,
+    Kept,
+    StepChange,
+    added,
+    copied,
+    room_of,
+    spliced,
+    within,
+)
+
+COARSE_BITS = 9
+"""Codecs with fewer bits per value lose so much that live parameters under "keep" and "blend" shall not hold
+it."""
+
+
+@dataclass(frozen=True)
+class EncodedOffer:
+    """An outer gradient ready to travel. ``payload``: uint8 [blocks * block_bytes], host memory. ``merge``,
+    under "co2" and "eager": how the live parameters meet the newest agreed ones at this boundary."""
+
+    round: int
+    base_version: int
+    payload: Buffer
+    relative_error: float
+    merge: Merge | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """News for the training thread: how live parameters change, and what became of an offer.
+
+    ``report``: of the outer step, if one was taken. ``share``: how much of this peer's offer is in its mean,
+    0 to 1. ``ends_offer``: the offer that was open has ended; one that is yet to be encoded is another.
+    ``trouble``: in words, why the mean was not applied, or the live parameters start again.
+    """
+
+    fragment: int
+    version: int
+    merge: Merge | None
+    report: StepReport | None = None
+    share: float = 0.0
+    ends_offer: bool = True
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class OfferState:
+    """An offer of this peer's until its round has ended. ``residual``: of error feedback, if this one is
+    counted; None under "co2" and "eager", where it is so already."""
+
+    offer_id: bytes
+    weight: float
+    round: int
+    gradient: Kept
+    residual: Compact | None
+
+    def is_named(self, name: bytes | float | None) -> bool:
+        """Whether a contributor list means this one: by its id, or by its weight where ids are not told."""
+        return name in (self.offer_id, self.weight)
+
+
+class Departure(NamedTuple):
+    """Where the live parameters set out under "co2" and "eager": the version, and how far it lay from the
+    params of now (the sum of ``offset``), with what was corrected there. ``stale``, under "eager": what the
+    newest mean holds of this peer's, with the gap and the share there."""
+
+    version: int
+    offset: tuple[Kept, ...] = ()
+    stale: tuple[Kept, float, float] | None = None
+
+
+class PoisonGuard:
+    """Whether a fragment is consistent: a change that fails in its middle leaves neither the old state nor
+    the new one.
+
+    Law: from then on it is not saved, not given to anybody and no round follows it; whoever asks hears why.
+    The peer ends, and goes on from its last checkpoint. Price: its own work since then.
+    """
+
+    def __init__(self) -> None:
+        self._poison: EnvironmentFault | LocalProtocolError | None = None
+
+    def check(self) -> None:
+        """Raises ``EnvironmentFault`` if a change failed for want of memory, ``LocalProtocolError`` if it
+        failed otherwise."""
+        if self._poison is not None:
+            raise type(self._poison)(*self._poison.args) from self._poison.__cause__
+
+    @contextmanager
+    def changing(self, what: str) -> Iterator[None]:
+        """A block that poisons the fragment if it is left before its end. Raises as ``check``, also in place
+        of what failed, which is the cause."""
+        self.check()
+        try:
+            yield
+        except BaseException as error:
+            # torch has no error of its own for memory that ended on the host.
+            is_memory = isinstance(error, MemoryError) or "allocate memory" in str(error)
+            kind = EnvironmentFault if is_memory else LocalProtocolError
+            self._poison = kind(
+                f"{what} failed in its middle ({type(error).__name__}: {error}): the agreed state in memory "
+                "is not whole, and is neither saved nor given to others; the last checkpoint is as it was: "
+                f"join again with --resume{', with more memory free' if is_memory else ''}"
+            )
+            raise self._poison from error
+
+
+class FragmentState:
+    """One fragment's state. It owns ``state``, memory and all. ``index``: of the fragment."""
+
+    def __init__(self, run: RunConfig, codec: Codec, peer: str, state: OuterState, index: int = 0) -> None:
+        self._run, self._codec, self._peer, self._index = run, codec, peer, index
+        self.state = state
+        self.guard = PoisonGuard()
+        self._is_lent = False
+        self.residual: Compact | None = None
+        """Of error feedback, once an offer was counted; under "co2" and "eager" once one was made."""
+        self.open: OfferState | None = None
+        self._withdrawn: OfferState | None = None
+        """The last offer for the next version that was given up: a commit may still turn out to hold it."""
+        self.in_doubt = False
+        """Whether live parameters may hold work that is counted where this peer cannot see it: in another
+        history, or offered by an earlier process. A later offer that is counted whole ends it."""
+        self.departure = Departure(state.version)
+
+    @property
+    def numel(self) -> int:
+        return self.state.params.numel()
+
+    @property
+    def _is_delayed(self) -> bool:
+        return self._run.outer.rule in {"co2", "eager"}
+
+    def lend(self) -> OuterState:
+        """The state, for somebody who holds it while the swarm goes on: its memory is not written to."""
+        self.guard.check()
+        self._is_lent = True
+        return self.state
+
+    def set_residual(self, values: Values) -> None:
+        """Go on from what a checkpoint holds (fp32 [n])."""
+        self.residual = room_of(self._codec, self.numel, 4)
+        for at in pieces(self.numel):
+            self.residual.set(at, values[at])
+
+    # ---- offers
+
+    def offer(self, snapshot: Tensor, weight: float, offer_id: bytes = b"") -> EncodedOffer:
+        """Encode what this peer learned. ``snapshot``: fp32 [n], live parameters at the schedule point; owned
+        from now on. Raises ``ValueError`` if a value is not finite."""
+        self.guard.check()
+        if self.open is not None:
+            raise LocalProtocolError(f"round {self.open.round} is still in flight")
+        feedback = self._run.codec
+        base_version = self.departure.version if self._is_delayed else self.state.version
+        room = lost = None
+        if feedback.error_feedback:
+            lost = None if self._codec.name == "fp32" else room_of(self._codec, self.numel, 4)
+        elif not self._is_delayed and 8 * self._codec.block_bytes < COARSE_BITS * self._codec.block_values:
+            room = room_of(self._codec, self.numel, 16)
+        values, error = self._encoded(snapshot, room, lost)
+        payload = values.numpy().data
+        sent = Encoded(self._codec, payload, self.numel)
+        gradient: Kept = sent  # what comes back, if it does: what was sent
+        if not self._is_delayed:
+            carried = self.residual
+            gradient = room or Gradient(sent, lost, carried, feedback.error_feedback_decay)
+        residual = None if self._is_delayed else lost
+        mine = OfferState(offer_id, weight, self.state.version + 1, gradient, residual)
+        merge = None
+        if self._is_delayed:
+            # It sets the live parameters out anew: who does not hear of that must not be saved.
+            with self.guard.changing(f"setting out for round {mine.round}"):
+                merge = self._boundary_merge(snapshot, sent)
+            self.residual = lost
+        self.open = mine
+        return EncodedOffer(mine.round, base_version, payload, error, merge)
+
+    def _encoded(self, snapshot: Tensor, room: Compact | None, lost: Compact | None) -> tuple[Tensor, float]:
+        """The payload of ``state.params + offset - snapshot``, plus the decayed residual, and its relative
+        error. ``room`` takes the gradient, ``lost`` what the codec loses of it and the residual.
+
+        Piece by piece: nothing of the fragment's size is made that is not kept.
+        """
+        codec, size = self._codec, self.numel
+        payload = large_tensor(codec.payload_bytes(size), torch.uint8)
+        most = codec.blocks(min(PIECE_VALUES, size)) * codec.block_values
+        scratch = torch.empty(most, dtype=torch.float32, device="cpu")
+        decay, error, energy = self._run.codec.error_feedback_decay, 0.0, 0.0
+        for at in pieces(size):
+            first, blocks = at.start // codec.block_values, codec.blocks(at.stop - at.start)
+            rows = payload[first * codec.block_bytes : (first + blocks) * codec.block_bytes]
+            origin = self.state.params[at]
+            if self.departure.offset:
+                origin = origin + added(self.departure.offset, at)
+            values, done = scratch[: at.stop - at.start], None
+            if self.residual is None:
+                wanted = values if room is not None or lost is not None else None
+                done = codec.encode_difference(origin, snapshot[at], rows, wanted)
+            if done is None:
+                torch.sub(origin, snapshot[at], out=values)
+            if room is not None:
+                room.set(at, values)
+            if done is None:
+                if self.residual is not None:
+                    values.add_(self.residual[at].mul_(decay))
+                codec.encode(values, rows)
+                done = error_energy(values, codec.decode(rows))
+            if lost is not None:
+                lost.set(at, values.sub_(codec.decode(rows)[: len(values)]))
+            error, energy = error + done[0], energy + done[1]
+        return payload, error_ratio(error, energy)
+
+    def _boundary_merge(self, snapshot: Tensor, fresh: Encoded) -> Merge:
+        """Rules "co2" and "eager": the live parameters set out from the newest agreed ones. ``snapshot`` is
+        used up; ``fresh``: what is offered."""
+        stale, self.departure = self.departure.stale, Departure(self.state.version)
+        merge = outer.boundary_merge(self._run.outer, self.state, snapshot, out=snapshot)
+        if stale is not None:
+            was, gap, share = stale
+            kept = room_of(self._codec, self.numel, 4)
+            for at in pieces(self.numel):
+                correction = outer.eager_correction(self._run.outer, gap, share, fresh[at], was[at])
+                kept.set(at, correction.neg_())
+                merge.addend[at].add_(kept[at])  # as it is kept, so that nothing is rounded away
+            self.departure = self.departure._replace(offset=(kept,))
+        return merge
+
+    def abort(self, offer_id: bytes) -> Outcome | None:
+        """The open offer came to nothing: what that means, or None if it is another one that is open. Under
+        "co2" and "eager" its work had been taken out of the live parameters; otherwise it never left."""
+        mine, merge = self.open, None
+        if mine is None or mine.offer_id != offer_id:
+            return None
+        if self._is_delayed:
+            merge = Merge(1.0, large_tensor(self.numel))
+            for at in pieces(self.numel):
+                torch.neg(mine.gradient[at], out=merge.addend[at])
+        self.open, self._withdrawn = None, mine
+        return self._outcome(merge)
+
+    # ---- rounds
+
+    def commit(
+        self, round_: int, base_version: int, encoded: Buffer, parts: Sequence[PartWeights]
+    ) -> Outcome:
+        """Take the outer step of an agreed mean: its bytes, which nobody changes, and who is in it.
+        ``base_version``: the oldest in the group. Raises ``LocalProtocolError`` if ``round_`` is not the next
+        version."""
+        if round_ != self.state.version + 1:
+            raise LocalProtocolError(f"round {round_} cannot follow version {self.state.version}")
+        self._hold_offset()
+        with self.guard.changing(f"the outer step of round {round_}"):
+            mean = Encoded(self._codec, encoded, self.numel)
+            return self._take_step(round_, base_version, mean, parts)
+
+    def _take_step(
+        self, round_: int, base_version: int, mean: Encoded, parts: Sequence[PartWeights]
+    ) -> Outcome:
+        old, refused, had_offer = self.state, "", self.open is not None
+        try:
+            new, report = self._step(min(base_version, old.version), mean)
+        except RemoteProtocolError as error:
+            # Every peer holds the same bits, so every peer skips this step and stays agreed.
+            refused = str(error)
+            new, report = old._replace(version=round_), StepReport(1.0, float("inf"), 0.0, 0.0)
+        mine = self._mine(round_, parts)
+        missed = [slice(0, self.numel)] if refused else self._missed(parts)
+        if self._is_delayed and not refused:
+            moved = StepChange(self._run.outer, mean, new.momentum, report.gap)
+            self.departure = self.departure._replace(offset=(*self.departure.offset, moved))
+        merge = self._merge_after(old, new, mine, missed, parts)
+        if mine is not None:
+            self._advance_residual(mine, missed)
+            self._remember_stale(mine, report, parts, missed)
+        if mine is not None and not missed and (self.open is None or self.open is mine):
+            self.in_doubt = False
+        self.open = self._withdrawn = None
+        self.state = new
+        # A merge to the new parameters themselves, or the old ones again, is in somebody else's hands now.
+        self._is_lent = bool(refused) or (merge is not None and merge.addend is new.params)
+        lost = sum(part.stop - part.start for part in missed) / self.numel
+        return self._outcome(merge, report, 0.0 if mine is None else 1.0 - lost, had_offer, refused)
+
+    def _step(self, base_version: int, mean: Encoded) -> tuple[OuterState, StepReport]:
+        """In the old state's memory where nobody needs it: "keep" and "blend" need the old parameters."""
+        reuse = "" if self._is_lent else "all" if self._is_delayed else "momentum"
+        return outer.step(
+            self._run.outer, self.state, mean, base_version,
+            largest=mean.largest(), reuse=reuse, new=large_tensor,
+        )  # fmt: skip
+
+    def _hold_offset(self) -> None:
+        """The state is about to move on, and with it the momentum that the offset may be read from."""
+        offset = self.departure.offset
+        if any(isinstance(one, StepChange) for one in offset):
+            held = copied(offset, room_of(self._codec, self.numel, 16))
+            self.departure = self.departure._replace(offset=(held,))
+
+    def _merge_after(
+        self, old: OuterState, new: OuterState, mine: OfferState | None, missed: Sequence[slice],
+        parts: Sequence[PartWeights],
+    ) -> Merge | None:  # fmt: skip
+        if mine is None and _is_in(parts, self._peer):
+            # An offer that we no longer know (made before a restart) is in the mean. Keeping our work would
+            # count it twice; dropping it loses at most what came after that offer.
+            self.departure = Departure(new.version)
+            return Merge(0.0, new.params)
+        if self._is_delayed:
+            return self._work_returned(mine, missed)
+        if mine is None:
+            return outer.merge(self._run.outer, old, new, None, missed)
+        out = None if self._is_lent or new.params is old.params else old.params
+        return outer.merge(self._run.outer, old, new, mine.gradient.__getitem__, missed, out)
+
+    def _work_returned(self, mine: OfferState | None, missed: Sequence[slice]) -> Merge | None:
+        """Rules "co2" and "eager": put back what was offered and not counted."""
+        if mine is None or (mine is self.open and not missed):
+            return None
+        # An offer that was given up and put back, and counts after all: what counted is taken out again. A
+        # later offer for the same round held that work too, and comes to nothing.
+        is_late = mine is not self.open
+        later = self.open.gradient if is_late and self.open is not None else None
+        addend = large_tensor(self.numel)
+        for at in pieces(self.numel):
+            gradient = mine.gradient[at]
+            back = outer.lost_work_of(gradient, [within(part, at) for part in missed]).neg_()
+            if is_late:
+                back.add_(gradient)
+            if later is not None:
+                back.sub_(later[at])
+            addend[at] = back
+        return Merge(1.0, addend)
+
+    # ---- a donor's state
+
+    def adopt(self, state: OuterState, parts: Sequence[PartWeights] | None = None) -> Outcome:
+        """Replace the agreed state by a donor's; what this peer learned and nobody counted stays in its live
+        parameters. ``parts``: who is in the round after our state, None if its outcome is not known.
+
+        A newer state may hold this peer's last offers. Where the outcome does not say, they are taken for
+        counted: that costs at most the work of one offer, once. The other guess would count it twice. Where
+        our work may be counted in a history that we do not see (``in_doubt``), nothing is kept.
+        """
+        had_offer = self.open is not None
+        with self.guard.changing(f"taking over the others' version {state.version}"):
+            merge = self._take_over(state, parts)
+        return self._outcome(merge, ends_offer=had_offer)
+
+    def _take_over(self, state: OuterState, parts: Sequence[PartWeights] | None) -> Merge:
+        is_newer, mine = state.version > self.state.version, None
+        missed, is_foreign = list[slice](), False
+        if is_newer and parts is None:
+            mine = self.open or self._withdrawn
+        elif is_newer and parts is not None and _is_in(parts, self._peer):
+            mine, missed = self._mine(self.state.version + 1, parts), self._missed(parts)
+            is_foreign = mine is None
+        if self.in_doubt or is_foreign:
+            merge, self.in_doubt = Merge(0.0, state.params), False  # as in ``_merge_after``
+        else:
+            merge = Merge(1.0, self._rebased_on(state))
+            if mine is not None:
+                self._give_counted_work_(merge.addend, mine, missed)
+                self._advance_residual(mine, missed)
+            # Of another history: a round there may count what was offered, and we may come back to it.
+            self.in_doubt = not is_newer and (self.open or self._withdrawn) is not None
+        self.open = self._withdrawn = None
+        self.state = state
+        self.departure = Departure(state.version)
+        self._is_lent = True  # its tensors may lie in one block: it goes when both have been replaced
+        return merge
+
+    def _rebased_on(self, state: OuterState) -> Tensor:
+        """What is added to live parameters so that they keep all work of this peer, measured from ``state``.
+        In the old parameters' memory if nothing needs them any more."""
+        addend = large_tensor(self.numel) if self._is_lent else self.state.params
+        gone = list(self.departure.offset)
+        if self._is_delayed and self.open is not None:
+            gone.append(self.open.gradient)  # it was taken out of them, and is in flight
+        for at in pieces(self.numel):
+            torch.sub(state.params[at], self.state.params[at], out=addend[at])
+            if gone:
+                addend[at].sub_(added(gone, at))
+        return addend
+
+    def _give_counted_work_(self, addend: Tensor, mine: OfferState, missed: Sequence[slice]) -> None:
+        """Add what an offer took out of the live parameters, as an outer gradient; 0 where it was missed."""
+        for at in pieces(self.numel):
+            counted = mine.gradient[at]
+            for part in missed:
+                counted[within(part, at)] = 0.0
+            addend[at].add_(counted)
+
+    def reset(self, trouble: str = "") -> Outcome:
+        """Start again from the agreed state; what this peer learned since is dropped."""
+        self.open = self._withdrawn = None
+        self.departure = Departure(self.state.version)
+        return self._outcome(Merge(0.0, self.lend().params), trouble=trouble)
+
+    # ---- whose work a mean holds
+
+    def _outcome(
+        self, merge: Merge | None, report: StepReport | None = None, share: float = 0.0,
+        ends_offer: bool = True, trouble: str = "",
+    ) -> Outcome:  # fmt: skip
+        return Outcome(self._index, self.state.version, merge, report, share, ends_offer, trouble)
+
+    def _mine(self, round_: int, parts: Sequence[PartWeights]) -> OfferState | None:
+        """Which of this peer's offers the mean is about."""
+        mine = [offer for offer in (self.open, self._withdrawn) if offer and offer.round == round_]
+        names = {part.offer_of(self._peer) for part in parts} - {None}
+        if not names:
+            return mine[0] if mine and mine[0] is self.open else None
+        return next((offer for offer in mine if all(map(offer.is_named, names))), None)
+
+    def _missed(self, parts: Sequence[PartWeights]) -> list[slice]:
+        """The ranges of the fragment in which this peer's slice does not count."""
+        values = self._codec.block_values
+        return [
+            slice(part.start_block * values, min(self.numel, part.stop_block * values))
+            for part in parts
+            if part.offer_of(self._peer) is None and part.start_block * values < self.numel
+        ]
+
+    def _advance_residual(self, mine: OfferState, missed: Sequence[slice]) -> None:
+        if mine.residual is not None and missed:
+            room = room_of(self._codec, self.numel, 4)
+            self.residual = spliced(mine.residual, self.residual, missed, room)
+        elif mine.residual is not None:
+            self.residual = mine.residual
+
+    def _remember_stale(
+        self, mine: OfferState, report: StepReport, parts: Sequence[PartWeights], missed: Sequence[slice]
+    ) -> None:
+        """Rule "eager": what the mean holds of this peer's, with the share that it counted with."""
+        if self._run.outer.rule != "eager" or missed:
+            return
+        # Parts may have counted it with weights that differ a little: their mean, by their sizes.
+        sizes = [part.stop_block - part.start_block for part in parts]
+        shares = [part.weights[self._peer] / sum(part.weights.values()) for part in parts]
+        share = sum(size * one for size, one in zip(sizes, shares, strict=True)) / sum(sizes)
+        kept = mine.gradient
+        if 8 * self._codec.block_bytes >= 5 * self._codec.block_values and self._codec.name != "fp32":
+            kept = copied((kept,), room_of(self._codec, self.numel, 4))  # the payload would be more
+        self.departure = self.departure._replace(stale=(kept, report.gap, share))
+
+
+def _is_in(parts: Sequence[PartWeights], peer: str) -> bool:
+    return any(part.offer_of(peer) is not None for part in parts)

@@ -1,0 +1,215 @@
+"""What a peer keeps of an offer until its round has ended: fp32 values, held in as little as they need.
+
+The payload is in the round anyway and holds the outer gradient but for what the codec lost, so almost
+nothing is kept beside it. In copies of the fragment in fp32:
+
+- "co2" and "eager": nothing. What comes back of an offer that was not counted is what was sent.
+- "keep" and "blend" with error feedback: what the codec lost, in four bits (1/8): the next residual.
+- "keep" and "blend" without it, with a codec of 8 bits or less: the gradient in half precision (1/2).
+- "keep" and "blend" without it, with a finer codec: nothing. What it lost stays in the live parameters.
+
+How far a step took the agreed parameters is computed again from its momentum and its mean (``StepChange``).
+
+Law: nothing here changes once it is whole, so whoever holds it reads the same values. Price: a decode for
+each piece that is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from p2p_co2.config import OuterConfig
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.system.memory import Buffer
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.codec import Codec, get_codec
+from p2p_co2.tensors.codec.base import PIECE_VALUES, pieces
+from p2p_co2.tensors.fragments.large_tensor import large_tensor
+
+_BITS = 15
+"""The largest value of a piece is kept as one below 2^_BITS: fp16 ends at 65504."""
+_SMALLEST = 2.0**-100
+
+
+class Encoded:
+    """A payload as the values it stands for: fp32 [numel], read by slices. Nobody changes its bytes.
+
+    A mean is what others signed: of any size, holding anything. Read it only if ``largest`` is finite.
+    """
+
+    def __init__(self, codec: Codec, payload: Buffer, numel: int) -> None:
+        self.codec, self._payload, self._numel = codec, memoryview(payload), numel
+
+    @property
+    def held_bytes(self) -> int:
+        """As long as nobody else needs the payload."""
+        return len(self._payload)
+
+    def __getitem__(self, at: slice) -> Tensor:
+        """fp32, a new tensor."""
+        start, stop, _ = at.indices(self._numel)
+        rows = self._rows(slice(start, max(start, stop)))
+        first = start // self.codec.block_values * self.codec.block_values
+        # torch has no read-only tensors, and none of an empty buffer.
+        writable = bytearray(rows) if rows.readonly else rows
+        codes = torch.frombuffer(writable or bytearray(1), dtype=torch.uint8)[: len(rows)]
+        return self.codec.decode(codes)[start - first : stop - first]
+
+    def largest(self) -> float:
+        """The largest magnitude; inf if the bytes are not what a payload of this codec and size must be."""
+        if len(self._payload) != self.codec.payload_bytes(self._numel):
+            return math.inf
+        largest = 0.0
+        scratch = torch.empty(min(PIECE_VALUES, self._numel), dtype=torch.float32, device="cpu")
+        for at in pieces(self._numel):
+            values = scratch[: at.stop - at.start]
+            largest = max(largest, outer.magnitude(values) if self._read(at, values) else math.inf)
+        return largest
+
+    def _rows(self, at: slice) -> memoryview:
+        first, last = at.start // self.codec.block_values, -(-at.stop // self.codec.block_values)
+        return self._payload[first * self.codec.block_bytes : last * self.codec.block_bytes]
+
+    def _read(self, at: slice, values: Tensor) -> bool:
+        """Decode a piece into ``values``; False if it is not sound."""
+        rows = self._rows(at)
+        if not self.codec.decode_sound(rows, values):
+            try:
+                codes = self.codec.admit(rows, self.codec.blocks(len(values)))
+            except RemoteProtocolError:
+                return False
+            values.copy_(self.codec.decode(codes)[: len(values)])
+        return True
+
+
+class Compact:
+    """fp32 [numel] in a codec's code, each of the ``pieces`` scaled by a power of two: 1/2 of its size in
+    "fp16", 1/8 in "int4", exact in "fp32".
+
+    Law: values come back as near as the codec keeps them, however large or small all of them are; a piece of
+    nothing above 2^-100 as zeros.
+    """
+
+    def __init__(self, numel: int, codec: Codec) -> None:
+        self._codec, self._numel = codec, numel
+        self._rows = large_tensor(codec.payload_bytes(numel), torch.uint8)
+        self._scales = [0.0] * -(-numel // PIECE_VALUES)
+
+    def __len__(self) -> int:
+        return self._numel
+
+    @property
+    def held_bytes(self) -> int:
+        return self._rows.numel()
+
+    def set(self, at: slice, values: Tensor) -> None:
+        """``values``: fp32, finite, of the one piece ``at``."""
+        largest = outer.magnitude(values)
+        scale = math.ldexp(1.0, math.frexp(largest)[1] - _BITS) if largest > _SMALLEST else 0.0
+        self._scales[at.start // PIECE_VALUES] = scale
+        rows = self._rows_of(at.start, at.stop)
+        # A product with a power of two rounds nothing.
+        self._codec.encode(values * (1.0 / scale) if scale else torch.zeros_like(values), rows)
+
+    def __getitem__(self, at: slice) -> Tensor:
+        """fp32, a new tensor."""
+        start, stop, _ = at.indices(self._numel)
+        stop = max(start, stop)
+        width = self._codec.block_values
+        begin = start // width * width
+        values = self._codec.decode(self._rows_of(begin, stop))
+        for index in range(begin // PIECE_VALUES, -(-stop // PIECE_VALUES)):
+            first = index * PIECE_VALUES - begin
+            values[max(0, first) : first + PIECE_VALUES].mul_(self._scales[index])
+        return values[start - begin : stop - begin]
+
+    def _rows_of(self, start: int, stop: int) -> Tensor:
+        width, size = self._codec.block_values, self._codec.block_bytes
+        return self._rows[start // width * size : -(-stop // width) * size]
+
+
+class Gradient:
+    """The outer gradient behind a payload, with what the codec lost of it: fp32 [numel], read by slices.
+
+    ``carried``: the residual that was added before, times ``decay``. Exact but for the precision of ``lost``.
+    """
+
+    def __init__(self, sent: Encoded, lost: Compact | None, carried: Compact | None, decay: float) -> None:
+        self._sent, self._lost, self._carried, self._decay = sent, lost, carried, decay
+
+    @property
+    def held_bytes(self) -> int:
+        """Beyond the payload and the residual, which somebody else needs."""
+        return 0 if self._lost is None else self._lost.held_bytes
+
+    def __getitem__(self, at: slice) -> Tensor:
+        """fp32, a new tensor."""
+        values = self._sent[at]
+        if self._lost is not None:
+            values.add_(self._lost[at])
+        return values if self._carried is None else values.sub_(self._carried[at].mul_(self._decay))
+
+
+class StepChange:
+    """How far a step took the agreed parameters back, ``old - new`` but for one rounding: fp32 [numel], read
+    by slices. ``mean``: what it applied; ``momentum``: what it left, which must not change; ``gap``: its
+    staleness gap penalty."""
+
+    def __init__(self, config: OuterConfig, mean: Encoded, momentum: Tensor, gap: float) -> None:
+        self._config, self._momentum, self._gap = config, momentum, gap
+        self._mean = mean if config.nesterov else None
+
+    @property
+    def held_bytes(self) -> int:
+        """The momentum is the state's; the mean is the donor's as well, as long as somebody lacks it."""
+        return 0 if self._mean is None else self._mean.held_bytes
+
+    def __getitem__(self, at: slice) -> Tensor:
+        """fp32, a new tensor."""
+        applied = None if self._mean is None else self._mean[at]
+        return outer.last_change(self._config, self._momentum[at], applied, self._gap)
+
+
+Kept = Compact | Encoded | Gradient | StepChange
+"""fp32 [n], read by slices, never changed once it is whole."""
+
+
+def room_of(codec: Codec, numel: int, bits: int) -> Compact:
+    """A room in four bits or half precision (16); whole where the run's codec loses nothing."""
+    return Compact(numel, codec if codec.name == "fp32" else get_codec("int4" if bits == 4 else "fp16"))
+
+
+def copied(values: Sequence[Kept], room: Compact) -> Compact:
+    """The sum of ``values`` in ``room``."""
+    for at in pieces(len(room)):
+        room.set(at, added(values, at))
+    return room
+
+
+def added(values: Sequence[Kept], at: slice) -> Tensor:
+    """The sum of one or more: fp32, a new tensor."""
+    total = values[0][at]
+    for more in values[1:]:
+        total.add_(more[at])
+    return total
+
+
+def spliced(fresh: Compact, before: Compact | None, missed: Sequence[slice], room: Compact) -> Compact:
+    """``fresh`` in ``room``, but in the ranges ``missed`` what was ``before``: zeros without it."""
+    for at in pieces(len(fresh)):
+        values = fresh[at]
+        for part in missed:
+            here = within(part, at)
+            values[here] = 0.0 if before is None else before[at][here]
+        room.set(at, values)
+    return room
+
+
+def within(part: slice, at: slice) -> slice:
+    """Where ``part`` lies in the piece ``at``, counted from that one's start."""
+    size = at.stop - at.start
+    return slice(min(size, max(0, part.start - at.start)), min(size, max(0, part.stop - at.start)))

@@ -1,0 +1,239 @@
+"""The tensor side of a node: all fragments' states on one worker thread, with an asyncio face for the network
+thread.
+
+Three threads meet here, and only snapshots, bytes and merges cross between them: the training thread hands
+over snapshots (``submit_offer``) and takes ``Outcome`` values from ``outcomes``; the network thread awaits
+the ``Ledger`` methods; the worker does all tensor work, in the order in which it was asked. A checkpoint's
+agreed states are one job among the others (``checkpoint``): rounds that commit meanwhile wait behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from p2p_co2.errors import DigestMismatch, RemoteProtocolError
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced, SliceRefused
+from p2p_co2.protocol.catchup import chunk_bytes_of
+from p2p_co2.system.memory import Buffer, Joined, return_holes
+from p2p_co2.tensors.aggregation import HostileSlice, Rule, reduce_slices, weighted_mean
+from p2p_co2.tensors.checkpoint import Values, state_digest, state_from_bytes, state_size_bytes, state_view
+from p2p_co2.tensors.codec import Codec
+from p2p_co2.tensors.outer import OuterState
+from p2p_co2.trainer.fragment_state import EncodedOffer, FragmentState, Outcome
+
+_T = TypeVar("_T")
+Encoded = Callable[[int, EncodedOffer, AgreedVersion], None]
+"""What is called on the worker when an offer is encoded: (fragment, offer, where the fragment is)."""
+
+
+def _compute_as_all_do() -> None:
+    """For the thread that computes what all peers agree on. It begins with its parent's settings of the
+    processor, and one that flushes tiny numbers to zero would get other bits."""
+    torch.set_flush_denormal(False)
+
+
+class TensorWorker:
+    """Implements ``node.ledger.Ledger``. ``rule``: how slices are averaged; over several cells those of one
+    cell, whose means are then averaged as they are. ``thread``: where the work is done, one thing after the
+    other, if not on a thread of its own. ``close`` ends it."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        fragments: Sequence[FragmentState],
+        rule: Rule = weighted_mean,
+        thread: ThreadPoolExecutor | None = None,
+    ) -> None:
+        self._codec, self._rule = codec, rule
+        self._fragments = list(fragments)
+        self._thread = thread or ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="p2p-co2 tensors", initializer=_compute_as_all_do
+        )
+        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._told = [0] * len(self._fragments)
+        """Outcomes of each fragment so far."""
+        self.failure: BaseException | None = None
+        """A bug in work that nobody awaits; the training thread raises it."""
+        self.chunk_bytes = chunk_bytes_of([state_size_bytes(one.numel) for one in self._fragments])
+        """Of a state's chunks: its digest is that of theirs."""
+        self._digests = [state_digest(fragment.state, self.chunk_bytes) for fragment in self._fragments]
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End the worker; the agreed states stay, and change no more."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._is_closed = True
+
+    # ---- any thread
+
+    def agreed(self) -> list[AgreedVersion]:
+        """Where every fragment is, all at one moment. Waits for the worker. Raises as
+        ``PoisonGuard.check``."""
+
+        def read() -> list[AgreedVersion]:
+            for fragment in self._fragments:
+                fragment.guard.check()
+            return [self._agreed(fragment) for fragment in range(len(self._fragments))]
+
+        return self._thread.submit(read).result()
+
+    def states(self) -> list[OuterState]:
+        """The agreed states, consistent with each other. Waits for the worker; after ``close`` the last
+        ones."""
+
+        def read() -> list[OuterState]:
+            return [fragment.lend() for fragment in self._fragments]
+
+        return read() if self._is_closed else self._thread.submit(read).result()
+
+    def checkpoint(self, write: Callable[[list[OuterState], Mapping[int, Values]], _T]) -> _T:
+        """Have the worker ``write`` the agreed states and the residuals of this moment, and wait: nothing
+        changes them meanwhile, and nothing of them may be kept. Raises as ``write`` and
+        ``PoisonGuard.check``."""
+
+        def work() -> _T:
+            for fragment in self._fragments:
+                fragment.guard.check()
+            residuals = {i: one.residual for i, one in enumerate(self._fragments) if one.residual is not None}
+            return write([fragment.state for fragment in self._fragments], residuals)
+
+        return self._thread.submit(work).result()
+
+    def restore(self, residuals: Mapping[int, Values]) -> None:
+        """Go on from a checkpoint, before the node runs: put saved residuals back. What the process before
+        had offered is in doubt from now on."""
+        for index, residual in residuals.items():
+            self._fragments[index].set_residual(residual)
+        for fragment in self._fragments:
+            fragment.in_doubt = True
+
+    def submit_offer(
+        self, fragment: int, snapshot: Tensor, weight: float, outcomes_taken: int, done: Encoded,
+        offer_id: bytes = b"",
+    ) -> Future[None]:  # fmt: skip
+        """Encode an offer; ``done`` is called on the worker. Does not block.
+
+        ``outcomes_taken``: how many of the fragment's outcomes ``snapshot`` has met. If another one is on its
+        way, the agreed state is not the one that the snapshot set out from: measured from it, the gradient
+        would take the swarm's last step back. Then nothing is offered and the work stays for the next point.
+        """
+
+        def encode() -> None:
+            return_holes()  # the snapshot is there, and more is about to be made
+            mine, agreed = self._fragments[fragment], self._agreed(fragment)
+            if outcomes_taken != self._told[fragment]:
+                self._tell(Outcome(fragment, agreed.version, None))
+                return
+            try:
+                offer = mine.offer(snapshot, weight, offer_id)
+            except ValueError:
+                # NaN or Inf: this peer's own training has diverged. It starts again from the agreed state.
+                trouble = "this peer's parameters were not finite; took over the agreed ones"
+                self._tell(mine.reset(trouble))
+                return
+            if offer.merge is not None:
+                self._tell(Outcome(fragment, agreed.version, offer.merge, ends_offer=False))
+            done(fragment, offer, agreed)
+
+        future = self._thread.submit(encode)
+        future.add_done_callback(self._note_failure)
+        return future
+
+    # ---- the Ledger protocol, awaited on the network thread
+
+    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> Reduced:
+        def work() -> Reduced:
+            try:
+                return Reduced(*reduce_slices(self._rule, self._codec, slices))
+            except HostileSlice as hostile:
+                raise SliceRefused(hostile.peer, str(hostile.cause)) from None
+
+        return await self._ask(work)
+
+    async def commit(self, mean: AgreedMean) -> AgreedVersion:
+        def work() -> AgreedVersion:
+            return_holes()
+            before = self._agreed(mean.fragment)
+            if before != AgreedVersion(mean.round - 1, mean.state_digest):
+                return before
+            fragment = self._fragments[mean.fragment]
+            return self._moved(
+                mean.fragment, fragment.commit(mean.round, mean.base_version, mean.mean, mean.parts)
+            )
+
+        return await self._ask(work)
+
+    async def abort(self, fragment: int, offer_id: bytes) -> None:
+        def work() -> None:
+            outcome = self._fragments[fragment].abort(offer_id)
+            if outcome is not None:
+                self._tell(outcome)
+
+        await self._ask(work)
+
+    async def doubt(self, fragment: int) -> None:
+        def work() -> None:
+            self._fragments[fragment].in_doubt = True
+
+        await self._ask(work)
+
+    async def export(self, fragment: int) -> tuple[AgreedVersion, Joined]:
+        def work() -> tuple[AgreedVersion, Joined]:
+            return self._agreed(fragment), state_view(self._fragments[fragment].lend())
+
+        return await self._ask(work)
+
+    async def adopt(
+        self,
+        fragment: int,
+        data: Buffer,
+        agreed: AgreedVersion,
+        parts: Sequence[PartWeights] | None = None,
+        goes_back: bool = False,
+    ) -> AgreedVersion:
+        def work() -> AgreedVersion:
+            mine = self._fragments[fragment]
+            if agreed == self._agreed(fragment):
+                return agreed
+            state = state_from_bytes(data, mine.numel)
+            is_older = state.version < mine.state.version and not goes_back
+            if state.version != agreed.version or is_older:
+                raise RemoteProtocolError("bad state", f"version {state.version}, not {agreed.version}")
+            if state_digest(state, self.chunk_bytes) != agreed.digest:
+                raise DigestMismatch(
+                    f"the state of fragment {fragment} does not have the digest its donor promised"
+                )
+            return self._moved(fragment, mine.adopt(state, parts))
+
+        return await self._ask(work)
+
+    # ---- the worker thread
+
+    def _agreed(self, fragment: int) -> AgreedVersion:
+        return AgreedVersion(self._fragments[fragment].state.version, self._digests[fragment])
+
+    def _moved(self, fragment: int, outcome: Outcome) -> AgreedVersion:
+        # The training thread need not wait for the digest: its next offer queues up behind this work.
+        mine = self._fragments[fragment]
+        with mine.guard.changing(f"telling of version {outcome.version}"):
+            self._tell(outcome)
+            self._digests[fragment] = state_digest(mine.state, self.chunk_bytes)
+        return self._agreed(fragment)
+
+    def _tell(self, outcome: Outcome) -> None:
+        self._told[outcome.fragment] += 1
+        self.outcomes.put(outcome)
+
+    def _note_failure(self, future: Future[None]) -> None:
+        if not future.cancelled() and future.exception() is not None:
+            self.failure = self.failure or future.exception()
+
+    async def _ask(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

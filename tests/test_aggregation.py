@@ -1,0 +1,292 @@
+"""The mean of parts: by hand, against fp64, its laws (order, shares, chunks), and slices that must be
+refused."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from p2p_co2.codec_specs import SPECS
+from p2p_co2.errors import LocalProtocolError
+from p2p_co2.protocol.rounds.attempt import Share, capped
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.system import memory
+from p2p_co2.tensors.aggregation import (
+    HostileSlice,
+    Mean,
+    Rule,
+    Slices,
+    clipped_mean,
+    mean_of_parts,
+    median_clipped,
+    reduce_slices,
+    weighted_mean,
+)
+from p2p_co2.tensors.codec import get_codec
+from p2p_co2.tensors.codec.base import CHUNK_BLOCKS
+
+NAMES: tuple[str, ...] = tuple(SPECS)
+LARGEST = torch.finfo(torch.float32).max
+Part = tuple[str, float, bytes | bytearray | memoryview]
+
+
+def gaussians(numel: int, seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def encoded(name: str, values: Tensor) -> bytes:
+    return bytes(get_codec(name).encode(values).tolist())
+
+
+def decoded(name: str, payload: bytes | bytearray | memoryview) -> Tensor:
+    codec = get_codec(name)
+    return codec.decode(codec.admit(payload, len(payload) // codec.block_bytes))
+
+
+def some_parts(name: str, count: int, blocks: int) -> list[Part]:
+    return [
+        (f"peer-{index}", 100.0 + 37 * index, encoded(name, gaussians(blocks * 128, index)))
+        for index in range(count)
+    ]
+
+
+# ---- by hand
+
+
+def test_mean_by_hand() -> None:
+    parts: list[Part] = [
+        ("a", 1.0, encoded("fp32", torch.full((128,), 4.0))),
+        ("b", 3.0, encoded("fp32", torch.full((128,), 8.0))),
+    ]
+    assert decoded("fp32", mean_of_parts(get_codec("fp32"), parts)).tolist() == [7.0] * 128
+
+
+# ---- against a reference
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mean_is_the_encoded_fp64_mean(name: str) -> None:
+    parts = some_parts(name, 5, 40)
+    total = sum(weight for _, weight, _ in parts)
+    expected = torch.zeros(40 * 128, dtype=torch.float64)
+    for _, weight, payload in parts:
+        expected += decoded(name, payload).double() * weight / total
+    got = decoded(name, mean_of_parts(get_codec(name), parts))
+    # The same up to one step of the codec, where rounding to fp32 tips a value over a midpoint.
+    want = get_codec(name).decode(get_codec(name).encode(expected.float()))
+    differs = (got - want).abs() > 1e-6 * want.abs().amax()
+    assert differs.float().mean().item() < 1e-3
+    assert (got - want).abs().amax() <= expected.abs().amax() * 0.5
+
+
+# ---- laws
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    weights=st.lists(st.floats(1e-30, 1e30), min_size=1, max_size=6),
+    order=st.randoms(use_true_random=False),
+    size=st.sampled_from([1e-30, 1.0, 1e30, LARGEST]),
+)
+def test_mean_lies_between_its_parts(weights: list[float], order: random.Random, size: float) -> None:
+    codec = get_codec("fp32")
+    values = [gaussians(128, index).clamp_(-1.0, 1.0) * size for index in range(len(weights))]
+    parts: list[Part] = [
+        (f"p{index}", weight, encoded("fp32", values[index])) for index, weight in enumerate(weights)
+    ]
+    expected = mean_of_parts(codec, parts)
+    order.shuffle(parts)
+    assert mean_of_parts(codec, parts) == expected
+    mean, stacked, slack = decoded("fp32", expected), torch.stack(values), 1e-6 * size
+    assert bool(torch.isfinite(mean).all())
+    assert bool((mean.double() >= stacked.amin(0).double() - slack).all())
+    assert bool((mean.double() <= stacked.amax(0).double() + slack).all())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_parts_are_the_whole(name: str) -> None:
+    # However the blocks are shared out among owners, the bytes are those of one owner.
+    codec, blocks = get_codec(name), CHUNK_BLOCKS + 5
+    tensors = [codec.encode(gaussians(blocks * 128, seed)) for seed in range(2)]
+    payloads = [bytearray(tensor.numpy().tobytes()) for tensor in tensors]
+    weights = [2.0, 3.0]
+
+    def mean(start: int, stop: int) -> bytes:
+        edges = slice(start * codec.block_bytes, stop * codec.block_bytes)
+        slices = [(str(index), weights[index], memoryview(payloads[index])[edges]) for index in range(2)]
+        return bytes(mean_of_parts(codec, slices))
+
+    assert mean(0, 3) + mean(3, CHUNK_BLOCKS) + mean(CHUNK_BLOCKS, blocks) == mean(0, blocks)
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf, 1.7e308])
+def test_impossible_weights_are_a_bug_here(weight: float) -> None:
+    payload = encoded("int4", gaussians(128, 0))
+    with pytest.raises(LocalProtocolError, match="weight"):
+        mean_of_parts(get_codec("int4"), [("a", 1e308, payload), ("b", weight, payload)])
+
+
+def test_impossible_parts_are_a_bug_here() -> None:
+    codec, payload = get_codec("int4"), encoded("int4", gaussians(128, 0))
+    impossible: list[list[Part]] = [
+        [],
+        [("a", 1.0, payload), ("a", 1.0, payload)],
+        [("a", 1.0, payload), ("b", 1.0, payload * 2)],
+        [("a", 1.0, payload[:-1])],
+    ]
+    for parts in impossible:
+        with pytest.raises(LocalProtocolError):
+            mean_of_parts(codec, parts)
+
+
+def test_a_large_mean_is_in_pages_that_are_used_again() -> None:
+    codec, payload = get_codec("fp32"), bytes(2 * memory.HUGE_PAGE_BYTES)
+    before_bytes = memory._pool.held_bytes
+    for _ in range(6):
+        mean = mean_of_parts(codec, [("a", 1.0, payload), ("b", 1.0, payload)])
+        assert len(mean) == len(payload)
+        assert not any(mean[:: 64 << 10])
+        assert memory._pool.held_bytes <= before_bytes + 2 * len(payload)
+    assert memory._pool._used_bytes >= len(payload)
+
+
+# ---- the rules: what a slice counts with
+
+
+def test_a_slice_counts_for_less_by_as_much_as_it_is_longer_than_the_median() -> None:
+    # Of four the second is the median. One liar may send what it likes: nothing else changes.
+    assert median_clipped([3.0, 2.0, 1.0, 100.0], [1.0, 5.0, 1.0, 4.0]) == (2 / 3, 5.0, 1.0, 0.08)
+    assert median_clipped([3.0, 2.0, 1.0, 1e30], [1.0, 5.0, 1.0, 4.0])[:3] == (2 / 3, 5.0, 1.0)
+    # Two of four are no minority: half says one thing and half another.
+    assert median_clipped([1e30, 2.0, 1.0, 100.0], [1.0] * 4) == (25 / 1e30, 1.0, 1.0, 0.25)
+
+
+def test_no_short_slice_silences_half_of_the_others() -> None:
+    """The longer half keeps a quarter of its weight: newcomers' learning rates may still warm up. Of two the
+    shorter is believed."""
+    assert median_clipped([1.0, 0.25], [100.0, 100.0]) == (25.0, 100.0)
+    assert median_clipped([1e-12, 1.0, 1e-9, 2.0], [1.0] * 4) == (1.0, 0.25, 1.0, 0.125)
+    assert median_clipped([5e-324, 1.0, 5e-324, 1.0], [1.0] * 4) == (1.0, 0.25, 1.0, 0.25)
+
+
+@given(
+    honest=st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=9),
+    lies=st.lists(st.floats(0, LARGEST), max_size=8),
+)
+def test_fewer_liars_than_honest_peers_neither_pull_harder_nor_silence(
+    honest: list[float], lies: list[float]
+) -> None:
+    lies = lies[: len(honest) - 1]
+    weights = [1.0] * (len(honest) + len(lies))
+    counted = median_clipped([*honest, *lies], weights)
+    for norm, weight in zip(lies, counted[len(honest) :], strict=True):
+        assert norm * weight <= max(honest) * (1 + 1e-9)
+    for norm, weight in zip(honest, counted, strict=False):
+        assert weight >= min(honest) / norm * (1 - 1e-9)
+
+
+def test_slices_of_zeros_have_no_say() -> None:
+    assert median_clipped([0.0, 0.0, 0.0, 5.0, 10.0], [1.0] * 5) == (1.0, 1.0, 1.0, 1.0, 0.5)
+    assert median_clipped([0.0, 0.0], [1.0, 2.0]) == (1.0, 2.0)
+    assert median_clipped([3.0], [2.0]) == (2.0,)
+    assert median_clipped([0.0, 0.0, 2.0, 2.0, 4.0], [1.0] * 5) == (1.0, 1.0, 1.0, 1.0, 0.5)
+    assert median_clipped([], []) == ()
+
+
+def test_a_clipped_mean_by_hand() -> None:
+    values = {"a": 1.0, "b": 1.0, "liar": 1000.0}
+    parts: list[Part] = [(peer, 2.0, encoded("fp32", torch.full((128,), v))) for peer, v in values.items()]
+    mean, weights = reduce_slices(clipped_mean, get_codec("fp32"), parts)
+    assert weights == (2.0, 2.0, 0.002)
+    assert decoded("fp32", mean)[0] == pytest.approx(6.0 / 4.002)
+    mean, weights = reduce_slices(clipped_mean, get_codec("fp32"), parts[1:])
+    assert weights == (2.0, 0.002)  # of a pair the shorter one is believed
+    assert decoded("fp32", mean)[0] == pytest.approx(4.0 / 2.002)
+    assert reduce_slices(clipped_mean, get_codec("fp32"), parts[2:]).weights == (2.0,)
+
+
+@pytest.mark.parametrize("rule", [weighted_mean, clipped_mean])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mean_is_by_the_weights_that_its_rule_returns(name: str, rule: Rule) -> None:
+    """Whoever asks what counted reads these; and the order of arrival changes nothing."""
+    codec, parts = get_codec(name), some_parts(name, 5, 9)
+    parts[2] = (parts[2][0], 50.0, encoded(name, 70 * gaussians(9 * 128, 2)))
+    mean, weights = reduce_slices(rule, codec, parts)
+    named = [(peer, weight, payload) for (peer, _, payload), weight in zip(parts, weights, strict=True)]
+    assert mean == mean_of_parts(codec, named)
+    assert (weights[2] < 1.0) == (rule is clipped_mean)
+    again, reversed_weights = reduce_slices(rule, codec, parts[::-1])
+    assert again == mean
+    assert reversed_weights == weights[::-1]
+
+
+def middle(slices: Slices, weights: Sequence[float]) -> Mean:
+    """A rule of one's own: the median of each value, in which the extremes of three count nothing."""
+    norms = slices.norms()
+    counted = (norm == sorted(norms)[len(norms) // 2] for norm in norms)
+    effective = tuple(weight * is_counted for weight, is_counted in zip(weights, counted, strict=True))
+    return Mean(slices.combined(lambda values: values.median(dim=0).values), effective)
+
+
+@pytest.mark.parametrize("name", ["fp32", "int4"])
+def test_a_rule_of_ones_own_sees_all_slices_in_the_order_of_peers(name: str) -> None:
+    codec, values = get_codec(name), {"c": 9.0, "a": -7.0, "b": 1.0}
+    parts: list[Part] = [
+        (peer, 1.0, encoded(name, torch.full(((CHUNK_BLOCKS + 1) * 128,), value)))
+        for peer, value in values.items()
+    ]
+    mean, weights = reduce_slices(middle, codec, parts)
+    assert decoded(name, mean).unique().tolist() == pytest.approx([1.0], rel=1e-3)
+    assert sum(weights) == 1.0
+    assert reduce_slices(middle, codec, parts[::-1]) == (mean, weights[::-1])
+
+
+@pytest.mark.parametrize("rule", [weighted_mean, clipped_mean, middle])
+@pytest.mark.parametrize("name", NAMES)
+def test_hostile_slices_are_refused_and_named(name: str, rule: Rule) -> None:
+    codec, parts = get_codec(name), some_parts(name, 3, 2)
+    bad = bytearray(parts[1][2])
+    bad[-4:] = struct.pack("<f", math.nan)[2:] * 2  # a NaN as one fp32, fp16 or bf16
+    with pytest.raises(HostileSlice) as refused:
+        reduce_slices(rule, codec, [parts[0], (parts[1][0], 1.0, bytes(bad)), parts[2]])
+    assert (refused.value.peer, refused.value.cause.reason) == (parts[1][0], "not finite")
+
+
+# ---- three honest peers and a liar
+
+
+def trained(rule: Rule, cap: float, honest: int, liars: int) -> float:
+    """The loss of a least-squares problem after 20 rounds of 10 noisy steps: fp32, outer lr 0.7."""
+    codec, target = get_codec("fp32"), gaussians(1024, 0)
+    agreed, random_ = torch.zeros(1024), torch.Generator().manual_seed(1)
+    shares = {PeerId(f"p{i}"): Share(100.0 * (1.0 if i < honest else 1e6), 0) for i in range(honest + liars)}
+    weights = capped(shares, cap)
+    for _ in range(20):
+        parts: list[Part] = []
+        for index, (peer, weight) in enumerate(weights.items()):
+            live = agreed.clone()
+            for _ in range(10):
+                live -= 0.05 * (live - target + torch.randn(1024, generator=random_))
+            if index >= honest:
+                live += 0.5 * torch.randn(1024, generator=random_)
+            parts.append((peer, weight, encoded("fp32", agreed - live)))
+        agreed -= 0.7 * decoded("fp32", reduce_slices(rule, codec, parts).encoded)
+    return 1.0 + float((agreed - target).square().mean())
+
+
+def test_a_liar_costs_the_others_next_to_nothing() -> None:
+    alone = trained(clipped_mean, 4.0, honest=3, liars=0)
+    assert trained(clipped_mean, 4.0, honest=3, liars=1) < 1.05 * alone
+    assert trained(weighted_mean, 0.0, honest=3, liars=1) > 1.05 * alone  # what it is about
+    assert trained(clipped_mean, 4.0, honest=4, liars=0) < 1.003 * trained(weighted_mean, 0.0, 4, 0)

@@ -1,0 +1,617 @@
+"""The tensor side of one fragment: by hand, then its laws over several peers and orders, then faults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from p2p_co2.config import CodecConfig, OuterConfig, RunConfig
+from p2p_co2.errors import EnvironmentFault, LocalProtocolError
+from p2p_co2.node.ledger import PartWeights
+from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.aggregation import mean_of_parts
+from p2p_co2.tensors.checkpoint import Checkpoint, load, save, state_bytes, state_digest
+from p2p_co2.tensors.codec import encode_with_residual, get_codec
+from p2p_co2.trainer import kept
+from p2p_co2.trainer.fragment_state import FragmentState, Outcome, PoisonGuard
+
+PLAIN = OuterConfig(rule="keep", lr=1.0, momentum=0.0, nesterov=False, gap_penalty=False, clip="none")
+BLOCK, RULES = 128, ["keep", "blend", "co2", "eager"]
+
+
+def run_config(outer_config: OuterConfig = PLAIN, codec: str = "fp32", feedback: bool = False) -> RunConfig:
+    return RunConfig(
+        outer=outer_config,
+        codec=CodecConfig.model_validate({"name": codec, "error_feedback": feedback}),
+    )
+
+
+def plain(rule: str, codec: str = "fp32", feedback: bool = False) -> RunConfig:
+    return run_config(PLAIN.model_copy(update={"rule": rule}), codec, feedback)
+
+
+class Simulated:
+    """A peer: its state and its live parameters, one fragment of ``n`` values."""
+
+    def __init__(self, name: str, run: RunConfig, start: Tensor) -> None:
+        self.name, self.codec = name, get_codec(run.codec.name)
+        self.ledger = FragmentState(run, self.codec, name, outer.init(start))
+        self.live = start.clone()
+        self.weight = 1.0
+        self.offers = 0
+
+    def take(self, outcome: Outcome | None) -> None:
+        if outcome is not None and outcome.merge is not None:
+            self.live = self.live * outcome.merge.keep + outcome.merge.addend
+
+    def offer(self) -> bytes:
+        self.offers += 1
+        offer = self.ledger.offer(self.live.clone(), self.weight, bytes([self.offers]))
+        if offer.merge is not None:
+            self.live = self.live * offer.merge.keep + offer.merge.addend
+        return bytes(offer.payload)
+
+    def give_up(self) -> None:
+        """The last offer came to nothing."""
+        self.take(self.ledger.abort(bytes([self.offers])))
+
+    def commit(self, mean: bytes, parts: list[PartWeights], base_version: int | None = None) -> Outcome:
+        round_ = self.ledger.state.version + 1
+        base = round_ - 1 if base_version is None else base_version
+        outcome = self.ledger.commit(round_, base, mean, parts)
+        self.take(outcome)
+        return outcome
+
+    def decoded(self, payload: bytes) -> Tensor:
+        return self.codec.decode(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+
+
+def everybody(peers: list[Simulated], blocks: int) -> list[PartWeights]:
+    return [PartWeights(0, blocks, {peer.name: 1.0 for peer in peers})]
+
+
+def filled(value: float, blocks: int = 1) -> Tensor:
+    return torch.full((blocks * BLOCK,), value, dtype=torch.float32)
+
+
+# ---- by hand
+
+
+def test_two_peers_meet_in_the_middle_and_keep_what_they_learned_since() -> None:
+    run = run_config()
+    a, b = Simulated("a", run, filled(0.0)), Simulated("b", run, filled(0.0))
+    a.live += 2.0
+    b.live += 4.0
+    payloads = [("a", 1.0, a.offer()), ("b", 1.0, b.offer())]
+    a.live += 10.0  # an inner step while the round travels
+    mean = bytes(mean_of_parts(a.codec, payloads))
+    for peer in (a, b):
+        peer.commit(mean, everybody([a, b], 1))
+        assert torch.equal(peer.ledger.state.params, filled(3.0))
+    assert torch.equal(a.live, filled(13.0))
+    assert torch.equal(b.live, filled(3.0))
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16"])
+def test_one_peer_alone_trains_as_if_there_were_no_swarm(codec: str) -> None:
+    """keep, outer lr 1, no momentum; what a fine codec loses stays in the live parameters."""
+    torch.manual_seed(0)
+    start = torch.randn(BLOCK * 2)
+    peer, local = Simulated("a", run_config(codec=codec), start), start.clone()
+    for _ in range(10):
+        step = torch.randn(BLOCK * 2) * 0.01
+        peer.live, local = peer.live + step, local + step
+        peer.commit(peer.offer(), everybody([peer], 2))
+    torch.testing.assert_close(peer.live, local, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["keep", "co2"])
+def test_an_aborted_round_changes_nothing_and_the_work_is_offered_again(rule: str) -> None:
+    peer = Simulated("a", plain(rule), filled(0.0))
+    peer.live += 5.0
+    first = peer.offer()
+    peer.give_up()
+    assert peer.ledger.state.version == 0
+    assert torch.equal(peer.live, filled(5.0))
+    assert peer.offer() == first
+
+
+def test_co2_is_one_step_stale_and_pays_the_gap_penalty() -> None:
+    config = PLAIN.model_copy(update={"rule": "co2", "gap_penalty": True})
+    peer = Simulated("a", run_config(config), filled(0.0))
+    peer.live += 1.0
+    mean = peer.offer()
+    peer.live += 1.0  # trained while the first round travels
+    peer.commit(mean, everybody([peer], 1))
+    assert torch.equal(peer.ledger.state.params, filled(1.0))
+    payload = peer.offer()  # the boundary: measured from version 0, met by version 1
+    assert torch.equal(peer.live, filled(1.0))
+    report = peer.commit(payload, everybody([peer], 1), base_version=0).report
+    assert report is not None
+    assert report.gap == pytest.approx(2.0)  # moved as far as the gradient is long
+
+
+@pytest.mark.parametrize("rule", ["keep", "co2", "eager"])
+def test_a_reset_peer_offers_nothing(rule: str) -> None:
+    peer = Simulated("a", plain(rule), filled(0.0))
+    peer.live += 1.0
+    peer.commit(peer.offer(), everybody([peer], 1))
+    peer.live = filled(math.nan)
+    with pytest.raises(ValueError, match="finite"):
+        peer.ledger.offer(peer.live.clone(), 1.0)
+    merge = peer.ledger.reset().merge
+    assert merge is not None
+    peer.live = merge.addend.clone()
+    assert torch.equal(peer.decoded(peer.offer()), filled(0.0))
+
+
+@pytest.mark.parametrize("bad", [filled(math.inf).numpy().tobytes(), b"", bytes(3)])
+def test_a_mean_that_is_not_sound_is_skipped_by_everybody_alike(bad: bytes) -> None:
+    states = []
+    for name in "ab":
+        peer = Simulated(name, run_config(), filled(0.0))
+        peer.live += 1.0
+        peer.offer()
+        outcome = peer.commit(bad, everybody([peer], 1))
+        assert (bool(outcome.trouble), outcome.share) == (True, 0.0)
+        assert torch.equal(peer.live, filled(1.0))
+        states.append(state_digest(peer.ledger.state, LEAST_CHUNK_BYTES))
+    assert states[0] == states[1]
+
+
+def test_a_second_offer_while_one_is_in_flight_is_a_bug() -> None:
+    peer = Simulated("a", run_config(), filled(0.0))
+    peer.offer()
+    with pytest.raises(LocalProtocolError, match="in flight"):
+        peer.offer()
+
+
+# ---- which offer a round is about
+
+
+@pytest.mark.parametrize("rule", ["keep", "co2"])
+@pytest.mark.parametrize("by_id", [True, False])
+def test_an_offer_is_known_by_its_id_or_its_weight_and_the_end_of_one_ends_no_other(
+    rule: str, by_id: bool
+) -> None:
+    """Given up, and counted after all, while the next one, which holds its work too, is in flight."""
+    peer = Simulated("a", plain(rule), filled(0.0))
+    peer.live += 1.0
+    payload = peer.offer()
+    peer.give_up()
+    peer.live += 2.0
+    peer.weight = 1.0 if by_id else 2.0
+    peer.offer()
+    assert peer.ledger.abort(bytes([1])) is None
+    ids = {"a": bytes([1])} if by_id else {}
+    peer.commit(payload, [PartWeights(0, 1, {"a": 1.0}, offer_ids=ids)])
+    if rule == "co2":
+        peer.offer()
+        peer.give_up()
+    assert torch.equal(peer.ledger.state.params, filled(1.0))
+    assert torch.equal(peer.live, filled(3.0))
+
+
+@pytest.mark.parametrize("rule", ["keep", "co2"])
+def test_an_offer_from_before_a_restart_is_not_counted_twice(rule: str) -> None:
+    before, again = (Simulated("a", plain(rule), filled(0.0)) for _ in range(2))
+    before.live += 1.0
+    payload = before.offer()
+    again.live += 1.0  # as a checkpoint had it, before the commit
+    again.commit(payload, [PartWeights(0, 1, {"a": 1.0})])
+    assert torch.equal(again.live, filled(1.0))
+    again.offer()
+    assert torch.equal(again.live, filled(1.0))
+
+
+def test_a_slice_whose_effective_weight_is_nothing_is_offered_again() -> None:
+    peer = Simulated("a", run_config(), filled(0.0))
+    peer.live += 5.0
+    peer.offer()
+    zero = filled(0.0).numpy().tobytes()
+    assert peer.commit(zero, [PartWeights(0, 1, {"a": 0.0, "b": 1.0})]).share == 0.0
+    assert torch.equal(peer.decoded(peer.offer()), filled(-5.0))
+
+
+THERE = outer.init(filled(100.0, 2))._replace(version=7)
+NOBODY, HALF = PartWeights(0, 2, {"b": 1.0}), (PartWeights(0, 1, {"a": 1.0}), PartWeights(1, 2, {"b": 1.0}))
+
+
+@pytest.mark.parametrize("rule", ["keep", "co2"])
+@pytest.mark.parametrize("given_up", [False, True])
+@pytest.mark.parametrize(
+    ("parts", "first", "second"),
+    [
+        ((NOBODY,), 106.0, 106.0),  # the outcome says that the offer came to nothing: all is kept
+        ((PartWeights(0, 2, {"a": 1.0}),), 101.0, 101.0),  # counted: only what came after it is kept
+        (HALF, 101.0, 106.0),
+        (None, 101.0, 101.0),  # nobody knows: it must not count twice
+        ((PartWeights(0, 2, {"a": 9.0}),), 100.0, 100.0),  # one that we do not know was counted
+        ((PartWeights(0, 2, {"a": 0.2}, {"a": 1.0}),), 101.0, 101.0),  # ours, for less than it asked
+    ],
+)
+def test_adopting_a_newer_state_counts_the_last_offer_at_most_once(
+    rule: str, given_up: bool, parts: tuple[PartWeights, ...] | None, first: float, second: float
+) -> None:
+    peer = Simulated("a", plain(rule), filled(0.0, 2))
+    peer.live += 5.0
+    peer.offer()
+    if given_up:
+        peer.give_up()
+    peer.live += 1.0
+    peer.take(peer.ledger.adopt(THERE, parts))
+    assert torch.equal(peer.live, torch.cat([filled(first), filled(second)]))
+    assert peer.ledger.state.version == 7
+    peer.offer()  # nothing is in flight any more
+
+
+@pytest.mark.parametrize("rule", ["keep", "co2"])
+@pytest.mark.parametrize("version", [1, 7])
+def test_a_state_in_which_a_rival_attempt_counted_our_offer_does_not_count_it_twice(
+    rule: str, version: int
+) -> None:
+    """Ours was in one attempt at round 1, another one committed; then we go over to the first one's
+    history."""
+    peer = Simulated("a", plain(rule), filled(0.0, 2))
+    peer.live += 5.0
+    peer.offer()
+    peer.give_up()
+    peer.ledger.in_doubt = True
+    peer.commit(filled(-1.0, 2).numpy().tobytes(), [NOBODY])
+    assert rule != "keep" or torch.equal(peer.live, filled(6.0, 2))  # not counted in this one
+    theirs = outer.init(filled(5.0, 2))._replace(version=version)
+    peer.take(peer.ledger.adopt(theirs, (NOBODY,)))
+    assert torch.equal(peer.live, theirs.params)
+    assert not peer.ledger.in_doubt
+
+
+@pytest.mark.parametrize("is_newest", [True, False])
+@pytest.mark.parametrize("rule", ["keep", "co2"])
+def test_a_doubt_ends_when_a_later_offer_is_counted_whole(rule: str, is_newest: bool) -> None:
+    """Not where only an earlier one for that round is: the next held more, and may be counted elsewhere."""
+    peer = Simulated("a", plain(rule), filled(0.0, 2))
+    peer.live += 5.0
+    peer.offer()
+    if not is_newest:
+        peer.give_up()
+        peer.weight = 2.0
+        peer.offer()
+    peer.ledger.in_doubt = True
+    peer.commit(filled(-5.0, 2).numpy().tobytes(), [PartWeights(0, 2, {"a": 1.0})])
+    assert peer.ledger.in_doubt is not is_newest
+
+
+@pytest.mark.parametrize("rule", ["keep", "co2"])
+def test_who_goes_to_another_history_keeps_its_uncounted_offer_once(rule: str) -> None:
+    """A second time it may be counted where we were: then nothing is kept."""
+    peer = Simulated("a", plain(rule), filled(0.0, 2))
+    peer.live += 5.0
+    peer.offer()
+    peer.take(peer.ledger.adopt(THERE._replace(version=0)))
+    assert torch.equal(peer.live, filled(105.0, 2))
+    peer.take(peer.ledger.adopt(outer.init(filled(50.0, 2))))
+    assert torch.equal(peer.live, filled(50.0, 2))
+
+
+# ---- laws
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize(
+    ("rule", "codec"), [("keep", "fp32"), ("keep", "int4"), ("co2", "fp32"), ("eager", "fp32")]
+)
+def test_every_committed_drift_counts_exactly_once(data: st.DataObject, rule: str, codec: str) -> None:
+    """Conservation: in whatever order commits, aborts, misses in part and replays come, every drift is in the
+    agreed parameters once, or still in its peer's live ones. A peer that missed a commit trains on."""
+    run, blocks, names = plain(rule, codec, feedback=codec == "int4"), 2, "abc"
+    peers = {name: Simulated(name, run, filled(0.0, blocks)) for name in names}
+    drift, counted = ({name: filled(0.0, blocks) for name in names} for _ in range(2))
+    moved = filled(0.0, blocks)
+    made: list[tuple[bytes, list[PartWeights]]] = []
+
+    def train(name: str) -> None:
+        step = (torch.arange(BLOCK * blocks) % 7 - float(data.draw(st.integers(-4, 4)))).float()
+        peers[name].live = peers[name].live + step
+        drift[name] += step
+
+    def catch_up(name: str) -> None:
+        while (version := peers[name].ledger.state.version) < len(made):
+            peers[name].commit(*made[version])
+
+    for _ in range(data.draw(st.integers(1, 6))):
+        offers: dict[str, bytes] = {}
+        for name, peer in peers.items():
+            train(name)
+            if peer.ledger.state.version == len(made) and peer.ledger.open is None:
+                offers[name] = peer.offer()
+            if data.draw(st.booleans()):
+                train(name)
+        if not offers or data.draw(st.integers(0, 3)) == 0:
+            for name in offers:
+                peers[name].give_up()
+            continue
+        code, pieces, parts = peers["a"].codec, [], []
+        for block in range(blocks):
+            inside = data.draw(st.lists(st.sampled_from(sorted(offers)), min_size=1, unique=True))
+            where = slice(block * BLOCK, (block + 1) * BLOCK)
+            cut = slice(block * code.block_bytes, (block + 1) * code.block_bytes)
+            slices = [(name, 1.0, offers[name][cut]) for name in sorted(inside)]
+            mean = bytes(mean_of_parts(code, slices))
+            for name, _, piece in slices:
+                counted[name][where] -= peers["a"].decoded(piece)
+            moved[where] -= peers["a"].decoded(mean)
+            pieces.append(mean)
+            parts.append(PartWeights(block, block + 1, dict.fromkeys(inside, 1.0)))
+        made.append((b"".join(pieces), parts))
+        for name in names:
+            if data.draw(st.booleans()):
+                catch_up(name)
+    for name, peer in peers.items():
+        catch_up(name)
+        torch.testing.assert_close(peer.ledger.state.params, moved, rtol=1e-5, atol=1e-3)
+        assert torch.equal(peer.ledger.state.params, peers["a"].ledger.state.params)
+        sent = peer.decoded(peer.offer())
+        left = peer.ledger.residual[:] if peer.ledger.residual is not None else 0.0
+        # What is offered next is all that is not counted; of int4 what its residual keeps.
+        near = 1e-3 if codec == "fp32" else 0.1 * float(drift[name].abs().max() + 1)
+        torch.testing.assert_close(-(sent + left), drift[name] - counted[name], rtol=1e-5, atol=near)
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8", "fp16"])
+def test_a_residual_is_what_the_codec_lost_where_the_offer_was_counted(
+    codec: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Against ``encode_with_residual``, over rounds that some blocks miss; and through a checkpoint."""
+    small_pieces(monkeypatch)
+    torch.manual_seed(4)
+    run, size = run_config(codec=codec, feedback=True), BLOCK * 5
+    peer, expected = Simulated("a", run, torch.zeros(size)), torch.zeros(size)
+    for inside in ([True, False, True, True, False], [False, True, True, True, True], [True] * 5):
+        peer.live = peer.live + torch.randn(size) * 0.01
+        gradient = outer.outer_gradient(peer.ledger.state, peer.live)
+        payload, lost = encode_with_residual(peer.codec, gradient, expected, run.codec.error_feedback_decay)
+        assert peer.offer() == payload.numpy().tobytes()
+        weights = [{"b": 1.0, "a": 1.0} if has_us else {"b": 1.0} for has_us in inside]
+        peer.commit(payload.numpy().tobytes(), [PartWeights(i, i + 1, w) for i, w in enumerate(weights)])
+        whole = torch.where(torch.tensor(inside).repeat_interleave(BLOCK), lost, expected)
+        assert peer.ledger.residual is not None
+        residual = peer.ledger.residual[:]
+        assert bool(((residual - whole).abs() <= whole.abs().max() * 2.0**-3).all())
+        expected = residual
+    checkpoint = Checkpoint(
+        run_config_json="{}", plan_digest=bytes(32), states=[peer.ledger.state], buffers={},
+        optimizer={}, position=1.0, inner_steps=1, tokens=1, residuals={0: peer.ledger.residual},
+    )  # fmt: skip
+    save(tmp_path, checkpoint)
+    peer.ledger.set_residual(load(tmp_path).residuals[0])
+    assert torch.equal(peer.ledger.residual[:], expected)
+
+
+@pytest.mark.parametrize("rule", ["co2", "eager"])
+def test_at_a_boundary_what_was_sent_and_the_residual_are_all_of_the_work(rule: str) -> None:
+    """Nothing else is kept of an offer in flight. Where it comes to nothing, what was sent comes back."""
+    torch.manual_seed(2)
+    peer, worked = Simulated("a", plain(rule, "int4", feedback=True), filled(0.0, 2)), filled(0.0, 2)
+    for _ in range(3):
+        drift = torch.randn(BLOCK * 2)
+        peer.live, worked = peer.live + drift, worked + drift
+        payload = peer.offer()
+        assert peer.ledger.open is not None
+        assert peer.ledger.open.gradient.held_bytes == len(payload)  # the round's own
+        peer.give_up()
+    assert peer.ledger.residual is not None
+    all_of_it = peer.live - peer.ledger.residual[:]
+    assert (worked - all_of_it).norm() < 0.05 * worked.norm()
+    assert (worked - all_of_it).norm() < 0.5 * (worked - peer.live).norm()
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4"])
+def test_eager_offers_nothing_of_its_correction_again(codec: str) -> None:
+    """What was added to the live parameters is what is taken off again: a peer that learns nothing more
+    offers nothing more."""
+    torch.manual_seed(7)
+    config = OuterConfig.model_validate({"rule": "eager", "gap_penalty": False})
+    peer = Simulated("a", run_config(config, codec), filled(0.0, 5))
+    others = [PartWeights(0, 5, {"a": 1.0, "b": 1.0})]
+    for _ in range(3):
+        peer.live = peer.live + torch.randn(5 * BLOCK)
+        peer.commit(peer.offer(), others)
+    assert float((peer.live - peer.ledger.state.params).abs().max()) > 0.1  # a correction is in them
+    torch.testing.assert_close(peer.decoded(peer.offer()), filled(0.0, 5), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["co2", "eager"])
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_work_is_measured_from_where_it_set_out_however_often_the_state_moved(rule: str, codec: str) -> None:
+    """The others commit three rounds without this peer between two of its boundaries."""
+    config = OuterConfig.model_validate({"rule": rule, "lr": 1.0, "momentum": 0.0, "gap_penalty": False})
+    peer = Simulated("a", run_config(config, codec), filled(0.0))
+    for theirs in (7.0, 14.0, -7.0):  # exact in int4, too
+        mean = peer.codec.encode(filled(theirs)).numpy().tobytes()
+        peer.commit(mean, [PartWeights(0, 1, {"b": 1.0})])
+    assert float(peer.ledger.state.params.mean()) == -14.0
+    assert sum(one.held_bytes for one in peer.ledger.departure.offset) <= 5 * BLOCK + len(mean)
+    peer.live = peer.live + 35.0
+    torch.testing.assert_close(peer.decoded(peer.offer()), filled(-35.0), rtol=2**-10, atol=0.0)
+    torch.testing.assert_close(peer.live, peer.ledger.state.params, rtol=2**-10, atol=0.0)
+
+
+# ---- whose memory
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("is_lent", [False, True])
+def test_a_step_takes_the_old_memory_but_never_what_was_lent(rule: str, is_lent: bool) -> None:
+    """The same bits either way."""
+    torch.manual_seed(6)
+    config, size = OuterConfig.model_validate({"rule": rule}), 5 * BLOCK
+    peer, other = Simulated("a", run_config(config, "fp16"), torch.zeros(size)), outer.init(torch.zeros(size))
+    for _ in range(3):
+        peer.live = peer.live + torch.randn(size)
+        payload = peer.offer()
+        before = peer.ledger.lend() if is_lent else peer.ledger.state
+        held = state_bytes(before)
+        peer.commit(payload, [PartWeights(0, 5, {"a": 1.0})])
+        other, _ = outer.step(config, other, peer.decoded(payload), other.version)
+        after = peer.ledger.state
+        assert (after.momentum is before.momentum) is not is_lent
+        assert (after.params is before.params) is (rule in {"co2", "eager"} and not is_lent)
+        assert (state_bytes(before) == held) is is_lent or rule in {"keep", "blend"}
+        assert state_bytes(after) == state_bytes(other)
+
+
+def test_a_merge_that_is_the_agreed_parameters_stays_what_it_was() -> None:
+    """An offer from before a restart was counted: the live parameters become the new ones, when they come
+    by; until then nobody writes there."""
+    peer = Simulated("a", run_config(OuterConfig(), "int4"), filled(0.0))
+    mean = peer.codec.encode(torch.randn(BLOCK)).numpy().tobytes()
+    merge = peer.commit(mean, [PartWeights(0, 1, {"a": 9.0})]).merge
+    assert merge is not None
+    expected = merge.addend.clone()
+    peer.offer()
+    peer.commit(mean, [PartWeights(0, 1, {"a": 1.0})])
+    assert torch.equal(merge.addend, expected)
+
+
+# ---- a change that fails in its middle
+
+
+class Failing(TorchDispatchMode):
+    """Lets ``operations`` of torch pass, and then none: memory has ended."""
+
+    def __init__(self, operations: int) -> None:
+        super().__init__()
+        self.left, self.seen = operations, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.left <= 0:
+            raise MemoryError("no memory is left")
+        self.left, self.seen = self.left - 1, self.seen + 1
+        return func(*args, **(kwargs or {}))
+
+
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks each."""
+    for module in (kept, __import__("p2p_co2.tensors.codec.base", fromlist=["base"])):
+        monkeypatch.setattr(module, "PIECE_VALUES", 2 * BLOCK)
+
+
+SIZE, EVERY = 6 * BLOCK, 5
+"""Of the operations of a change, one in so many is tried."""
+
+
+def amid_its_run(rule: str, codec: str, feedback: bool) -> tuple[FragmentState, bytes]:
+    """A fragment after a round, its offer for the next in flight, and what that round came to."""
+    config = OuterConfig(rule=rule, lr=0.7, momentum=0.5)  # type: ignore[arg-type]
+    torch.manual_seed(3)
+    peer = Simulated("a", run_config(config, codec, feedback), torch.randn(SIZE))
+    for _ in range(2):
+        peer.live = peer.live + 0.1 * torch.randn(SIZE)
+        mean = peer.offer()
+        if peer.ledger.state.version == 0:
+            peer.commit(mean, [PartWeights(0, 6, {"a": 1.0})])
+    return peer.ledger, mean
+
+
+def commits(state: FragmentState, mean: bytes) -> None:
+    parts = [PartWeights(0, 3, {"a": 1.0}), PartWeights(3, 6, {"b": 1.0})]  # missed in a half of it
+    state.commit(2, 1, mean, parts)
+
+
+def adopts(state: FragmentState, mean: bytes) -> None:
+    state.adopt(outer.init(torch.ones(SIZE))._replace(version=7), [PartWeights(0, 6, {"a": 1.0})])
+
+
+def offers(state: FragmentState, mean: bytes) -> None:
+    state.abort(bytes([2]))
+    state.offer(torch.ones(SIZE), 1.0)
+
+
+def gives_up(state: FragmentState, mean: bytes) -> None:
+    state.abort(bytes([2]))
+
+
+def failed_everywhere(
+    make: Callable[[], tuple[FragmentState, bytes]], change: Callable[[FragmentState, bytes], None]
+) -> list[FragmentState]:
+    """Alike ones, each failed at another operation of the change: those that are poisoned. The others are as
+    before."""
+    (state, mean), poisoned = make(), list[FragmentState]()
+    before = kept_by(state)
+    with Failing(1_000_000) as whole:
+        change(state, mean)
+    for operations in range(whole.seen - 1, -1, -EVERY):
+        state, mean = make()
+        with pytest.raises((MemoryError, EnvironmentFault)) as failed, Failing(operations):
+            change(state, mean)
+        if failed.type is EnvironmentFault:
+            poisoned.append(state)
+        elif change is not offers:
+            assert kept_by(state) == before, operations
+    return poisoned
+
+
+def kept_by(state: FragmentState) -> list[object]:
+    """What a checkpoint would hold of it, and what the next offer is made of."""
+    residual = None if state.residual is None else state.residual[:].tolist()
+    offset = [one[:].tolist() for one in state.departure.offset]
+    return [state_digest(state.state, LEAST_CHUNK_BYTES), state.open is None, residual, offset]
+
+
+@pytest.mark.parametrize(("codec", "feedback"), [("int4", True), ("fp32", False)])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("change", [commits, adopts])
+def test_wherever_a_change_fails_the_fragment_is_as_it_was_or_poisoned(
+    rule: str,
+    change: Callable[[FragmentState, bytes], None],
+    codec: str,
+    feedback: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small_pieces(monkeypatch)
+    poisoned = failed_everywhere(lambda: amid_its_run(rule, codec, feedback), change)
+    assert len(poisoned) > 1
+    state = poisoned[0]
+    asked: list[Callable[[], object]] = [
+        state.lend,
+        state.reset,
+        lambda: state.offer(torch.zeros(SIZE), 1.0),
+        lambda: state.commit(state.state.version + 1, 1, b"", []),
+        lambda: state.adopt(outer.init(torch.ones(SIZE))._replace(version=9)),
+    ]
+    for ask in asked:
+        with pytest.raises(EnvironmentFault, match=r"no memory is left.*join again with --resume"):
+            ask()
+
+
+@pytest.mark.parametrize("rule", ["co2", "eager"])
+def test_live_parameters_that_were_to_set_out_anew_poison_and_work_put_back_does_not(rule: str) -> None:
+    """Saved beside a boundary that failed, its work would be taken out twice, or never."""
+    assert failed_everywhere(lambda: amid_its_run(rule, "int4", False), offers)
+    assert failed_everywhere(lambda: amid_its_run(rule, "int4", False), gives_up) == []
+
+
+def test_memory_that_ended_is_this_machine_s_and_all_else_a_bug() -> None:
+    of_torch = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
+    for error, kind in [
+        (MemoryError(), EnvironmentFault),
+        (of_torch, EnvironmentFault),
+        (IndexError("of a bug"), LocalProtocolError),
+    ]:
+        guard = PoisonGuard()
+        with pytest.raises(kind) as told, guard.changing("the outer step of round 3"):
+            raise error
+        assert told.value.__cause__ is error
+        with pytest.raises(kind, match=f"the outer step of round 3 failed .*{type(error).__name__}"):
+            guard.check()

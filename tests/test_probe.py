@@ -1,0 +1,278 @@
+"""The prober: what it may be asked by hand, then over the real daemon and sockets of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from p2p_co2.errors import RemoteProtocolError, TransportError
+from p2p_co2.net.transport import probe
+from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.libp2p.hivemind import P2P
+from p2p_co2.net.transport.libp2p.streams import framed
+from p2p_co2.net.transport.probe import (
+    GREETING,
+    MAX_BULK_BYTES,
+    MOST,
+    PROTOCOL,
+    ProbeLimits,
+    Prober,
+    ProbeServer,
+    check_dial_back,
+    open_prober,
+)
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Probe
+from tests.transport_peers import PATIENCE_S, until
+
+RUN = hashlib.sha256(b"a run").digest()
+
+
+SEEN = "/ip4/203.0.113.7/tcp/40000"
+
+
+def test_a_connection_back_goes_where_the_asker_is_seen_and_nowhere_else() -> None:
+    assert check_dial_back(31337, b"x" * 32, "victim.example", SEEN) == "203.0.113.7"
+    for port, expect, host, observed in (
+        (0, b"x", "", SEEN),
+        (65536, b"x", "", SEEN),
+        (1, b"", "", SEEN),
+        (1, b"x" * 33, "", SEEN),
+        (1, b"x", "h" * 254, SEEN),
+        (1, b"x", "", "/ip4/203.0.113.7/tcp/4001/p2p/QmRelay/p2p-circuit"),
+    ):
+        with pytest.raises(RemoteProtocolError):
+            check_dial_back(port, expect, host, observed)
+
+
+def test_dials_are_counted_per_address_and_in_all() -> None:
+    limits = ProbeLimits()
+    for _ in range(MOST["dials"][0]):
+        limits.dial("203.0.113.7", 0.0)
+    with pytest.raises(RemoteProtocolError, match="too often"):
+        limits.dial("203.0.113.7", 59.0)
+    limits.dial("203.0.113.8", 59.0)  # another address is another asker
+    limits.dial("203.0.113.7", 60.0)  # and a minute later it may ask again
+    for number in range(MOST["dials"][1] - 2):
+        limits.dial(f"198.51.100.{number}", 60.0)
+    with pytest.raises(RemoteProtocolError, match="too often"):
+        limits.dial("192.0.2.1", 60.0)
+
+
+def test_bulk_is_bounded_in_size_in_number_and_one_at_a_time() -> None:
+    limits = ProbeLimits()
+    for size in (0, MAX_BULK_BYTES + 1):
+        with pytest.raises(RemoteProtocolError, match="bytes"):
+            limits.bulk("203.0.113.7", size, 0.0)
+    limits.bulk("203.0.113.7", MAX_BULK_BYTES, 0.0)
+    with pytest.raises(RemoteProtocolError, match="somebody else"):
+        limits.bulk("203.0.113.8", 1, 0.0)
+    limits.end_bulk(0.0)
+    for _ in range(MOST["bytes"][0] // MAX_BULK_BYTES - 1):
+        limits.bulk("203.0.113.7", MAX_BULK_BYTES, 1.0)
+        limits.end_bulk(1.0)
+    with pytest.raises(RemoteProtocolError, match="too often"):
+        limits.bulk("203.0.113.7", MAX_BULK_BYTES, 2.0)
+    assert not limits.bulk_running
+    limits.bulk("203.0.113.7", 1, 61.0)
+
+
+def test_nobody_keeps_the_one_place_for_measuring_with_small_and_slow_questions() -> None:
+    limits, now, refused = ProbeLimits(), 0.0, 0
+    for _ in range(60):
+        try:
+            limits.bulk("203.0.113.7", 1, now)
+        except RemoteProtocolError:
+            refused += 1
+            limits.bulk("203.0.113.8", MOST["bytes"][0] // 60, now)  # another has it
+            limits.end_bulk(now)
+            now += 1.0
+        else:
+            now += 9.0  # as long as a byte that does not come is waited for
+            limits.end_bulk(now)
+    held_s = 9.0 * (60 - refused)
+    assert held_s <= now / probe.WINDOW_S * (MOST["seconds"][0] + 9.0) + 60.0
+    assert refused > 30
+
+
+@dataclass
+class World:
+    server: ProbeServer
+    server_p2p: P2P
+    asker_p2p: P2P
+    server_id: PeerId
+    maddrs: list[str]
+
+    def prober(self, run: bytes = RUN) -> AbstractAsyncContextManager[Prober]:
+        return open_prober(self.asker_p2p, self.server_id, self.maddrs, run, PATIENCE_S)
+
+
+@asynccontextmanager
+async def world(folder: Path, *, cap: float = 0.0, ahead_s: float = 0.0) -> AsyncIterator[World]:
+    identities = [Identity.load_or_create(folder / name) for name in ("server", "asker")]
+    server_p2p = await start_p2p(folder / "server")
+    asker_p2p = await start_p2p(folder / "asker")
+    server = ProbeServer(server_p2p, RUN, cap, lambda: time.time() + ahead_s)
+    await server.start()
+    maddrs = [str(maddr) for maddr in await server_p2p.get_visible_maddrs()]
+    try:
+        yield World(server, server_p2p, asker_p2p, PeerId(identities[0].peer_id), maddrs)
+    finally:
+        await server.close()
+        await stop_p2p(asker_p2p)
+        await stop_p2p(server_p2p)
+
+
+@asynccontextmanager
+async def greeter(words: bytes) -> AsyncIterator[int]:
+    """A listener of this machine that says ``words`` to whoever connects; its port."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(words)
+        await writer.drain()
+        writer.close()
+
+    listener = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with listener:
+        yield listener.sockets[0].getsockname()[1]
+
+
+async def test_how_we_look_and_what_the_clock_is_there(tmp_path: Path) -> None:
+    async with world(tmp_path, ahead_s=40.0) as it, it.prober() as prober:
+        looks = [await prober.look() for _ in range(3)]
+        assert {look.observed[0] for look in looks} == {"127.0.0.1"}
+        for look in looks:  # the answer was made between the question and its arrival here
+            assert look.round_trip_s > 0
+            assert look.offset_s == pytest.approx(40.0, abs=look.round_trip_s / 2 + 0.1)
+
+
+async def test_a_connection_back_proves_who_answers_there(tmp_path: Path) -> None:
+    async with world(tmp_path) as it, it.prober() as prober:
+        async with greeter(b"it is I") as port:
+            assert await prober.dial_back(port, b"it is I")
+            assert await prober.dial_back(port, b"it is I", host="localhost")
+            assert not await prober.dial_back(port, b"it is U")
+        assert not await prober.dial_back(port, b"it is I")  # nobody listens any more
+        daemon = int((await it.asker_p2p.get_visible_maddrs())[0].value_for_protocol("tcp"))
+        assert await prober.dial_back(daemon, GREETING)
+        with pytest.raises(TransportError, match=r"is not 127\.0\.0\.1, where it is seen from here"):
+            await prober.dial_back(port, b"x", host="192.0.2.1")
+        with pytest.raises(TransportError, match="out of bounds"):
+            await prober.dial_back(port, b"x" * 33)
+
+
+async def test_rates_are_measured_both_ways_and_keep_to_a_cap(tmp_path: Path) -> None:
+    size = 1 << 20
+    async with world(tmp_path, cap=1e6) as it:
+        up_bytes_per_s = []
+        for _ in range(3):  # the best counts: a machine under load may stand still meanwhile
+            async with it.prober() as prober:
+                up_bytes_per_s.append((await prober.upload(size)).bytes_per_s)
+        assert max(up_bytes_per_s) > 2e6
+        async with it.prober() as prober:
+            assert 0 < (await prober.download(size)).bytes_per_s < 1.5e6
+        assert not it.server._limits.bulk_running
+
+
+async def test_what_is_refused_says_why(tmp_path: Path) -> None:
+    async with world(tmp_path) as it:
+        async with it.prober(bytes(32)) as prober:
+            with pytest.raises(TransportError, match="another run"):
+                await prober.look()
+        async with it.prober() as prober:
+            with pytest.raises(TransportError, match="at most 4194304"):
+                await prober.download(MAX_BULK_BYTES + 1)
+            with pytest.raises(TransportError, match="does not know the question"):
+                await prober._ask(Probe())
+        it.server._limits.bulk_running = True
+        async with it.prober() as prober:
+            with pytest.raises(TransportError, match="somebody else"):
+                await prober.upload(1000)
+            assert (await prober.look()).observed  # the stream goes on
+
+
+async def said(it: World, data: bytes) -> bytes:
+    """What the server answers to raw bytes until it hangs up; empty if it says nothing."""
+    await reach(it.asker_p2p, it.server_id, it.maddrs, PATIENCE_S)
+    reader, writer = await open_stream(it.asker_p2p, it.server_id, PROTOCOL, PATIENCE_S)
+    try:
+        writer.write(data)
+        await writer.drain()
+        async with asyncio.timeout(PATIENCE_S):
+            return await reader.read()
+    finally:
+        await hang_up(writer)
+
+
+async def test_nonsense_ends_the_stream_and_nothing_else(tmp_path: Path) -> None:
+    async with world(tmp_path) as it:
+        assert await said(it, (1 << 31).to_bytes(4)) == b""
+        assert await said(it, (3).to_bytes(4) + b"\xff\xff\xff") == b""
+        assert await said(it, (513).to_bytes(4) + bytes(513)) == b""
+        async with it.prober() as prober:
+            await prober.look()
+
+
+async def test_more_bytes_than_announced_are_refused(tmp_path: Path) -> None:
+    async with world(tmp_path) as it, it.prober() as prober:
+        await prober._ask(Probe(take_bytes=1000))
+        for _ in range(2):
+            prober._writer.write(framed(bytes(600)))
+        with pytest.raises(TransportError, match="hung up"):
+            await prober.look()
+        await until(lambda: not it.server._limits.bulk_running)
+
+
+async def test_streams_are_bounded_per_asker(tmp_path: Path) -> None:
+    async with world(tmp_path) as it, it.prober() as first, it.prober() as second:
+        await first.look()
+        await second.look()
+        async with it.prober() as third:
+            with pytest.raises(TransportError, match=r"hung up|did not answer"):
+                await third.look()
+
+
+@asynccontextmanager
+async def lying(it: World, frame: bytes) -> AsyncIterator[Prober]:
+    """A prober at a server that answers every question with ``frame``."""
+    await it.server.close()
+    ended = asyncio.Event()
+
+    async def serve(info: object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(framed(frame))
+        await writer.drain()
+        await reader.read()
+        await hang_up(writer)
+        ended.set()
+
+    await it.server_p2p.add_binary_stream_handler(PROTOCOL, serve)
+    async with it.prober() as prober:
+        yield prober
+    async with asyncio.timeout(PATIENCE_S):
+        await ended.wait()
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (probe.ProbeAnswer(clock=float("nan")).SerializeToString(), "its clock is no number"),
+        (b"\xff\xff\xff", "not a ProbeAnswer"),
+        (bytes(3000), "answers nonsense"),
+        (probe.ProbeAnswer(refusal="\x1b[2Jno").SerializeToString(), r"refused: \?\[2Jno"),
+    ],
+)
+async def test_a_prober_that_answers_nonsense_is_one_failed_question(
+    tmp_path: Path, frame: bytes, words: str
+) -> None:
+    async with world(tmp_path) as it, lying(it, frame) as prober:
+        with pytest.raises(TransportError, match=words):
+            await prober.look()
