@@ -347,8 +347,8 @@ def test_many_that_join_at_once_do_not_take_each_other_for_the_swarm() -> None:
     run_virtual(work())
 
 
-def test_a_commit_that_nobody_made_stops_nobody_for_long_and_names_its_signer() -> None:
-    """Told to all by one of four, again and again, whole nodes go on after some seconds."""
+def test_a_commit_with_one_signature_stops_nobody_and_names_its_sender() -> None:
+    """Told to all by one of four, again and again."""
 
     async def work() -> None:
         world = World("a", "b", "c", "liar")
@@ -376,8 +376,7 @@ def test_a_commit_that_nobody_made_stops_nobody_for_long_and_names_its_signer() 
         await world.train(24)
         assert min(world.versions())[0] >= before + 8
         for trainer in honest:
-            texts = [event.text for event in trainer.events if isinstance(event, Warned)]
-            assert any(liar.me in text and "not believed about rounds of others" in text for text in texts)
+            assert trainer.node.router.refusals[liar.me, "decision", "no quorum"] >= 8
         lying.cancel()
         await world.close()
 

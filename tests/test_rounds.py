@@ -261,6 +261,9 @@ def test_a_withdrawn_offer_ends_and_may_be_made_again() -> None:
     machine.receive(begin, first, 1.3)
     assert machine.withdraw(0, "after BEGIN", 2.0)
     assert [type(event) for event in drain(machine)] == [Aborted]
+    assert machine.get_timer() is not None  # the others may count on it until they, too, give up
+    for peer in (first, other):
+        machine.receive(wire.Result(key=begin.key, gave_up=True), peer, 2.1)
     assert machine.get_timer() is None
 
 

@@ -124,12 +124,8 @@ def test_where_all_who_are_ready_are_missed_no_round_begins() -> None:
     machine.messages_to_send()
     machine.handle_timer(99.0)
     assert groups(machine) == []
-    outcomes = [
-        wire.Outcome.FromString(message.outcome)
-        for _, message in machine.messages_to_send()
-        if isinstance(message, wire.Decision)
-    ]
-    assert {outcome.reason for outcome in outcomes} == {"the links of all who were ready are broken"}
+    told = [message.refusal for _, message in machine.messages_to_send() if isinstance(message, wire.Waiting)]
+    assert set(told) == {"the links of all who were ready are broken"}
 
 
 def test_who_is_missed_is_not_told_that_it_is_behind_and_hears_the_round_that_begins_without_it() -> None:

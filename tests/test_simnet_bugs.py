@@ -136,7 +136,8 @@ def test_a_mean_that_nobody_committed_is_caught() -> None:
 
 
 def test_a_state_that_nobody_agreed_on_is_caught() -> None:
-    assert "agreed state" in laws(violations_with(TakesAnyState, storm=True))
+    found = [violation for seed in SEEDS for violation in violations_with(TakesAnyState, seed, storm=True)]
+    assert "agreed state" in laws(found)
 
 
 def test_a_timer_that_nobody_heeds_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +254,7 @@ def test_a_machine_that_keeps_everything_is_caught(monkeypatch: pytest.MonkeyPat
 
 def test_what_grows_and_falls_again_within_a_second_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces that overtook their BEGIN are kept without a bound, for some milliseconds."""
-    most = 10
+    most = 4
 
     def hold(buffer: ReorderBuffer, piece: Any, sender: PeerId) -> None:
         buffer._held.append((sender, piece))
@@ -271,7 +272,7 @@ def test_what_grows_and_falls_again_within_a_second_is_caught(monkeypatch: pytes
     found = swarm.run().violations
     assert max(looks) <= most
     assert laws(found) == {"memory"}
-    assert found[0].text.startswith("EARLY_MESSAGES: holds 11, the bound is 10")
+    assert found[0].text.startswith("EARLY_MESSAGES: holds 5, the bound is 4")
 
 
 def test_a_list_of_peers_that_is_too_long_for_a_moment_is_caught() -> None:
@@ -281,10 +282,14 @@ def test_a_list_of_peers_that_is_too_long_for_a_moment_is_caught() -> None:
     def plant() -> None:
         process = swarm.processes[0]
         assert process.node is not None
-        candidates = process.node.membership._candidates
-        process.loop.call_soon(
-            lambda: candidates.update({PeerId(f"{n}"): math.inf for n in range(MAX_PEERS + 1)})
-        )
+        membership = process.node.membership
+        candidates = membership.candidates.next_at
+
+        def grow() -> None:
+            candidates.update({PeerId(f"{n}"): math.inf for n in range(MAX_PEERS + 1)})
+            membership.revision += 1
+
+        process.loop.call_soon(grow)
         process.loop.call_soon(candidates.clear)
 
     swarm.world.call_at(8.3, plant)
@@ -402,7 +407,7 @@ def test_an_offer_counted_in_the_other_half_of_a_split_is_written_off_only_if_it
     ledger = CountingLedger("a", ONE_BLOCK, 1.0, work=work, audit=Auditor(books, "a"), loop=loop)
     ledger.fragments[0].counted = [0]
     start = ledger.fragments[0].state
-    offer = ledger._offer(0, work.units, 2.0)
+    offer = ledger._offer(0, work.units, 2.0, bytes(8))
     ledger.audit.offered(0, start, 0, offer)
     outcome = Outcome(state_digest=start.digest)
     outcome.key.round = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import pytest
@@ -38,7 +37,7 @@ def test_the_bound_of_an_offer_follows_from_payload_and_lines() -> None:
     parts_s = 4 * 4 * 2 * (1 << 19) / slowest
     assert 2 < parts_s < 300
     assert offer_bound_s(large, 1.0, [home, slow]) == pytest.approx(150 + 7 * (2 * parts_s + 4) + 4 * parts_s)
-    assert offer_bound_s(large, 1e6, [slow]) == READY_CAP_S + 604 + ROUND_CAP_S + 1200
+    assert offer_bound_s(large, 1e6, [slow]) == READY_CAP_S + 2 * 604 + ROUND_CAP_S + 1200
 
 
 def test_a_run_is_over_when_the_last_peer_has_joined_trained_and_flushed() -> None:
@@ -95,7 +94,7 @@ def test_a_run_that_its_lines_are_too_slow_for_is_played_to_its_end() -> None:
     result = swarm.run()
     assert len(result.digests) == 3
     assert not any("did not finish" in one.text for one in result.violations)
-    assert result.virtual_s > swarm.planned_s + 600
+    assert result.virtual_s > swarm.planned_s + 300
     assert result.longest_offer_s < swarm.inspector.offer_bound_s
 
 
@@ -174,22 +173,6 @@ def test_a_peer_that_stands_still_at_its_end_goes_so_much_later() -> None:
     assert {one.law for one in result.violations} <= {"end"}  # the others have gone without it
     assert result.virtual_s > swarm.planned_s + stands_s
     assert wrong_at[0] == wrong_at[1]
-
-
-def test_a_peer_that_stood_still_knows_how_old_its_views_are() -> None:
-    swarm, stands_s, woke = swarm_of(3, 8, "fibre"), 20.0, list[float]()
-    swarm.world.call_at(10.0, swarm.stall, 0, 10.0 + stands_s)
-
-    def look() -> None:
-        for index in range(3):
-            node = swarm.processes[index].node
-            assert node is not None
-            woke.append(node.rounds._swarm.slept_until - (node.now() - swarm.world.now))
-
-    swarm.world.call_at(10.0 + stands_s + 2.0, look)
-    assert swarm.run().violations == []
-    assert woke[0] == pytest.approx(10.0 + stands_s, abs=1.0)
-    assert woke[1:] == [-math.inf] * 2
 
 
 def test_a_run_is_given_time_for_who_starts_last_and_for_rounds_that_are_awaited() -> None:

@@ -1,10 +1,10 @@
 """How long things may take in this very run: an offer, the end of a run, to go over to another history.
 
-An offer asks for its round until ``READY_CAP_S`` at most, or as long as a round lasts that it is late for.
-Then it is in an attempt under up to ``MAX_TERMS`` coordinators, each of whom may wait once for everybody and
-once more for a part that was given away. Then its means may still be coming (``Completing``). All but the
-first follow from how long owners wait for slices, and that from payload and lines, as in ``rounds.deadline``;
-the longest that past rounds could make of it counts.
+An offer waits for the attempt before it to be given up, then asks for its round until ``READY_CAP_S`` at
+most, or as long as a round lasts that it is late for. Then it is in an attempt: one wait for each owner that
+a part may have, and one for all to give up. Then its means may still be coming (``Completing``). All but the
+asking follow from how long owners wait for slices, and that from payload and lines, as in
+``rounds.deadline``; the longest that past rounds could make of it counts.
 
 A run ends once the last peer that starts has joined, trained for all rounds (as a peer does that is alone and
 has lost its disk, by the slowest clock) and flushed: all of that is bounded by the peer itself, on any line.
@@ -28,8 +28,6 @@ from p2p_co2.simnet.training import CATCH_UP_BOUND_S, GATHER_BOUND_S
 
 TIMES_SENT = 2.0
 """A member sends its slices and the means of its own part: with equal parts, two payloads."""
-WAITS_OF_A_TERM = 2.0
-"""For all parts, and again for one that was given away."""
 SPARE_S = 60.0
 """To reach a seed, for the step that is under way when the last round is over, and to hang up."""
 
@@ -39,11 +37,11 @@ def offer_bound_s(shape: PayloadShape, scale: float, lines: Iterable[LinkProfile
     slowest = _slowest(set(lines))
     blocks = max(shape.blocks)
     parts_s = _patience_s(blocks * shape.block_bytes * scale / slowest, shape.parts_cap_s)
-    term_s = 2 * parts_s + 2 * bounds.GRACE_S
-    attempt_s = min(shape.round_cap_s, (1 + bounds.MAX_GENERATION) * WAITS_OF_A_TERM * term_s)
+    wait_s = 2 * parts_s + 2 * bounds.GRACE_S
+    attempt_s = min(shape.round_cap_s, (2 + bounds.MAX_GENERATION) * wait_s)
     complete_s = min(shape.round_cap_s, max(bounds.COMPLETE_FLOOR_S, bounds.COMPLETE_DEADLINES * parts_s))
-    late_s = min(shape.round_cap_s, term_s)
-    return bounds.READY_CAP_S + late_s + attempt_s + complete_s
+    late_s = left_s = min(shape.round_cap_s, wait_s)
+    return left_s + bounds.READY_CAP_S + late_s + attempt_s + complete_s
 
 
 def run_bound_s(last_start_at: float, planned_s: float, step_s: float, fragments: int) -> float:
