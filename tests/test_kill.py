@@ -28,8 +28,8 @@ RUN = RunConfig(
     clock=ClockConfig(mode="time", round_s=1.5, rounds=ROUNDS),
     codec=CodecConfig(name="int4"),
 )
-AS_COORDINATOR = ("begin", "decision")
-COMMITS_BEFORE = {"begin": 1, "ready": 2, "part": 3, "decision": 3, "mean": 4, "result": 5}
+AS_COORDINATOR = ("begin", "waiting")
+COMMITS_BEFORE = {"begin": 1, "ready": 2, "part": 3, "waiting": 3, "mean": 4, "result": 5}
 """Phase -> how many commits a peer lives to see at least."""
 SURVIVORS = ("a", "b")
 PLACES = 3

@@ -270,7 +270,7 @@ def test_so_does_one_that_is_only_known_from_the_donor_that_gave_its_mean() -> N
     for part in parts:
         del part.contributors[:]
         part.contributors.extend(wire.Contributor(peer=name, weight=1.5) for name in everybody)
-    members = [wire.Member(peer=name, weight=1.5) for name in everybody]
+    members = [wire.Member(peer=name, weight=1.5, offer_id=bytes(8)) for name in everybody]
     machine.replayed(signed(1, members=members, parts=parts))  # what it had offered before, and less
     assert drain(machine) == [Doubted(0)]
     alone = one_machine(1, 2)

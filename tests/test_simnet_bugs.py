@@ -411,6 +411,7 @@ def test_an_offer_counted_in_the_other_half_of_a_split_is_written_off_only_if_it
     ledger.audit.offered(0, start, 0, offer)
     outcome = Outcome(state_digest=start.digest)
     outcome.key.round = 1
+    outcome.members.add(peer="a", weight=2.0, offer_id=bytes(8))
     outcome.parts.add(start_block=0, stop_block=1).contributors.add(peer="a", weight=2.0)
     if signed_upon == "another state":
         outcome.state_digest = bytes(32)
@@ -418,7 +419,7 @@ def test_an_offer_counted_in_the_other_half_of_a_split_is_written_off_only_if_it
         books.sign(DECISION_CONTEXT, outcome.SerializeToString())
     other = State.of(FORM, 1, [7, 1])
     books.histories[0][other.digest] = History(other, start.digest, {"b": (1,)})
-    told = (PartWeights(0, 1, {"a": 2.0}),)
+    told = (PartWeights(0, 1, {"a": 2.0}, offer_ids={"a": bytes(8)}),)
     ledger._adopt(0, pack((1, *other.sums)), AgreedVersion(1, other.digest), told)
     assert laws(books.violations) == (set() if signed_upon == "the common start" else {"conservation"})
     assert sum(books.written_off.values()) == (6 if signed_upon == "the common start" else 0)

@@ -159,7 +159,7 @@ class Auditor:
             self._broken("conservation", f"fragment {fragment}: an offer is not the work that it claims")
         self._compare(fragment, base, offer.counted, "an offer")
         rounds = books.offers[fragment]
-        rounds.setdefault(offer.round, {}).setdefault((self._peer, offer.weight), []).append(offer)
+        rounds.setdefault(offer.round, {}).setdefault((self._peer, offer.offer_id), []).append(offer)
         while len(rounds) > OFFERS_KEPT:
             del rounds[min(rounds)]
 
@@ -207,7 +207,7 @@ class Auditor:
         it offered is then in a history that it never reached. Nothing but such offers is written off."""
         offers = self._books.offers[fragment].get(before.version + 1, {})
         for part in self._books.promised(fragment, before):
-            mine = offers.get((self._peer, part.offer_of(self._peer) or 0.0), [])
+            mine = offers.get((self._peer, part.offer_of(self._peer) or b""), [])
             units = max((offer.units for offer in mine), default=0)
             for block in range(part.start_block, part.stop_block):
                 start, stop = self._counted_in(taken)[block], min(counted[block], units)
@@ -270,7 +270,7 @@ class Auditor:
         self, mean: AgreedMean, part: PartWeights, counted: dict[str, tuple[int, ...]], place: str
     ) -> None:
         offers = self._books.offers[mean.fragment].get(mean.round, {})
-        names = [(peer, part.offer_of(peer) or 0.0) for peer in sorted(part.weights)]
+        names = [(peer, part.offer_of(peer) or b"") for peer in sorted(part.weights)]
         at = slice(part.start_block * BLOCK_BYTES, part.stop_block * BLOCK_BYTES)
         choices = [offers.get(name, []) for name in names]
         if not all(choices):

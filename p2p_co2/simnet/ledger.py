@@ -260,10 +260,10 @@ class CountingLedger:
     ) -> tuple[Offered | None, bool]:
         """Which of this peer's offers the mean holds, and whether it holds one that it no longer knows."""
         known = [offer for offer in (mine.in_flight, mine.withdrawn) if offer and offer.round == round_]
-        weights = {part.offer_of(self.peer) for part in parts if self.peer in part.weights}
-        if not weights:
+        names = {part.offer_of(self.peer) for part in parts if self.peer in part.weights}
+        if not names:
             return None, False
-        offer = next((offer for offer in known if weights == {offer.weight}), None)
+        offer = next((offer for offer in known if names == {offer.offer_id}), None)
         return offer, offer is None
 
     def _abort(self, fragment: int, offer_id: bytes) -> None:

@@ -32,10 +32,11 @@ from p2p_co2.protocol.wire.messages_pb2 import (
 
 
 class Share(NamedTuple):
-    """A member's weight, and the outer version its gradient was measured from."""
+    """A member's weight, the outer version its gradient was measured from, and its offer's name."""
 
     weight: float
     base_version: int
+    offer_id: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,11 @@ class Attempt:
         same_round = (self.fragment, self.round, self.state_digest) == (
             offer.fragment, offer.round, offer.state_digest,
         )  # fmt: skip
-        return same_round and self.shares.get(me) == (offer.weight, offer.base_version)
+        return same_round and self.shares.get(me) == (offer.weight, offer.base_version, offer.offer_id)
 
     def members(self) -> list[Member]:
         return [
-            Member(peer=peer, weight=share.weight, base_version=share.base_version)
+            Member(peer=peer, weight=share.weight, base_version=share.base_version, offer_id=share.offer_id)
             for peer, share in self.shares.items()
         ]
 
@@ -146,6 +147,11 @@ def check_weight(weight: float) -> None:
         raise RemoteProtocolError("impossible weight", str(weight))
 
 
+def check_offer_id(name: bytes) -> None:
+    if len(name) not in (0, bounds.OFFER_ID_BYTES):
+        raise RemoteProtocolError("wrong offer", f"an id of {len(name)} bytes")
+
+
 def check_ready(message: Ready, shape: PayloadShape) -> None:
     """Raise ``RemoteProtocolError`` for a READY that no honest peer sends."""
     check_place(message.fragment, message.round, shape)
@@ -154,8 +160,7 @@ def check_ready(message: Ready, shape: PayloadShape) -> None:
     for rate in (message.upload_bytes_per_s, message.download_bytes_per_s):
         if not math.isfinite(rate) or rate < 0:
             raise RemoteProtocolError("impossible rate", f"{rate} bytes/s")
-    if len(message.offer_id) not in (0, bounds.OFFER_ID_BYTES):
-        raise RemoteProtocolError("too large", "an offer's id")
+    check_offer_id(message.offer_id)
     if message.base_version >= message.round:
         raise RemoteProtocolError(
             "impossible version", f"base {message.base_version} for round {message.round}"
@@ -170,12 +175,13 @@ def read_members(members: Sequence[Member], round_: int) -> dict[PeerId, Share]:
     last = ""
     for member in members:
         check_weight(member.weight)
+        check_offer_id(member.offer_id)
         if member.peer <= last or len(member.peer) > bounds.MAX_PEER_ID or member.base_version >= round_:
             raise RemoteProtocolError(
                 "wrong group", "members must be sorted, distinct and measured before the round"
             )
         last = member.peer
-        shares[PeerId(member.peer)] = Share(member.weight, member.base_version)
+        shares[PeerId(member.peer)] = Share(member.weight, member.base_version, member.offer_id)
     return shares
 
 

@@ -28,6 +28,7 @@ from p2p_co2.protocol.rounds.attempt import (
 )
 from p2p_co2.protocol.rounds.events import PayloadShape
 from p2p_co2.protocol.rounds.parts import BlockRange, covers
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire.identity import PeerId, verify
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, PartOutcome
@@ -35,6 +36,7 @@ from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, PartOutcome
 DECISION_CONTEXT = b"p2p-co2 decision"
 OUTCOMES_KEPT = 16
 """Opened outcomes, and what is derived of them, that are remembered."""
+TELLERS = 2
 SIGNATURES_KEPT = 4 * MAX_MEMBERS
 _T = TypeVar("_T")
 
@@ -109,6 +111,12 @@ def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
 def signers_of(decision: Decision, outcome: Outcome) -> list[PeerId]:
     """Who signed an opened certificate."""
     return [PeerId(outcome.members[vote.member].peer) for vote in decision.votes]
+
+
+def tellers_of(decision: Decision, outcome: Outcome) -> list[PeerId]:
+    """Which signers pass an opened certificate on to peers that may lack it: the first by rank."""
+    ranked = coordination_order(signers_of(decision, outcome), outcome.key.fragment, outcome.key.round)
+    return ranked[:TELLERS]
 
 
 class Derived(Generic[_T]):

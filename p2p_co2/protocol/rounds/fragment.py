@@ -15,7 +15,7 @@ from math import inf
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.protocol.rounds.asking import Asking
 from p2p_co2.protocol.rounds.attempt import Attempt, check_behind, check_duration, read_begin
-from p2p_co2.protocol.rounds.certificate import signers_of
+from p2p_co2.protocol.rounds.certificate import open_decision, signers_of, tellers_of
 from p2p_co2.protocol.rounds.completing import Completing, without_bytes
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.deadline import Durations
@@ -185,8 +185,8 @@ class FragmentRounds:
         member = self.member
         if member is not None and member.certificate is not None:
             decision = member.certificate
-            member.tell(decision)
-            outcome = wire.Outcome.FromString(decision.outcome)
+            outcome = open_decision(decision, self._run, self._swarm.shape)
+            member.tell(decision, outcome)
             self._finish(member, decision, outcome, now)
             return True
         role = self.asking or member
@@ -225,7 +225,7 @@ class FragmentRounds:
             asking.leave()  # an earlier one was quicker
         offer, self.asking = asking.offer, None
         if not attempt.is_alone:
-            self.history.join(attempt.round, attempt.id, offer.weight)
+            self.history.join(attempt.round, attempt.id, offer.offer_id)
         self.on_begun()
         exchange = Exchange(offer, attempt, self._swarm, self._outlet, observed=self._observed, now=now)
         self.member = Member(
@@ -357,11 +357,11 @@ class FragmentRounds:
 
     def _answer(self, message: wire.Result | wire.AskOutcome, sender: PeerId) -> None:
         known = self.history.commit(message.key.round)
-        if isinstance(message, wire.Result) and message.digest and not message.gave_up:
-            return  # it has voted and hears all votes, or asks
+        result = message if isinstance(message, wire.Result) else wire.Result()
         if known is not None:
-            self._outlet.send(sender, known[0])
-        elif isinstance(message, wire.AskOutcome) or not message.gave_up:
+            if not result.digest or (result.again and self._swarm.me in tellers_of(*known)):
+                self._outlet.send(sender, known[0])
+        elif not (result.gave_up or result.digest):
             self._outlet.send(sender, wire.Result(key=message.key, gave_up=True))
 
     def on_listen(self, message: wire.Listen, sender: PeerId) -> None:
@@ -370,7 +370,7 @@ class FragmentRounds:
         self.ear.promised(attempt, sender)
         if member is not None and member.attempt.id == attempt and member.exchange.listen(sender):
             self.ear.given = member.attempt.round
-            self.history.join(member.attempt.round, attempt, member.offer.weight)
+            self.history.join(member.attempt.round, attempt, member.offer.offer_id)
             self._outlet.send(sender, message)
 
     # ---- outcomes

@@ -407,7 +407,9 @@ class Gathering:
 
     def _member(self, peer: PeerId) -> Member:
         ready = self.readies[peer]
-        return Member(peer=peer, weight=ready.weight, base_version=ready.base_version)
+        return Member(
+            peer=peer, weight=ready.weight, base_version=ready.base_version, offer_id=ready.offer_id
+        )
 
 
 def attempt_nonce(me: PeerId, fragment: int, round_: int, counter: int, now: float) -> bytes:

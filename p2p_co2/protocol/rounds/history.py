@@ -29,9 +29,9 @@ class History:
         self._workers: dict[int, frozenset[str]] = {}
         """Of each kept commit, whose slices are in its mean."""
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
-        self._joined: deque[tuple[int, bytes, float]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
-        """Attempts that we were in, and in which others may have counted us: round, id, the weight that we
-        offered."""
+        self._joined: deque[tuple[int, bytes, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
+        """Attempts that we were in, and in which others may have counted us: round, id, and which offer
+        of ours."""
         self._left: deque[tuple[int, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         """The last of them that has committed, and those since that we left before they were decided."""
 
@@ -72,10 +72,10 @@ class History:
         self._left.clear()
         self._left.extend(later)
 
-    def join(self, round_: int, attempt: bytes, weight: float) -> None:
+    def join(self, round_: int, attempt: bytes, offer_id: bytes) -> None:
         """We are in an attempt, and not alone, or somebody listens: what we offer there may be counted,
         whatever we hear of it."""
-        joined = (round_, attempt, weight)
+        joined = (round_, attempt, offer_id)
         if joined not in self._joined:  # each of those that listen calls this
             self._joined.append(joined)
 
@@ -87,8 +87,8 @@ class History:
     def is_settled_by(self, outcome: Outcome, me: PeerId) -> bool:
         """Whether a commit that is replayed leaves open nothing of what we offered: it was doubted when we
         heard of it, or all that we offered last is in it. (Earlier offers for its round held no more.)"""
-        offered = [weight for round_, _, weight in self._joined if round_ == outcome.key.round]
-        asked = next((member.weight for member in outcome.members if member.peer == me), None)
+        offered = [offer_id for round_, _, offer_id in self._joined if round_ == outcome.key.round]
+        asked = next((member.offer_id for member in outcome.members if member.peer == me), None)
         is_whole = all(any(one.peer == me for one in part.contributors) for part in outcome.parts)
         is_known = self.commit(outcome.key.round) is not None
         return is_known or (bool(offered) and is_whole and asked == offered[-1])

@@ -28,7 +28,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.ballot import Ballot
-from p2p_co2.protocol.rounds.certificate import DECISION_CONTEXT, outcome_of
+from p2p_co2.protocol.rounds.certificate import DECISION_CONTEXT, TELLERS, outcome_of, tellers_of
 from p2p_co2.protocol.rounds.events import Offer, Refused
 from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
@@ -39,9 +39,6 @@ RESEND_S = 1.0
 """A RESULT is repeated after this, then after twice as long and so on."""
 SPEAK_S = 0.5
 """Once somebody lacks the mean of a lost owner, all say what they lack within this."""
-TELLERS = 2
-"""Of those who voted, the first by rank tell the commit to peers that were not in the attempt, and to members
-that ask."""
 
 
 class Phase(Enum):
@@ -158,21 +155,18 @@ class Member:
 
     # ---- the outcome
 
-    def tell(self, decision: Decision) -> None:
+    def tell(self, decision: Decision, outcome: Outcome) -> None:
         """Pass on the certificate that we made to all live peers that were not in the attempt, if we are one
-        of the first by rank of those that voted. A member hears the votes, and asks for what it lacks."""
-        voters = self._ballot.voters()
-        tellers = [peer for peer in self.attempt.ranked if peer in voters][:TELLERS]
-        if self._swarm.me in tellers:
+        of its tellers. A member hears the votes, and asks for what it lacks."""
+        if self._swarm.me in tellers_of(decision, outcome):
             for peer in sorted(self._swarm.live.keys() - self.attempt.shares.keys()):
                 self._outlet.send(peer, decision)
 
     def check_outcome(self, outcome: Outcome) -> None:
         """Raise ``RemoteProtocolError`` unless a commit is about the round that began here."""
-        group = [(peer.peer, peer.weight) for peer in outcome.members]
         ranges = [(part.start_block, part.stop_block) for part in outcome.parts]
-        mine = [(peer, share.weight) for peer, share in self.attempt.shares.items()]
-        if group != mine or ranges != list(self.attempt.ranges) or outcome.live != self.attempt.live:
+        is_same = list(outcome.members) == self.attempt.members() and outcome.live == self.attempt.live
+        if not is_same or ranges != list(self.attempt.ranges):
             raise RemoteProtocolError("wrong group", "a decision that is not about the round that began")
 
     def may_complete(self, outcome: Outcome) -> bool:
@@ -225,6 +219,7 @@ class Member:
                 if peer not in self._ballot.gave_up:
                     self._outlet.send(peer, AskOutcome(key=self.attempt.key()))
             elif self._told is not None and not (self._ballot.has_voted(peer) and leading):
+                self._told.again = True
                 self._outlet.send(peer, self._told)
         if leading and self.phase is not Phase.LEAVING:  # others have committed what we do not hold
             for peer in self._ballot.voters()[:TELLERS]:

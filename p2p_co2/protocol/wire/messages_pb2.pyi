@@ -196,14 +196,16 @@ class Waiting(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., begins_within_s: _Optional[float] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("peer", "weight", "base_version")
+    __slots__ = ("peer", "weight", "base_version", "offer_id")
     PEER_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    OFFER_ID_FIELD_NUMBER: _ClassVar[int]
     peer: str
     weight: float
     base_version: int
-    def __init__(self, peer: _Optional[str] = ..., weight: _Optional[float] = ..., base_version: _Optional[int] = ...) -> None: ...
+    offer_id: bytes
+    def __init__(self, peer: _Optional[str] = ..., weight: _Optional[float] = ..., base_version: _Optional[int] = ..., offer_id: _Optional[bytes] = ...) -> None: ...
 
 class PartSpec(_message.Message):
     __slots__ = ("owner", "start_block", "stop_block", "senders")
@@ -300,18 +302,20 @@ class LostPart(_message.Message):
     def __init__(self, part: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("key", "digest", "signature", "lost", "gave_up")
+    __slots__ = ("key", "digest", "signature", "lost", "gave_up", "again")
     KEY_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     GAVE_UP_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     key: RoundKey
     digest: bytes
     signature: bytes
     lost: _containers.RepeatedCompositeFieldContainer[LostPart]
     gave_up: bool
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., digest: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., lost: _Optional[_Iterable[_Union[LostPart, _Mapping]]] = ..., gave_up: _Optional[bool] = ...) -> None: ...
+    again: bool
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., digest: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., lost: _Optional[_Iterable[_Union[LostPart, _Mapping]]] = ..., gave_up: _Optional[bool] = ..., again: _Optional[bool] = ...) -> None: ...
 
 class Outcome(_message.Message):
     __slots__ = ("key", "run", "coordinator", "state_digest", "members", "parts", "live")
