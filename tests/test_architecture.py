@@ -53,6 +53,8 @@ MACHINES = {
 
 IN_CIRCLES = {
     "p2p_co2.node.deciding",
+    "p2p_co2.node.node",
+    "p2p_co2.node.progress",
     "p2p_co2.protocol.rounds.listening",
     "p2p_co2.protocol.rounds.member",
     "p2p_co2.simnet.faults",
@@ -62,6 +64,8 @@ IN_CIRCLES = {
     "p2p_co2.simnet.swarm",
 }
 TOO_LARGE = {
+    "p2p_co2.node.node.Node",
+    "p2p_co2.node.progress.SwarmProgress",
     "p2p_co2.protocol.rounds.asking.Asking",
     "p2p_co2.protocol.rounds.coordination.Coordination",
     "p2p_co2.protocol.rounds.fragment.FragmentRounds",
@@ -86,7 +90,7 @@ WHOLES_GIVEN_AWAY = {
     "p2p_co2.simnet.virtual_time.ProcessLoop: Handle(self)",
     "p2p_co2.simnet.virtual_time.VirtualTime: ProcessLoop(self)",
 }
-TIME_CONSTANTS = 239
+TIME_CONSTANTS = 200
 
 
 def sources() -> list[Path]:

@@ -15,6 +15,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.agreement import PAST_KEPT, Agreement
 from p2p_co2.node.catchup import ROUND_AGAIN, CatchupController, CatchupEffects
 from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.node.progress import LocalProgress
 from p2p_co2.protocol.catchup import ROUND, STATE, Fetched, FetchFailed, Goal
 from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S
@@ -333,8 +334,7 @@ def test_many_that_join_at_once_do_not_take_each_other_for_the_swarm() -> None:
         await world.train(6)
         for number in range(6):
             world.add(f"newcomer-{number}")
-            world.trainers[-1].sync.phase = Status.JOINING
-            world.trainers[-1].sync.report()
+            world.trainers[-1].node.show(LocalProgress(phase=Status.JOINING))
         world.start()
         await asyncio.sleep(4)
         assert min(world.versions()[0]) >= 4

@@ -131,7 +131,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
     ("options", "words"),
     [
         (["--rule", "hope"], ["--rule", "'keep'"]),
-        (["--codec", "int5"], ["--codec", "'int4'"]),
+        (["--codec", "int5"], ["--codec", "int4"]),
         (["--round-s", "0"], ["--round-s", "greater than 0"]),
         (["--peers", "0"], ["--peers", "at least 1"]),
     ],

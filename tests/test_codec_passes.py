@@ -257,7 +257,7 @@ def test_outer_steps(config: OuterConfig, size: int, factor: float, both_ways: B
             other.clipped_share,
         )
         if factor == 1.0:  # elsewhere its squares are beyond fp32, in which torch sums
-            assert report.momentum_norm == pytest.approx(other.momentum_norm, rel=1e-5)
+            assert report.momentum_norm == pytest.approx(other.momentum_norm, rel=1e-4)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

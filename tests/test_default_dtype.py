@@ -14,8 +14,6 @@ import torch
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.codec.base import Codec
-from p2p_co2.tensors.codec.bitsandbytes_blocks import BitsAndBytesFourBit
-from p2p_co2.tensors.codec.plain import PlainCodec
 from tests.default_dtype import VARIABLE
 from tests.test_architecture import ROOT
 
@@ -57,10 +55,7 @@ def restored() -> Iterator[None]:
 
 def made_anew(codec: Codec) -> Codec:
     """With what it holds computed now."""
-    kind: type = type(codec)
-    if isinstance(codec, PlainCodec):
-        return codec
-    return kind(codec.name) if isinstance(codec, BitsAndBytesFourBit) else kind()  # type: ignore[no-any-return]
+    return type(codec)(codec.spec)
 
 
 def bits(codec: Codec, values: torch.Tensor) -> tuple[bytes, bytes]:

@@ -58,7 +58,8 @@ def test_observers_hear_of_the_end_after_all_that_was_told_before_it(tmp_path: P
         reporting = ReportService.__new__(ReportService)
         reporting._loop, reporting._responder = thread._loop, SimpleNamespace(see=heard.append)  # type: ignore[assignment]
         thread._reporting = reporting
-        thread._node = SimpleNamespace(say_goodbye=lambda reason: None)  # type: ignore[assignment]
+        node = SimpleNamespace(say_goodbye=lambda reason: None, stop=lambda: None)
+        thread._view = SimpleNamespace(node=node)  # type: ignore[assignment]
         hold = threading.Event()
         thread._loop.call_soon_threadsafe(hold.wait)  # a busy loop: both are waiting when it goes on
         thread.report(ev.Warned, {"text": "the last step"})

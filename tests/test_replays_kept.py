@@ -10,8 +10,8 @@ from p2p_co2.protocol.catchup import history
 from p2p_co2.protocol.rounds import PayloadShape, PeerView, Rounds, member
 from p2p_co2.protocol.wire.envelope import opened
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.system.memory import large_buffer
+from p2p_co2.trainer.synchroniser import Activity
 from tests.fuzz.world import RUN, World, run_virtual
 from tests.round_machine import begun_member
 from tests.round_network import RUN as RUN_DIGEST
@@ -68,7 +68,7 @@ def test_a_mean_goes_when_all_have_begun_the_next_round_and_stays_while_one_lack
         assert not any(held)
         held.clear()
         _, _, late = world.trainers  # live, and not training: its rounds are over
-        late.sync.phase = Status.PAUSED
+        late.sync.activity = Activity.RESTING
         late.sync.report()
         world.trainers.remove(late)
         behind = late.node.agreed[0].version
