@@ -26,7 +26,7 @@ def coordinator_of(net: Network, round_: int = 1) -> PeerId:
 
 def one_machine(*others: int) -> Rounds:
     """Peer 0 with the given live others, at version 0."""
-    machine = Rounds(make_identity(0), RUN, SHAPE, 32)
+    machine = Rounds(make_identity(0), RUN, SHAPE)
     machine.set_state(0, 0, DIGEST)
     machine.set_peers({make_identity(i).peer_id: PeerView(1e6) for i in others}, 0.0)
     return machine

@@ -104,9 +104,7 @@ class Network:
         faults: Faults | None = None,
         *,
         shape: PayloadShape | None = None,
-        group_size: int = 32,
     ) -> None:
-        self.group_size = group_size
         self.random = random.Random(seed)
         self.faults = faults or Faults()
         self.shape = shape or PayloadShape(8, (16,))
@@ -114,7 +112,7 @@ class Network:
         self.peers: dict[PeerId, Peer] = {}
         for index in range(count):
             identity = make_identity(index)
-            machine = Rounds(identity, RUN, self.shape, group_size)
+            machine = Rounds(identity, RUN, self.shape)
             self.peers[identity.peer_id] = Peer(identity.peer_id, identity, machine)
         self.names = sorted(self.peers)
         self.events: list[tuple[PeerId, RoundsEvent]] = []
@@ -181,7 +179,7 @@ class Network:
         peer = self.peers[name]
         if peer.alive:
             return
-        peer.machine = Rounds(peer.identity, RUN, self.shape, self.group_size)
+        peer.machine = Rounds(peer.identity, RUN, self.shape)
         peer.alive = True
         self.busy.discard(name)
         self.set_state(name, 0, *peer.states[0])
@@ -259,7 +257,10 @@ class Network:
         digest = digest or self.peers[name].states[fragment][1]
         self.offered.add(name)
         payload, weight = self.payload(name, fragment, round_), self.weight(name)
-        self.peers[name].machine.offer(Offer(fragment, round_, round_ - 1, digest, payload, weight), self.now)
+        self._count += 1
+        named = self._count.to_bytes(8, "big")
+        offer = Offer(fragment, round_, round_ - 1, digest, payload, weight, offer_id=named)
+        self.peers[name].machine.offer(offer, self.now)
         self.pump(name)
 
     def offer_all(self, spread_s: float = 0.2, round_: int = 1, fragment: int = 0) -> None:

@@ -18,7 +18,7 @@ SLEPT_S = 1000.0
 def asked_first(*others: PeerId) -> tuple[Rounds, int, PeerId]:
     """A machine that has asked the second of four; the third comes after that one, then the fourth."""
     round_ = next(n for n in range(1, 9999) if coordination_order(NAMES, 0, n) == [OTHER, THIRD, FOURTH, ME])
-    machine = Rounds(make_identity(0), RUN, SHAPE, 32)
+    machine = Rounds(make_identity(0), RUN, SHAPE)
     machine.set_state(0, round_ - 1, DIGEST)
     machine.set_peers(dict.fromkeys((ME, *others), TRAINS), 0.0)
     machine.offer(offer_of(round_), 0.0)

@@ -132,7 +132,7 @@ async def test_a_ledger_that_adopts_is_told_who_is_in_the_round_after_its_state(
 
     node = node_with(MEMBERS)
     identity = make_identity(0)
-    node.rounds = Rounds(identity, RUN, SHAPE, 32)
+    node.rounds = Rounds(identity, RUN, SHAPE)
     node.rounds.set_peers({peer: PeerView() for peer in [*MEMBERS, COORDINATOR.peer_id]}, 1.0)
     node.rounds.set_state(0, 4, START if is_ours else digest(b"another history"))
     node.rounds.receive(round_of(MEMBERS).decision, COORDINATOR.peer_id, 2.0)
@@ -163,7 +163,7 @@ async def test_an_offer_that_a_state_replaced_does_not_end_the_next_one() -> Non
     the round alone would end that offer too, and the one after it crash the node (seed 152 of the storms)."""
 
     node = node_with(MEMBERS)
-    node.rounds = Rounds(make_identity(0), RUN, SHAPE, 32)
+    node.rounds = Rounds(make_identity(0), RUN, SHAPE)
     node.rounds.set_peers({peer: PeerView() for peer in MEMBERS}, 1.0)
     node.rounds.set_state(0, 4, START)
     node.rounds.offer(Offer(0, 5, 4, START, bytes(32), 1.0, offer_id=b"mine"), 1.0)

@@ -27,7 +27,7 @@ ME, A, B = (make_identity(index) for index in range(3))
 def test_a_version_is_everywhere_once_all_live_peers_say_so(
     versions: tuple[int, ...], is_everywhere: bool
 ) -> None:
-    rounds = Rounds(ME, RUN_DIGEST, PayloadShape(8, (4,)), 32)
+    rounds = Rounds(ME, RUN_DIGEST, PayloadShape(8, (4,)))
     rounds.set_peers({A.peer_id: PeerView(versions=(4,)), B.peer_id: PeerView(versions=versions)}, 1.0)
     rounds.set_state(0, 4, bytes(32))
     assert rounds.is_everywhere(0, 4) is is_everywhere
@@ -35,7 +35,7 @@ def test_a_version_is_everywhere_once_all_live_peers_say_so(
 
 def test_who_is_left_alone_keeps_what_it_has() -> None:
     """Those it lost may come back, and nobody else can give it to them."""
-    rounds = Rounds(ME, RUN_DIGEST, PayloadShape(8, (4,)), 32)
+    rounds = Rounds(ME, RUN_DIGEST, PayloadShape(8, (4,)))
     rounds.set_peers({A.peer_id: PeerView(versions=(4,))}, 1.0)
     rounds.set_state(0, 4, bytes(32))
     assert rounds.is_everywhere(0, 4)

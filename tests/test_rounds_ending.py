@@ -20,7 +20,7 @@ TRAINS, FINISHES = PeerView(1e6), PeerView(1e6, training=False)
 
 
 def machine_with(views: dict[PeerId, PeerView]) -> Rounds:
-    machine = Rounds(make_identity(0), RUN, SHAPE, 32)
+    machine = Rounds(make_identity(0), RUN, SHAPE)
     machine.set_state(0, 0, DIGEST)
     machine.set_peers(views, 0.0)
     return machine

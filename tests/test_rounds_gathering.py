@@ -128,14 +128,6 @@ def test_a_newcomer_that_coordinates_waits_as_long_as_the_run_plans() -> None:
         assert began.waited_s == pytest.approx(waited_s, abs=0.1)
 
 
-def test_a_group_is_no_larger_than_its_size_and_the_others_learn_the_outcome() -> None:
-    net = Network(4, group_size=2)
-    net.offer_all()
-    net.run_until_settled()
-    assert len(net.committed()) == 2
-    assert len([e for e in net.endings().values() if isinstance(e, OutcomeWithoutBytes)]) == 2
-
-
 # ---- behind
 
 

@@ -20,7 +20,7 @@ TRAINS = PeerView(1e6)
 def machine_among(*others: PeerId, first: PeerId) -> tuple[Rounds, int]:
     """This peer among ``others``, and the round in which ``first`` of all four comes first."""
     round_ = next(n for n in range(1, 999) if coordination_order(NAMES, 0, n)[0] == first)
-    machine = Rounds(make_identity(0), RUN, SHAPE, 32)
+    machine = Rounds(make_identity(0), RUN, SHAPE)
     machine.set_state(0, round_ - 1, DIGEST)
     machine.set_peers(dict.fromkeys((ME, *others), TRAINS), 0.0)
     return machine, round_

@@ -18,16 +18,16 @@ from tests.round_network import Network
 
 
 @pytest.mark.parametrize(
-    ("live", "group_size", "ready", "is_done"),
-    [(2, 32, 2, False), (3, 32, 2, False), (3, 2, 3, False), (3, 32, 2, True)],
+    ("live", "ready", "is_done"),
+    [(2, 2, False), (3, 2, False), (3, 2, True)],
 )
 def test_of_three_live_peers_a_coordinator_alone_commits_nothing(
-    live: int, group_size: int, ready: int, is_done: bool, monkeypatch: pytest.MonkeyPatch
+    live: int, ready: int, is_done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the third one, or without room for it, a group has two, and what one of these made alone the
+    """Without the third one a group has two, and what one of these made alone the
     others could not load from most of them: they made the round again, another state of its version. So they
     did when the run was over and the third ``is_done``. Of two one goes on when the other is lost."""
-    net = Network(live, group_size=group_size)
+    net = Network(live)
     first, other, *rest = coordination_order(net.names, 0, 1)
     view, done = net._view, PeerView(1e6, training=False, versions=(0,), finished=frozenset({0}))
     monkeypatch.setattr(net, "_view", lambda name: done if is_done and name in rest else view(name))

@@ -68,7 +68,7 @@ def test_a_fast_link_among_many_is_not_given_more_than_it_can_hold() -> None:
 def test_an_owner_holds_no_more_than_the_bound_whatever_begin_gives_it() -> None:
     names = tuple(PeerId(f"p{i:02}") for i in range(40))
     size = PIECE_UNIT_BYTES
-    swarm, outlet = Swarm(names[0], PayloadShape(size, (1,)), 64), Outlet(names[0])
+    swarm, outlet = Swarm(names[0], PayloadShape(size, (1,))), Outlet(names[0])
     swarm.set_live({name: PeerView(1e6) for name in names})
     attempt = Attempt(
         0, 1, bytes(16), dict.fromkeys(names, Share(1.0, 0)), (BlockRange(0, 1),), (names[0],),
@@ -94,7 +94,7 @@ def test_the_first_slice_is_put_together_in_the_means_place() -> None:
     """A message's memory is let go of as it comes; what comes next has a place of its own."""
     me, first, second = (PeerId(f"p{i:02}") for i in range(3))
     size = 2 * PIECE_UNIT_BYTES
-    swarm, outlet = Swarm(me, PayloadShape(size, (1,)), 4), Outlet(me)
+    swarm, outlet = Swarm(me, PayloadShape(size, (1,))), Outlet(me)
     swarm.set_live({name: PeerView(1e6) for name in (me, first, second)})
     shares = dict.fromkeys((me, first, second), Share(1.0, 0))
     attempt = Attempt(
@@ -142,7 +142,7 @@ class Receiver:
 
 def completing_of(parts_within_s: float) -> Completing:
     """Since 100.0 s."""
-    swarm = Swarm(NAMES[0], PayloadShape(1, (2,)), 32)
+    swarm = Swarm(NAMES[0], PayloadShape(1, (2,)))
     swarm.set_live({name: PeerView(1e6) for name in NAMES})
     attempt = Attempt(
         0, 1, bytes(16), dict.fromkeys(NAMES, Share(1.0, 0)), (BlockRange(0, 2),), (NAMES[1],),

@@ -29,10 +29,8 @@ class Agreement:
         membership: Membership,
         agreed: Sequence[AgreedVersion],
         local: Callable[[], tuple[Status.Phase, Collection[int]]],
-        group_size: int,
     ) -> None:
         self._me, self._membership, self._agreed, self._local = me, membership, agreed, local
-        self._group_size = group_size
         self._views: dict[int, tuple[int, View]] = {}
         self._past: dict[int, dict[int, bytes]] = {}
         self._alone: dict[int, int] = {}
@@ -119,9 +117,7 @@ class Agreement:
 
     def is_most(self, group: set[PeerId], fragment: int) -> bool:
         """Whether at least half of the peers that train now and have yet to offer for ``fragment`` are in
-        ``group``, or as many as a group holds. Those of it that have finished since count, too."""
-        if len(group) >= self._group_size:
-            return True
+        ``group``. Those of it that have finished since count, too."""
         live = self._membership.live
         training = {peer for peer, info in live.items() if info.status.offers_for(fragment)}
         made_it = {peer for peer in group if peer in live and live[peer].status.phase in policy.MOVING}

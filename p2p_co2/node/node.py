@@ -76,12 +76,12 @@ class Node:
         self.me = network.identity.peer_id
         self.run_digest = environment.group
         self._envelope_head = head_of(environment.group)
-        self.shape, self.group_size = shape, network.run.group_size
+        self.shape, self.most_peers = shape, network.run.group_size
         self.agreed = list(agreed)
         pace = network.run.clock
         quiet_s = quiet_beat_s(pace.round_s) if pace.mode == "time" else 0.0
         self.membership = Membership(self.me, quiet_s, model)
-        self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size)
+        self.rounds = Rounds(network.identity, self.run_digest, shape)
         chunk_bytes = shape.chunk_bytes or chunk_bytes_of(state_bytes)
         sizes = Shape(shape.mean_bytes, tuple(state_bytes), chunk_bytes, shape.scale)
         self.catchup = CatchUp(network.identity, self.run_digest, sizes, self.rounds.is_everywhere)
@@ -124,7 +124,7 @@ class Node:
             self.now, self.report, self.spawn, self.refuse, self.give_up_offer, deciding.settle_offer,
             deciding.take, deciding.adopt, deciding.export, self.pump,
         )  # fmt: skip
-        agreement = Agreement(self.me, self.membership, self.agreed, self._standing, self.group_size)
+        agreement = Agreement(self.me, self.membership, self.agreed, self._standing)
         return CatchupController(
             self.catchup, self.rounds, agreement, self.agreed, self.run_digest, self.shape, effects
         )

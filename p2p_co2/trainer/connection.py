@@ -22,7 +22,6 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, TransportError
 from p2p_co2.node.node import Node
 from p2p_co2.protocol.rounds import PayloadShape
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.protocol.wire.model_table import ModelSummary
 from p2p_co2.system.memory import return_large_blocks
 from p2p_co2.telemetry import events as ev
@@ -349,7 +348,7 @@ class Connection:
             now = time.monotonic()
             if node.progress.full:
                 raise TransportError(
-                    f"this run has {MAX_MEMBERS} peers already, as many as it can have; "
+                    f"this run has {node.most_peers} peers already, as many as its group_size allows; "
                     "join again when one has left"
                 )
             if (moved := sum(map(operator.ne, node.agreed, began_with))) > given:

@@ -280,9 +280,8 @@ class Gathering:
         return camps
 
     def _suffices(self, camp: list[PeerId], live: list[PeerId], now: float) -> bool:
-        return 2 * len(camp) > len(live) or (
-            2 * len(camp) == len(live) and self._breaks_ties(camp, live, now)
-        )
+        size = min(len(camp), MAX_MEMBERS)
+        return 2 * size > len(live) or (2 * size == len(live) and self._breaks_ties(camp, live, now))
 
     def _breaks_ties(self, camp: list[PeerId], live: list[PeerId], now: float) -> bool:
         """Half of the swarm is enough where we are in that half and first by hash: no other half can say
@@ -332,11 +331,10 @@ class Gathering:
         return f"only {len(camp)} of {len(live)} live peers were ready {waited} (missing {missing})"
 
     def begin(self, nonce: bytes, observed: Durations) -> Begin:
-        """BEGIN for the agreeing camp, at most ``group_size`` of it; the minority is told to catch up.
+        """BEGIN for the agreeing camp, at most ``MAX_MEMBERS`` of it; the minority is told to catch up.
         ``nonce``: 16 bytes that tell this attempt from others with the same members."""
         digest, camp = self.agreeing()
-        size = min(self._swarm.group_size, MAX_MEMBERS)
-        group = sorted(coordination_order(camp, self.fragment, self.round)[:size])
+        group = sorted(coordination_order(camp, self.fragment, self.round)[:MAX_MEMBERS])
         self._tell_behind(digest, camp)
         shape, place = self._swarm.shape, (self.fragment, self.round)
         rates = {peer: self._rates(peer) for peer in group}
@@ -345,7 +343,7 @@ class Gathering:
             shape.blocks[self.fragment], shape.block_bytes, rates, place, self._cheap_s, own_upload, assumed
         )
         parts_s = parts_deadline_s(division.transfer_s, observed, shape.parts_cap_s)
-        live = self._live_count(camp, len(group))
+        live = self._live_count(len(group))
         if 2 * len(group) <= live + 1:  # no round comes of it if the means are late anywhere
             parts_s = min(SAFETY * parts_s, shape.parts_cap_s)
         begin = Begin(
@@ -368,14 +366,13 @@ class Gathering:
         seal_begin(begin, self._swarm.me)
         return begin
 
-    def _live_count(self, camp: list[PeerId], size: int) -> int:
-        """Of how many peers a quorum must sign. One more where half of them do not decide by hash; where a
-        group has no room for a majority, as many as it can answer for."""
+    def _live_count(self, size: int) -> int:
+        """Of how many peers a quorum must sign. One more where half of them do not decide by hash."""
         live = {*self._live(), *self._here()} if size == 2 else set(self._live())
         count = max(size, len(live))
         if count % 2 == 0 and coordination_order(live, self.fragment, self.round)[0] != self._swarm.me:
             count += 1
-        return min(count, max(1, 2 * size - 1) if len(camp) > size else 2 * size)
+        return min(count, 2 * size)  # of two that work, among others that are done: both
 
     def _rates(self, peer: PeerId) -> Rates:
         ready, believed = self.readies[peer], self._swarm.lateness.of_claim(peer)

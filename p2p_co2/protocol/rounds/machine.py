@@ -52,16 +52,16 @@ _Keyed = wire.Begin | wire.Part | wire.Mean | wire.Result | wire.Listen | wire.A
 class Rounds:
     """This peer's part in all rounds of a run.
 
-    ``run`` is the digest of the ``RunConfig`` (32 bytes); ``shape`` the encoded size of every fragment;
-    ``group_size`` bounds one round's group. Single-threaded.
+    ``run`` is the digest of the ``RunConfig`` (32 bytes); ``shape`` the encoded size of every fragment.
+    Single-threaded.
     After every call the caller drains ``messages_to_send`` and ``next_event`` and sets its timer to
     ``get_timer``.
     """
 
-    def __init__(self, identity: Identity, run: bytes, shape: PayloadShape, group_size: int) -> None:
+    def __init__(self, identity: Identity, run: bytes, shape: PayloadShape) -> None:
         self._me = identity.peer_id
         self._run, self._shape = run, shape
-        self._swarm = Swarm(self._me, shape, group_size)
+        self._swarm = Swarm(self._me, shape)
         self._outlet = Outlet(self._me)
         self._swarm.repute.emit = self._outlet.emit
         histories = [History() for _ in shape.blocks]

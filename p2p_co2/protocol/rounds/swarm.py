@@ -38,10 +38,9 @@ def named(peers: Sequence[str]) -> str:
 class Swarm:
     """The live peers as membership told us last."""
 
-    def __init__(self, me: PeerId, shape: PayloadShape, group_size: int) -> None:
+    def __init__(self, me: PeerId, shape: PayloadShape) -> None:
         self.me = me
         self.shape = shape
-        self.group_size = group_size
         self.live: dict[PeerId, PeerView] = {me: PeerView()}
         self._training = [me]
         self._working: dict[int, list[PeerId]] = {}
@@ -89,13 +88,13 @@ class Swarm:
 
     def believes(self, signers: Collection[PeerId], members: Collection[str], fragment: int) -> bool:
         """Whether a commit that we were not in may be taken for the swarm's. Keys are free, so most signers
-        must be live here, and most of the others that train and offer for the fragment, or as many as a group
-        holds, must be members: with half of the ``signers`` nobody makes that up."""
+        must be live here, and most of the others that train and offer for the fragment, must
+        be members: with half of the ``signers`` nobody makes that up."""
         if 2 * sum(map(self.is_live, signers)) <= len(signers):
             return False
         made_it = {peer for peer in members if peer in self.live}
         others = {*self.working_on(fragment), *made_it} - {self.me}
-        return 2 * len(made_it) > len(others) or len(made_it) >= self.group_size
+        return 2 * len(made_it) > len(others)
 
     def farthest_version(self, fragment: int) -> int:
         """The highest version that one peer's word can send us after: a little more than at least half of
