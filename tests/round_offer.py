@@ -12,8 +12,6 @@ from tests.round_machine import DIGEST, SHAPE, offer_of
 from tests.round_network import RUN, make_identity
 from tests.test_rounds_leaving import FOURTH, ME, NAMES, OTHER, THIRD, TRAINS, readies
 
-SLEPT_S = 1000.0
-
 
 def asked_first(*others: PeerId) -> tuple[Rounds, int, PeerId]:
     """A machine that has asked the second of four; the third comes after that one, then the fourth."""

@@ -20,7 +20,6 @@ from p2p_co2.protocol.rounds.deadline import (
     adaptive_deadline_s,
     gather_least_s,
     parts_deadline_s,
-    votes_deadline_s,
 )
 from p2p_co2.protocol.rounds.owner import Arrivals
 from p2p_co2.protocol.rounds.parts import BlockRange
@@ -77,17 +76,6 @@ def test_parts_deadline_is_the_links_time_with_a_margin_or_what_was_observed() -
     assert parts_deadline_s(1.0, slow) == 10.0
     slow.add(1000.0)
     assert parts_deadline_s(1.0, slow) == 16.0
-
-
-def test_votes_are_waited_for_as_long_as_past_rounds_needed_at_most_as_long_again() -> None:
-    observed = Durations()
-    assert votes_deadline_s(2.0, observed) == 1.0
-    observed.add(0.001)
-    assert votes_deadline_s(2.0, observed) == 0.25
-    for _ in range(9):
-        observed.add(60.0)
-    assert votes_deadline_s(2.0, observed) == 2.0
-    assert votes_deadline_s(0.01, observed) == limits.VOTES_FLOOR_S
 
 
 def test_ready_is_waited_for_at_most_a_share_of_the_time_between_rounds() -> None:

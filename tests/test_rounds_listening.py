@@ -11,7 +11,6 @@ from p2p_co2.protocol.rounds import Aborted, Began, Committed, OutcomeWithoutByt
 from p2p_co2.protocol.rounds.attempt import seal_begin
 from p2p_co2.protocol.rounds.bounds import GRACE_S, MAX_HEARD, MAX_LISTENERS, MEMBERS_PER_LISTENER
 from p2p_co2.protocol.rounds.deadline import MISSES
-from p2p_co2.protocol.rounds.listening import Ear
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
@@ -134,21 +133,6 @@ def test_a_late_peer_has_the_mean_with_the_members_and_its_work_is_not_in_it() -
     net.run(5.0)
     assert {peer.states[0] for peer in net.peers.values()} == {net.peers[late].states[0]}
     assert not net.refused
-    begin = next(message for _, _, message in net.sent if isinstance(message, wire.Begin))
-    owners = {PeerId(part.owner) for part in begin.parts}
-    assert {name for name in net.names if net.peers[name].machine.given(0) == 1} == owners
-
-
-def test_what_a_listener_was_promised_is_forgotten_only_where_the_numbers_begin_anew() -> None:
-    ear = Ear(0, *[None] * 3)  # type: ignore[arg-type]
-    given = []
-    for version in (4, 4, 5, 3):
-        ear.moved(version, b"")
-        if version == 4:
-            ear.given = 5  # a LISTEN for the round that is open
-        ear.moved(version, b"")
-        given.append(ear.given)
-    assert given == [5, 5, 5, 3]
 
 
 def test_its_next_offer_is_in_the_next_round() -> None:

@@ -62,8 +62,6 @@ GATHER_SHARE = 1 / 4
 GATHER_SHARE_BY_STEPS = 3 / 4
 """The same where rounds count inner steps. Peers have no common clock there: their points lie as far apart as
 they started and as their speeds took them; with a quarter of a round whoever is further off is missing."""
-VOTES_FLOOR_S = 0.1
-"""How long a quorum waits at the least for the votes of the others."""
 COMPLETE_FLOOR_S, COMPLETE_DEADLINES = 30.0, 4.0
 """How long means may go on coming after the decision: at the least, and in times of ``parts_within_s``."""
 ASSUMED_UPLOAD_BYTES_PER_S = 1e6

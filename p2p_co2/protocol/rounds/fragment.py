@@ -369,7 +369,6 @@ class FragmentRounds:
         attempt, member = message.key.attempt, self.member
         self.ear.promised(attempt, sender)
         if member is not None and member.attempt.id == attempt and member.exchange.listen(sender):
-            self.ear.given = member.attempt.round
             self.history.join(member.attempt.round, attempt, member.offer.offer_id)
             self._outlet.send(sender, message)
 

@@ -107,16 +107,10 @@ class Ear:
         self._asked: PeerId | None = None
         self._heard = 0
         """Attempts, since we are where we are."""
-        self.given = -1
-        """The newest round of which this peer promised its means to a listener."""
-        self._version = -1
 
     def moved(self, version: int, digest: bytes) -> None:
         """Our state is another one now."""
         self._heard = 0
-        if version < self._version:  # of a history that we went back from: the numbers begin anew
-            self.given = min(self.given, version)
-        self._version = version
         if self.listening is not None and not _follows(self.listening.attempt, version, digest):
             self.stop()
 

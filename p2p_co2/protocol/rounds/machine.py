@@ -129,10 +129,6 @@ class Rounds:
         known = None if mine.version is None else mine.history.commit(mine.version + 1)
         return known[1] if known is not None and known[1].state_digest == mine.digest else None
 
-    def given(self, fragment: int) -> int:
-        """The newest round whose means this peer promised to one that was not in it; -1 for none."""
-        return self._fragments[fragment].ear.given
-
     def is_over(self, fragment: int) -> bool:
         """Whether no more rounds of a fragment are made in this run: what is left of it stays uncounted."""
         return self._swarm.is_over(fragment)
