@@ -27,6 +27,7 @@ class Ballot:
     def __init__(self, attempt: Attempt, refuse: Callable[[PeerId, str], None]) -> None:
         self._attempt, self._refuse = attempt, refuse
         self._votes: dict[PeerId, tuple[bytes, bytes]] = {}
+        self._counts: Counter[bytes] = Counter()
         self.gave_up: set[PeerId] = set()
         self.lost: dict[PeerId, frozenset[tuple[int, int]]] = {}
 
@@ -46,16 +47,26 @@ class Ballot:
             if len(message.digest) != bounds.DIGEST_BYTES or len(message.signature) != SIGNATURE_BYTES:
                 raise RemoteProtocolError("wrong digest length", "in RESULT")
             vote = message.digest, message.signature
-            if self._votes.setdefault(sender, vote) != vote:
+            if sender not in self._votes:
+                self._votes[sender] = vote
+                self._counts[message.digest] += 1
+            elif self._votes[sender] != vote:
                 raise RemoteProtocolError("two votes", "it signed two outcomes of one attempt")
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing follows yet from what was heard: equal votes, and too few of them."""
+        few = len(self._counts) <= 1 and 2 * len(self._votes) < self._attempt.live
+        return few and not self.gave_up and not any(self.lost.values())
 
     def _of(self, outcome: bytes) -> list[PeerId]:
         return [peer for peer, (voted, _) in self._votes.items() if voted == outcome]
 
     def leading(self) -> bytes:
         """The digest that a quorum voted for; empty as long as there is none."""
-        counts = Counter(voted for voted, _ in self._votes.values())
-        best = max(counts, key=lambda voted: (counts[voted], voted), default=b"")
+        best = max(self._counts, key=lambda voted: (self._counts[voted], voted), default=b"")
+        if 2 * self._counts[best] < self._attempt.live:
+            return b""
         return best if best and self._attempt.is_quorum(self._of(best)) else b""
 
     def voters(self) -> list[PeerId]:
@@ -78,6 +89,7 @@ class Ballot:
                 check_signature(peer, outcome, self._votes[peer][1])
             except RemoteProtocolError as error:
                 del self._votes[peer]
+                self._counts[voted] -= 1
                 self._refuse(peer, error.detail)
             else:
                 votes.append(Vote(member=index, signature=self._votes[peer][1]))
@@ -86,13 +98,11 @@ class Ballot:
     def may_commit(self, may_vote: Collection[PeerId]) -> bool:
         """Whether some outcome may still have a quorum, if ``may_vote`` are those that can yet vote."""
         open_ = {peer for peer in may_vote if peer not in self._votes and peer not in self.gave_up}
-        voted = {voted for voted, _ in self._votes.values()} | {b""}
-        return any(self._attempt.is_quorum({*self._of(one), *open_}) for one in voted)
+        return any(self._attempt.is_quorum({*self._of(one), *open_}) for one in (*self._counts, b""))
 
     def why(self) -> str:
         """Why there is no certificate, in words."""
-        counts = Counter(voted for voted, _ in self._votes.values())
-        most = max(counts.values(), default=0)
+        most = max(self._counts.values(), default=0)
         lost = sorted({part for parts in self.lost.values() for part, _ in parts})
         words = f"only {most} of {len(self._attempt.shares)} members signed the same mean"
         return words + (f"; lost parts {', '.join(map(str, lost[: bounds.MAX_NAMED]))}" if lost else "")

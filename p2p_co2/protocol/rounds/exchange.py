@@ -76,6 +76,8 @@ class Exchange:
             PartState(owner, 0, self._slice(part, self.mean), now + 2 * attempt.parts_within_s)
             for part, owner in enumerate(attempt.owners)
         ]
+        self._missing = set(range(len(self.parts)))
+        """Parts whose mean is not held."""
         self._jobs: dict[int, PartJob] = {}
         self._here_at: dict[int, float] = {}
         """When a part's mean was here, from its first owner."""
@@ -155,7 +157,7 @@ class Exchange:
         if mine is not None and mine.is_answered_by(job):
             self.parts_at = now
             state.contributors = mine.reduced(job, mean, state.place)
-            state.is_held = True
+            self._holds(job.part)
 
     def refused_slice(self, job: ReduceJob, peer: PeerId) -> bool:
         """Drop a slice from an open job; False if the job is not open any more."""
@@ -182,10 +184,14 @@ class Exchange:
             state.contributors = contributors
         is_new = state.transfer.add(message.offset, message.total, message.data)
         if is_new and state.transfer.whole is not None and state.contributors is not None:
-            state.is_held = True
+            self._holds(message.part)
             if not state.generation and sender == state.owner:
                 self._here_at[message.part] = now
         return is_new
+
+    def _holds(self, part: int) -> None:
+        self.parts[part].is_held = True
+        self._missing.discard(part)
 
     def _follows(self, state: PartState, sender: PeerId, now: float) -> bool:
         """Whether ``sender`` may pass on the mean of an owner that is lost: the first one that does."""
@@ -199,14 +205,14 @@ class Exchange:
 
     @property
     def is_whole(self) -> bool:
-        return all(state.is_held for state in self.parts)
+        return not self._missing
 
     def outcomes(self) -> list[PartOutcome]:
         """Of all parts, once they are held."""
         return [state.outcome(self.attempt, part) for part, state in enumerate(self.parts)]
 
     def owners_of_missing(self) -> set[PeerId]:
-        return {state.source for state in self.parts if not state.is_held}
+        return {self.parts[part].source for part in self._missing}
 
     @property
     def brings_means(self) -> bool:
@@ -221,6 +227,7 @@ class Exchange:
         return frozenset(
             (part, generation)
             for part, state in enumerate(self.parts)
+            if state.generation or not state.is_held
             for generation in range(state.generation + state.is_lost(self._swarm, now))
         )
 
@@ -261,6 +268,7 @@ class Exchange:
         due_at = now + 2 * self.attempt.parts_within_s
         owner = self.attempt.heir(part, generation)
         self.parts[part] = PartState(owner, generation, self.parts[part].place, due_at)
+        self._missing.add(part)
         if owner == self._swarm.me:
             self._own(part, Arrivals(self.attempt, self._swarm, self._observed, [part]), now)
         elif self._swarm.me in self.attempt.senders[part]:
@@ -299,9 +307,9 @@ class Exchange:
     def due_at(self, told: frozenset[tuple[int, int]]) -> float | None:
         """When the next mean is late that was not ``told`` to be lost."""
         times = (
-            state.due_at
-            for part, state in enumerate(self.parts)
-            if not state.is_held and (part, state.generation) not in told
+            self.parts[part].due_at
+            for part in self._missing
+            if (part, self.parts[part].generation) not in told
         )
         return min(times, default=None)
 

@@ -306,7 +306,7 @@ class FragmentRounds:
             return member.exchange.part(message, sender, now)
         is_new = member.exchange.mean_came(message, sender, now)
         if is_new and self._completing is None:
-            member.check(now)
+            member.mean_came(now)
         return self._came(is_new, now)
 
     def _came(self, is_new: bool, now: float) -> bool:
@@ -327,20 +327,22 @@ class FragmentRounds:
 
     # ---- votes
 
-    def on_result(self, message: wire.Result, sender: PeerId, now: float) -> None:
-        """A member's vote. One in an attempt that is over here is told how it ended."""
+    def on_result(self, message: wire.Result, sender: PeerId, now: float) -> bool:
+        """A member's vote; whether anything follows from it. One in an attempt that is over here is told how
+        it ended."""
         attempt = message.key.attempt
         for member in (self.member, self.leaving):
             if member is not None and member.attempt.id == attempt and self._completing is None:
                 before = [part.generation for part in member.exchange.parts]
-                member.result(message, sender, now)
+                has_moved = member.result(message, sender, now)
                 if before != [part.generation for part in member.exchange.parts]:
                     self._replay(now)
-                return
+                return has_moved
         if self.history.commit(message.key.round) is not None or self.history.has_ended(attempt):
-            self._answer(message, sender)
-        elif self.asking is not None and self.asking.offer.round == message.key.round:
+            return self._answer(message, sender)
+        if self.asking is not None and self.asking.offer.round == message.key.round:
             self.asking.poke(now)  # our BEGIN may be lost
+        return True
 
     def on_ask(self, message: wire.AskOutcome, sender: PeerId) -> None:
         """How did an attempt end? One that we never heard of we shall not join."""
@@ -355,14 +357,18 @@ class FragmentRounds:
             self.history.end(attempt)
             self._answer(message, sender)
 
-    def _answer(self, message: wire.Result | wire.AskOutcome, sender: PeerId) -> None:
+    def _answer(self, message: wire.Result | wire.AskOutcome, sender: PeerId) -> bool:
+        """Tell ``sender`` how an attempt ended, if it has to ask; whether it was told."""
         known = self.history.commit(message.key.round)
         result = message if isinstance(message, wire.Result) else wire.Result()
-        if known is not None:
-            if not result.digest or (result.again and self._swarm.me in tellers_of(*known)):
-                self._outlet.send(sender, known[0])
-        elif not (result.gave_up or result.digest):
+        hears_votes = bool(result.digest)
+        if known is not None and (not hears_votes or (result.again and self._swarm.me in tellers_of(*known))):
+            self._outlet.send(sender, known[0])
+        elif known is None and not (result.gave_up or hears_votes):
             self._outlet.send(sender, wire.Result(key=message.key, gave_up=True))
+        else:
+            return False
+        return True
 
     def on_listen(self, message: wire.Listen, sender: PeerId) -> None:
         """LISTEN: of a peer that is not in our attempt, or the promise of an owner in one that we hear."""

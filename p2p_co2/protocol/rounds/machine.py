@@ -190,10 +190,15 @@ class Rounds:
     def receive(self, message: Message, sender: PeerId, now: float) -> bool:
         """One body message of a peer; False for a piece that came for nothing (late, doubled). Raises
         ``RemoteProtocolError`` if it breaks the rules; count it and go on."""
+        has_moved = True
         try:
+            if isinstance(message, wire.Result):  # all to all: of most nothing follows
+                has_moved = self._keyed(message).on_result(message, sender, now)
+                return True
             return self._dispatch(message, sender, now)
         finally:
-            self._settle(now)
+            if has_moved:
+                self._settle(now)
 
     def get_timer(self) -> float | None:
         """When ``handle_timer`` wants to be called next."""

@@ -72,10 +72,19 @@ class Member:
 
     # ---- what comes
 
-    def result(self, message: Result, sender: PeerId, now: float) -> None:
-        """Another member's vote, or what it lacks. Raises ``RemoteProtocolError``."""
+    def result(self, message: Result, sender: PeerId, now: float) -> bool:
+        """Another member's vote, or what it lacks; whether anything follows from it. Raises
+        ``RemoteProtocolError``."""
         self._ballot.hear(message, sender)
+        if self._ballot.is_quiet:
+            return False
         self.check(now)
+        return True
+
+    def mean_came(self, now: float) -> None:
+        """A piece of a mean is in its place."""
+        if self.exchange.is_whole or not self._ballot.is_quiet:
+            self.check(now)
 
     def check(self, now: float) -> None:
         """Do what has become possible: vote, commit, hand on lost parts, or give up."""
