@@ -164,9 +164,7 @@ def _peer(values: int, codec: str, carrier: CarrierName, index: str, folder: str
     watch = _watched()
     connection = connect(ticket, config, on_event)
     peer: Peer = connection.start(torch.nn.ParameterList(tensors), torch.optim.SGD(tensors, lr=1.0))
-    network = (
-        connection._thread.view
-    )  # the benchmark looks behind the front door for the digest and the bytes
+    network = connection._thread.view  # behind the front door: the digest and the bytes
     say({"ready": True})
     for line in sys.stdin:
         turn = int(line)
