@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from p2p_co2.protocol.catchup import history
-from p2p_co2.protocol.rounds import PayloadShape, PeerView, Rounds, member
+from p2p_co2.protocol.rounds import PayloadShape, PeerView, Rounds
 from p2p_co2.protocol.wire.envelope import opened
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.system.memory import large_buffer
@@ -91,7 +91,7 @@ def test_what_the_last_round_took_may_be_let_go_before_the_next_mean_takes_memor
         order.append("mean")
         return large_buffer(size_bytes)
 
-    monkeypatch.setattr(member, "large_buffer", taken)
+    monkeypatch.setattr(exchange, "large_buffer", taken)
     machine, begin, coordinator, _ = begun_member()
     machine.when_begun(lambda: order.append("let go"))
     machine.receive(begin, coordinator, 0.1)
