@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from p2p_co2.protocol.catchup import history
-from p2p_co2.protocol.rounds import PayloadShape, PeerView, Rounds
+from p2p_co2.protocol.rounds import PayloadShape, PeerView, Rounds, exchange
 from p2p_co2.protocol.wire.envelope import opened
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.system.memory import large_buffer
