@@ -28,7 +28,7 @@ are in every event. A number that is not a number is null. Units are in the name
 `_at` unix seconds, `_steps` inner steps.
 
 Observers (`p2p-co2 board`, `watch`, `export`) get the same events in reports that each peer signs. There
-`round_counted` comes from the signed decisions alone, never from a peer's word.
+`round_counted` comes from certificates alone, never from a peer's word.
 
 | kind | what it tells |
 |---|---|

@@ -97,8 +97,8 @@ class RunConfig(_Frozen):
 
     ``recipe`` is a built-in name ("byte-gpt") or ``path/to/file.py:function``; ``recipe_options`` go to it as
     keyword arguments; ``recipe_digest`` is filled in when the run is published (sha256, hex) and checked by
-    every peer. ``fragments`` is the number of pieces the model is synchronised in. ``group_size`` bounds one
-    round's group; a run has at most 64 peers. ``seed`` makes every peer start from the same parameters.
+    every peer. ``fragments`` is the number of pieces the model is synchronised in. ``group_size`` is how
+    many peers the run has at most. ``seed`` makes every peer start from the same parameters.
 
     ``weight_cap`` is the defence against a peer that lies about its work. Its tokens count at most as so many
     times the median member's, and what is far larger than the others' counts for less (``averaging``). Honest
@@ -111,7 +111,7 @@ class RunConfig(_Frozen):
     recipe_digest: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     seed: int = Field(default=0, ge=0, lt=2**31)
     fragments: int = Field(default=4, ge=1, le=256)
-    group_size: int = Field(default=32, ge=1, le=64)
+    group_size: int = Field(default=64, ge=1, le=64)
     weight_cap: float = Field(default=4.0, ge=0)
     clock: ClockConfig = ClockConfig()
     codec: CodecConfig = CodecConfig()

@@ -16,7 +16,7 @@ from p2p_co2.protocol.wire.messages_pb2 import Leave, Ping, Status
 OTHER, NEWCOMER = PeerId("other"), PeerId("newcomer")
 
 
-NO_ROUND = {"is_over": lambda fragment: False, "counts_for_others": lambda now, within_s: False}
+NO_ROUND = {"is_over": lambda fragment: False}
 
 
 class Place:
@@ -41,9 +41,10 @@ class Place:
             download_bytes_per_s=0.0,
             software="",
             process=1,
+            most_peers=64,
         )
         self.progress = self.node.progress = SwarmProgress(cast(Any, self.node), 0.25, rounds)
-        majority = Agreement(PeerId("me"), self.node.membership, self.node.agreed, self._standing, 32)
+        majority = Agreement(PeerId("me"), self.node.membership, self.node.agreed, self._standing)
         self.node.catching = SimpleNamespace(majority=majority, busy=lambda: False)
         self.node.membership.found([], self.now)
 

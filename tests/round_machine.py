@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import Offer, PayloadShape, PeerView, Rounds, Stale
 from p2p_co2.protocol.rounds.attempt import seal_begin
-from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_network import RUN, Network, make_identity
@@ -26,7 +26,7 @@ def coordinator_of(net: Network, round_: int = 1) -> PeerId:
 
 def one_machine(*others: int) -> Rounds:
     """Peer 0 with the given live others, at version 0."""
-    machine = Rounds(make_identity(0), RUN, SHAPE, 32)
+    machine = Rounds(make_identity(0), RUN, SHAPE)
     machine.set_state(0, 0, DIGEST)
     machine.set_peers({make_identity(i).peer_id: PeerView(1e6) for i in others}, 0.0)
     return machine
@@ -67,6 +67,7 @@ def begun_member() -> tuple[Rounds, wire.Begin, PeerId, PeerId]:
         parts_within_s=5.0,
         result_within_s=12.0,
         nonce=bytes(16),
+        live=3,
     )
     seal_begin(begin, first)
     other = next(name for name in names if name not in (me, first))

@@ -32,10 +32,10 @@ from p2p_co2.protocol.rounds import (
     Rounds,
     RoundsEvent,
 )
-from p2p_co2.protocol.rounds.decision import sign_outcome
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Contributor, Decision, Member, Outcome, RoundKey
+from tests.certificates import certify
 
 RUN = hashlib.sha256(b"a run").digest()
 Ending = Committed | Aborted | OutcomeWithoutBytes | Overheard | FellBehind
@@ -49,14 +49,15 @@ def forged_commit(
     identity: Identity, round_: int, digest: bytes, members: list[PeerId], attempt: bytes = bytes(16),
     run: bytes = RUN, blocks: int = 16,
 ) -> Decision:  # fmt: skip
-    """A commit of a round that never was."""
+    """A commit of a round that never was, with one signature; a certificate if it needs no more."""
     outcome = Outcome(
-        key=RoundKey(fragment=0, round=round_, attempt=attempt), run=run, committed=True, state_digest=digest
-    )
+        key=RoundKey(fragment=0, round=round_, attempt=attempt), run=run, state_digest=digest,
+        coordinator=identity.peer_id, live=len(members),
+    )  # fmt: skip
     outcome.members.extend(Member(peer=name, weight=1.0) for name in sorted(members))
     part = outcome.parts.add(start_block=0, stop_block=blocks, digest=hashlib.sha256(b"a lie").digest())
     part.contributors.extend(Contributor(peer=name, weight=1.0) for name in sorted(members))
-    return sign_outcome(identity, outcome)
+    return certify(outcome, identity)
 
 
 def toy_mean(job: ReduceJob) -> bytes:
@@ -103,9 +104,7 @@ class Network:
         faults: Faults | None = None,
         *,
         shape: PayloadShape | None = None,
-        group_size: int = 32,
     ) -> None:
-        self.group_size = group_size
         self.random = random.Random(seed)
         self.faults = faults or Faults()
         self.shape = shape or PayloadShape(8, (16,))
@@ -113,7 +112,7 @@ class Network:
         self.peers: dict[PeerId, Peer] = {}
         for index in range(count):
             identity = make_identity(index)
-            machine = Rounds(identity, RUN, self.shape, group_size)
+            machine = Rounds(identity, RUN, self.shape)
             self.peers[identity.peer_id] = Peer(identity.peer_id, identity, machine)
         self.names = sorted(self.peers)
         self.events: list[tuple[PeerId, RoundsEvent]] = []
@@ -180,7 +179,7 @@ class Network:
         peer = self.peers[name]
         if peer.alive:
             return
-        peer.machine = Rounds(peer.identity, RUN, self.shape, self.group_size)
+        peer.machine = Rounds(peer.identity, RUN, self.shape)
         peer.alive = True
         self.busy.discard(name)
         self.set_state(name, 0, *peer.states[0])
@@ -258,7 +257,10 @@ class Network:
         digest = digest or self.peers[name].states[fragment][1]
         self.offered.add(name)
         payload, weight = self.payload(name, fragment, round_), self.weight(name)
-        self.peers[name].machine.offer(Offer(fragment, round_, round_ - 1, digest, payload, weight), self.now)
+        self._count += 1
+        named = self._count.to_bytes(8, "big")
+        offer = Offer(fragment, round_, round_ - 1, digest, payload, weight, offer_id=named)
+        self.peers[name].machine.offer(offer, self.now)
         self.pump(name)
 
     def offer_all(self, spread_s: float = 0.2, round_: int = 1, fragment: int = 0) -> None:

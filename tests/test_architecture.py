@@ -61,7 +61,7 @@ TOO_LARGE = {
     "p2p_co2.protocol.rounds.member.Member",
     "p2p_co2.protocol.rounds.owner.PartJob",
     "p2p_co2.protocol.rounds.swarm.Swarm",
-    "p2p_co2.protocol.rounds.tally.Tally",
+    "p2p_co2.protocol.rounds.exchange.Exchange",
 }
 WHOLES_GIVEN_AWAY = {
     "p2p_co2.node.node.Node: Deciding(self)",

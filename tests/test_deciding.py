@@ -32,7 +32,6 @@ from p2p_co2.protocol.rounds import (
     Refused,
     Rounds,
 )
-from p2p_co2.protocol.rounds.decision import sign_outcome
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import (
     Contributor,
@@ -44,6 +43,7 @@ from p2p_co2.protocol.wire.messages_pb2 import (
 )
 from p2p_co2.protocol.wire.status import PeerStatus
 from p2p_co2.telemetry.events import ContributionCapped, RoundAborted
+from tests.certificates import certify
 from tests.round_network import RUN, Network, make_identity
 
 SHAPE = PayloadShape(8, (4,))
@@ -132,7 +132,7 @@ async def test_a_ledger_that_adopts_is_told_who_is_in_the_round_after_its_state(
 
     node = node_with(MEMBERS)
     identity = make_identity(0)
-    node.rounds = Rounds(identity, RUN, SHAPE, 32)
+    node.rounds = Rounds(identity, RUN, SHAPE)
     node.rounds.set_peers({peer: PeerView() for peer in [*MEMBERS, COORDINATOR.peer_id]}, 1.0)
     node.rounds.set_state(0, 4, START if is_ours else digest(b"another history"))
     node.rounds.receive(round_of(MEMBERS).decision, COORDINATOR.peer_id, 2.0)
@@ -163,7 +163,7 @@ async def test_an_offer_that_a_state_replaced_does_not_end_the_next_one() -> Non
     the round alone would end that offer too, and the one after it crash the node (seed 152 of the storms)."""
 
     node = node_with(MEMBERS)
-    node.rounds = Rounds(make_identity(0), RUN, SHAPE, 32)
+    node.rounds = Rounds(make_identity(0), RUN, SHAPE)
     node.rounds.set_peers({peer: PeerView() for peer in MEMBERS}, 1.0)
     node.rounds.set_state(0, 4, START)
     node.rounds.offer(Offer(0, 5, 4, START, bytes(32), 1.0, offer_id=b"mine"), 1.0)
@@ -332,7 +332,8 @@ def round_of(members: list[PeerId]) -> Fetched:
     outcome = Outcome(
         key=RoundKey(fragment=0, round=5, attempt=bytes(16)),
         run=RUN,
-        committed=True,
+        coordinator=COORDINATOR.peer_id,
+        live=len(members),
         state_digest=START,
         members=[Member(peer=peer, weight=1.0, base_version=4) for peer in members],
         parts=[
@@ -344,6 +345,7 @@ def round_of(members: list[PeerId]) -> Fetched:
             )
         ],
     )
-    decision = sign_outcome(COORDINATOR, outcome)
+    signers = [one for one in map(make_identity, range(9)) if one.peer_id in members]
+    decision = certify(outcome, *signers)
     goal = Goal(ROUND, 0, 5, (members[0],))
     return Fetched(goal, 5, bytearray(MEAN), decision, b"", tuple(members[:1]), 0.1, 0)

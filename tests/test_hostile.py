@@ -39,6 +39,7 @@ from p2p_co2.protocol.wire.messages_pb2 import (
     Ready,
     RoundKey,
     Status,
+    Vote,
 )
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.telemetry.events import FragmentApplied, MessageRefused, PeerJoined, RoundCommitted
@@ -72,15 +73,19 @@ def offences(me: PeerId, identity: Identity) -> dict[str, Callable[[], bytes]]:
         outcome = Outcome(
             key=RoundKey(fragment=0, round=5, attempt=bytes(16)),
             run=RUN.digest(),
-            committed=True,
-            decided_by=me,
+            coordinator=me,
+            live=1,
             state_digest=bytes(32),
             members=[Member(peer=me, weight=1.0)],
             parts=[
                 PartOutcome(stop_block=73, digest=bytes(32), contributors=[Contributor(peer=me, weight=1.0)])
             ],
         ).SerializeToString()
-        return envelope(decision=Decision(outcome=outcome, signature=identity.sign(b"another", outcome)))
+        return envelope(
+            decision=Decision(
+                outcome=outcome, votes=[Vote(member=0, signature=identity.sign(b"another", outcome))]
+            )
+        )
 
     def weight(value: float) -> bytes:
         changed = Ready()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.config import ClockConfig, CodecConfig, RunConfig
-from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.telemetry.events import LinkLost, PeerLeft, RoundCommitted
@@ -28,8 +28,8 @@ RUN = RunConfig(
     clock=ClockConfig(mode="time", round_s=1.5, rounds=ROUNDS),
     codec=CodecConfig(name="int4"),
 )
-AS_COORDINATOR = ("begin", "decision")
-COMMITS_BEFORE = {"begin": 1, "ready": 2, "part": 3, "decision": 3, "mean": 4, "result": 5}
+AS_COORDINATOR = ("begin", "waiting")
+COMMITS_BEFORE = {"begin": 1, "ready": 2, "part": 3, "waiting": 3, "mean": 4, "result": 5}
 """Phase -> how many commits a peer lives to see at least."""
 SURVIVORS = ("a", "b")
 PLACES = 3

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from p2p_co2.protocol.catchup import history
-from p2p_co2.protocol.rounds import PayloadShape, PeerView, Rounds, member
+from p2p_co2.protocol.rounds import PayloadShape, PeerView, Rounds, exchange
 from p2p_co2.protocol.wire.envelope import opened
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.system.memory import large_buffer
@@ -27,7 +27,7 @@ ME, A, B = (make_identity(index) for index in range(3))
 def test_a_version_is_everywhere_once_all_live_peers_say_so(
     versions: tuple[int, ...], is_everywhere: bool
 ) -> None:
-    rounds = Rounds(ME, RUN_DIGEST, PayloadShape(8, (4,)), 32)
+    rounds = Rounds(ME, RUN_DIGEST, PayloadShape(8, (4,)))
     rounds.set_peers({A.peer_id: PeerView(versions=(4,)), B.peer_id: PeerView(versions=versions)}, 1.0)
     rounds.set_state(0, 4, bytes(32))
     assert rounds.is_everywhere(0, 4) is is_everywhere
@@ -35,7 +35,7 @@ def test_a_version_is_everywhere_once_all_live_peers_say_so(
 
 def test_who_is_left_alone_keeps_what_it_has() -> None:
     """Those it lost may come back, and nobody else can give it to them."""
-    rounds = Rounds(ME, RUN_DIGEST, PayloadShape(8, (4,)), 32)
+    rounds = Rounds(ME, RUN_DIGEST, PayloadShape(8, (4,)))
     rounds.set_peers({A.peer_id: PeerView(versions=(4,))}, 1.0)
     rounds.set_state(0, 4, bytes(32))
     assert rounds.is_everywhere(0, 4)
@@ -91,7 +91,7 @@ def test_what_the_last_round_took_may_be_let_go_before_the_next_mean_takes_memor
         order.append("mean")
         return large_buffer(size_bytes)
 
-    monkeypatch.setattr(member, "large_buffer", taken)
+    monkeypatch.setattr(exchange, "large_buffer", taken)
     machine, begin, coordinator, _ = begun_member()
     machine.when_begun(lambda: order.append("let go"))
     machine.receive(begin, coordinator, 0.1)

@@ -8,7 +8,7 @@ import pytest
 
 from p2p_co2.protocol.rounds import Began, PayloadShape
 from p2p_co2.protocol.rounds.deadline import MISSES
-from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_machine import DIGEST
 from tests.round_network import Network

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 from google.protobuf.message import Message
@@ -12,19 +11,13 @@ from p2p_co2.protocol.rounds import (
     Aborted,
     Committed,
     OutcomeWithoutBytes,
-    PayloadShape,
-    PeerView,
     ReduceJob,
     open_decision,
 )
-from p2p_co2.protocol.rounds.coordination import NEVER_TOLD
-from p2p_co2.protocol.rounds.decision import content_of
-from p2p_co2.protocol.rounds.repute import NOT_BEGUN
-from p2p_co2.protocol.rounds.swarm import coordination_order, short
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
-from tests.round_machine import SHAPE, begun_member
-from tests.round_network import RUN, Faults, Network, make_identity
+from tests.round_network import RUN, Faults, Network
 
 
 def crash_when(
@@ -98,179 +91,6 @@ def test_a_crash_in_any_phase_leaves_nobody_behind(phase: str, role: str) -> Non
                 assert len(commits) >= 4, [getattr(e, "reason", "") for e in net.endings().values()]
 
 
-@pytest.mark.parametrize("peers", [4, 6])
-def test_a_coordinator_that_dies_before_it_has_told_its_successor_costs_one_attempt(peers: int) -> None:
-    """The others vote to a successor that still asks for the round: it ends the attempt that it knows nothing
-    of. They waited for it for up to 8 s, in a group of its own too few were left, and it counted their votes
-    as offences."""
-    net = Network(peers)
-    first, successor, *others = coordination_order(net.names, 0, 1)
-    net.detect_s = 0.5
-    died_at: list[float] = []
-
-    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
-        if source == first and isinstance(message, wire.Part):  # it sends its slices after all BEGINs
-            net.crash(first)
-            died_at.append(net.now)
-        return not (source == first and to == successor and isinstance(message, wire.Begin))
-
-    net.on_send = on_send
-    net.keep_offering(period_s=0.2)
-    net.run(1.0)
-    assert died_at
-    repute = [net.peers[name].machine._swarm.repute for name in others]
-    blamed: set[float] = set()
-    while net.now < died_at[0] + 2.5:
-        net.run(0.005)
-        blamed |= {one._known(successor).spoilt for one in repute}
-    assert [net.peers[name].version >= 1 for name in (successor, *others)] == [True] * (peers - 1)
-    aborted = {name: event.reason for name, event in net.events if isinstance(event, Aborted)}
-    assert aborted == dict.fromkeys(others, NEVER_TOLD)
-    assert not net.refused
-    assert blamed == {0.0, NOT_BEGUN}  # it could do nothing
-
-
-@pytest.mark.parametrize(("untold", "asks"), [(1, True), (3, False)])
-def test_a_coordinator_that_dies_before_it_has_told_other_members_costs_one_attempt(
-    untold: int, asks: bool
-) -> None:
-    """Who asks the successor for the round shows that it is not in it. One that asks somebody else loses its
-    part; the parts of three were given to one another again and again, since these had the fewest by then."""
-    net = Network(9)
-    order = coordination_order(net.names, 0, 1)
-    first, silent = order[0], order[-untold:]
-    net.detect_s = 0.5
-    died_at: list[float] = []
-
-    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
-        if source == first and isinstance(message, wire.Part):
-            net.crash(first)
-            died_at.append(net.now)
-        if source in silent and isinstance(message, wire.Ready) and not asks:
-            return to == first
-        return not (source == first and to in silent and isinstance(message, wire.Begin))
-
-    net.on_send = on_send
-    net.keep_offering(period_s=0.2)
-    net.run(1.0)
-    assert died_at
-    net.run(died_at[0] + (2.5 if asks else 15.0) - net.now)
-    assert all(net.peers[name].version >= 1 for name in order[1:] if asks or name not in silent)
-    reasons = {event.reason for _, event in net.events if isinstance(event, Aborted)}
-    assert reasons == ({f"the coordinator was lost before it had told {short(silent[0])}"} if asks else set())
-
-
-@pytest.mark.parametrize("peers", [6, 8])
-def test_an_owner_that_asks_again_ends_no_attempt_that_was_committed(peers: int) -> None:
-    """Restarted, or a liar: its means are there. The successor aborted what its coordinator had committed."""
-    net = Network(peers)
-    net.detect_s = 0.5
-    order, deliver = coordination_order(net.names, 0, 1), net.deliver
-    first, successor, owner = order[0], order[1], order[-1]
-
-    def ask_again(source: PeerId, to: PeerId, message: Message) -> None:
-        if to == owner and isinstance(message, wire.Begin):
-            ready = next(m for s, _, m in net.sent if s == owner and isinstance(m, wire.Ready))
-            net.at(net.now + 0.02, lambda: deliver(owner, successor, ready))
-        deliver(source, to, message)
-
-    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
-        if source == first and isinstance(message, wire.Decision) and to != successor:
-            net.crash(first)
-            return True  # the only one who hears it
-        return source != first or not isinstance(message, wire.Decision)
-
-    net.deliver, net.on_send = ask_again, on_send  # type: ignore[method-assign]
-    net.keep_offering(period_s=0.5)
-    net.run(5.0)
-    assert not net.peers[first].alive
-    assert not [event for _, event in net.events if isinstance(event, Aborted)]
-    assert [net.peers[name].version >= 1 for name in order[1:]] == [True] * (peers - 1)
-    net.check_agreement()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_coordinators_that_die_amid_begin_hold_up_the_others_for_seconds(seed: int) -> None:
-    """Six of nine, each when it has told a random number of its group: rounds of 4 s stood still for up to
-    32 s."""
-    net = Network(9, seed, Faults(latency_s=(0.01, 0.1)), shape=PayloadShape(8, (16,), round_s=4.0))
-    net.detect_s = 0.7
-    next_at, left, deaths = net.now + 10.0, -1, 0
-
-    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
-        nonlocal next_at, left, deaths
-        if isinstance(message, wire.Begin) and net.peers[source].alive and net.now >= next_at and deaths < 6:
-            left = left - 1 if left >= 0 else net.random.randint(0, 7)
-            if left <= 0:
-                net.crash(source)
-                next_at, left, deaths = net.now + 8.0, -1, deaths + 1
-                return False
-        return True
-
-    def offer_in_time(name: PeerId, period_s: float) -> None:
-        if (
-            name not in net.busy
-            and net.peers[name].alive
-            and net.now >= began_at + 4 * net.peers[name].version
-        ):
-            net.busy.add(name)
-            net.offer(name, net.peers[name].version + 1)
-        net.at(net.now + period_s, lambda: offer_in_time(name, period_s))
-
-    began_at, net.on_send = net.now, on_send
-    net._offer_again = offer_in_time  # type: ignore[method-assign]
-    net.keep_offering(period_s=0.1)
-    made_at = [net.now]
-    while net.now < began_at + 90.0:
-        net.run(0.1)
-        if max(peer.version for peer in net.peers.values()) >= len(made_at):
-            made_at.append(net.now)
-    assert deaths == 6
-    assert max(later - at for at, later in pairwise(made_at)) < 7.0
-    assert len(made_at) > 22
-    assert len({peer.states[0] for peer in net.peers.values() if peer.alive}) == 1
-
-
-def test_who_ended_an_attempt_for_want_of_a_begin_does_not_take_part_in_it_later() -> None:
-    machine, begin, first, other = begun_member()
-    vote = wire.Result(key=begin.key)
-    machine.set_peers({other: PeerView(1e6)}, 0.9)  # the coordinator is lost
-    machine.messages_to_send()
-    machine.receive(vote, other, 1.0)
-    assert not machine.messages_to_send()  # BEGIN may be on its way
-    for _ in range(2):
-        machine.receive(vote, other, 2.0)
-    told = [(to, message) for to, message in machine.messages_to_send() if isinstance(message, wire.Decision)]
-    assert [to for to, _ in told] == [other, other]
-    assert len({message.signature for _, message in told}) == 1
-    outcome = open_decision(told[0][1], RUN, SHAPE)
-    assert (outcome.committed, outcome.reason) == (False, NEVER_TOLD)
-    machine.receive(begin, first, 2.1)
-    assert not [m for _, m in machine.messages_to_send() if isinstance(m, wire.Part)]
-    assert machine.open_offers()
-    vote.key.attempt = bytes(range(16))
-    machine.receive(vote, make_identity(7).peer_id, 3.2)  # a stranger
-    assert not [m for _, m in machine.messages_to_send() if isinstance(m, wire.Decision)]
-
-
-def test_two_votes_end_at_once_an_attempt_whose_begin_was_lost() -> None:
-    machine, begin, _, other = begun_member()
-    others = {other, make_identity(7).peer_id}
-    machine.set_peers({name: PeerView(1e6) for name in others}, 0.9)  # the coordinator is lost
-    machine.messages_to_send()
-    for name in others:
-        machine.receive(wire.Result(key=begin.key), name, 1.0)
-    assert [m for _, m in machine.messages_to_send() if isinstance(m, wire.Decision)]
-
-
-def test_a_vote_that_overtakes_begin_ends_nothing() -> None:
-    machine, begin, first, other = begun_member()
-    machine.receive(wire.Result(key=begin.key), other, 1.0)
-    assert not machine.messages_to_send()
-    machine.receive(begin, first, 1.1)
-    assert [m for _, m in machine.messages_to_send() if isinstance(m, wire.Part)]
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_two_crashes_at_random_moments(seed: int) -> None:
     net = Network(6, seed, Faults(0.02, 0.1, (0.01, 0.3)))
@@ -303,6 +123,7 @@ def test_a_long_run_under_faults_keeps_one_state(seed: int) -> None:
 def test_peers_that_crash_and_come_back_end_with_the_others(count: int, seed: int) -> None:
     """Even if so many die that a minority goes on alone, all who are back end with one history."""
     net = Network(count, seed, Faults(0.02, 0.1, (0.01, 0.4)))
+    net.notices = True
     net.keep_offering(period_s=5.0)
     for _ in range(4):
         victim, delay_s = net.random.choice(net.names), net.random.uniform(5, 100)
@@ -336,5 +157,5 @@ def test_false_suspicions_never_commit_two_contents_of_one_attempt(seed: int) ->
     for _, event in net.events:
         if isinstance(event, Committed | OutcomeWithoutBytes):
             outcome = open_decision(wire.Decision.FromString(event.decision), RUN, net.shape)
-            contents.setdefault(outcome.key.attempt, set()).add(content_of(outcome))
+            contents.setdefault(outcome.key.attempt, set()).add(outcome.SerializeToString(deterministic=True))
     assert all(len(said) == 1 for said in contents.values())

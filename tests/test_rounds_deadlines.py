@@ -20,7 +20,6 @@ from p2p_co2.protocol.rounds.deadline import (
     adaptive_deadline_s,
     gather_least_s,
     parts_deadline_s,
-    votes_deadline_s,
 )
 from p2p_co2.protocol.rounds.owner import Arrivals
 from p2p_co2.protocol.rounds.parts import BlockRange
@@ -79,17 +78,6 @@ def test_parts_deadline_is_the_links_time_with_a_margin_or_what_was_observed() -
     assert parts_deadline_s(1.0, slow) == 16.0
 
 
-def test_votes_are_waited_for_as_long_as_past_rounds_needed_at_most_as_long_again() -> None:
-    observed = Durations()
-    assert votes_deadline_s(2.0, observed) == 1.0
-    observed.add(0.001)
-    assert votes_deadline_s(2.0, observed) == 0.25
-    for _ in range(9):
-        observed.add(60.0)
-    assert votes_deadline_s(2.0, observed) == 2.0
-    assert votes_deadline_s(0.01, observed) == limits.VOTES_FLOOR_S
-
-
 def test_ready_is_waited_for_at_most_a_share_of_the_time_between_rounds() -> None:
     assert Cadence().gather_cap_s(5) == limits.GATHER_CAP_S
     cadence = Cadence(planned_s=20.0)
@@ -132,7 +120,7 @@ def test_who_owes_several_slices_is_in_time_with_all_of_them_or_late() -> None:
         0, 1, bytes(16), {me: Share(1.0, 0), other: Share(1.0, 0)}, (BlockRange(0, 8), BlockRange(8, 16)),
         (me, me), (both, both), DIGEST, me, 5.0, 12.0,
     )  # fmt: skip
-    swarm, observed = Swarm(me, PayloadShape(8, (16,)), 32), Durations()
+    swarm, observed = Swarm(me, PayloadShape(8, (16,))), Durations()
     swarm.set_live({other: PeerView()})
     for occasion in range(2):
         swarm.slices.missed(other, occasion)

@@ -6,22 +6,21 @@ from __future__ import annotations
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.protocol.rounds import Aborted, Began, Committed, Doubted, PeerView, Rounds, open_decision
+from p2p_co2.protocol.rounds import Aborted, Began, Committed, Doubted, PeerView, Rounds
 from p2p_co2.protocol.rounds import bounds as limits
-from p2p_co2.protocol.rounds.repute import SPOILT_IN_A_ROW
-from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_machine import DIGEST, SHAPE, begun_member, coordinator_of, drain, offer_of, one_machine
 from tests.round_network import RUN, Network, make_identity
-from tests.test_rounds_decision import signed
+from tests.test_rounds_certificates import signed
 
 ME, OTHER, THIRD = (make_identity(index).peer_id for index in range(3))
 TRAINS, FINISHES = PeerView(1e6), PeerView(1e6, training=False)
 
 
 def machine_with(views: dict[PeerId, PeerView]) -> Rounds:
-    machine = Rounds(make_identity(0), RUN, SHAPE, 32)
+    machine = Rounds(make_identity(0), RUN, SHAPE)
     machine.set_state(0, 0, DIGEST)
     machine.set_peers(views, 0.0)
     return machine
@@ -176,7 +175,8 @@ def test_who_trains_last_makes_a_round_alone_only_beside_one_other_that_has_not_
         views[peer] = PeerView(1e6, training=False, versions=(version,), finished=finished)
     machine = machine_with(views)
     for peer in (OTHER, THIRD)[:passed_over]:
-        machine._swarm.repute.spoilt(peer, "it was too late", 0.5, rounds=SPOILT_IN_A_ROW, cost_s=0.0)
+        for at in (0.4, 0.5):
+            machine._swarm.repute.failed(peer, "it was too late", at)
         assert machine._swarm.repute.is_passed_over(peer, 1.0)
     machine.offer(offer_of(), 1.0)
     if not refusal:
@@ -239,45 +239,14 @@ def test_who_is_in_a_round_that_is_not_decided_begins_no_second_attempt_of_it() 
     assert groups(machine) == []
 
 
-def test_a_coordinator_signs_no_commit_of_a_round_of_which_it_knows_another() -> None:
-    net = Network(4)
-    coordinator, rival = coordinator_of(net), signed(1)
-    members = [name for name in net.names if name != coordinator]
-
-    votes: list[PeerId] = []
-
-    def after_two_votes(source: PeerId, to: PeerId, message: Message) -> bool:
-        if isinstance(message, wire.Result) and to == coordinator:
-            votes.append(source)
-            if len(votes) == 3:  # the third is waited for, and then a quorum commits
-                net.at(net.now + 0.06, lambda: net.deliver(make_identity(1).peer_id, coordinator, rival))
-            return len(votes) < 3
-        return True
-
-    net.on_send = after_two_votes
-    for name in members:
-        net.offer(name)
-    net.run(60.0)
-    decisions = [
-        open_decision(message, RUN, net.shape)
-        for source, _, message in net.sent
-        if source == coordinator and isinstance(message, wire.Decision) and message != rival
-    ]
-    assert decisions
-    assert not any(outcome.committed for outcome in decisions)
-    assert {outcome.reason for outcome in decisions} == {"another attempt of this round was committed"}
-    assert not [event for _, event in net.events if isinstance(event, Committed)]
-    assert not net.refused
-
-
 def test_a_commit_of_another_attempt_than_the_one_we_were_in_leaves_a_doubt() -> None:
     machine, begin, first, _ = begun_member()
     machine.receive(begin, first, 0.5)
     machine.withdraw(0, "no time left", 1.0)
-    machine.receive(signed(2), make_identity(2).peer_id, 1.5)
+    machine.receive(signed(1), make_identity(2).peer_id, 1.5)
     assert Doubted(0) in drain(machine)
     alone = one_machine(1, 2)
-    alone.receive(signed(2), make_identity(2).peer_id, 1.5)  # it was in none
+    alone.receive(signed(1), make_identity(2).peer_id, 1.5)  # it was in none
     assert Doubted(0) not in drain(alone)
 
 
@@ -294,18 +263,18 @@ def test_so_does_one_that_is_only_known_from_the_donor_that_gave_its_mean() -> N
             start_block=start, stop_block=start + 8, digest=bytes(32), contributors=counted
         )
         parts.append(part)
-    machine.replayed(signed(2))  # all of its work is in this one
+    machine.replayed(signed(1))  # all of its work is in this one
     assert not drain(machine)
-    machine.replayed(signed(2, parts=parts))
+    machine.replayed(signed(1, parts=parts))
     assert drain(machine) == [Doubted(0)]
     for part in parts:
         del part.contributors[:]
         part.contributors.extend(wire.Contributor(peer=name, weight=1.5) for name in everybody)
-    members = [wire.Member(peer=name, weight=1.5) for name in everybody]
-    machine.replayed(signed(2, members=members, parts=parts))  # what it had offered before, and less
+    members = [wire.Member(peer=name, weight=1.5, offer_id=bytes(8)) for name in everybody]
+    machine.replayed(signed(1, members=members, parts=parts))  # what it had offered before, and less
     assert drain(machine) == [Doubted(0)]
     alone = one_machine(1, 2)
-    alone.replayed(signed(2, members=members, parts=parts))
+    alone.replayed(signed(1, members=members, parts=parts))
     assert Doubted(0) not in drain(alone)
 
 
@@ -321,5 +290,5 @@ def test_what_a_peer_was_in_alone_nobody_else_has_counted() -> None:
     counted = [wire.Contributor(peer=name, weight=2.0) for name in sorted((OTHER, THIRD))]
     blocks = machine._shape.blocks[0]
     part = wire.PartOutcome(start_block=0, stop_block=blocks, digest=bytes(32), contributors=counted)
-    machine.replayed(signed(2, parts=[part]))
+    machine.replayed(signed(1, parts=[part]))
     assert not drain(machine)

@@ -11,16 +11,13 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2p_co2.digest import digest as sha256
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.rounds import Committed, OutcomeWithoutBytes, ReduceWanted
-from p2p_co2.protocol.rounds import bounds as limits
+from p2p_co2.protocol.rounds import ReduceWanted
 from p2p_co2.protocol.rounds.attempt import seal_begin
-from p2p_co2.protocol.rounds.decision import sign_outcome
 from p2p_co2.protocol.rounds.reorder_buffer import ReorderBuffer
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from tests.round_machine import DIGEST, begun_key, begun_member, drain, one_machine, part_of, refusal
-from tests.round_network import RUN, forged_commit, make_identity
+from tests.round_network import RUN, make_identity
 
 
 def test_the_forging_tests_have_a_foreign_coordinator() -> None:
@@ -77,7 +74,7 @@ BEGIN_FORGERIES: dict[str, tuple[Callable[[wire.Begin], object], str]] = {
     "owner sends nothing": (lambda b: setattr(b.parts[0], "senders", b"\0"), "wrong owner"),
     "senders outside": (lambda b: setattr(b.parts[0], "senders", b"\xff"), "wrong group"),
     "senders too long": (lambda b: setattr(b.parts[0], "senders", bytes(9)), "wrong group"),
-    "generation": (lambda b: setattr(b.parts[1], "generation", 1), "wrong generation"),
+    "live peers": (lambda b: setattr(b, "live", 99), "wrong group"),
     "no members": (lambda b: b.ClearField("members"), "wrong group"),
     "members twice": (lambda b: b.members.append(b.members[0]), "wrong group"),
     "crowd": (lambda b: b.members.extend([b.members[0]] * 100), "wrong group"),
@@ -208,87 +205,20 @@ def test_forged_means_and_results() -> None:
     def mean(*contributors: wire.Contributor) -> wire.Mean:
         return wire.Mean(key=begin.key, part=1, total=64, data=bytes(64), contributors=contributors)
 
-    assert refusal(machine, mean(good), first) == "wrong owner"
+    assert not machine.receive(mean(good), first, 0.6)  # nobody passes on what its owner can send
     assert refusal(machine, mean(), other) == "wrong contributors"
     assert refusal(machine, mean(wire.Contributor(peer=other, weight=99.0)), other) == "wrong contributors"
     assert refusal(machine, mean(good, good), other) == "wrong contributors"
     assert refusal(machine, mean(wire.Contributor(peer="x", weight=2.0)), other) == "wrong contributors"
     machine.receive(mean(good), other, 1.0)
-    unknown = wire.Result(key=wire.RoundKey(fragment=0, round=1, attempt=b"x" * 16))
-    assert refusal(machine, unknown, other) == "unknown round"
-    reassign = wire.Reassign(key=begin.key, part=1, owner=first, generation=1, parts_within_s=5.0)
-    machine.messages_to_send()
-    machine.receive(reassign, other, 1.0)  # by a member that we do not follow (yet): no offence, no effect
-    assert machine.messages_to_send() == []
-    assert refusal(machine, reassign, make_identity(7).peer_id) == "not a member"
-    reassign.owner = "nobody"
-    assert refusal(machine, reassign, first) == "wrong owner"
-    reassign.owner, reassign.generation = first, 1000
-    assert refusal(machine, reassign, first) == "wrong generation"
-
-
-def test_a_next_commit_that_one_liar_signs_hurries_nobody_who_waits_for_the_bytes_of_the_last() -> None:
-    machine, begin, first, other = begun_member()
-    signer = next(one for one in map(make_identity, range(3)) if one.peer_id == first)
-    machine.receive(begin, first, 0.5)
-    outcome = wire.Outcome(key=begin.key, run=RUN, committed=True, state_digest=DIGEST, members=begin.members)
-    theirs = bytes(range(64))
-    for part, digest in zip(begin.parts, (sha256(bytes(64)), sha256(theirs)), strict=True):
-        told = outcome.parts.add(start_block=part.start_block, stop_block=part.stop_block, digest=digest)
-        told.contributors.extend(wire.Contributor(peer=one.peer, weight=one.weight) for one in begin.members)
-    for sender in (first, other):
-        machine.receive(part_of(), sender, 1.0)
-    (wanted,) = [event for event in drain(machine) if isinstance(event, ReduceWanted)]
-    machine.reduced(wanted.job, bytes(64), 1.0)
-    machine.receive(sign_outcome(signer, outcome), first, 1.0)
-    machine.receive(forged_commit(signer, 2, bytes(32), [first, other]), first, 1.1)
-    machine.handle_timer(1.1 + limits.GRACE_S)
-    assert machine.is_completing(0)
-    mean = wire.Mean(key=begin.key, part=1, total=64, data=theirs, contributors=outcome.parts[1].contributors)
-    machine.receive(mean, other, 1.2 + limits.GRACE_S)
-    assert [event.round for event in drain(machine) if isinstance(event, Committed)] == [1]
-
-
-@pytest.mark.parametrize("committed", [0, 1])
-def test_of_a_part_that_got_another_owner_no_other_mean_is_committed_than_the_one_that_is_there(
-    committed: int,
-) -> None:
-    """The new owner's mean goes to the place of the old one's, which this peer had held and voted for."""
-    machine, begin, first, other = begun_member()
-    signer = next(one for one in map(make_identity, range(3)) if one.peer_id == first)
-    machine.receive(begin, first, 0.5)
-    for sender in (first, other):
-        machine.receive(part_of(), sender, 1.0)
-    (wanted,) = [event for event in drain(machine) if isinstance(event, ReduceWanted)]
-    machine.reduced(wanted.job, bytes(64), 1.0)
-    listed = [wire.Contributor(peer=one.peer, weight=one.weight) for one in begin.members]
-    means = bytes(range(64)), bytes(range(64, 128))
-    for generation, owner in enumerate((other, first)):
-        if generation:
-            moved = wire.Reassign(key=begin.key, part=1, owner=owner, generation=1, parts_within_s=5.0)
-            machine.receive(moved, first, 1.0)
-        mean = wire.Mean(
-            key=begin.key,
-            part=1,
-            generation=generation,
-            total=64,
-            data=means[generation],
-            contributors=listed,
-        )
-        machine.receive(mean, owner, 1.0)
-    outcome = wire.Outcome(key=begin.key, run=RUN, committed=True, state_digest=DIGEST, members=begin.members)
-    for part, content, generation in zip(
-        begin.parts, (bytes(64), means[committed]), (0, committed), strict=True
-    ):
-        outcome.parts.add(
-            start_block=part.start_block, stop_block=part.stop_block, generation=generation,
-            digest=sha256(content), contributors=listed,
-        )  # fmt: skip
-    machine.receive(sign_outcome(signer, outcome), first, 1.0)
-    events = drain(machine)
-    taken = [bytes(event.mean) for event in events if isinstance(event, Committed)]
-    assert taken == ([bytes(64) + means[1]] if committed else [])
-    assert any(isinstance(event, OutcomeWithoutBytes) for event in events) == (not committed)
+    result = wire.Result(key=begin.key, lost=[wire.LostPart(part=7)])
+    assert refusal(machine, result, other) == "wrong parts"
+    result = wire.Result(key=begin.key, digest=b"short", signature=bytes(64))
+    assert refusal(machine, result, other) == "wrong digest length"
+    assert refusal(machine, wire.Result(key=begin.key), make_identity(7).peer_id) == "not a member"
+    machine.receive(wire.Result(key=begin.key, digest=bytes(32), signature=bytes(64)), other, 1.0)
+    result = wire.Result(key=begin.key, digest=b"2" * 32, signature=bytes(64))
+    assert refusal(machine, result, other) == "two votes"
 
 
 # ---- floods and noise
@@ -328,7 +258,7 @@ def fill(message: Message, chance: random.Random, strings: list[str], blobs: lis
 
 
 HEARD: list[type[Message]] = [
-    wire.Ready, wire.Waiting, wire.Begin, wire.Part, wire.Mean, wire.Result, wire.Reassign, wire.Decision,
+    wire.Ready, wire.Waiting, wire.Begin, wire.Part, wire.Mean, wire.Result, wire.Decision,
     wire.AskOutcome, wire.Behind, wire.Listen,
 ]  # fmt: skip
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from p2p_co2.protocol.rounds import Aborted, Began, PeerView, Rounds
 from p2p_co2.protocol.rounds.bounds import GRACE_S
-from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_machine import DIGEST, SHAPE, begun_member, drain, offer_of
@@ -20,7 +20,7 @@ TRAINS = PeerView(1e6)
 def machine_among(*others: PeerId, first: PeerId) -> tuple[Rounds, int]:
     """This peer among ``others``, and the round in which ``first`` of all four comes first."""
     round_ = next(n for n in range(1, 999) if coordination_order(NAMES, 0, n)[0] == first)
-    machine = Rounds(make_identity(0), RUN, SHAPE, 32)
+    machine = Rounds(make_identity(0), RUN, SHAPE)
     machine.set_state(0, round_ - 1, DIGEST)
     machine.set_peers(dict.fromkeys((ME, *others), TRAINS), 0.0)
     return machine, round_
@@ -124,12 +124,8 @@ def test_where_all_who_are_ready_are_missed_no_round_begins() -> None:
     machine.messages_to_send()
     machine.handle_timer(99.0)
     assert groups(machine) == []
-    outcomes = [
-        wire.Outcome.FromString(message.outcome)
-        for _, message in machine.messages_to_send()
-        if isinstance(message, wire.Decision)
-    ]
-    assert {outcome.reason for outcome in outcomes} == {"the links of all who were ready are broken"}
+    told = [message.refusal for _, message in machine.messages_to_send() if isinstance(message, wire.Waiting)]
+    assert set(told) == {"the links of all who were ready are broken"}
 
 
 def test_who_is_missed_is_not_told_that_it_is_behind_and_hears_the_round_that_begins_without_it() -> None:

@@ -11,8 +11,7 @@ from p2p_co2.protocol.rounds import Aborted, Began, Committed, OutcomeWithoutByt
 from p2p_co2.protocol.rounds.attempt import seal_begin
 from p2p_co2.protocol.rounds.bounds import GRACE_S, MAX_HEARD, MAX_LISTENERS, MEMBERS_PER_LISTENER
 from p2p_co2.protocol.rounds.deadline import MISSES
-from p2p_co2.protocol.rounds.listening import Ear
-from p2p_co2.protocol.rounds.swarm import coordination_order
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.simnet import EventLog, Settings, Swarm
@@ -95,7 +94,7 @@ def test_who_missed_a_round_is_not_ready_just_after_the_others_have_begun_for_go
     marks = contributions(
         rounds=16, left_out=5, stall_s=stall_s, seed=seed, step_s=ROUND_S / 4, payload_mb=payload_mb
     )
-    assert 1 <= max(of.count(".") for of in marks.values()) <= 2
+    assert max(of.count(".") for of in marks.values()) <= 2
 
 
 # ---- one round
@@ -134,21 +133,6 @@ def test_a_late_peer_has_the_mean_with_the_members_and_its_work_is_not_in_it() -
     net.run(5.0)
     assert {peer.states[0] for peer in net.peers.values()} == {net.peers[late].states[0]}
     assert not net.refused
-    begin = next(message for _, _, message in net.sent if isinstance(message, wire.Begin))
-    owners = {PeerId(part.owner) for part in begin.parts}
-    assert {name for name in net.names if net.peers[name].machine.given(0) == 1} == owners
-
-
-def test_what_a_listener_was_promised_is_forgotten_only_where_the_numbers_begin_anew() -> None:
-    ear = Ear(0, *[None] * 3)  # type: ignore[arg-type]
-    given = []
-    for version in (4, 4, 5, 3):
-        ear.moved(version, b"")
-        if version == 4:
-            ear.given = 5  # a LISTEN for the round that is open
-        ear.moved(version, b"")
-        given.append(ear.given)
-    assert given == [5, 5, 5, 3]
 
 
 def test_its_next_offer_is_in_the_next_round() -> None:
@@ -300,20 +284,3 @@ def test_who_asks_to_listen_and_is_ready_in_time_counts_as_punctual() -> None:
         ready = wire.Ready(fragment=0, round=1, base_version=0, state_digest=held, weight=1.0)
         net.deliver(late, coordinator, ready)
         assert readies.is_awaited(late)
-
-
-def test_a_part_that_another_took_over_is_not_waited_for() -> None:
-    net, (late,) = late_network(5)
-    begin = next(message for _, _, message in net.sent if isinstance(message, wire.Begin))
-    coordinator = next(source for source, _, message in net.sent if isinstance(message, wire.Begin))
-    stuck = next(part.owner for part in begin.parts if part.owner != coordinator)
-    net.on_reduce = lambda peer, job: not (peer == stuck and job.generation == 0)
-    net.offer(late)
-    decided_at = net.now
-    while not any(name == late and isinstance(event, OutcomeWithoutBytes) for name, event in net.events):
-        assert net.now < 1200.0
-        told = any(to == late and isinstance(message, wire.Decision) for _, to, message in net.sent)
-        decided_at = net.now if not told else decided_at
-        net.run(0.01)
-    assert any(isinstance(message, wire.Reassign) for _, _, message in net.sent)
-    assert net.now - decided_at < GRACE_S / 2

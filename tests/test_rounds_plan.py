@@ -34,7 +34,8 @@ from p2p_co2.protocol.rounds.parts import (
     parts_each,
     split_blocks,
 )
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, coordination_order, named
+from p2p_co2.protocol.rounds.rank import coordination_order
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, named
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
@@ -332,9 +333,10 @@ def test_impossible_pieces_are_refused_and_change_nothing() -> None:
 def test_two_quorums_share_a_member(count: int, data: st.DataObject) -> None:
     names = [PeerId(str(i)) for i in range(count)]
     coordinator = data.draw(st.sampled_from([*names, PeerId("outside")]))
+    live = data.draw(st.integers(count, 2 * count))
     attempt = Attempt(
         0, 1, bytes(16), {name: Share(1.0, 0) for name in names}, (BlockRange(0, 1),), (names[0],),
-        (frozenset(names),), DIGEST, coordinator, 1.0, 1.0,
+        (frozenset(names),), DIGEST, coordinator, 1.0, 1.0, live,
     )  # fmt: skip
     one = set(data.draw(st.lists(st.sampled_from(names), unique=True)))
     other = set(data.draw(st.lists(st.sampled_from(names), unique=True)))
@@ -349,7 +351,7 @@ def test_a_mean_travels_in_finer_pieces_than_the_slices_before_it() -> None:
         0, 1, bytes(16), {me: Share(1.0, 0), other: Share(1.0, 0)}, (BlockRange(0, 16),), (me,),
         (frozenset((me, other)),), DIGEST, me, 5.0, 12.0,
     )  # fmt: skip
-    swarm, outlet = Swarm(me, PayloadShape(8, (16,)), 32), Outlet(me)
+    swarm, outlet = Swarm(me, PayloadShape(8, (16,))), Outlet(me)
     swarm.set_live({me: PeerView(upload_bytes_per_s=1e6), other: PeerView()})
     mean = random.Random(0).randbytes(256 << 10)
     send_mean(attempt, 0, 0, mean, (), swarm=swarm, outlet=outlet)
@@ -364,7 +366,7 @@ def test_a_mean_travels_in_finer_pieces_than_the_slices_before_it() -> None:
 )
 def test_pieces_are_no_finer_than_a_round_could_notice(payload_mib: int, size: int) -> None:
     me, other = PeerId("p0"), PeerId("p1")
-    swarm = Swarm(me, PayloadShape(1 << 20, (payload_mib,)), 32)
+    swarm = Swarm(me, PayloadShape(1 << 20, (payload_mib,)))
     swarm.set_live({me: PeerView(upload_bytes_per_s=3e5), other: PeerView()})
     assert swarm.piece_bytes([me, other], LAST_PIECE_S) == size
     assert swarm.piece_bytes([me, other]) == 64 << 10
@@ -373,6 +375,6 @@ def test_pieces_are_no_finer_than_a_round_could_notice(payload_mib: int, size: i
 @pytest.mark.parametrize("upload_bytes_per_s", [4.1e6, 8e6, 14e6, 15e6])
 def test_pieces_of_the_largest_payload_are_no_larger_than_a_message_bears(upload_bytes_per_s: float) -> None:
     me, other = PeerId("p0"), PeerId("p1")
-    swarm = Swarm(me, PayloadShape(1 << 20, (999,)), 32)
+    swarm = Swarm(me, PayloadShape(1 << 20, (999,)))
     swarm.set_live({me: PeerView(upload_bytes_per_s=upload_bytes_per_s), other: PeerView()})
     assert swarm.piece_bytes([me, other], LAST_PIECE_S) == MAX_PIECE_BYTES

@@ -22,7 +22,6 @@ from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.owner import Arrivals, PartJob, Room
 from p2p_co2.protocol.rounds.parts import BlockRange, Rates, divide
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
-from p2p_co2.protocol.rounds.tally import Tally
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
 from tests.fuzz import world
@@ -69,7 +68,7 @@ def test_a_fast_link_among_many_is_not_given_more_than_it_can_hold() -> None:
 def test_an_owner_holds_no_more_than_the_bound_whatever_begin_gives_it() -> None:
     names = tuple(PeerId(f"p{i:02}") for i in range(40))
     size = PIECE_UNIT_BYTES
-    swarm, outlet = Swarm(names[0], PayloadShape(size, (1,)), 64), Outlet(names[0])
+    swarm, outlet = Swarm(names[0], PayloadShape(size, (1,))), Outlet(names[0])
     swarm.set_live({name: PeerView(1e6) for name in names})
     attempt = Attempt(
         0, 1, bytes(16), dict.fromkeys(names, Share(1.0, 0)), (BlockRange(0, 1),), (names[0],),
@@ -95,7 +94,7 @@ def test_the_first_slice_is_put_together_in_the_means_place() -> None:
     """A message's memory is let go of as it comes; what comes next has a place of its own."""
     me, first, second = (PeerId(f"p{i:02}") for i in range(3))
     size = 2 * PIECE_UNIT_BYTES
-    swarm, outlet = Swarm(me, PayloadShape(size, (1,)), 4), Outlet(me)
+    swarm, outlet = Swarm(me, PayloadShape(size, (1,))), Outlet(me)
     swarm.set_live({name: PeerView(1e6) for name in (me, first, second)})
     shares = dict.fromkeys((me, first, second), Share(1.0, 0))
     attempt = Attempt(
@@ -120,41 +119,6 @@ def test_the_first_slice_is_put_together_in_the_means_place() -> None:
 # ---- a lost part
 
 
-def tally_of(owners: Sequence[PeerId], lost: int) -> list[PeerId]:
-    """Everybody reports part ``lost``: who is asked to take it, as the coordinator ``p0`` tells it."""
-    outlet = Outlet(NAMES[0])
-    swarm = Swarm(NAMES[0], PayloadShape(1, (len(owners),)), 32)
-    swarm.set_live({name: PeerView(1e6) for name in NAMES})
-    attempt = Attempt(
-        0, 1, bytes(16), dict.fromkeys(NAMES, Share(1.0, 0)),
-        tuple(BlockRange(i, i + 1) for i in range(len(owners))), tuple(owners),
-        (frozenset(NAMES),) * len(owners), DIGEST, NAMES[0], 5.0, 12.0,
-    )  # fmt: skip
-    tally = Tally(attempt, swarm, outlet, lambda outcome: None, observed=Durations(), now=0.0)
-    tally.start(0.0)
-    parts = [
-        wire.PartOutcome(
-            start_block=i,
-            stop_block=i + 1,
-            digest=b"" if i == lost else DIGEST,
-            contributors=[] if i == lost else [wire.Contributor(peer=NAMES[0], weight=1.0)],
-        )
-        for i in range(len(owners))
-    ]
-    for name in NAMES:
-        tally.result(wire.Result(key=attempt.key(), parts=parts, lost_parts=[lost]), name, 1.0)
-    return [message.owner for _, message in outlet.messages if isinstance(message, wire.Reassign)]
-
-
-def test_a_lost_part_goes_to_a_link_that_could_carry_one() -> None:
-    """Those who own nothing were found too slow to own: they must not inherit because they have room."""
-    fast = (NAMES[0], NAMES[1], NAMES[1], NAMES[2])
-    heirs = tally_of(fast, lost=0)
-    assert heirs
-    assert set(heirs) <= {NAMES[1], NAMES[2]}
-    assert NAMES[3] not in heirs
-
-
 # ---- means that come after the decision
 
 
@@ -165,6 +129,10 @@ class Receiver:
     attempt: Attempt
     missing: PeerId = NAMES[1]
 
+    @property
+    def exchange(self) -> Receiver:
+        return self
+
     def may_complete(self, outcome: wire.Outcome) -> bool:
         return True
 
@@ -174,7 +142,7 @@ class Receiver:
 
 def completing_of(parts_within_s: float) -> Completing:
     """Since 100.0 s."""
-    swarm = Swarm(NAMES[0], PayloadShape(1, (2,)), 32)
+    swarm = Swarm(NAMES[0], PayloadShape(1, (2,)))
     swarm.set_live({name: PeerView(1e6) for name in NAMES})
     attempt = Attempt(
         0, 1, bytes(16), dict.fromkeys(NAMES, Share(1.0, 0)), (BlockRange(0, 2),), (NAMES[1],),

@@ -6,7 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from hearing_peer import NEWCOMER, NO_ROUND, OTHER, Place
+from hearing_peer import NEWCOMER, OTHER, Place
 
 from p2p_co2.node.progress import (
     LACKS,
@@ -79,15 +79,13 @@ def test_who_is_done_sees_whether_somebody_still_joins() -> None:
 
 
 @pytest.mark.parametrize("moves", [False, True])
-@pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("differs", [False, True])
 @pytest.mark.parametrize(("settled", "newcomers"), [(False, False), (True, False), (True, True)])
 def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
-    moves: bool, counts: bool, is_new: bool, differs: bool, settled: bool, newcomers: bool
+    moves: bool, is_new: bool, differs: bool, settled: bool, newcomers: bool
 ) -> None:
-    """By what moves, and by the votes of others that it counts: one that left then ended a version behind.
-    Where all agree only somebody who still joins may need it; who came just now has asked for nothing yet."""
+    """By what moves. Where all agree only a peer that still joins may need it."""
     place, asked = Place(3, 3), list[tuple[float, float]]()
 
     def say(answer: bool, now: float, within_s: float) -> bool:
@@ -95,13 +93,12 @@ def test_when_the_run_is_over_a_peer_stays_while_it_is_needed(
         return answer
 
     place.node.catchup.moves = partial(say, moves)
-    place.node.rounds = SimpleNamespace(**{**NO_ROUND, "counts_for_others": partial(say, counts)})
     place.now = 100.0
     place.progress.newcomers = newcomers
     within_s = 7.0 * (NEWCOMERS_WAIT if settled else 1.0)  # a donor's silence must be found out
     place.progress.newcomer_at = place.now - within_s - (0.0 if is_new else 0.1)
     place.progress._differed_at = place.now - (7.0 if differs else 7.1)
-    expected = newcomers and (moves or is_new) if settled else moves or counts or differs
+    expected = newcomers and (moves or is_new) if settled else moves or differs
     assert place.progress.is_needed(7.0, settled) == expected
     assert set(asked) <= {(place.now, within_s)}
 
@@ -124,10 +121,7 @@ def test_who_is_done_stays_while_not_all_hold_the_same() -> None:
     place = Place(3, 3, rounds=8)
     place.progress.rounds_per_s = 0.01
     place.node.catchup.moves = lambda now, within_s: False
-    place.node.rounds = SimpleNamespace(
-        counts_for_others=lambda now, within_s: False,
-        is_over=lambda fragment: False,
-    )
+    place.node.rounds = SimpleNamespace(is_over=lambda fragment: False)
     place.progress.local = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
 
     def is_needed() -> bool:

@@ -53,7 +53,7 @@ def make_plan(options: PlanOptions) -> Plan:
     run = read_run_config(options.run_file)
     links, link_source = read_links(options.link, options.peers, run.seed)
     if options.peers > run.group_size:
-        link_source += f"; of {options.peers} peers the {run.group_size} slowest uploads make the round"
+        link_source += f"; of {options.peers} peers the slowest {run.group_size}, all that may come"
     sources = {"links": link_source, "step": "given", "parameters": "given"}
     fragments = even_fragments(options.parameters, run.fragments) if options.parameters else ()
     step_s, tokens, train_bytes = options.step_s, 0, 16.0 * options.parameters

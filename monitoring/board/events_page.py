@@ -101,7 +101,7 @@ class RoundPage:
         with card("Time line of every member", hint):
             self._chart = Chart("chart-round", "tall")
             self._note = Text("b-hint", "round-note")
-        hint = "counted: weights (tokens) in the decision that the coordinator signed"
+        hint = "counted: weights (tokens) in the commit that a quorum of the members signed"
         with card("Whose work is in the mean", hint):
             self._weights = Listing(test_id="round-weights")
 

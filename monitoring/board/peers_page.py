@@ -56,7 +56,7 @@ class PeersPage:
             self._table.on("rowClick", lambda click: ui.navigate.to(f"/peer/{click.args[1]['peer']}"))
             ui.label(
                 "Tokens, loss, rates and utilisation are a peer's own word. Its share is counted by the "
-                "group: weights in decisions that a coordinator signed and another member witnessed."
+                "group: weights in commits that more than half of its peers signed."
             ).classes("b-foot")
 
     def refresh(self, facts: SwarmFacts) -> None:

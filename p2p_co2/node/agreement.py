@@ -29,10 +29,8 @@ class Agreement:
         membership: Membership,
         agreed: Sequence[AgreedVersion],
         local: Callable[[], tuple[Status.Phase, Collection[int]]],
-        group_size: int,
     ) -> None:
         self._me, self._membership, self._agreed, self._local = me, membership, agreed, local
-        self._group_size = group_size
         self._views: dict[int, tuple[int, View]] = {}
         self._past: dict[int, dict[int, bytes]] = {}
         self._alone: dict[int, int] = {}
@@ -40,8 +38,6 @@ class Agreement:
         self.given_up: dict[int, int] = {}
         self._words: dict[PeerId, tuple[int, ...]] = {}
         """What each held that was heard since this peer is done, those that have gone among them."""
-        self._were_here: dict[PeerId, None] = {}
-        """The last that went, in the order in which they did."""
 
     # ---- what others say
 
@@ -119,22 +115,9 @@ class Agreement:
 
     # ---- whose rounds are replayed
 
-    def left(self, peer: PeerId) -> None:
-        """``peer`` is live no more."""
-        self._were_here.pop(peer, None)
-        self._were_here[peer] = None
-        if len(self._were_here) > MAX_PEERS:
-            del self._were_here[next(iter(self._were_here))]
-
-    def may_decide(self, peer: PeerId, group: Collection[PeerId]) -> bool:
-        """Whether ``peer`` may have decided for ``group``: a coordinator may be no member, or have left."""
-        return peer == self._me or peer in group or peer in self._membership.live or peer in self._were_here
-
     def is_most(self, group: set[PeerId], fragment: int) -> bool:
         """Whether at least half of the peers that train now and have yet to offer for ``fragment`` are in
-        ``group``, or as many as a group holds. Those of it that have finished since count, too."""
-        if len(group) >= self._group_size:
-            return True
+        ``group``. Those of it that have finished since count, too."""
         live = self._membership.live
         training = {peer for peer, info in live.items() if info.status.offers_for(fragment)}
         made_it = {peer for peer in group if peer in live and live[peer].status.phase in policy.MOVING}

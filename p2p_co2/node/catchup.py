@@ -229,7 +229,7 @@ class CatchupController:
         if not whole and 0 < version - current <= rounds:
             goal = Goal(ROUND, fragment, current + 1, alive)
         elif target.why is not Why.OTHER and self.majority.is_one_word(fragment, version):
-            self._give_up(fragment, f"only few have a state of version {version}", is_proved=False)
+            self._give_up(fragment, f"only few have a state of version {version}")
             return
         else:
             # A state a little older will do, where donors are giving that one: the rounds since are replayed.
@@ -262,13 +262,12 @@ class CatchupController:
         else:
             self._give_up(fragment, event.reason)
 
-    def _give_up(self, fragment: int, reason: str, *, is_proved: bool = True) -> None:
-        """What is wanted is nowhere to be had, or only of few (not ``is_proved``: one that made a last round
-        alone cannot give it in its first moment): heartbeats will tell where most are."""
+    def _give_up(self, fragment: int, reason: str) -> None:
+        """What is wanted is nowhere to be had, or only of few: heartbeats will tell where most are."""
         target = self._targets.get(fragment)
         self._drop_target(fragment)
         if target is not None:  # nobody has its bytes: do not wait for them
-            self._rounds.forget_outcome(fragment, target.version, is_proved=is_proved)
+            self._rounds.forget_outcome(fragment, target.version)
         self._again_at[fragment] = self._do.now() + AGAIN_AFTER_S
         if target is None or target.why is not Why.LAST:  # one peer's word ends no offer of ours
             self._do.give_up_offer(fragment)
@@ -294,15 +293,13 @@ class CatchupController:
         self._went_on(event, "replay")
 
     def _checked_mean(self, event: Fetched) -> AgreedMean | None:
-        """The mean of a replayed round, held against its signed decision; None if this peer is past it
+        """The mean of a replayed round, held against its certificate; None if this peer is past it
         already. Raises ``RemoteProtocolError``."""
         fragment = event.goal.fragment
         outcome, agreed = open_decision(event.decision, self._run, self._shape), self._agreed[fragment]
-        if not outcome.committed or (outcome.key.fragment, outcome.key.round) != (fragment, event.version):
+        if (outcome.key.fragment, outcome.key.round) != (fragment, event.version):
             raise RemoteProtocolError("bad decision", "of another round")
         group = {PeerId(member.peer) for member in outcome.members}
-        if not self.majority.may_decide(PeerId(outcome.decided_by), group):
-            raise RemoteProtocolError(OTHER_HISTORY, "decided by one that never was here")
         if not self.majority.is_most(group, fragment):
             raise RemoteProtocolError(OTHER_HISTORY, "most peers that train here are not in its group")
         if agreed.version != event.version - 1:

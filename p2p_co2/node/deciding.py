@@ -33,7 +33,7 @@ from p2p_co2.protocol.rounds import (
     counted_weights,
     open_decision,
 )
-from p2p_co2.protocol.rounds.derived import Derived
+from p2p_co2.protocol.rounds.certificate import Derived
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, Status
@@ -159,7 +159,7 @@ class Deciding:
             ev.RoundCounted,
             fragment=event.fragment,
             round=event.round,
-            decided_by=outcome.decided_by,
+            decided_by=outcome.coordinator,
             weights=counted_weights(outcome),
         )
         self._tell_of_capped(outcome)

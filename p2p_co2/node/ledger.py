@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from p2p_co2.protocol.rounds.derived import Derived
+from p2p_co2.protocol.rounds.certificate import Derived
 from p2p_co2.protocol.wire.messages_pb2 import Outcome
 from p2p_co2.system.memory import Buffer, Joined
 
@@ -49,12 +49,14 @@ class AgreedMean:
 def weights_of(outcome: Outcome) -> tuple[PartWeights, ...]:
     """Who is in the mean of a checked, committed outcome, part by part."""
     asked = {member.peer: member.weight for member in outcome.members}
+    names = {member.peer: member.offer_id for member in outcome.members}
     return tuple(
         PartWeights(
             part.start_block,
             part.stop_block,
             {c.peer: c.weight for c in part.contributors},
             {c.peer: asked[c.peer] for c in part.contributors if c.weight != asked.get(c.peer, c.weight)},
+            {c.peer: name for c in part.contributors if (name := names.get(c.peer))},
         )
         for part in outcome.parts
     )

@@ -29,7 +29,7 @@ from p2p_co2.node.peer_finder import BackgroundTasks, FinderEvents, PeerFinder
 from p2p_co2.node.progress import LocalProgress, SwarmProgress
 from p2p_co2.node.router import Inbox, Router, RouterEvents
 from p2p_co2.protocol.catchup import CatchUp, Shape, chunk_bytes_of
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S, SLOWEST_HEARTBEAT_S, quiet_beat_s
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S, quiet_beat_s
 from p2p_co2.protocol.membership import Joined, Left, Membership
 from p2p_co2.protocol.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.protocol.schedule import Stage
@@ -76,12 +76,12 @@ class Node:
         self.me = network.identity.peer_id
         self.run_digest = environment.group
         self._envelope_head = head_of(environment.group)
-        self.shape, self.group_size = shape, network.run.group_size
+        self.shape, self.most_peers = shape, network.run.group_size
         self.agreed = list(agreed)
         pace = network.run.clock
         quiet_s = quiet_beat_s(pace.round_s) if pace.mode == "time" else 0.0
         self.membership = Membership(self.me, quiet_s, model)
-        self.rounds = Rounds(network.identity, self.run_digest, shape, network.run.group_size)
+        self.rounds = Rounds(network.identity, self.run_digest, shape)
         chunk_bytes = shape.chunk_bytes or chunk_bytes_of(state_bytes)
         sizes = Shape(shape.mean_bytes, tuple(state_bytes), chunk_bytes, shape.scale)
         self.catchup = CatchUp(network.identity, self.run_digest, sizes, self.rounds.is_everywhere)
@@ -124,7 +124,7 @@ class Node:
             self.now, self.report, self.spawn, self.refuse, self.give_up_offer, deciding.settle_offer,
             deciding.take, deciding.adopt, deciding.export, self.pump,
         )  # fmt: skip
-        agreement = Agreement(self.me, self.membership, self.agreed, self._standing, self.group_size)
+        agreement = Agreement(self.me, self.membership, self.agreed, self._standing)
         return CatchupController(
             self.catchup, self.rounds, agreement, self.agreed, self.run_digest, self.shape, effects
         )
@@ -296,8 +296,6 @@ class Node:
             self._sleeps_until = -math.inf  # nobody need wake it: it looks for the next timer as it ends
             now = self.now()
             beat_at = self.membership.get_timer()
-            if beat_at is not None and now > beat_at + SLOWEST_HEARTBEAT_S:
-                self.rounds.woke(now)
             if (now >= self._beat_at and self._has_news()) or (beat_at is not None and now >= beat_at):
                 self._looked_revision = self.membership.revision
                 self.refresh()
@@ -412,7 +410,6 @@ class Node:
         else:
             self.report(ev.PeerLeft, other=event.peer, reason=event.reason)
             self.catchup.forget_donor(event.peer, now)
-            self.catching.majority.left(event.peer)
         self._has_strangers = True  # they come and go in crowds, and each telling costs as many as there are
         self._beat_at = min(self._beat_at, now + max(CROWD_S, self._refresh_s() / 2))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from p2p_co2.protocol.membership import PeerInfo, positions
 from p2p_co2.protocol.rounds import PeerView
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_PEERS
+from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.protocol.wire.status import finished_bits
 from p2p_co2.telemetry import events as ev
@@ -215,7 +215,7 @@ class SwarmProgress:
         moves = self._node.catchup.moves(now, within_s)
         works = now - self._worked_at <= within_s
         differs = now - self._differed_at <= within_s
-        return moves or works or differs or self._node.rounds.counts_for_others(now, within_s)
+        return moves or works or differs
 
     def missing(self) -> str:
         """In words, what others hold and this peer has not, or will hold; empty if that is nothing. Other
@@ -361,7 +361,7 @@ class SwarmProgress:
         near = self._node.membership.live
         live = near.values()
         inside = [info.versions for info in live if info.status.phase != Status.JOINING]
-        is_there, self.full = bool(inside), len(inside) >= MAX_MEMBERS
+        is_there, self.full = bool(inside), len(inside) >= self._node.most_peers
         self.met = self.met or is_there
         if inside and 2 * len(inside) >= len(live):  # a few alone could hold up all who join
             middle = (len(inside) - 1) // 2

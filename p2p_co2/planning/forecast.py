@@ -106,8 +106,8 @@ def setting_of(
     run: RunConfig, fragments: Sequence[int], step_s: float, links: Sequence[Link], *,
     tokens_per_step: int = 0, train_bytes: float = 0.0,
 ) -> Setting:  # fmt: skip
-    """The setting of a run file. Of more peers than ``group_size`` the slowest uploads make the group: a plan
-    is for the worst."""
+    """The setting of a run file. Of more peers than ``group_size`` allows it takes the slowest uploads: a
+    plan is for the worst."""
     clock = run.clock
     group = sorted(links, key=lambda link: link.up_bytes_per_s)[: run.group_size]
     return Setting(

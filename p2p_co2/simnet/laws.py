@@ -115,8 +115,7 @@ class Books:
         """Somebody signed something: kept if it is a committed outcome."""
         if context == DECISION_CONTEXT:
             outcome = Outcome.FromString(content)
-            if outcome.committed:
-                self._signed.setdefault((outcome.key.fragment, outcome.key.round), []).append(outcome)
+            self._signed.setdefault((outcome.key.fragment, outcome.key.round), []).append(outcome)
 
     def signed_upon(self, fragment: int, before: State) -> Iterator[Outcome]:
         """The outcomes of the next round that were signed upon this state: a split may sign two."""
@@ -147,8 +146,7 @@ class Auditor:
             self._broken("conservation", f"fragment {fragment}: an offer is not the work that it claims")
         self._compare(fragment, base, offer.counted, "an offer")
         rounds = self._books.offers[fragment]
-        for name in (offer.weight, offer.offer_id):
-            rounds.setdefault(offer.round, {})[self._peer, name] = offer
+        rounds.setdefault(offer.round, {})[self._peer, offer.offer_id] = offer
         while len(rounds) > OFFERS_KEPT:
             del rounds[min(rounds)]
 
@@ -197,7 +195,7 @@ class Auditor:
         offers = self._books.offers[fragment].get(before.version + 1, {})
         promised = self._books.signed_upon(fragment, before)
         for part in (part for outcome in promised for part in weights_of(outcome)):
-            mine = offers.get((self._peer, part.offer_of(self._peer) or 0.0))
+            mine = offers.get((self._peer, part.offer_of(self._peer) or b""))
             units = mine.units if mine is not None else 0
             for block in range(part.start_block, part.stop_block):
                 start, stop = self._counted_in(taken)[block], min(counted[block], units)
@@ -250,7 +248,7 @@ class Auditor:
         self, mean: AgreedMean, part: PartWeights, counted: dict[str, tuple[int, ...]], place: str
     ) -> None:
         offers = self._books.offers[mean.fragment].get(mean.round, {})
-        named = {peer: offers.get((peer, part.offer_of(peer) or 0.0)) for peer in sorted(part.weights)}
+        named = {peer: offers.get((peer, part.offer_of(peer) or b"")) for peer in sorted(part.weights)}
         known = {peer: offer for peer, offer in named.items() if offer is not None}
         at = slice(part.start_block * BLOCK_BYTES, part.stop_block * BLOCK_BYTES)
         if absent := [peer[-6:] for peer in named if peer not in known]:

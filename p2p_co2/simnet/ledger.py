@@ -358,8 +358,10 @@ class CountingLedger:
         """Which of this peer's offers the mean holds, and whether it holds one that it no longer knows."""
         known = [offer for offer in (mine.in_flight, mine.withdrawn) if offer and offer.round == round_]
         names = {part.offer_of(self.peer) for part in parts if self.peer in part.weights}
-        offer = next((one for one in known if names and names <= {one.weight, one.offer_id}), None)
-        return offer, bool(names) and offer is None
+        if not names:
+            return None, False
+        offer = next((offer for offer in known if names == {offer.offer_id}), None)
+        return offer, offer is None
 
     def _abort(self, fragment: int, offer_id: bytes) -> None:
         mine = self.fragments[fragment]

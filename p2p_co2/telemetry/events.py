@@ -180,7 +180,7 @@ class RoundCommitted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCounted(Event):
-    """Whose work is in a committed mean, as a signed decision that the writer has checked says."""
+    """Whose work is in a committed mean, as a certificate that the writer has checked says."""
 
     fragment: int
     round: int

@@ -323,6 +323,11 @@ class Connection:
         arrival = Arrival(node, time.monotonic())
         while True:
             self._thread.check()
+            if node.progress.full:
+                raise TransportError(
+                    f"this run has {node.most_peers} peers already, as many as its group_size allows; "
+                    "join again when one has left"
+                )
             in_doubt = self._in_doubt(node, arrival.began_at)
             now = time.monotonic()
             listened = now - arrival.began_at > LISTEN_TO_LISTED_S

@@ -80,7 +80,7 @@ class Bench:
         self.identity = make_identity(name)
         self.me, self.run_digest, self.at = self.identity.peer_id, RUN, now
         self.membership = Membership(self.me)
-        self.rounds = Rounds(self.identity, RUN, SHAPE, 32)
+        self.rounds = Rounds(self.identity, RUN, SHAPE)
         means = tuple(blocks * SHAPE.block_bytes for blocks in SHAPE.blocks)
         self.catchup = CatchUp(self.identity, RUN, Shape(means, STATE_BYTES))
         inbox = Inbox(self.membership, self.rounds, self.catchup, self.status, lambda: None)

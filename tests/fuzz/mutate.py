@@ -17,9 +17,9 @@ from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import DecodeError, Message
 
 from p2p_co2.protocol.catchup.manifest import MANIFEST_CONTEXT, content_of
-from p2p_co2.protocol.rounds.decision import sign_outcome
 from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.protocol.wire.messages_pb2 import Envelope, Outcome
+from tests.certificates import certify
 
 MOST_COPIES = 5000
 _INTEGERS = {
@@ -118,7 +118,7 @@ class Mutator:
             return
         self._change(outcome)
         if self.tape.choose(2):
-            envelope.decision.CopyFrom(sign_outcome(liar, outcome))
+            envelope.decision.CopyFrom(certify(outcome, liar))
         else:
             envelope.decision.outcome = outcome.SerializeToString()
 

@@ -107,11 +107,11 @@ def check_bounds(trainer: Trainer) -> None:
     assert not node._stopping.is_set()
     for name, (held, most) in node.router.held().items():
         assert held <= most, name
-    for fragment in node.rounds._fragments:
+    for index, fragment in enumerate(node.rounds._fragments):
         held = sum(fragment._early._bytes.values())
-        assert held <= max(bounds.EARLY_FLOOR_BYTES, 2 * fragment._payload_bytes)
-        assert len(fragment.verdicts._commits) <= bounds.KEEP_DECISIONS
-        assert len(fragment.verdicts._ended) <= bounds.KEEP_ATTEMPTS
+        assert held <= max(bounds.EARLY_FLOOR_BYTES, 2 * node.shape.payload_bytes(index))
+        assert len(fragment.history._commits) <= bounds.KEEP_DECISIONS
+        assert len(fragment.history._ended) <= bounds.KEEP_ATTEMPTS
     assert len(node.rounds._coordination._gatherings) <= 8
     assert len(node.membership.live) <= 4
     assert size_of(node.rounds) + size_of(node.membership) + size_of(node.catchup) < MOST_HELD_BYTES

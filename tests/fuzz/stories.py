@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from p2p_co2.protocol.catchup import ROUND, STATE
 from p2p_co2.protocol.rounds.gathering import behind_message
-from p2p_co2.protocol.wire.messages_pb2 import Envelope, Listen, ModelRow, ModelTable, RoundKey
+from p2p_co2.protocol.wire.messages_pb2 import AskOutcome, Envelope, Listen, ModelRow, ModelTable, RoundKey
 from tests.fuzz.bench import Bench, Together, envelope
 from tests.fuzz.world import make_identity
 
@@ -55,7 +55,7 @@ def _missed_round(together: Together) -> None:
 
 
 def _lost_member(together: Together, number: int, after_s: float) -> None:
-    """One peer falls silent in the middle of a round: parts are given away, a coordinator succeeded."""
+    """One peer falls silent in the middle of a round: its parts are given away."""
     for bench in together.benches:
         together.do(bench, lambda one: one.offer(1))
     together.run(after_s)
@@ -75,6 +75,17 @@ def _lost_third(together: Together) -> None:
     _lost_member(together, 2, 0.035)
 
 
+def _deaf_for_a_moment(together: Together) -> None:
+    """One peer hears neither means nor votes, and asks how the round ended."""
+    for bench in together.benches:
+        together.do(bench, lambda one: one.offer(1))
+    together.run(0.035)
+    together.cut.add(together.benches[2].me)
+    together.run(1.0)
+    together.cut.clear()
+    together.run(12.0)
+
+
 def _loads(together: Together) -> None:
     _small_round(together)
     late = together.benches[0]
@@ -88,7 +99,8 @@ def _loads(together: Together) -> None:
 
 
 STORIES: tuple[Callable[[Together], None], ...] = (
-    _small_round, _large_round, _missed_round, _lost_first, _lost_second, _lost_third, _loads,
+    _small_round, _large_round, _missed_round, _lost_first, _lost_second, _lost_third,
+    _deaf_for_a_moment, _loads,
 )  # fmt: skip
 
 
@@ -127,6 +139,8 @@ def examples() -> dict[str, tuple[bytes, ...]]:
     found["behind"] = {
         envelope(behind): None
     }  # these peers hear of each other's versions too soon to need it
+    asked = AskOutcome(key=RoundKey(fragment=0, round=1, attempt=bytes(16)))
+    found["ask_outcome"] = {envelope(asked): None}  # they all hear how a round ends
     digest, attempts = bytes(32), (b"", bytes(16))  # nor is any of them a moment late
     found["listen"] = {
         envelope(Listen(key=RoundKey(fragment=0, round=1, attempt=attempt), state_digest=digest)): None

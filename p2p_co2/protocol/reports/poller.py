@@ -4,9 +4,8 @@ Law: at most ``MAX_ASKED`` peers, one question in flight to each; a peer that fa
 rarely, never forgotten while it is listed. Times of events are brought to this machine's clock when a peer's
 is off by more than ``OFFSET_MATTERS_S``.
 
-Signed decisions: a coordinator sends its own unasked, else one teller after the other is asked for it. It
-counts if the signature holds, the signer is who most tellers call the coordinator, and another member of the
-round is one of those: one liar counts nothing.
+Certificates: a coordinator sends its own unasked, else one teller after the other is asked for it. What most
+tellers of a round signed counts, if two of them did, or its only member: one liar counts nothing.
 """
 
 from __future__ import annotations
@@ -52,25 +51,25 @@ class _Asked:
 
 @dataclass
 class _Wanted:
-    """A committed round whose decision is wanted: who told of it, and whom they call its coordinator."""
+    """A committed round whose decision is wanted: and who told of it."""
 
-    tellers: dict[PeerId, str] = field(default_factory=dict)
+    tellers: dict[str, str] = field(default_factory=dict)
     at: float = 0.0
     tries: int = 0
-    reads: dict[str, RoundCounted] = field(default_factory=dict)
-    """Decisions, signature checked, by signer; only of those whom a teller calls the coordinator."""
+    reads: dict[frozenset[str], RoundCounted] = field(default_factory=dict)
+    """Commits whose certificate holds, by who signed them."""
     done: bool = False
 
     def believed(self) -> RoundCounted | None:
-        """What the peer signed whom most tellers call the coordinator; None if it has not come."""
-        return self.reads.get(Counter(self.tellers.values()).most_common(1)[0][0])
-
-    def is_witnessed(self, read: RoundCounted) -> bool:
-        """Whether another member than its signer calls the signer the coordinator. The signer need not be a
-        member: a peer that coordinates may have nothing to offer."""
-        others = set(read.weights) - {read.decided_by}
-        named = {teller for teller, coordinator in self.tellers.items() if coordinator == read.decided_by}
-        return bool(others & named) or not others
+        """What most tellers signed, and at least two of them or its only member: certificates of strangers
+        cost nothing to make. None if it has not come."""
+        told = {signers: len(signers & self.tellers.keys()) for signers in self.reads}
+        best = max(told, key=lambda signers: (told[signers], sorted(signers)), default=None)
+        if best is None:
+            return None
+        read = self.reads[best]
+        is_alone = set(read.weights) == best and len(best) == 1
+        return read if told[best] >= 2 or (told[best] and is_alone) else None
 
 
 class Poller:
@@ -196,7 +195,7 @@ class Poller:
 
     def _count(self, wanted: _Wanted) -> None:
         read = wanted.believed()
-        if read is not None and not wanted.done and wanted.is_witnessed(read):
+        if read is not None and not wanted.done:
             wanted.done = True
             wanted.reads = {}
             self._news.events.append(dataclasses.replace(read, at=wanted.at))
@@ -213,15 +212,20 @@ class Poller:
     def _take_decisions(self, asked: _Asked, opened: Opened, unix_now: float) -> None:
         for decision in opened.decisions[:MAX_DECISIONS]:
             try:
-                counted = read_decision(decision, self._run, unix_now)
+                counted, signers = read_decision(decision, self._run, unix_now)
             except RemoteProtocolError as error:
                 refused = asked.sighting.refused + Counter({error.reason: 1})
                 self._see(asked, refused=refused)
                 continue
             wanted = self._wanted.get((counted.fragment, counted.round))
-            if wanted is None or wanted.done or counted.decided_by not in wanted.tellers.values():
+            if (
+                wanted is None
+                or wanted.done
+                or len(wanted.reads) >= TRIES
+                or not signers & wanted.tellers.keys()
+            ):
                 continue
-            wanted.reads.setdefault(counted.decided_by, counted)
+            wanted.reads.setdefault(signers, counted)
             self._count(wanted)
 
 

@@ -18,10 +18,10 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.rounds import DECISION_CONTEXT, counted_weights
-from p2p_co2.protocol.wire.identity import PeerId, public_key_of, unseal, verify
+from p2p_co2.protocol.rounds import check_certificate, counted_weights
+from p2p_co2.protocol.wire.identity import PeerId, public_key_of, unseal
 from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS, MAX_MEMBERS, MAX_STRING
-from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, Report
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Report
 from p2p_co2.telemetry.events import (
     Event,
     LinkLost,
@@ -159,18 +159,14 @@ def _is_peer_id(name: str) -> bool:
     return True
 
 
-def read_decision(decision: Decision, run: bytes, at: float) -> RoundCounted:
-    """Whose work a signed, committed decision of this run says was in the mean. Raises
-    ``RemoteProtocolError``. Whether its signer was the round's coordinator is the caller's question."""
-    outcome = Outcome()
-    try:
-        outcome.ParseFromString(decision.outcome)
-    except DecodeError:
-        raise RemoteProtocolError("unreadable", "not an Outcome") from None
-    verify(outcome.decided_by, DECISION_CONTEXT, decision.outcome, decision.signature)
+def read_decision(decision: Decision, run: bytes, at: float) -> tuple[RoundCounted, frozenset[str]]:
+    """Whose work a commit of this run says was in the mean, and who signed it, if its certificate holds.
+    Raises ``RemoteProtocolError``."""
+    votes = [(vote.member, vote.signature) for vote in decision.votes[: MAX_MEMBERS + 1]]
+    outcome = check_certificate(decision.outcome, votes, run)
     weights = {member.peer: member.weight for member in outcome.members}
-    if outcome.run != run or not outcome.committed:
-        raise RemoteProtocolError("bad decision", "of another run, or of no commit")
+    if not _is_peer_id(outcome.coordinator):
+        raise RemoteProtocolError("bad decision", "an impossible coordinator")
     if not 0 < len(weights) <= MAX_MEMBERS or len(outcome.parts) > MAX_MEMBERS:
         raise RemoteProtocolError("bad decision", "too many members or parts")
     if not all(_is_peer_id(peer) and 0 < weight < MAX_REAL for peer, weight in weights.items()):
@@ -188,11 +184,12 @@ def read_decision(decision: Decision, run: bytes, at: float) -> RoundCounted:
         stop = part.stop_block
     if outcome.key.fragment >= MAX_FRAGMENTS or not 0 < outcome.key.round <= MAX_ROUND:
         raise RemoteProtocolError("bad decision", "of no round")
-    return RoundCounted(
+    counted = RoundCounted(
         at=at,
-        peer=outcome.decided_by,
+        peer=outcome.coordinator,
         fragment=outcome.key.fragment,
         round=outcome.key.round,
-        decided_by=outcome.decided_by,
+        decided_by=outcome.coordinator,
         weights=counted_weights(outcome),
     )
+    return counted, frozenset(outcome.members[index].peer for index, _ in votes)

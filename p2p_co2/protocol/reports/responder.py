@@ -64,14 +64,14 @@ class Responder:
 
     def remember(self, fragment: int, round_: int, decision: Decision) -> None:
         """Keep the signed decision of a committed round."""
-        size_bytes = len(decision.outcome)
+        size_bytes = decision.ByteSize()
         if (fragment, round_) in self._decisions or size_bytes > MAX_ANSWER_BYTES:
             return
         self._decisions[fragment, round_] = decision
         self._decision_bytes += size_bytes
         while len(self._decisions) > MAX_DECISIONS_KEPT or self._decision_bytes > MAX_DECISION_BYTES_KEPT:
             _, oldest = self._decisions.popitem(last=False)
-            self._decision_bytes -= len(oldest.outcome)
+            self._decision_bytes -= oldest.ByteSize()
 
     def answer(self, data: bytes, asker: PeerId, now: float, unix_now: float) -> bytes:
         """The sealed ``Report`` to a serialised ``ReportRequest``. Raises ``RemoteProtocolError`` for one
@@ -138,8 +138,8 @@ class Responder:
 
     def _add_decision(self, report: Report, fragment: int, round_: int) -> None:
         decision = self._decisions.get((fragment, round_))
-        size_bytes = sum(len(known.outcome) for known in report.decisions)
-        if decision is not None and size_bytes + len(decision.outcome) <= MAX_ANSWER_BYTES:
+        size_bytes = sum(known.ByteSize() for known in report.decisions)
+        if decision is not None and size_bytes + decision.ByteSize() <= MAX_ANSWER_BYTES:
             report.decisions.append(decision)
 
     def _again_in_s(self, asker: PeerId, now: float, interval_s: float) -> float:

@@ -1,9 +1,8 @@
-"""Rounds: READY, BEGIN, PARTS, MEAN, RESULT, COMMIT or ABORT(reason), as one machine without I/O or clock."""
+"""Rounds: READY, BEGIN, PART, MEAN, RESULT to a certificate, as one machine without I/O or clock."""
 
-from p2p_co2.protocol.rounds.decision import (
-    ANNOUNCEMENT_CONTEXT,
+from p2p_co2.protocol.rounds.certificate import (
     DECISION_CONTEXT,
-    announcement,
+    check_certificate,
     claimed_weights,
     counted_weights,
     open_decision,
@@ -31,7 +30,6 @@ from p2p_co2.protocol.rounds.events import (
 from p2p_co2.protocol.rounds.machine import Rounds
 
 __all__ = [
-    "ANNOUNCEMENT_CONTEXT",
     "DECISION_CONTEXT",
     "Aborted",
     "AgreedPart",
@@ -52,7 +50,7 @@ __all__ = [
     "RoundsEvent",
     "Slice",
     "Stale",
-    "announcement",
+    "check_certificate",
     "claimed_weights",
     "counted_weights",
     "open_decision",

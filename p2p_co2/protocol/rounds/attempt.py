@@ -18,25 +18,25 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.events import Offer, PayloadShape
 from p2p_co2.protocol.rounds.parts import BlockRange, covers
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.protocol.wire.messages_pb2 import (
     Begin,
     Behind,
     Contributor,
-    Mean,
     Member,
-    PartOutcome,
     Ready,
     RoundKey,
 )
 
 
 class Share(NamedTuple):
-    """A member's weight, and the outer version its gradient was measured from."""
+    """A member's weight, the outer version its gradient was measured from, and its offer's name."""
 
     weight: float
     base_version: int
+    offer_id: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,22 @@ class Attempt:
     coordinator: PeerId
     parts_within_s: float
     result_within_s: float
+    live: int = 0
+    """Peers that may make this round, as the coordinator saw them."""
     weight_cap: float = 0.0
+
+    @cached_property
+    def ranked(self) -> list[PeerId]:
+        """The members by rendezvous hash."""
+        return coordination_order(self.shares, self.fragment, self.round)
+
+    def heir(self, part: int, generation: int) -> PeerId:
+        """Who averages a part if its owner and the heirs before are lost: the next owner by rank, since BEGIN
+        gave parts to those whose links can carry them, then the other members."""
+        owners = [peer for peer in self.ranked if peer in self.owners]
+        first = owners.index(self.owners[part])
+        order = owners[first:] + owners[:first] + [peer for peer in self.ranked if peer not in self.owners]
+        return order[generation % len(order)]
 
     @cached_property
     def weights(self) -> dict[PeerId, float]:
@@ -71,27 +86,33 @@ class Attempt:
         return RoundKey(fragment=self.fragment, round=self.round, attempt=self.id)
 
     def is_quorum(self, voters: Collection[PeerId]) -> bool:
-        """Whether ``voters`` may commit: more than half of the group, or half of it with the coordinator of
-        BEGIN.
-
-        Any two such sets share a member, and a member votes for one content: two contents cannot both be
-        committed.
-        """
-        count = sum(peer in self.shares for peer in voters)
-        return 2 * count > len(self.shares) or (2 * count == len(self.shares) and self.coordinator in voters)
+        """Whether these members may commit."""
+        return is_quorum(voters, self.live, self.coordinator)
 
     def repeats(self, offer: Offer, me: PeerId) -> bool:
         """Whether BEGIN answers the READY that ``me`` sent for ``offer``."""
         same_round = (self.fragment, self.round, self.state_digest) == (
             offer.fragment, offer.round, offer.state_digest,
         )  # fmt: skip
-        return same_round and self.shares.get(me) == (offer.weight, offer.base_version)
+        return same_round and self.shares.get(me) == (offer.weight, offer.base_version, offer.offer_id)
 
     def members(self) -> list[Member]:
         return [
-            Member(peer=peer, weight=share.weight, base_version=share.base_version)
+            Member(peer=peer, weight=share.weight, base_version=share.base_version, offer_id=share.offer_id)
             for peer, share in self.shares.items()
         ]
+
+
+def is_quorum(voters: Collection[str], live: int, coordinator: str) -> bool:
+    """Whether so many members may commit: more than half of the ``live`` peers, or half of them with the
+    coordinator. Any two such sets of the same live peers share one."""
+    return 2 * len(voters) > live or (2 * len(voters) == live and coordinator in voters)
+
+
+def check_live(live: int, members: int) -> None:
+    """Raise ``RemoteProtocolError`` unless a group of ``members`` may be of so many live peers."""
+    if not members <= live <= 2 * members:
+        raise RemoteProtocolError("wrong group", f"{members} members of {live} live peers")
 
 
 def check_place(fragment: int, round_: int, shape: PayloadShape) -> None:
@@ -126,6 +147,11 @@ def check_weight(weight: float) -> None:
         raise RemoteProtocolError("impossible weight", str(weight))
 
 
+def check_offer_id(name: bytes) -> None:
+    if len(name) not in (0, bounds.OFFER_ID_BYTES):
+        raise RemoteProtocolError("wrong offer", f"an id of {len(name)} bytes")
+
+
 def check_ready(message: Ready, shape: PayloadShape) -> None:
     """Raise ``RemoteProtocolError`` for a READY that no honest peer sends."""
     check_place(message.fragment, message.round, shape)
@@ -134,6 +160,7 @@ def check_ready(message: Ready, shape: PayloadShape) -> None:
     for rate in (message.upload_bytes_per_s, message.download_bytes_per_s):
         if not math.isfinite(rate) or rate < 0:
             raise RemoteProtocolError("impossible rate", f"{rate} bytes/s")
+    check_offer_id(message.offer_id)
     if message.base_version >= message.round:
         raise RemoteProtocolError(
             "impossible version", f"base {message.base_version} for round {message.round}"
@@ -148,12 +175,13 @@ def read_members(members: Sequence[Member], round_: int) -> dict[PeerId, Share]:
     last = ""
     for member in members:
         check_weight(member.weight)
+        check_offer_id(member.offer_id)
         if member.peer <= last or len(member.peer) > bounds.MAX_PEER_ID or member.base_version >= round_:
             raise RemoteProtocolError(
                 "wrong group", "members must be sorted, distinct and measured before the round"
             )
         last = member.peer
-        shares[PeerId(member.peer)] = Share(member.weight, member.base_version)
+        shares[PeerId(member.peer)] = Share(member.weight, member.base_version, member.offer_id)
     return shares
 
 
@@ -201,11 +229,6 @@ def read_contributors(
         if weight != most and (is_exact or not 0 < weight < most):
             raise RemoteProtocolError("wrong contributors", "must have the weights of BEGIN, at most")
     return read
-
-
-def read_who_is_in(message: Mean | PartOutcome, attempt: Attempt) -> tuple[tuple[PeerId, float], ...]:
-    """The contributors that a message names. Raises ``RemoteProtocolError``."""
-    return read_contributors(message.contributors, attempt.weights, not attempt.weight_cap)
 
 
 def read_key(key: RoundKey, shape: PayloadShape) -> tuple[int, int, bytes]:
@@ -256,11 +279,10 @@ def read_begin(message: Begin, sender: PeerId, shape: PayloadShape) -> Attempt:
     )
     if any(owner not in sending for owner, sending in zip(owners, senders, strict=True)):
         raise RemoteProtocolError("wrong owner", "an owner does not send its own slice")
-    if any(part.generation for part in message.parts):
-        raise RemoteProtocolError("wrong generation", "parts begin with generation 0")
+    check_live(message.live, len(shares))
     if len(message.nonce) != bounds.ATTEMPT_BYTES or attempt != _attempt_of(message, sender):
         raise RemoteProtocolError("wrong attempt", "BEGIN is not the one that its attempt's id stands for")
     return Attempt(
         fragment, round_, attempt, shares, ranges, owners, senders, message.state_digest, sender,
-        message.parts_within_s, message.result_within_s, shape.weight_cap,
+        message.parts_within_s, message.result_within_s, message.live, shape.weight_cap,
     )  # fmt: skip

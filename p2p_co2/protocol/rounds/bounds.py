@@ -12,11 +12,11 @@ DIGEST_BYTES = 32
 ATTEMPT_BYTES = 16
 
 EARLY_FLOOR_BYTES = 8 << 20
-"""Pieces that overtook the BEGIN or REASSIGN that explains them are held up to this, or one payload if that
+"""Pieces that overtook what explains them are held up to this, or one payload if that
 is more."""
 EARLY_MESSAGES = 4096
 KEEP_DECISIONS = 8
-"""Signed outcomes kept per fragment, to answer ASK_OUTCOME and a late READY or RESULT."""
+"""Commits kept per fragment, to answer ASK_OUTCOME and a late READY or RESULT."""
 KEEP_ATTEMPTS = 64
 """Attempts that ended, remembered so that their stragglers are ignored and not counted against anybody."""
 MAX_PARTS = MAX_MEMBERS
@@ -24,15 +24,11 @@ MAX_PARTS = MAX_MEMBERS
 OWNED_PAYLOADS, MAX_OWNED_PAYLOADS = 8.0, 16.0
 """Slices that one owner is given to hold by an honest coordinator, and that it holds by anybody's BEGIN, in
 payloads."""
-MAX_REASSIGNS = 3
-"""One coordinator gives a part to another owner at most this often."""
+MAX_GENERATION = 3
+"""Heirs of one part, one after the other."""
+OFFER_ID_BYTES = 8
 MAX_ASKED = 4
 """Coordinators asked for one round before the offer is given up."""
-MAX_TERMS = 3
-"""Coordinators followed in one attempt: the first and its successors."""
-MAX_GENERATION = (MAX_REASSIGNS + 1) * MAX_TERMS - 1
-"""Each coordinator counts a part's generations in a range of its own, so that two never use the same
-number."""
 MAX_LISTENERS, MEMBERS_PER_LISTENER = 4, 4
 """Peers that an owner sends its means to beside the members: one for so many members, at least one; others
 fetch the round."""
@@ -66,8 +62,6 @@ GATHER_SHARE = 1 / 4
 GATHER_SHARE_BY_STEPS = 3 / 4
 """The same where rounds count inner steps. Peers have no common clock there: their points lie as far apart as
 they started and as their speeds took them; with a quarter of a round whoever is further off is missing."""
-VOTES_FLOOR_S = 0.1
-"""How long a quorum waits at the least for the votes of the others."""
 COMPLETE_FLOOR_S, COMPLETE_DEADLINES = 30.0, 4.0
 """How long means may go on coming after the decision: at the least, and in times of ``parts_within_s``."""
 ASSUMED_UPLOAD_BYTES_PER_S = 1e6

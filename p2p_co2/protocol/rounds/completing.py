@@ -10,7 +10,7 @@ patient.
 from __future__ import annotations
 
 from p2p_co2.protocol.rounds import bounds
-from p2p_co2.protocol.rounds.derived import Derived
+from p2p_co2.protocol.rounds.certificate import Derived, signers_of
 from p2p_co2.protocol.rounds.events import AgreedPart, Committed, OutcomeWithoutBytes, Overheard
 from p2p_co2.protocol.rounds.listening import Listening
 from p2p_co2.protocol.rounds.member import Member
@@ -28,9 +28,9 @@ def _agreed_parts(outcome: Outcome) -> tuple[AgreedPart, ...]:
 
 
 def without_bytes(decision: Decision, outcome: Outcome, swarm: Swarm, ended: bool) -> OutcomeWithoutBytes:
-    """A commit that we lack the mean of. ``ended``: whether it ends our offer. Those who voted hold the
-    bytes. The outcome does not say who did, but every member may."""
-    donors = tuple(PeerId(member.peer) for member in outcome.members if member.peer != swarm.me)
+    """A commit that we lack the mean of. ``ended``: whether it ends our offer. Those who signed it
+    hold the bytes."""
+    donors = tuple(peer for peer in signers_of(decision, outcome) if peer != swarm.me)
     key = outcome.key
     return OutcomeWithoutBytes(key.fragment, key.round, decision.SerializeToString(), donors, ended)
 
@@ -66,13 +66,17 @@ class Completing:
         return Committed(
             fragment=attempt.fragment, round=attempt.round, decision=self.decision.SerializeToString(),
             mean=mean, parts=parts, base_version=member.offer.base_version, group=tuple(attempt.shares),
-            coordinator=PeerId(outcome.decided_by),
+            coordinator=attempt.coordinator,
             duration_s=now - offered_at,
             contributed=tuple(any(peer == self._swarm.me for peer, _ in p.contributors) for p in parts),
             begun_s=member.begun_at - offered_at,
-            parts_s=member.parts_at - offered_at,
+            parts_s=member.exchange.parts_at - offered_at,
             means_s=member.means_at - offered_at,
         )  # fmt: skip
+
+    def _owners_of_missing(self) -> set[PeerId]:
+        member = self._member
+        return (member if isinstance(member, Listening) else member.exchange).owners_of_missing()
 
     def came(self, now: float) -> None:
         """A piece of a mean has come."""
@@ -87,7 +91,7 @@ class Completing:
 
     def _look_where_owners_are(self, now: float) -> None:
         fragment, next_ = self.outcome.key.fragment, self.outcome.key.round + 1
-        versions = [self._swarm.version_of(peer, fragment) for peer in self._member.owners_of_missing()]
+        versions = [self._swarm.version_of(peer, fragment) for peer in self._owners_of_missing()]
         if self._is_overtaken and all((version or 0) >= next_ for version in versions):
             self._is_overtaken = False  # told once
             self._patience_s = min(self._patience_s, max(bounds.GRACE_S, 3 * self._widest_gap_s))
@@ -95,7 +99,7 @@ class Completing:
 
     def peers_changed(self, now: float) -> None:
         self._look_where_owners_are(now)
-        if any(not self._swarm.is_live(owner) for owner in self._member.owners_of_missing()):
+        if any(not self._swarm.is_live(owner) for owner in self._owners_of_missing()):
             self._stalls_at = min(self._stalls_at, now + bounds.GRACE_S)
 
     def get_timer(self) -> float:

@@ -170,10 +170,3 @@ def parts_deadline_s(transfer_s: float, observed: Durations, cap_s: float = boun
     slow the others down for ever; at most ``cap_s``."""
     floor_s = min(max(SAFETY * transfer_s, bounds.PARTS_FLOOR_S), cap_s)
     return observed.deadline_s(floor_s, floor_s, min(SAFETY * floor_s, cap_s))
-
-
-def votes_deadline_s(elapsed_s: float, observed: Durations) -> float:
-    """How long a quorum that took ``elapsed_s`` from BEGIN waits for the votes of the others: what past
-    rounds needed, at most as long again. Who is later still gets the decision, and goes on receiving."""
-    floor_s = max(bounds.VOTES_FLOOR_S, elapsed_s / 8)
-    return observed.deadline_s(elapsed_s / 2, floor_s, max(elapsed_s, floor_s))

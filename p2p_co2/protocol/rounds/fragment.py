@@ -1,9 +1,10 @@
-"""One fragment's rounds as a participant: the open offer from READY to its ending, and what others decided
+"""One fragment's rounds as a participant: the open offer from READY to its ending, and what others committed
 meanwhile.
 
 Laws: at most one offer is open and it ends once; a commit is believed only if it makes the version after the
-newest one that we know, from the state that we hold; a commit of another attempt than the one we are in waits
-until ours has failed, because ours may still be decided; what was held for an offer is forgotten with it.
+newest one that we know, from the state that we hold, and if we were in it or enough live peers signed it;
+no other attempt of a round is joined before the one that we left is over (``member``); what was held for an
+offer is forgotten with it.
 """
 
 from __future__ import annotations
@@ -12,50 +13,52 @@ from collections.abc import Callable
 from math import inf
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
-from p2p_co2.protocol.rounds.ahead import Ahead, farthest_version
 from p2p_co2.protocol.rounds.asking import Asking
 from p2p_co2.protocol.rounds.attempt import Attempt, check_behind, check_duration, read_begin
+from p2p_co2.protocol.rounds.certificate import open_decision, signers_of, tellers_of
 from p2p_co2.protocol.rounds.completing import Completing, without_bytes
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.deadline import Durations
-from p2p_co2.protocol.rounds.decision import Verdicts, content_of
 from p2p_co2.protocol.rounds.events import Aborted, Doubted, FellBehind, Offer, Overheard, Refused
-from p2p_co2.protocol.rounds.judging import Judging
+from p2p_co2.protocol.rounds.exchange import Exchange
+from p2p_co2.protocol.rounds.history import History
 from p2p_co2.protocol.rounds.listening import Ear
 from p2p_co2.protocol.rounds.member import Member
 from p2p_co2.protocol.rounds.reorder_buffer import Piece, ReorderBuffer
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.identity import Identity, PeerId
 
 
 class FragmentRounds:
     """What this peer knows and does about one fragment."""
 
-    def __init__(self, fragment: int, swarm: Swarm, outlet: Outlet, coordination: Coordination) -> None:
+    def __init__(
+        self, fragment: int, identity: Identity, run: bytes, swarm: Swarm, outlet: Outlet, history: History,
+        coordination: Coordination,
+    ) -> None:  # fmt: skip
         self.version: int | None = None
         """The agreed state that we hold; None while joining."""
         self.digest = b""
-        self.verdicts = Verdicts()
+        self.history = history
         self.offer: Offer | None = None
+        self.offered_at = 0.0
         self.asking: Asking | None = None
         self.member: Member | None = None
-        self._swarm, self._outlet, self._coordination = swarm, outlet, coordination
-        self.offered_at = 0.0
-        self._payload_bytes = swarm.shape.payload_bytes(fragment)
-        self._early = ReorderBuffer(2 * self._payload_bytes)
-        self._rival: tuple[wire.Decision, wire.Outcome] | None = None
+        self.leaving: Member | None = None
+        """An attempt whose offer we withdrew: no other of its round is joined before it is over."""
+        self._identity, self._run, self._swarm, self._outlet = identity, run, swarm, outlet
+        self._coordination = coordination
+        self._early = ReorderBuffer(2 * swarm.shape.payload_bytes(fragment))
         self._aborted_round = -1
-        self._ahead = Ahead(swarm, outlet)
-        self.judging = Judging(fragment, swarm, self.verdicts, self._ahead)
+        self._sent_behind: PeerId | None = None
+        """Which coordinator sent us after another state, until that is here or came to nothing."""
         self._withdrawn: Offer | None = None
         """The last offer that we ended ourselves: what still answers its READY is nobody's fault."""
-        self._leading = False
-        """Whether the attempt's lost coordinator is replaced by us."""
         self._completing: Completing | None = None
         """Set once our attempt has committed and some of its means are still on their way to us."""
-        self.ear = Ear(fragment, swarm, outlet, self.verdicts)
-        self.on_begun: Callable[[], None] = _nothing
+        self.ear = Ear(fragment, swarm, outlet, history)
+        self.on_begun: Callable[[], None] = lambda: None
         """See ``Rounds.when_begun``."""
         self._receipts, self._observed = Durations(), coordination.observed[fragment]
         self._cadence = coordination.cadences[fragment]
@@ -66,18 +69,25 @@ class FragmentRounds:
 
     def joined_until(self, round_: int) -> float | None:
         """When the open attempt of ``round_`` that we are in does something next; None if there is none."""
-        member = self.member if self._completing is None else None
-        return member.get_timer() if member is not None and member.offer.round == round_ else None
+        member = (self.member if self._completing is None else None) or self.leaving
+        return member.get_timer() if member is not None and member.attempt.round == round_ else None
 
     def reached(self) -> int:
         """The newest version that we hold or have seen committed; -1 while joining."""
-        newest = self.verdicts.newest_commit()
+        newest = self.history.newest_commit()
         return max(-1 if self.version is None else self.version, newest[1].key.round if newest else -1)
 
     def set_state(self, version: int, digest: bytes, now: float) -> None:
         """Our state now. A commit that follows it and that we know already is told (again), so that replays
         follow one another; one of another history is forgotten. An offer that starts elsewhere ends."""
-        self.judging.moved((self.version, self.digest), version, digest, now)
+        if self.version is not None and version < self.version:
+            self.history.forget(0)  # it goes back to most others: what it knows is of another history
+        elif version == self.version and digest != self.digest:
+            self.history.forget(version)
+        elif (known := self.history.commit(version)) is not None and self.version == version - 1:
+            self._swarm.repute.committed(PeerId(known[1].coordinator))
+        if (version, digest) != (self.version, self.digest):
+            self._sent_behind = None
         self.version, self.digest = version, digest
         self.ear.moved(version, digest)
         if self.member is None and self.ear.listening is None:
@@ -86,14 +96,21 @@ class FragmentRounds:
             healed = self.offer.round == version + 1
             how = "was replaced by another state" if healed else "is the agreed state now"
             self.withdraw(f"version {version} {how}", now)
-        self.verdicts.outrun(version, self._outlet.emit)
-        known = self.verdicts.commit(version + 1)
+        self.history.outrun(version, self._outlet.emit)
+        known = self.history.commit(version + 1)
         if known is not None and known[1].state_digest == digest:
             self._end_without_bytes(*known)
         elif known is not None:
-            self.verdicts.forget(version + 1)
+            self.history.forget(version + 1)
         elif self.offer is None:
             self.ear.ask(version, digest, now)
+
+    def forget(self, round_: int, now: float) -> None:
+        """Nobody holds the bytes of a commit, or the state that a coordinator sent us after."""
+        self.history.forget(max(round_, (self.version or 0) + 1))
+        if self._sent_behind is not None:
+            self._swarm.failed(self._sent_behind, "it sent us where nobody is", now)
+            self._sent_behind = None
 
     def start(self, offer: Offer, now: float) -> None:
         """Open an offer. Raises ``LocalProtocolError`` if one is open, or it does not fit our state."""
@@ -101,26 +118,32 @@ class FragmentRounds:
             raise LocalProtocolError(f"fragment {offer.fragment} has an open offer for round {mine.round}")
         if self.version != offer.round - 1 or self.digest != offer.state_digest:
             raise LocalProtocolError(f"an offer for round {offer.round} at version {self.version}")
-        if len(offer.payload) != self._payload_bytes:
+        if len(offer.payload) != self._swarm.shape.payload_bytes(offer.fragment):
             raise LocalProtocolError(f"a payload of {len(offer.payload)} bytes for fragment {offer.fragment}")
         self.offer, self.offered_at = offer, now
-        known = self.verdicts.commit(offer.round)
-        if self._completing is not None:
-            return  # the round that we hear ends this offer
-        if known is not None:
+        known = self.history.commit(offer.round)
+        if known is not None and self._completing is None:  # else the round that we hear ends this offer
             self._end_without_bytes(*known)
-        else:
-            self.asking = Asking(
-                offer, self._swarm, self._outlet, self._receipts,
-                is_retry=offer.round == self._aborted_round, now=now,
-            )  # fmt: skip
+        self._ask(now)
+
+    def _ask(self, now: float) -> None:
+        """Ask to be taken in, once nothing keeps our offer from it."""
+        offer = self.offer
+        if offer is None or self.asking or self.member or self._completing:
+            return
+        if self.leaving is None or self.leaving.attempt.round != offer.round:
+            is_retry = offer.round == self._aborted_round
+            self.asking = Asking(offer, self._swarm, self._outlet, self._receipts, is_retry=is_retry, now=now)
 
     def withdraw(self, reason: str, now: float) -> bool:
         """End the open offer, whatever it waits for; False if there is none."""
         if self.offer is None:
             return False
-        self._withdrawn, self._rival, self._ahead.waiting = self.offer, None, None
-        self._abort(reason, now)
+        self._withdrawn = self.offer
+        if self.member is not None and self._completing is None and not self.member.attempt.is_alone:
+            self.leaving = self.member
+            self.leaving.leave(reason, now)
+        self._abort(reason, now, is_over=False)
         return True
 
     def waiting(self) -> tuple[float, float] | None:
@@ -129,41 +152,48 @@ class FragmentRounds:
         return None if self.offer is None else (self.offered_at, inf if timer_at is None else timer_at)
 
     def held(self) -> dict[str, tuple[int, int]]:
-        return self.verdicts.held() | self._early.held()
+        return self.history.held() | self._early.held()
 
     # ---- time and the swarm
 
-    def _role(self) -> Asking | Member | Completing | None:
-        return self.asking or self._completing or self.member
+    def _roles(self) -> list[Asking | Member | Completing]:
+        mine = self.asking or self._completing or self.member
+        return [role for role in (mine, self.leaving) if role is not None]
 
     def peers_changed(self, now: float) -> None:
-        role = self._role()
-        if role is not None:
+        for role in self._roles():
             role.peers_changed(now)
-        self._check_ahead()
 
     def get_timer(self) -> float | None:
-        role = self._role()
-        return role.get_timer() if role is not None else None
+        return min((role.get_timer() for role in self._roles()), default=None)
 
     def handle_timer(self, now: float) -> None:
-        role = self._role()
-        if role is not None and now >= role.get_timer():
-            role.handle_timer(now)
+        for role in self._roles():
+            if now >= role.get_timer():
+                role.handle_timer(now)
 
     def settle(self, now: float) -> bool:
-        """Give up an offer that can go nowhere, take over a round that fell to us; True if there was one."""
+        """End what can go nowhere, take a commit that our votes made; True if there was something."""
+        if self.leaving is not None and self.leaving.failure:
+            self.leaving = None
+            self._ask(now)
+            return True
         if self._completing is not None:
             if self._completing.has_stalled:
                 self._end_without_bytes(self._completing.decision, self._completing.outcome)
             return self._completing is None
-        role = self.asking or self.member
-        if role is not None and role.failure:
-            self._abort(role.failure, now)
+        member = self.member
+        if member is not None and member.certificate is not None:
+            decision = member.certificate
+            outcome = open_decision(decision, self._run, self._swarm.shape)
+            member.tell(decision, outcome)
+            self._finish(member, decision, outcome, now)
             return True
-        if self.member is not None and self.member.leads() and not self._leading:
-            self._leading = True
-            self._coordination.take_over(self.member, now)
+        role = self.asking or member
+        if role is not None and role.failure:
+            if member is not None:
+                member.exchange.note_duration(member.begun_at, now)
+            self._abort(role.failure, now, is_over=True)
             return True
         return False
 
@@ -176,7 +206,7 @@ class FragmentRounds:
 
     def on_begin(self, message: wire.Begin, sender: PeerId, now: float) -> None:
         attempt = read_begin(message, sender, self._swarm.shape)
-        if self.verdicts.has_ended(attempt.id) or self.attempt(attempt.id) is not None:
+        if self.history.has_ended(attempt.id) or self.attempt(attempt.id) is not None:
             return  # doubled
         if self._swarm.me not in attempt.shares:
             self._hear_of(attempt, now)
@@ -186,25 +216,39 @@ class FragmentRounds:
             if attempt.round > self.reached() + 1:
                 raise RemoteProtocolError("unknown round", f"BEGIN of round {attempt.round}")
             # Our READY was overtaken: the offer has ended or is in another attempt (we are in one at a time).
-            self.verdicts.end(attempt.id)
+            self._decline(attempt)
             return
         if not asking.is_taken_in(attempt, self._withdrawn):
-            self.verdicts.end(attempt.id)
+            self._decline(attempt)
             return
         if attempt.coordinator != asking.asked[-1]:
             asking.leave()  # an earlier one was quicker
         offer, self.asking = asking.offer, None
         if not attempt.is_alone:
-            self.verdicts.join(attempt.round, attempt.id, offer.weight)
-        self.member = Member(offer, attempt, self._swarm, self._outlet, observed=self._observed, now=now)
+            self.history.join(attempt.round, attempt.id, offer.offer_id)
         self.on_begun()
-        self.member.start(now)
+        exchange = Exchange(offer, attempt, self._swarm, self._outlet, observed=self._observed, now=now)
+        self.member = Member(
+            offer, attempt, exchange, identity=self._identity, run=self._run, swarm=self._swarm,
+            outlet=self._outlet, now=now,
+        )  # fmt: skip
+        exchange.start(now)
+        self.member.check(now)
         self._replay(now)
+
+    def _decline(self, attempt: Attempt) -> None:
+        """Take no part in an attempt that counts on us."""
+        self.history.end(attempt.id)
+        gone = wire.Result(key=attempt.key(), gave_up=True)
+        for peer in attempt.shares:
+            if peer != self._swarm.me:
+                self._outlet.send(peer, gone)
 
     def _hear_of(self, attempt: Attempt, now: float) -> None:
         """Listen to an attempt that began without us, if we are in none and do not have its outcome."""
         asking = self.asking
-        if self._role() is asking and self.verdicts.commit(attempt.round) is None:
+        is_free = self.member is None and self._completing is None
+        if is_free and self.history.commit(attempt.round) is None:
             asked = asking.asked if asking is not None else ()
             if self.ear.begins(attempt, asked, self.version, self.digest, now) and asking is not None:
                 asking.round_began(attempt, now)
@@ -216,10 +260,13 @@ class FragmentRounds:
             return
         if (message.version, message.state_digest) == (self.version, self.digest):
             raise RemoteProtocolError("impossible version", f"{message.version}, which is where we are")
-        asking.check_behind(message, farthest_version(self._swarm, message.fragment), sender, now)
+        most = self._swarm.farthest_version(message.fragment)
+        if message.version > most and sender != self._swarm.me:
+            asking.mistrust(sender, "it sent us where nobody is", now)
+            raise RemoteProtocolError("impossible version", f"{message.version}; most are not beyond {most}")
         donors = tuple(PeerId(donor) for donor in message.donors)
+        self._sent_behind = sender
         self._end()
-        self._ahead.told(message, sender)
         self._outlet.emit(FellBehind(message.fragment, message.version, message.state_digest, donors, True))
 
     # ---- pieces of payloads and means
@@ -229,18 +276,18 @@ class FragmentRounds:
         return self.member.attempt if self.member is not None and self.member.attempt.id == attempt else None
 
     def on_piece(self, message: Piece, sender: PeerId, now: float) -> bool:
-        """PART, MEAN or REASSIGN: for the attempt we are in, or held until its BEGIN or REASSIGN comes. False
-        if it came for nothing."""
+        """PART or MEAN: for the attempt we are in, or held until we follow what it is of. False if it came
+        for nothing."""
         round_, member = message.key.round, self.member
         if self.ear.hears(message.key.attempt):
             return isinstance(message, wire.Mean) and self._came(self.ear.mean(message, sender), now)
         ends = self._completing is not None and isinstance(message, wire.Mean)  # what was on its way to us
-        if self.verdicts.has_ended(message.key.attempt) and not (ends and self.attempt(message.key.attempt)):
+        if self.history.has_ended(message.key.attempt) and not (ends and self.attempt(message.key.attempt)):
             return False
         if member is not None and member.attempt.id == message.key.attempt:
-            if sender not in member.attempt.shares and sender not in member.coordinators:
+            if sender not in member.attempt.shares:
                 raise RemoteProtocolError("not a member", message.__class__.__name__)
-            if isinstance(message, wire.Reassign) or not member.is_early(message.part, message.generation):
+            if not member.exchange.is_early(message.part, message.generation):
                 return self._take(member, message, sender, now)
         elif self.asking is not None and self.asking.offer.round == round_:
             if not self._swarm.is_live(sender):
@@ -255,15 +302,12 @@ class FragmentRounds:
         return True
 
     def _take(self, member: Member, message: Piece, sender: PeerId, now: float) -> bool:
-        match message:
-            case wire.Part():
-                return member.part(message, sender, now)
-            case wire.Mean():
-                return self._came(member.mean(message, sender, now), now)
-            case wire.Reassign():
-                member.reassign(message, sender, now)
-                self._replay(now)
-                return True
+        if isinstance(message, wire.Part):
+            return member.exchange.part(message, sender, now)
+        is_new = member.exchange.mean_came(message, sender, now)
+        if is_new and self._completing is None:
+            member.mean_came(now)
+        return self._came(is_new, now)
 
     def _came(self, is_new: bool, now: float) -> bool:
         """A piece of a mean is in its place, if it ``is_new``."""
@@ -273,7 +317,7 @@ class FragmentRounds:
         return is_new
 
     def _replay(self, now: float) -> None:
-        """Take the pieces that came before the BEGIN or REASSIGN that explains them."""
+        """Take the pieces that came before what explains them."""
         for sender, message in self._early.release():
             try:
                 if self.attempt(message.key.attempt) is not None:
@@ -281,98 +325,116 @@ class FragmentRounds:
             except RemoteProtocolError as error:
                 self._outlet.emit(Refused(sender, error.reason, error.detail))
 
+    # ---- votes
+
+    def on_result(self, message: wire.Result, sender: PeerId, now: float) -> bool:
+        """A member's vote; whether anything follows from it. One in an attempt that is over here is told how
+        it ended."""
+        attempt = message.key.attempt
+        for member in (self.member, self.leaving):
+            if member is not None and member.attempt.id == attempt and self._completing is None:
+                before = [part.generation for part in member.exchange.parts]
+                has_moved = member.result(message, sender, now)
+                if before != [part.generation for part in member.exchange.parts]:
+                    self._replay(now)
+                return has_moved
+        if self.history.commit(message.key.round) is not None or self.history.has_ended(attempt):
+            return self._answer(message, sender)
+        if self.asking is not None and self.asking.offer.round == message.key.round:
+            self.asking.poke(now)  # our BEGIN may be lost
+        return True
+
+    def on_ask(self, message: wire.AskOutcome, sender: PeerId) -> None:
+        """How did an attempt end? One that we never heard of we shall not join."""
+        attempt = message.key.attempt
+        is_open = any(
+            member is not None and member.attempt.id == attempt and not member.reason
+            for member in (self.member, self.leaving)
+        )
+        if is_open and self._completing is None:
+            return  # it will be told
+        if self._swarm.is_live(sender):
+            self.history.end(attempt)
+            self._answer(message, sender)
+
+    def _answer(self, message: wire.Result | wire.AskOutcome, sender: PeerId) -> bool:
+        """Tell ``sender`` how an attempt ended, if it has to ask; whether it was told."""
+        known = self.history.commit(message.key.round)
+        result = message if isinstance(message, wire.Result) else wire.Result()
+        hears_votes = bool(result.digest)
+        if known is not None and (not hears_votes or (result.again and self._swarm.me in tellers_of(*known))):
+            self._outlet.send(sender, known[0])
+        elif known is None and not (result.gave_up or hears_votes):
+            self._outlet.send(sender, wire.Result(key=message.key, gave_up=True))
+        else:
+            return False
+        return True
+
+    def on_listen(self, message: wire.Listen, sender: PeerId) -> None:
+        """LISTEN: of a peer that is not in our attempt, or the promise of an owner in one that we hear."""
+        attempt, member = message.key.attempt, self.member
+        self.ear.promised(attempt, sender)
+        if member is not None and member.attempt.id == attempt and member.exchange.listen(sender):
+            self.history.join(member.attempt.round, attempt, member.offer.offer_id)
+            self._outlet.send(sender, message)
+
     # ---- outcomes
 
-    def on_decision(self, decision: wire.Decision, outcome: wire.Outcome, now: float) -> None:
-        """An opened decision. Raises ``RemoteProtocolError`` for one that its signer had no right to, or a
-        second one."""
-        known = self.verdicts.commit(outcome.key.round)
-        self.judging.heard(outcome, now)
-        if known is not None:
-            if outcome.committed and content_of(known[1]) != content_of(outcome):
-                raise RemoteProtocolError("conflicting decision", f"round {outcome.key.round}")
-        elif outcome.committed:
-            self._on_commit(decision, outcome, now)
-        else:
-            self._on_abort(decision, outcome, now)
-
-    def _on_abort(self, decision: wire.Decision, outcome: wire.Outcome, now: float) -> None:
-        attempt, signer = outcome.key.attempt, PeerId(outcome.decided_by)
-        ended = self.verdicts.has_ended(attempt)
-        if ended or self.offer is None or self.offer.round != outcome.key.round:
-            return
-        if self.member is not None:
-            # A coordinator that we do not follow (yet) cannot end our attempt.
-            entitled = self.member.attempt.id == attempt and signer in self.member.coordinators
-            cost_s = self.member.cost_s(now)
-        else:
-            entitled = self.asking is not None and signer in self.asking.asked
-            cost_s = self.asking.held_s(signer, now) if self.asking is not None else 0.0
-        if entitled:
-            self.verdicts.keep(decision, outcome)
-            if self.member is not None:
-                self.member.note_duration(now)
-            if self._rival is None:
-                why = f"it ended round {outcome.key.round} with: {outcome.reason}"
-                begun = self.member.attempt if self.member is not None else None
-                rounds = self.judging.rounds_spoilt(begun, signer)
-                self._swarm.spoilt(signer, why, now, rounds=rounds, cost_s=cost_s)
-            self._abort(outcome.reason, now)
-
-    def _on_commit(self, decision: wire.Decision, outcome: wire.Outcome, now: float) -> None:
-        round_, signer = outcome.key.round, PeerId(outcome.decided_by)
-        member = self.member if self.member is not None and self.member.offer.round == round_ else None
-        coordinator = member.attempt.coordinator if member is not None else None
-        group = {peer.peer for peer in outcome.members}
-        if signer not in group and signer != coordinator and not self._swarm.is_live(signer):
-            raise RemoteProtocolError("wrong signer", "a decision by a peer outside the round")
+    def on_decision(self, decision: wire.Decision, outcome: wire.Outcome, sender: PeerId, now: float) -> None:
+        """A commit, its certificate checked."""
+        round_ = outcome.key.round
+        known = self.history.commit(round_)
+        member = self.member if self.member is not None and self.member.attempt.round == round_ else None
         is_ours = member is not None and member.attempt.id == outcome.key.attempt
-        is_believed = is_ours or self._swarm.is_believed(signer, now)  # else heartbeats tell where most are
-        if self.version is None or round_ <= self.version or not is_believed:
+        signers = signers_of(decision, outcome)
+        members = [one.peer for one in outcome.members]
+        if not is_ours and not self._swarm.believes(signers, members, outcome.key.fragment):
+            return  # heartbeats tell where most are
+        if known is not None or self.version is None or round_ <= self.version:
             return
         if self._completing is not None:
             if round_ == self.reached() + 1:  # one beyond would hide from us all that come before it
-                self.verdicts.keep(decision, outcome)  # told once we have the bytes of the one before
+                self.history.keep(decision, outcome)  # told once we have the bytes of the one before
                 self._completing.overtaken(now)
             return
         foreign = round_ == self.version + 1 and outcome.state_digest != self.digest
         if foreign or round_ != self.reached() + 1:
-            self._ahead.hear(outcome, self.offer)
-            self._check_ahead()
-        elif member is None:
+            self._fall_behind(outcome, signers)
+        elif member is not None and is_ours:
+            self._finish(member, decision, outcome, now)
+        else:
             self._cadence.committed(round_, now)
-            self.verdicts.keep(decision, outcome)
+            self.history.keep(decision, outcome)
             listening = self.ear.listening
-            if listening is None or not self.ear.hears(outcome.key.attempt):
+            if listening is None or not self.ear.hears(outcome.key.attempt) or member is not None:
                 self._end_without_bytes(decision, outcome)
                 return
             self.asking = None
             self._completing = Completing(listening, decision, outcome, self._swarm, now)
             self._complete(now)
-        elif outcome.key.attempt != member.attempt.id:
-            self._rival = self._rival or (decision, outcome)
-        else:
-            self._finish(member, decision, outcome, now)
 
-    def _check_ahead(self) -> None:
-        outcome = self._ahead.most_are_past(self.asking.offer) if self.asking is not None else None
-        if outcome is not None:
+    def _fall_behind(self, outcome: wire.Outcome, signers: list[PeerId]) -> None:
+        """Most others have made a round that does not follow our state."""
+        fragment, version = outcome.key.fragment, outcome.key.round - 1
+        ended = self.offer is not None
+        if ended:
             self._end()
-            self._ahead.tell(outcome, ends_offer=True)
+        donors = tuple(peer for peer in signers if peer != self._swarm.me)
+        self._outlet.emit(FellBehind(fragment, version, outcome.state_digest, donors, ended))
 
     def _finish(self, member: Member, decision: wire.Decision, outcome: wire.Outcome, now: float) -> None:
         """A commit of the attempt that we are in."""
         member.check_outcome(outcome)
-        member.note_duration(now)
+        member.exchange.note_duration(member.begun_at, now)
         self._cadence.committed(outcome.key.round, now)
-        self.verdicts.keep(decision, outcome)
+        self.history.keep(decision, outcome)
         self._completing = Completing(member, decision, outcome, self._swarm, now)
         self._complete(now)
 
     def _complete(self, now: float) -> None:
         """Our attempt has committed: end the offer if we hold all means."""
         assert self._completing is not None
-        outcome, rival = self._completing.outcome, self._rival
+        outcome = self._completing.outcome
         event = self._completing.committed(self.offered_at, self.offer is not None, now)
         if event is None:
             return
@@ -381,57 +443,40 @@ class FragmentRounds:
         self.ear.is_behind = isinstance(event, Overheard)
         if isinstance(event, Overheard) or not all(event.contributed):
             self.doubt(outcome)
-        if rival is not None:
-            signer = PeerId(rival[1].decided_by)
-            self._outlet.emit(Refused(signer, "conflicting decision", f"round {event.round}"))
-            self._swarm.repute.lied(signer, f"its round {event.round} is not the one that we were in", now)
 
     def _end_without_bytes(self, decision: wire.Decision, outcome: wire.Outcome) -> None:
-        key = outcome.key
         self.doubt(outcome)
         self.ear.is_behind, self._completing = True, None
         self.ear.stop()
-        ended = self.offer is not None and self.offer.round == key.round
+        ended = self.offer is not None and self.offer.round == outcome.key.round
         if ended:
             self._end()
         self._outlet.emit(without_bytes(decision, outcome, self._swarm, ended))
 
     def doubt(self, outcome: wire.Outcome) -> None:
         """What we offered in other attempts at the same round may have been counted there."""
-        if self.verdicts.was_elsewhere(outcome):
+        if self.history.was_elsewhere(outcome):
             self._outlet.emit(Doubted(outcome.key.fragment))
 
-    def _abort(self, reason: str, now: float) -> None:
-        offer, rival = self.offer, self._rival
+    def _abort(self, reason: str, now: float, *, is_over: bool) -> None:
+        offer = self.offer
         assert offer is not None
-        if rival is not None:
-            self.verdicts.keep(*rival)
-            self._end_without_bytes(*rival)
-            return
-        ahead = self._ahead.waiting
         self._aborted_round = offer.round
-        self._end()
+        self._end(is_over=is_over)
         lasted_s = now - self.offered_at
         self._outlet.emit(
             Aborted(offer.fragment, offer.round, offer.weight, reason, lasted_s, offer.offer_id)
         )
-        if ahead is not None:
-            self._ahead.tell(ahead, ends_offer=False)
 
-    def _end(self) -> None:
+    def _end(self, *, is_over: bool = True) -> None:
         """Forget the open offer and all that was held for it."""
         if self.member is not None:
-            self.verdicts.leave(self.member.attempt.round, self.member.attempt.id, self._outlet.emit)
-            self._coordination.member_left(self.member.attempt)
+            attempt = self.member.attempt
+            self.history.leave(attempt.round, attempt.id, self._outlet.emit, is_over=is_over)
         if self.asking is not None:
             self.asking.leave()
         if self.offer is not None:
             self._coordination.withdraw((self.offer.fragment, self.offer.round), self._swarm.me)
-        self.offer = self.asking = self.member = self._rival = self._ahead.waiting = self._completing = None
+        self.offer = self.asking = self.member = self._completing = None
         self.ear.stop()
-        self._leading = False
         self._early.clear()
-
-
-def _nothing() -> None:
-    """Nobody is told."""

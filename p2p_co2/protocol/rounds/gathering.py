@@ -27,7 +27,8 @@ from p2p_co2.protocol.rounds.deadline import (
     parts_deadline_s,
 )
 from p2p_co2.protocol.rounds.parts import Rates, divide
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, coordination_order, named
+from p2p_co2.protocol.rounds.rank import coordination_order
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, named
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.protocol.wire.messages_pb2 import Begin, Behind, Member, PartSpec, Ready, RoundKey, Waiting
@@ -47,8 +48,6 @@ class Gathering:
     ) -> None:  # fmt: skip
         self.fragment, self.round = fragment, round_
         self.readies: dict[PeerId, Ready] = {}
-        self.least_votes = 1
-        """How many of the last BEGIN's group must vote for a commit."""
         self.first_at = now
         cap_s = cadence.gather_cap_s(round_)
         step_s = swarm.my_step_s()
@@ -281,9 +280,8 @@ class Gathering:
         return camps
 
     def _suffices(self, camp: list[PeerId], live: list[PeerId], now: float) -> bool:
-        return 2 * len(camp) > len(live) or (
-            2 * len(camp) == len(live) and self._breaks_ties(camp, live, now)
-        )
+        size = min(len(camp), MAX_MEMBERS)
+        return 2 * size > len(live) or (2 * size == len(live) and self._breaks_ties(camp, live, now))
 
     def _breaks_ties(self, camp: list[PeerId], live: list[PeerId], now: float) -> bool:
         """Half of the swarm is enough where we are in that half and first by hash: no other half can say
@@ -333,13 +331,10 @@ class Gathering:
         return f"only {len(camp)} of {len(live)} live peers were ready {waited} (missing {missing})"
 
     def begin(self, nonce: bytes, observed: Durations) -> Begin:
-        """BEGIN for the agreeing camp, at most ``group_size`` of it; the minority is told to catch up.
+        """BEGIN for the agreeing camp, at most ``MAX_MEMBERS`` of it; the minority is told to catch up.
         ``nonce``: 16 bytes that tell this attempt from others with the same members."""
         digest, camp = self.agreeing()
-        size = min(self._swarm.group_size, MAX_MEMBERS)
-        group = sorted(coordination_order(camp, self.fragment, self.round)[:size])
-        is_few = len(group) == 2 < len({*self._here(), *self.readies})
-        self.least_votes = 2 if is_few else 1
+        group = sorted(coordination_order(camp, self.fragment, self.round)[:MAX_MEMBERS])
         self._tell_behind(digest, camp)
         shape, place = self._swarm.shape, (self.fragment, self.round)
         rates = {peer: self._rates(peer) for peer in group}
@@ -348,7 +343,8 @@ class Gathering:
             shape.blocks[self.fragment], shape.block_bytes, rates, place, self._cheap_s, own_upload, assumed
         )
         parts_s = parts_deadline_s(division.transfer_s, observed, shape.parts_cap_s)
-        if self.least_votes > 1:  # no round comes of it if the means are late
+        live = self._live_count(len(group))
+        if 2 * len(group) <= live + 1:  # no round comes of it if the means are late anywhere
             parts_s = min(SAFETY * parts_s, shape.parts_cap_s)
         begin = Begin(
             key=RoundKey(fragment=self.fragment, round=self.round),
@@ -365,15 +361,29 @@ class Gathering:
             parts_within_s=parts_s,
             result_within_s=2 * parts_s + bounds.GRACE_S,
             nonce=nonce,
+            live=live,
         )
         seal_begin(begin, self._swarm.me)
         return begin
+
+    def _live_count(self, size: int) -> int:
+        """Of how many peers a quorum must sign. One more where half of them do not decide by hash."""
+        live = {*self._live(), *self._here()} if size == 2 else set(self._live())
+        count = max(size, len(live))
+        if count % 2 == 0 and coordination_order(live, self.fragment, self.round)[0] != self._swarm.me:
+            count += 1
+        return min(count, 2 * size)  # of two that work, among others that are done: both
 
     def _rates(self, peer: PeerId) -> Rates:
         ready, believed = self.readies[peer], self._swarm.lateness.of_claim(peer)
         return Rates(ready.upload_bytes_per_s, ready.download_bytes_per_s, believed)
 
-    def heal(self) -> list[PeerId]:
+    def refuse(self, reason: str) -> None:
+        """No round begins."""
+        for peer in self._heal():
+            self._outlet.send(peer, Waiting(fragment=self.fragment, round=self.round, refusal=reason))
+
+    def _heal(self) -> list[PeerId]:
         """No camp may begin. If most of the swarm is here, it holds several histories and none has a
         majority: the others are told to adopt the state of the strongest camp, or nobody would ever begin
         again. Returns whom to tell of the abort: that camp, or everybody."""
@@ -392,13 +402,11 @@ class Gathering:
         """Who is ready from this state, also those who are missed."""
         return [peer for peer in sorted(self.readies) if self.readies[peer].state_digest == digest]
 
-    def members(self) -> list[Member]:
-        """Everybody who was ready, as far as an outcome has room for them."""
-        return [self._member(peer) for peer in sorted(self.readies)[:MAX_MEMBERS]]
-
     def _member(self, peer: PeerId) -> Member:
         ready = self.readies[peer]
-        return Member(peer=peer, weight=ready.weight, base_version=ready.base_version)
+        return Member(
+            peer=peer, weight=ready.weight, base_version=ready.base_version, offer_id=ready.offer_id
+        )
 
 
 def attempt_nonce(me: PeerId, fragment: int, round_: int, counter: int, now: float) -> bytes:

@@ -14,23 +14,19 @@ Price: an owner's upload grows by its part for each listener: as much as the fet
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.assembly import Assembly
 from p2p_co2.protocol.rounds.attempt import Attempt
-from p2p_co2.protocol.rounds.decision import Verdicts
 from p2p_co2.protocol.rounds.events import Overheard
+from p2p_co2.protocol.rounds.history import History
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Listen, Mean, Outcome, RoundKey
 from p2p_co2.system.memory import large_buffer
-
-if TYPE_CHECKING:
-    from p2p_co2.protocol.rounds.member import Member
 
 
 class Listening:
@@ -60,10 +56,8 @@ class Listening:
         part = message.part
         if part >= len(self._transfers):
             raise RemoteProtocolError("wrong parts", f"part {part} of {len(self._transfers)}")
-        if message.generation:
+        if message.generation or sender != self.attempt.owners[part]:
             return False  # the part got another owner: it is fetched
-        if sender != self.attempt.owners[part]:
-            raise RemoteProtocolError("wrong owner", f"MEAN of part {part} belongs to others")
         transfer = self._transfers[part]
         is_new = transfer.add(message.offset, message.total, message.data)
         self._promised.add(sender)
@@ -81,8 +75,8 @@ class Listening:
         missing = self.owners_of_missing()
         if ranges != list(self.attempt.ranges) or not missing <= self._promised:
             return False
-        held = zip(self._digests, outcome.parts, strict=True)  # of a part that moved nothing comes any more
-        fits = all(have == p.digest if have else not p.generation for have, p in held)
+        held = zip(self._digests, outcome.parts, strict=True)
+        fits = all(not have or have == p.digest for have, p in held)
         return fits and all(map(self._swarm.is_live, missing))
 
     def patience_s(self, now: float) -> float:
@@ -106,30 +100,24 @@ class Ear:
     """What one fragment of a peer hears of rounds that it is not in. ``is_behind``: a commit came that it had
     no bytes of, and it was in none since."""
 
-    def __init__(self, fragment: int, swarm: Swarm, outlet: Outlet, verdicts: Verdicts) -> None:
-        self._fragment, self._swarm, self._outlet, self._verdicts = fragment, swarm, outlet, verdicts
+    def __init__(self, fragment: int, swarm: Swarm, outlet: Outlet, history: History) -> None:
+        self._fragment, self._swarm, self._outlet, self._history = fragment, swarm, outlet, history
         self.listening: Listening | None = None
         self.is_behind = False
         self._asked: PeerId | None = None
         self._heard = 0
         """Attempts, since we are where we are."""
-        self.given = -1
-        """The newest round of which this peer promised its means to a listener."""
-        self._version = -1
 
     def moved(self, version: int, digest: bytes) -> None:
         """Our state is another one now."""
         self._heard = 0
-        if version < self._version:  # of a history that we went back from: the numbers begin anew
-            self.given = min(self.given, version)
-        self._version = version
         if self.listening is not None and not _follows(self.listening.attempt, version, digest):
             self.stop()
 
     def stop(self) -> None:
         """Listen no more: what still comes of it is nobody's fault."""
         if self.listening is not None:
-            self._verdicts.end(self.listening.attempt.id)
+            self._history.end(self.listening.attempt.id)
             self.listening = None
 
     def ask(self, version: int, digest: bytes, now: float) -> None:
@@ -156,16 +144,10 @@ class Ear:
     def hears(self, attempt: bytes) -> bool:
         return self.listening is not None and self.listening.attempt.id == attempt
 
-    def on_listen(self, message: Listen, sender: PeerId, member: Member | None) -> None:
-        """LISTEN: of a peer that is not in ``member``'s attempt, or the promise of an owner in one that we
-        hear: it says the same."""
-        attempt = message.key.attempt
+    def promised(self, attempt: bytes, owner: PeerId) -> None:
+        """LISTEN of an owner in an attempt that we may hear: it says the same."""
         if self.listening is not None and self.hears(attempt):
-            self.listening.promised(sender)
-        elif member is not None and member.attempt.id == attempt and member.listen(sender):
-            self.given = member.attempt.round
-            self._verdicts.join(self.given, attempt, member.offer.weight)
-            self._outlet.send(sender, message)
+            self.listening.promised(owner)
 
     def mean(self, message: Mean, sender: PeerId) -> bool:
         """As ``Listening.mean``, of what we hear."""
@@ -175,28 +157,3 @@ class Ear:
 
 def _follows(attempt: Attempt, version: int | None, digest: bytes) -> bool:
     return (attempt.round - 1, attempt.state_digest) == (version, digest)
-
-
-class Audience:
-    """Who listens to one owner in one attempt."""
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._most = min(bounds.MAX_LISTENERS, max(1, len(attempt.shares) // bounds.MEMBERS_PER_LISTENER))
-        self._members = attempt.shares.keys()
-        self._known: set[PeerId] = set()
-        self._waiting: list[PeerId] = []
-
-    def joined(self, peer: PeerId) -> bool:
-        """``peer`` wants to hear; False if it is a member, is known, or finds no room."""
-        if peer in self._members or peer in self._known or len(self._known) >= self._most:
-            return False
-        self._known.add(peer)
-        self._waiting.append(peer)
-        return True
-
-    def waiting(self, is_ready: bool) -> Iterable[PeerId]:
-        """Whom to send the means to now: each once, when they all ``is_ready``."""
-        if not is_ready:
-            return ()
-        waiting, self._waiting = self._waiting, []
-        return waiting

@@ -5,13 +5,13 @@ no I/O, no clock, no randomness and no tensors: it is a function of (state, mess
 code runs over real carriers and in virtual time (the sans-I/O style of aioquic). ``now`` is any monotonic
 clock in seconds.
 
-    offer -> Asking ---BEGIN---> Member ---decision---> Committed | OutcomeWithoutBytes | Aborted
-                | READY             | RESULT                     (or FellBehind)
-                v                   v
-            Gathering -----------> Tally ---signs---> Decision, to the members and to all live peers
+    offer -> Asking ---BEGIN---> Member ---a quorum's votes---> Committed | OutcomeWithoutBytes | Aborted
+                | READY             ^                           (or FellBehind)
+                v                   | RESULT, from all to all
+            Gathering            the other members
 
-Laws: an offer always ends, by a decision or by a timer; two honest members that commit a round commit the
-same bytes and contributors (``tally`` says why); everything held is bounded (``bounds``); a message that
+Laws: an offer always ends, by a certificate or by a timer; two honest members that commit a round commit the
+same bytes and contributors (``member`` says why); everything held is bounded (``bounds``); a message that
 breaks the rules raises ``RemoteProtocolError``; a late or doubled one is no offence.
 
 The price: a doubt costs a round. A failed round changes nothing, the gradient carries over, and the update is
@@ -20,16 +20,14 @@ one step stale anyway, so the protocol prefers an abort to a guess.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 from google.protobuf.message import Message
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
-from p2p_co2.protocol.rounds.asking import Asking
 from p2p_co2.protocol.rounds.attempt import check_place, read_key
+from p2p_co2.protocol.rounds.certificate import open_decision
 from p2p_co2.protocol.rounds.coordination import Coordination
-from p2p_co2.protocol.rounds.decision import open_decision
 from p2p_co2.protocol.rounds.events import (
     Offer,
     OpenOffer,
@@ -40,6 +38,7 @@ from p2p_co2.protocol.rounds.events import (
     RoundsEvent,
 )
 from p2p_co2.protocol.rounds.fragment import FragmentRounds
+from p2p_co2.protocol.rounds.history import History
 from p2p_co2.protocol.rounds.member import Member
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.schedule import Stage
@@ -47,33 +46,34 @@ from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.system.memory import Buffer
 
-_Keyed = wire.Begin | wire.Part | wire.Mean | wire.Reassign | wire.Result | wire.Listen | wire.AskOutcome
+_Keyed = wire.Begin | wire.Part | wire.Mean | wire.Result | wire.Listen | wire.AskOutcome
 
 
 class Rounds:
     """This peer's part in all rounds of a run.
 
-    ``run`` is the digest of the ``RunConfig`` (32 bytes); ``shape`` the encoded size of every fragment;
-    ``group_size`` bounds one round's group. Single-threaded.
+    ``run`` is the digest of the ``RunConfig`` (32 bytes); ``shape`` the encoded size of every fragment.
+    Single-threaded.
     After every call the caller drains ``messages_to_send`` and ``next_event`` and sets its timer to
     ``get_timer``.
     """
 
-    def __init__(self, identity: Identity, run: bytes, shape: PayloadShape, group_size: int) -> None:
+    def __init__(self, identity: Identity, run: bytes, shape: PayloadShape) -> None:
         self._me = identity.peer_id
         self._run, self._shape = run, shape
-        self._swarm = Swarm(self._me, shape, group_size)
+        self._swarm = Swarm(self._me, shape)
         self._outlet = Outlet(self._me)
         self._swarm.repute.emit = self._outlet.emit
-        self._coordination = Coordination(identity, run, self._swarm, self._outlet, len(shape.blocks))
-        self._counted_at = -math.inf
-        """When votes of a round of others were counted here last; infinity while they are."""
+        histories = [History() for _ in shape.blocks]
+        self._coordination = Coordination(
+            self._swarm, self._outlet, len(shape.blocks),
+            known=lambda place: histories[place[0]].commit(place[1]),
+            joined_until=lambda place: self._fragments[place[0]].joined_until(place[1]),
+        )  # fmt: skip
         self._fragments = [
-            FragmentRounds(fragment, self._swarm, self._outlet, self._coordination)
-            for fragment in range(len(shape.blocks))
+            FragmentRounds(fragment, identity, run, self._swarm, self._outlet, history, self._coordination)
+            for fragment, history in enumerate(histories)
         ]
-        self._coordination.known = lambda place: self._fragments[place[0]].verdicts.commit(place[1])
-        self._coordination.joined_until = lambda place: self._fragments[place[0]].joined_until(place[1])
         self._now = 0.0
         self.revision = 0
         """Grows with every call that may have changed what is held or waited for."""
@@ -87,12 +87,8 @@ class Rounds:
         self._swarm.set_live(live)
         for fragment in self._fragments:
             fragment.peers_changed(now)
-        self._coordination.peers_changed(now)
+        self._coordination.peers_changed()
         self._settle(now)
-
-    def woke(self, now: float) -> None:
-        """This peer stood still until now: what it knows of others is as old as that."""
-        self._swarm.slept_until = now
 
     def set_state(self, fragment: int, version: int, digest: bytes) -> None:
         """The agreed state that we hold now. An open offer from another one ends in ``Aborted``."""
@@ -115,31 +111,23 @@ class Rounds:
         self._settle(now)
         return withdrawn
 
-    def forget_outcome(self, fragment: int, round_: int, *, is_proved: bool = True) -> None:
-        """No donor holds the bytes of a commit that we learned of: go on as if it had not been.
-
-        All who held them are gone, or its signer lied, and is not believed for a while (``is_proved``: from
-        the first time). Should one come back, it is in the minority by then and catches up with us.
-        """
-        self.revision += 1
-        self._fragments[fragment].judging.came_to_nothing(round_, self._now, is_proved=is_proved)
+    def forget_outcome(self, fragment: int, round_: int) -> None:
+        """No donor holds the bytes of a commit that we learned of: go on as if it had not been."""
+        self._changed()
+        self._fragments[fragment].forget(round_, self._now)
 
     def replayed(self, decision: wire.Decision) -> None:
         """The commit that made the state after ours, with a mean that a donor gave us."""
         outcome = open_decision(decision, self._run, self._shape)
         mine = self._fragments[outcome.key.fragment]
-        if not mine.verdicts.is_settled_by(outcome, self._me):
+        if not mine.history.is_settled_by(outcome, self._me):
             mine.doubt(outcome)
 
     def next_commit(self, fragment: int) -> wire.Outcome | None:
         """The commit that follows the state that we hold, if anybody told us of it."""
         mine = self._fragments[fragment]
-        known = None if mine.version is None else mine.verdicts.commit(mine.version + 1)
+        known = None if mine.version is None else mine.history.commit(mine.version + 1)
         return known[1] if known is not None and known[1].state_digest == mine.digest else None
-
-    def given(self, fragment: int) -> int:
-        """The newest round whose means this peer promised to one that was not in it; -1 for none."""
-        return self._fragments[fragment].ear.given
 
     def is_over(self, fragment: int) -> bool:
         """Whether no more rounds of a fragment are made in this run: what is left of it stays uncounted."""
@@ -147,13 +135,13 @@ class Rounds:
 
     def has_worked(self, peer: PeerId) -> bool:
         """Whether a slice of ``peer`` is in one of the last means that we know of."""
-        return any(fragment.verdicts.has_worked(peer) for fragment in self._fragments)
+        return any(fragment.history.has_worked(peer) for fragment in self._fragments)
 
     def stage(self, fragment: int) -> Stage:
         """How far the round of our offer is; other threads may ask."""
         member, asking = self._fragments[fragment].member, self._fragments[fragment].asking
         if member is not None:
-            return "means" if member.brings_means else "slices"
+            return "means" if member.exchange.brings_means else "slices"
         return "" if asking is None else "asking"
 
     def when_begun(self, call: Callable[[], None]) -> None:
@@ -171,10 +159,6 @@ class Rounds:
         known = [self._swarm.version_of(peer, fragment) for peer in others]
         return len(self._swarm.live) > 1 and all(one is not None and one >= version for one in known)
 
-    def counts_for_others(self, now: float, within_s: float) -> bool:
-        """Whether we count the votes of a round that we are not in, or did of late; threads may ask."""
-        return now - self._counted_at <= within_s
-
     def is_completing(self, fragment: int) -> bool:
         """Whether the bytes of a fragment's newest commit are on their way: asking donors would bring them
         twice."""
@@ -184,14 +168,15 @@ class Rounds:
         """The encoded mean of a ``ReduceWanted``; ignored if the job is not open any more."""
         member = self._member_of(job)
         if member is not None:
-            member.reduced(job, mean, now)
+            member.exchange.reduced(job, mean, now)
+            member.check(now)
         self._settle(now)
 
     def refused_slice(self, job: ReduceJob, peer: PeerId, reason: str, now: float) -> None:
         """The tensor side found ``peer``'s slice hostile: it is left out and the job comes again without it.
         Nobody is blamed for what a job that is over held: its memory may be in use again."""
         member = self._member_of(job)
-        if member is not None and member.refused_slice(job, peer):
+        if member is not None and member.exchange.refused_slice(job, peer):
             where = f"fragment {job.fragment}, round {job.round}"
             self._outlet.emit(Refused(peer, "bad slice", f"{reason}; {where}"))
         self._settle(now)
@@ -205,10 +190,15 @@ class Rounds:
     def receive(self, message: Message, sender: PeerId, now: float) -> bool:
         """One body message of a peer; False for a piece that came for nothing (late, doubled). Raises
         ``RemoteProtocolError`` if it breaks the rules; count it and go on."""
+        has_moved = True
         try:
+            if isinstance(message, wire.Result):  # all to all: of most nothing follows
+                has_moved = self._keyed(message).on_result(message, sender, now)
+                return True
             return self._dispatch(message, sender, now)
         finally:
-            self._settle(now)
+            if has_moved:
+                self._settle(now)
 
     def get_timer(self) -> float | None:
         """When ``handle_timer`` wants to be called next."""
@@ -219,8 +209,7 @@ class Rounds:
         return self._timer_at
 
     def handle_timer(self, now: float) -> None:
-        """Do what is due. Coordinators decide before members lose patience with them."""
-        self._coordination.handle_timer(now)
+        """Do what is due."""
         self._settle(now)
         for fragment in self._fragments:
             fragment.handle_timer(now)
@@ -275,10 +264,6 @@ class Rounds:
                     ) from error
             elif not self._moves_on(now) and not self._outlet.loop:
                 break
-        if self._coordination.counts_for_others:
-            self._counted_at = math.inf
-        elif self._counted_at == math.inf:
-            self._counted_at = now
 
     def _moves_on(self, now: float) -> bool:
         """Whether an offer of ours, or a gathering, had to end or to go on, and did."""
@@ -294,24 +279,24 @@ class Rounds:
             case wire.Ready():
                 fragment = self._place(message)
                 mine = (fragment.version, fragment.digest)
-                self._coordination.on_ready(message, sender, fragment.verdicts, mine, now)
+                self._coordination.on_ready(message, sender, fragment.history, mine, now)
             case wire.Waiting():
                 self._place(message).on_waiting(message, sender, now)
             case wire.Behind():
                 self._place(message).on_behind(message, sender, now)
             case wire.Begin():
                 self._keyed(message).on_begin(message, sender, now)
-            case wire.Part() | wire.Mean() | wire.Reassign():
+            case wire.Part() | wire.Mean():
                 return self._keyed(message).on_piece(message, sender, now)
             case wire.Result():
-                self._on_result(message, sender, now)
+                self._keyed(message).on_result(message, sender, now)
             case wire.AskOutcome():
-                self._answer(self._keyed(message), message, sender)
+                self._keyed(message).on_ask(message, sender)
             case wire.Listen():
                 self._on_listen(message, sender, now)
             case wire.Decision():
                 outcome = open_decision(message, self._run, self._shape)
-                self._fragments[outcome.key.fragment].on_decision(message, outcome, now)
+                self._fragments[outcome.key.fragment].on_decision(message, outcome, sender, now)
             case _:
                 raise LocalProtocolError(f"{message.__class__.__name__} is not for the rounds machine")
         return True
@@ -330,32 +315,4 @@ class Rounds:
         if not message.key.attempt:
             self._coordination.on_listen(message, sender, now)
         else:
-            fragment = self._keyed(message)
-            fragment.ear.on_listen(message, sender, fragment.member)
-
-    def _on_result(self, message: wire.Result, sender: PeerId, now: float) -> None:
-        fragment, attempt = self._keyed(message), message.key.attempt
-        over = fragment.verdicts.has_ended(attempt) and not self._coordination.counts(attempt)
-        if self._answer(fragment, message, sender):
-            self._coordination.late_result(message, sender, now)
-        elif not over and (asking := self._asks_beside(fragment, message.key)) is not None:
-            is_over = self._swarm.is_live(sender) and asking.was_never_told(attempt, sender, now)
-            if is_over and not self._coordination.has_signed_commit(attempt):
-                self._coordination.decline(message, sender, fragment.verdicts, fragment.digest)
-        elif not over:
-            self._coordination.on_result(message, sender, fragment.attempt(attempt), now)
-
-    def _asks_beside(self, fragment: FragmentRounds, key: wire.RoundKey) -> Asking | None:
-        """The offer for which we still ask, if others are in an attempt at its round."""
-        asking, is_ours = fragment.asking, self._coordination.counts(key.attempt)
-        is_beside = asking is not None and asking.offer.round == key.round and not is_ours
-        return asking if is_beside else None
-
-    def _answer(
-        self, fragment: FragmentRounds, message: wire.Result | wire.AskOutcome, sender: PeerId
-    ) -> bool:
-        """Send the decision of a decided round; False if there is none."""
-        decision = fragment.verdicts.find(message.key.round, message.key.attempt)
-        if decision is not None:
-            self._outlet.send(sender, decision)
-        return decision is not None
+            self._keyed(message).on_listen(message, sender)

@@ -1,8 +1,8 @@
 """Pieces that overtook the message that explains them.
 
 Different peers' links have different delays: a quick member's PART often arrives before the coordinator's
-BEGIN, and a new owner's MEAN before the REASSIGN. They are held, up to a bound in bytes and number, with at
-most half for one sender, so that one peer cannot crowd the others out.
+BEGIN, and an heir's MEAN before its receiver knows that it is one. They are held, up to a bound in bytes and
+number, with at most half for one sender, so that one peer cannot crowd the others out.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Mean, Part, Reassign
+from p2p_co2.protocol.wire.messages_pb2 import Mean, Part
 
-Piece = Part | Mean | Reassign
+Piece = Part | Mean
 
 
 class ReorderBuffer:

@@ -8,34 +8,19 @@ training unless it is told otherwise.
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 
 from google.protobuf.message import Message
 
 from p2p_co2.protocol.rounds.assembly import FINEST_PIECES, PIECE_S, piece_bytes
-from p2p_co2.protocol.rounds.bounds import MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
+from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST, MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
 from p2p_co2.protocol.rounds.deadline import Punctuality
 from p2p_co2.protocol.rounds.events import PayloadShape, PeerView, RoundsEvent
 from p2p_co2.protocol.rounds.lateness import Lateness
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.rounds.repute import Repute
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PEERS
-
-
-def coordination_order(peers: Iterable[PeerId], fragment: int, round_: int) -> list[PeerId]:
-    """The peers by rendezvous hash of (peer, fragment, round): the first coordinates, the others succeed
-    it."""
-    return sorted(peers, key=lambda peer: _drawn(peer, fragment, round_))
-
-
-@lru_cache(2 * MAX_PEERS)
-def _drawn(peer: PeerId, fragment: int, round_: int) -> bytes:
-    """A peer's place in the order; asked for again and again while a round is made."""
-    return hashlib.sha256(f"{peer}/{fragment}/{round_}".encode()).digest()
 
 
 def short(peer: str) -> str:
@@ -53,10 +38,9 @@ def named(peers: Sequence[str]) -> str:
 class Swarm:
     """The live peers as membership told us last."""
 
-    def __init__(self, me: PeerId, shape: PayloadShape, group_size: int) -> None:
+    def __init__(self, me: PeerId, shape: PayloadShape) -> None:
         self.me = me
         self.shape = shape
-        self.group_size = group_size
         self.live: dict[PeerId, PeerView] = {me: PeerView()}
         self._training = [me]
         self._working: dict[int, list[PeerId]] = {}
@@ -64,14 +48,11 @@ class Swarm:
         self._is_ending = False
         """Whether anybody is done with a fragment."""
         self.my_versions: dict[int, int] = {}
-        self.readies, self.slices, self.votes = Punctuality(), Punctuality(), Punctuality()
+        self.readies, self.slices = Punctuality(), Punctuality()
         """Who is in time with what."""
         self.lateness = Lateness()
         """Of owners."""
         self.repute = Repute()
-        self.slept_until = -math.inf
-        """When this peer last stood still: what it knows of others may be as old as that."""
-        self._met: OrderedDict[PeerId, None] = OrderedDict()
         self._pieces_of: tuple[object, object, float, float, int] = (None, None, 0.0, 0.0, 0)
         """What ``piece_bytes`` was asked last (receivers, ``live``, upload, time), and said."""
         self.last_readies = Punctuality()
@@ -87,18 +68,9 @@ class Swarm:
         self._training = [peer for peer, view in self.live.items() if view.training]
         self._working.clear()
         self._is_ending = any(view.finished for view in live.values())
-        for habit in (self.readies, self.last_readies, self.replays, self.slices, self.votes):
+        for habit in (self.readies, self.last_readies, self.replays, self.slices):
             habit.keep(self.live)
         self.lateness.keep(self.live)
-        if not self.live.keys() <= self._met.keys():
-            self._meet()
-
-    def _meet(self) -> None:
-        for peer in self.live:
-            self._met[peer] = None
-            self._met.move_to_end(peer)
-        while len(self._met) > MAX_PEERS:
-            self._met.popitem(last=False)
 
     # ---- whose word counts
 
@@ -109,17 +81,26 @@ class Swarm:
         last = {peer for peer in order if self.repute.is_passed_over(peer, now)}
         return sorted(order, key=last.__contains__) if 2 * len(last) < len(order) else order
 
-    def spoilt(
-        self, coordinator: PeerId, why: str, now: float, *, rounds: float = 1, cost_s: float = 0.0
-    ) -> None:
-        """As ``Repute.spoilt``, of others."""
+    def failed(self, coordinator: PeerId, why: str, now: float) -> None:
+        """A coordinator let an offer come to nothing."""
         if coordinator != self.me:
-            self.repute.spoilt(coordinator, why, now, rounds=rounds, cost_s=cost_s)
+            self.repute.failed(coordinator, why, now)
 
-    def is_believed(self, signer: PeerId, now: float) -> bool:
-        """Whether ``signer`` may tell of rounds that we are not in: keys are free to make, so only one that
-        was live here, and was not found to lie."""
-        return signer in self._met and self.repute.is_believed(signer, now)
+    def believes(self, signers: Collection[PeerId], members: Collection[str], fragment: int) -> bool:
+        """Whether a commit that we were not in may be taken for the swarm's. Keys are free, so most signers
+        must be live here, and most of the others that train and offer for the fragment, must
+        be members: with half of the ``signers`` nobody makes that up."""
+        if 2 * sum(map(self.is_live, signers)) <= len(signers):
+            return False
+        made_it = {peer for peer in members if peer in self.live}
+        others = {*self.working_on(fragment), *made_it} - {self.me}
+        return 2 * len(made_it) > len(others)
+
+    def farthest_version(self, fragment: int) -> int:
+        """The highest version that one peer's word can send us after: a little more than at least half of
+        those who train have reached as far as we hear, this peer included."""
+        versions = sorted((self.version_of(peer, fragment) or 0 for peer in self._training), reverse=True)
+        return (versions[(len(versions) - 1) // 2] if versions else 0) + AHEAD_AT_MOST
 
     def done_with(self, fragment: int) -> list[PeerId]:
         """Who has nothing more to offer for ``fragment`` in this run, where that keeps the last one, of three

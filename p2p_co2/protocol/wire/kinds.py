@@ -94,7 +94,6 @@ _TABLE = (
     Kind(wire.Part, Machine.ROUNDS, Cost.BULK, role=Role.SLICE),
     Kind(wire.Mean, Machine.ROUNDS, Cost.BULK, role=Role.MEAN),
     Kind(wire.Result, Machine.ROUNDS),
-    Kind(wire.Reassign, Machine.ROUNDS),
     Kind(wire.Decision, Machine.ROUNDS),
     Kind(wire.AskOutcome, Machine.ROUNDS),
     Kind(wire.Behind, Machine.ROUNDS),

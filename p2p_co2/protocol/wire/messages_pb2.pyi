@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Envelope(_message.Message):
-    __slots__ = ("version", "run", "ping", "pong", "leave", "ready", "waiting", "begin", "part", "mean", "result", "reassign", "decision", "ask_outcome", "behind", "listen", "fetch", "manifest", "chunk", "refusal", "model_table")
+    __slots__ = ("version", "run", "ping", "pong", "leave", "ready", "waiting", "begin", "part", "mean", "result", "decision", "ask_outcome", "behind", "listen", "fetch", "manifest", "chunk", "refusal", "model_table")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -20,7 +20,6 @@ class Envelope(_message.Message):
     PART_FIELD_NUMBER: _ClassVar[int]
     MEAN_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
-    REASSIGN_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     ASK_OUTCOME_FIELD_NUMBER: _ClassVar[int]
     BEHIND_FIELD_NUMBER: _ClassVar[int]
@@ -41,7 +40,6 @@ class Envelope(_message.Message):
     part: Part
     mean: Mean
     result: Result
-    reassign: Reassign
     decision: Decision
     ask_outcome: AskOutcome
     behind: Behind
@@ -51,7 +49,7 @@ class Envelope(_message.Message):
     chunk: Chunk
     refusal: Refusal
     model_table: ModelTable
-    def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., reassign: _Optional[_Union[Reassign, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., listen: _Optional[_Union[Listen, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., model_table: _Optional[_Union[ModelTable, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., listen: _Optional[_Union[Listen, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., model_table: _Optional[_Union[ModelTable, _Mapping]] = ...) -> None: ...
 
 class Status(_message.Message):
     __slots__ = ("phase", "position", "inner_steps", "tokens", "loss", "versions", "digests", "upload_bytes_per_s", "software", "download_bytes_per_s", "settled", "heartbeat_s", "finished", "process", "model")
@@ -162,7 +160,7 @@ class RoundKey(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., attempt: _Optional[bytes] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("fragment", "round", "base_version", "state_digest", "weight", "upload_bytes_per_s", "download_bytes_per_s", "last", "withdrawn")
+    __slots__ = ("fragment", "round", "base_version", "state_digest", "weight", "upload_bytes_per_s", "download_bytes_per_s", "last", "withdrawn", "offer_id")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +170,7 @@ class Ready(_message.Message):
     DOWNLOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    OFFER_ID_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     round: int
     base_version: int
@@ -181,44 +180,47 @@ class Ready(_message.Message):
     download_bytes_per_s: float
     last: bool
     withdrawn: bool
-    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., base_version: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., weight: _Optional[float] = ..., upload_bytes_per_s: _Optional[float] = ..., download_bytes_per_s: _Optional[float] = ..., last: _Optional[bool] = ..., withdrawn: _Optional[bool] = ...) -> None: ...
+    offer_id: bytes
+    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., base_version: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., weight: _Optional[float] = ..., upload_bytes_per_s: _Optional[float] = ..., download_bytes_per_s: _Optional[float] = ..., last: _Optional[bool] = ..., withdrawn: _Optional[bool] = ..., offer_id: _Optional[bytes] = ...) -> None: ...
 
 class Waiting(_message.Message):
-    __slots__ = ("fragment", "round", "begins_within_s")
+    __slots__ = ("fragment", "round", "begins_within_s", "refusal")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BEGINS_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     round: int
     begins_within_s: float
-    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., begins_within_s: _Optional[float] = ...) -> None: ...
+    refusal: str
+    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ..., begins_within_s: _Optional[float] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("peer", "weight", "base_version")
+    __slots__ = ("peer", "weight", "base_version", "offer_id")
     PEER_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    OFFER_ID_FIELD_NUMBER: _ClassVar[int]
     peer: str
     weight: float
     base_version: int
-    def __init__(self, peer: _Optional[str] = ..., weight: _Optional[float] = ..., base_version: _Optional[int] = ...) -> None: ...
+    offer_id: bytes
+    def __init__(self, peer: _Optional[str] = ..., weight: _Optional[float] = ..., base_version: _Optional[int] = ..., offer_id: _Optional[bytes] = ...) -> None: ...
 
 class PartSpec(_message.Message):
-    __slots__ = ("owner", "start_block", "stop_block", "generation", "senders")
+    __slots__ = ("owner", "start_block", "stop_block", "senders")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     START_BLOCK_FIELD_NUMBER: _ClassVar[int]
     STOP_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
     SENDERS_FIELD_NUMBER: _ClassVar[int]
     owner: str
     start_block: int
     stop_block: int
-    generation: int
     senders: bytes
-    def __init__(self, owner: _Optional[str] = ..., start_block: _Optional[int] = ..., stop_block: _Optional[int] = ..., generation: _Optional[int] = ..., senders: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, owner: _Optional[str] = ..., start_block: _Optional[int] = ..., stop_block: _Optional[int] = ..., senders: _Optional[bytes] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("key", "members", "parts", "state_digest", "parts_within_s", "result_within_s", "nonce")
+    __slots__ = ("key", "members", "parts", "state_digest", "parts_within_s", "result_within_s", "nonce", "live")
     KEY_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +228,7 @@ class Begin(_message.Message):
     PARTS_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     RESULT_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
     key: RoundKey
     members: _containers.RepeatedCompositeFieldContainer[Member]
     parts: _containers.RepeatedCompositeFieldContainer[PartSpec]
@@ -233,7 +236,8 @@ class Begin(_message.Message):
     parts_within_s: float
     result_within_s: float
     nonce: bytes
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[PartSpec, _Mapping]]] = ..., state_digest: _Optional[bytes] = ..., parts_within_s: _Optional[float] = ..., result_within_s: _Optional[float] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    live: int
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[PartSpec, _Mapping]]] = ..., state_digest: _Optional[bytes] = ..., parts_within_s: _Optional[float] = ..., result_within_s: _Optional[float] = ..., nonce: _Optional[bytes] = ..., live: _Optional[int] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("key", "part", "generation", "offset", "total", "data")
@@ -278,70 +282,74 @@ class Mean(_message.Message):
     def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., part: _Optional[int] = ..., generation: _Optional[int] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ...) -> None: ...
 
 class PartOutcome(_message.Message):
-    __slots__ = ("start_block", "stop_block", "generation", "digest", "contributors")
+    __slots__ = ("start_block", "stop_block", "digest", "contributors")
     START_BLOCK_FIELD_NUMBER: _ClassVar[int]
     STOP_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
     start_block: int
     stop_block: int
-    generation: int
     digest: bytes
     contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
-    def __init__(self, start_block: _Optional[int] = ..., stop_block: _Optional[int] = ..., generation: _Optional[int] = ..., digest: _Optional[bytes] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, start_block: _Optional[int] = ..., stop_block: _Optional[int] = ..., digest: _Optional[bytes] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ...) -> None: ...
+
+class LostPart(_message.Message):
+    __slots__ = ("part", "generation")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    generation: int
+    def __init__(self, part: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("key", "parts", "lost_parts")
+    __slots__ = ("key", "digest", "signature", "lost", "gave_up", "again")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    PARTS_FIELD_NUMBER: _ClassVar[int]
-    LOST_PARTS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    GAVE_UP_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     key: RoundKey
-    parts: _containers.RepeatedCompositeFieldContainer[PartOutcome]
-    lost_parts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[PartOutcome, _Mapping]]] = ..., lost_parts: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class Reassign(_message.Message):
-    __slots__ = ("key", "part", "owner", "generation", "parts_within_s")
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
-    OWNER_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    PARTS_WITHIN_S_FIELD_NUMBER: _ClassVar[int]
-    key: RoundKey
-    part: int
-    owner: str
-    generation: int
-    parts_within_s: float
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., part: _Optional[int] = ..., owner: _Optional[str] = ..., generation: _Optional[int] = ..., parts_within_s: _Optional[float] = ...) -> None: ...
+    digest: bytes
+    signature: bytes
+    lost: _containers.RepeatedCompositeFieldContainer[LostPart]
+    gave_up: bool
+    again: bool
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., digest: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., lost: _Optional[_Iterable[_Union[LostPart, _Mapping]]] = ..., gave_up: _Optional[bool] = ..., again: _Optional[bool] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("key", "run", "committed", "reason", "decided_by", "state_digest", "members", "parts")
+    __slots__ = ("key", "run", "coordinator", "state_digest", "members", "parts", "live")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
-    COMMITTED_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    DECIDED_BY_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
     key: RoundKey
     run: bytes
-    committed: bool
-    reason: str
-    decided_by: str
+    coordinator: str
     state_digest: bytes
     members: _containers.RepeatedCompositeFieldContainer[Member]
     parts: _containers.RepeatedCompositeFieldContainer[PartOutcome]
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., run: _Optional[bytes] = ..., committed: _Optional[bool] = ..., reason: _Optional[str] = ..., decided_by: _Optional[str] = ..., state_digest: _Optional[bytes] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[PartOutcome, _Mapping]]] = ...) -> None: ...
+    live: int
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., run: _Optional[bytes] = ..., coordinator: _Optional[str] = ..., state_digest: _Optional[bytes] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[PartOutcome, _Mapping]]] = ..., live: _Optional[int] = ...) -> None: ...
+
+class Vote(_message.Message):
+    __slots__ = ("member", "signature")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    member: int
+    signature: bytes
+    def __init__(self, member: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("outcome", "signature")
+    __slots__ = ("outcome", "votes")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
-    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    VOTES_FIELD_NUMBER: _ClassVar[int]
     outcome: bytes
-    signature: bytes
-    def __init__(self, outcome: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    votes: _containers.RepeatedCompositeFieldContainer[Vote]
+    def __init__(self, outcome: _Optional[bytes] = ..., votes: _Optional[_Iterable[_Union[Vote, _Mapping]]] = ...) -> None: ...
 
 class AskOutcome(_message.Message):
     __slots__ = ("key",)

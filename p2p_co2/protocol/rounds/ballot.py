@@ -1,0 +1,108 @@
+"""The votes of one attempt as one member hears them.
+
+Laws: one member has one vote, for one outcome; a second one that differs is a lie. A member that has given
+up signs no more. Nothing is held beyond one vote and one list of lost parts for each member.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+
+from p2p_co2.digest import digest
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.protocol.rounds import bounds
+from p2p_co2.protocol.rounds.attempt import Attempt
+from p2p_co2.protocol.rounds.certificate import check_signature
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Result, Vote
+
+SIGNATURE_BYTES = 64
+
+
+class Ballot:
+    """``refuse(peer, detail)`` hears of a signature that does not hold. ``gave_up``: members that make no
+    certificate of this attempt any more; ``lost``: by member, the (part, generation) whose mean it lacks."""
+
+    def __init__(self, attempt: Attempt, refuse: Callable[[PeerId, str], None]) -> None:
+        self._attempt, self._refuse = attempt, refuse
+        self._votes: dict[PeerId, tuple[bytes, bytes]] = {}
+        self._counts: Counter[bytes] = Counter()
+        self.gave_up: set[PeerId] = set()
+        self.lost: dict[PeerId, frozenset[tuple[int, int]]] = {}
+
+    def hear(self, message: Result, sender: PeerId) -> None:
+        """A member's RESULT. Raises ``RemoteProtocolError``."""
+        if sender not in self._attempt.shares:
+            raise RemoteProtocolError("not a member", "RESULT")
+        parts = len(self._attempt.ranges)
+        if len(message.lost) > parts * (1 + bounds.MAX_GENERATION) or any(
+            one.part >= parts or one.generation > bounds.MAX_GENERATION for one in message.lost
+        ):
+            raise RemoteProtocolError("wrong parts", "lost parts that do not exist")
+        if message.gave_up:
+            self.gave_up.add(sender)
+        self.lost[sender] = frozenset((one.part, one.generation) for one in message.lost)
+        if message.digest:
+            if len(message.digest) != bounds.DIGEST_BYTES or len(message.signature) != SIGNATURE_BYTES:
+                raise RemoteProtocolError("wrong digest length", "in RESULT")
+            vote = message.digest, message.signature
+            if sender not in self._votes:
+                self._votes[sender] = vote
+                self._counts[message.digest] += 1
+            elif self._votes[sender] != vote:
+                raise RemoteProtocolError("two votes", "it signed two outcomes of one attempt")
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing follows yet from what was heard: equal votes, and too few of them."""
+        few = len(self._counts) <= 1 and 2 * len(self._votes) < self._attempt.live
+        return few and not self.gave_up and not any(self.lost.values())
+
+    def _of(self, outcome: bytes) -> list[PeerId]:
+        return [peer for peer, (voted, _) in self._votes.items() if voted == outcome]
+
+    def leading(self) -> bytes:
+        """The digest that a quorum voted for; empty as long as there is none."""
+        best = max(self._counts, key=lambda voted: (self._counts[voted], voted), default=b"")
+        if 2 * self._counts[best] < self._attempt.live:
+            return b""
+        return best if best and self._attempt.is_quorum(self._of(best)) else b""
+
+    def voters(self) -> list[PeerId]:
+        """Who voted for what leads."""
+        return self._of(self.leading())
+
+    def has_voted(self, peer: PeerId) -> bool:
+        return peer in self._votes
+
+    def certificate(self, outcome: bytes) -> Decision | None:
+        """The commit of an outcome, once a quorum has signed it. A vote with a bad signature is dropped."""
+        voted = digest(outcome)
+        if self.leading() != voted:
+            return None
+        votes: list[Vote] = []
+        for index, peer in enumerate(self._attempt.shares):
+            if self._votes.get(peer, (b"", b""))[0] != voted:
+                continue
+            try:
+                check_signature(peer, outcome, self._votes[peer][1])
+            except RemoteProtocolError as error:
+                del self._votes[peer]
+                self._counts[voted] -= 1
+                self._refuse(peer, error.detail)
+            else:
+                votes.append(Vote(member=index, signature=self._votes[peer][1]))
+        return Decision(outcome=outcome, votes=votes) if self.leading() == voted else None
+
+    def may_commit(self, may_vote: Collection[PeerId]) -> bool:
+        """Whether some outcome may still have a quorum, if ``may_vote`` are those that can yet vote."""
+        open_ = {peer for peer in may_vote if peer not in self._votes and peer not in self.gave_up}
+        return any(self._attempt.is_quorum({*self._of(one), *open_}) for one in (*self._counts, b""))
+
+    def why(self) -> str:
+        """Why there is no certificate, in words."""
+        most = max(self._counts.values(), default=0)
+        lost = sorted({part for parts in self.lost.values() for part, _ in parts})
+        words = f"only {most} of {len(self._attempt.shares)} members signed the same mean"
+        return words + (f"; lost parts {', '.join(map(str, lost[: bounds.MAX_NAMED]))}" if lost else "")

@@ -1,0 +1,163 @@
+"""Certificates: a commit is an outcome with the signatures of a quorum of its members.
+
+All members that hold a round's mean make the same ``Outcome``, byte for byte, and sign it. A quorum of
+signatures is the commit, and anybody may pass it on (``Decision``). Laws: an outcome is read only after its
+certificate held; any two quorums share a member, also of two attempts whose coordinators saw the same live
+peers, since more than half of these must sign (or half, the coordinator among it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.protocol.rounds import bounds
+from p2p_co2.protocol.rounds.attempt import (
+    Attempt,
+    capped,
+    check_digest,
+    check_live,
+    is_quorum,
+    read_contributors,
+    read_key,
+    read_members,
+)
+from p2p_co2.protocol.rounds.events import PayloadShape
+from p2p_co2.protocol.rounds.parts import BlockRange, covers
+from p2p_co2.protocol.rounds.rank import coordination_order
+from p2p_co2.protocol.wire.identity import PeerId, verify
+from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_MESSAGE_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, PartOutcome
+
+DECISION_CONTEXT = b"p2p-co2 decision"
+OUTCOMES_KEPT = 16
+"""Opened outcomes, and what is derived of them, that are remembered."""
+TELLERS = 2
+SIGNATURES_KEPT = 4 * MAX_MEMBERS
+_T = TypeVar("_T")
+
+
+def outcome_of(attempt: Attempt, run: bytes, parts: Collection[PartOutcome]) -> bytes:
+    """The serialised ``Outcome`` that members of ``attempt`` with these means sign."""
+    outcome = Outcome(
+        key=attempt.key(), run=run, coordinator=attempt.coordinator, state_digest=attempt.state_digest,
+        members=attempt.members(), parts=parts, live=attempt.live,
+    )  # fmt: skip
+    return outcome.SerializeToString(deterministic=True)
+
+
+@lru_cache(SIGNATURES_KEPT)
+def check_signature(peer: str, outcome: bytes, signature: bytes) -> None:
+    """Raise ``RemoteProtocolError`` unless ``peer`` signed this outcome. Peers of one process share it."""
+    verify(peer, DECISION_CONTEXT, outcome, signature)
+
+
+def open_decision(decision: Decision, run: bytes, shape: PayloadShape) -> Outcome:
+    """The checked outcome of a certificate of this run. Raises ``RemoteProtocolError`` without a quorum of
+    good signatures, for another run, or an outcome that no honest peer signs. Whether its signers are who
+    they should be is the caller's question. The outcome is shared and must not be written to."""
+    if len(decision.outcome) > MAX_MESSAGE_BYTES or len(decision.votes) > MAX_MEMBERS:
+        raise RemoteProtocolError("too large", f"outcome of {len(decision.outcome)} bytes, or its votes")
+    votes = tuple((vote.member, vote.signature) for vote in decision.votes)
+    return _open(decision.outcome, votes, run, shape)
+
+
+@lru_cache(OUTCOMES_KEPT)
+def _open(content: bytes, votes: tuple[tuple[int, bytes], ...], run: bytes, shape: PayloadShape) -> Outcome:
+    outcome = check_certificate(content, votes, run)
+    _check_outcome(outcome, shape)
+    return outcome
+
+
+def check_certificate(content: bytes, votes: Collection[tuple[int, bytes]], run: bytes) -> Outcome:
+    """The outcome, if a quorum of its members signed it; what else it says is not checked. Raises
+    ``RemoteProtocolError``."""
+    outcome = Outcome()
+    try:
+        outcome.ParseFromString(content)
+    except DecodeError:
+        raise RemoteProtocolError("unreadable", "not an Outcome") from None
+    if outcome.run != run:
+        raise RemoteProtocolError("wrong run", "a decision of another run")
+    members = [member.peer for member in outcome.members]
+    if len(members) > MAX_MEMBERS or any(index >= len(members) for index, _ in votes):
+        raise RemoteProtocolError("wrong group", f"{len(members)} members, or votes of others")
+    check_live(outcome.live, len(members))
+    signers = {members[index]: signature for index, signature in votes}
+    if not is_quorum(signers.keys(), outcome.live, outcome.coordinator):
+        raise RemoteProtocolError("no quorum", f"{len(signers)} signatures of {outcome.live} peers")
+    for peer, signature in signers.items():
+        check_signature(peer, content, signature)
+    return outcome
+
+
+def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
+    fragment, round_, _ = read_key(outcome.key, shape)
+    check_digest(outcome.state_digest)
+    weights = capped(read_members(outcome.members, round_), shape.weight_cap)
+    if len(outcome.coordinator) > bounds.MAX_PEER_ID or len(outcome.parts) > MAX_MEMBERS:
+        raise RemoteProtocolError("too large", "coordinator or parts of an outcome")
+    if not covers([BlockRange(p.start_block, p.stop_block) for p in outcome.parts], shape.blocks[fragment]):
+        raise RemoteProtocolError("wrong parts", "they do not cover the fragment's blocks once, in order")
+    for part in outcome.parts:
+        check_digest(part.digest)
+        read_contributors(part.contributors, weights, not shape.weight_cap)
+
+
+def signers_of(decision: Decision, outcome: Outcome) -> list[PeerId]:
+    """Who signed an opened certificate."""
+    return [PeerId(outcome.members[vote.member].peer) for vote in decision.votes]
+
+
+def tellers_of(decision: Decision, outcome: Outcome) -> list[PeerId]:
+    """Which signers pass an opened certificate on to peers that may lack it: the first by rank."""
+    ranked = coordination_order(signers_of(decision, outcome), outcome.key.fragment, outcome.key.round)
+    return ranked[:TELLERS]
+
+
+class Derived(Generic[_T]):
+    """``make(outcome)``, remembered by the outcome's identity: several ask who is in one, and of a large
+    group it takes milliseconds. What is derived is shared, so nobody writes to it. Any thread may ask."""
+
+    def __init__(self, make: Callable[[Outcome], _T]) -> None:
+        self._make = make
+        self.__doc__ = make.__doc__
+        self._known: dict[int, tuple[Outcome, _T]] = {}
+
+    def __call__(self, outcome: Outcome) -> _T:
+        known = self._known.get(id(outcome))
+        if known is not None:
+            return known[1]
+        value = self._make(outcome)
+        self._known[id(outcome)] = outcome, value  # as long as it is held, nobody else has its id
+        for oldest in list(self._known)[:-OUTCOMES_KEPT]:  # another thread may do the same
+            self._known.pop(oldest, None)
+        return value
+
+
+@Derived
+def counted_weights(outcome: Outcome) -> dict[str, float]:
+    """Whose work is in a committed outcome: by peer, the weight (tokens) that it counted with times the share
+    of the fragment's blocks whose mean holds its slice."""
+    return _weights(outcome, {})
+
+
+@Derived
+def claimed_weights(outcome: Outcome) -> dict[str, float]:
+    """As ``counted_weights``, with the weights that the members claim."""
+    return _weights(outcome, {member.peer: member.weight for member in outcome.members})
+
+
+def _weights(outcome: Outcome, claims: dict[str, float]) -> dict[str, float]:
+    blocks = max((part.stop_block for part in outcome.parts), default=0)
+    weights: dict[str, float] = {}
+    for part in outcome.parts:
+        share = (part.stop_block - part.start_block) / blocks
+        for one in part.contributors:
+            counted = claims.get(one.peer, one.weight) * share
+            weights[one.peer] = weights.get(one.peer, 0.0) + counted
+    return weights

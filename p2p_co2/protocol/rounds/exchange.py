@@ -1,0 +1,347 @@
+"""The bytes of one attempt at one member: its slices go to owners, owners' means come back.
+
+Laws: a mean counts only from the part's owner in its generation, or from a member that passes on what a lost
+owner had sent it; the payload is cut with views, never copied whole. Where an owner is lost, no leader says
+who comes next: once all live members say that they lack its mean, the next by rank takes the part
+(``Attempt.heir``), and all send it their slices. As long as one of them holds the mean, that one passes it
+on, the first by rank of those that do not say that they lack it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from p2p_co2.digest import digest
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.protocol.rounds import bounds
+from p2p_co2.protocol.rounds.assembly import LAST_PIECE_S, Assembly, pieces
+from p2p_co2.protocol.rounds.attempt import Attempt, read_contributors
+from p2p_co2.protocol.rounds.deadline import Durations
+from p2p_co2.protocol.rounds.events import Offer, ReduceJob
+from p2p_co2.protocol.rounds.owner import (
+    Arrivals,
+    Contributors,
+    PartJob,
+    Room,
+    list_contributors,
+    send_mean,
+)
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.wire.bulk import with_data
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Mean, Part, PartOutcome
+from p2p_co2.system.memory import Buffer, large_buffer
+
+MEANS_COME = 1 / 4
+"""Of all parts: when the means of so many have come from other owners, our own slices have left."""
+
+
+class PartState:
+    """What a member knows of one part of the mean. ``place``: where its bytes go; ``source``: who sends
+    them."""
+
+    def __init__(self, owner: PeerId, generation: int, place: memoryview, due_at: float) -> None:
+        self.owner = self.source = owner
+        self.generation, self.place, self.due_at = generation, place, due_at
+        self.transfer = Assembly(len(place), place)
+        self.contributors: Contributors | None = None
+        self.is_held = False
+
+    def is_lost(self, swarm: Swarm, now: float) -> bool:
+        """Whether its owner is late, or went: one that is back at once is another process."""
+        if not self.is_held and not swarm.is_live(self.owner):
+            self.due_at = min(self.due_at, now)
+        return not self.is_held and now >= self.due_at
+
+    def outcome(self, attempt: Attempt, part: int) -> PartOutcome:
+        """What an outcome says of it, once its mean is held."""
+        assert self.contributors is not None
+        start, stop = attempt.ranges[part]
+        listed = list_contributors(self.contributors)
+        return PartOutcome(start_block=start, stop_block=stop, digest=digest(self.place), contributors=listed)
+
+
+class Exchange:
+    """Of one member. ``parts_at``: when our own parts were averaged."""
+
+    def __init__(
+        self, offer: Offer, attempt: Attempt, swarm: Swarm, outlet: Outlet, *, observed: Durations, now: float
+    ) -> None:
+        self.attempt, self.parts_at = attempt, now
+        self._swarm, self._outlet, self._observed = swarm, outlet, observed
+        self._payload = memoryview(offer.payload)
+        self.mean = large_buffer(len(self._payload))
+        self.parts = [
+            PartState(owner, 0, self._slice(part, self.mean), now + 2 * attempt.parts_within_s)
+            for part, owner in enumerate(attempt.owners)
+        ]
+        self._missing = set(range(len(self.parts)))
+        """Parts whose mean is not held."""
+        self._jobs: dict[int, PartJob] = {}
+        self._here_at: dict[int, float] = {}
+        """When a part's mean was here, from its first owner."""
+        self._room = Room(int(bounds.MAX_OWNED_PAYLOADS * len(self._payload)))
+        self._passed_on: set[tuple[PeerId, int]] = set()
+        self._audience = Audience(attempt)
+
+    def start(self, now: float) -> None:
+        """Send the slices to their owners, a piece to each in turn, so that all links are busy at once."""
+        mine = [part for part, owner in enumerate(self.attempt.owners) if owner == self._swarm.me]
+        arrivals = Arrivals(self.attempt, self._swarm, self._observed, mine)
+        by_owner: dict[PeerId, list[Iterator[tuple[PeerId, Part]]]] = {}
+        for part, state in enumerate(self.parts):
+            if state.owner == self._swarm.me:
+                self._own(part, arrivals, now)
+            elif self._swarm.me in self.attempt.senders[part]:
+                by_owner.setdefault(state.owner, []).append(self._slice_messages(part))
+        streams = [chain.from_iterable(parts) for parts in by_owner.values()]
+        while streams:
+            streams = [stream for stream in streams if self._send_next(stream)]
+
+    # ---- slices
+
+    def _slice(self, part: int, whole: memoryview) -> memoryview:
+        start, stop = self.attempt.ranges[part]
+        width = self._swarm.shape.block_bytes
+        return whole[start * width : stop * width]
+
+    def _slice_messages(self, part: int) -> Iterator[tuple[PeerId, Part]]:
+        state, view = self.parts[part], self._slice(part, self._payload)
+        for offset, data in pieces(view, self._swarm.piece_bytes(self.attempt.shares, LAST_PIECE_S)):
+            head = Part(
+                key=self.attempt.key(), part=part, generation=state.generation, offset=offset,
+                total=len(view),
+            )  # fmt: skip
+            yield state.owner, with_data(head, data)
+
+    def _send_next(self, stream: Iterator[tuple[PeerId, Part]]) -> bool:
+        item = next(stream, None)
+        if item is not None:
+            self._outlet.send(*item)
+        return item is not None
+
+    def _own(self, part: int, arrivals: Arrivals, now: float) -> None:
+        state = self.parts[part]
+        job = PartJob(
+            self.attempt, part, state.generation, self._slice(part, self._payload), swarm=self._swarm,
+            outlet=self._outlet, room=self._room, arrivals=arrivals, place=state.place, now=now,
+        )  # fmt: skip
+        self._jobs[part] = job
+        job.check(now)
+
+    def is_early(self, part: int, generation: int) -> bool:
+        """Whether a piece is of an owner that we do not follow yet."""
+        known = self.parts[part].generation if part < len(self.parts) else bounds.MAX_GENERATION
+        return known < generation <= bounds.MAX_GENERATION
+
+    def _state(self, part: int, generation: int) -> PartState:
+        if part >= len(self.parts):
+            raise RemoteProtocolError("wrong parts", f"part {part} of {len(self.parts)}")
+        if generation > self.parts[part].generation:
+            raise RemoteProtocolError("wrong generation", f"{generation} of part {part}")
+        return self.parts[part]
+
+    def part(self, message: Part, sender: PeerId, now: float) -> bool:
+        """A piece of another member's slice; False if it came for nothing. Raises ``RemoteProtocolError``."""
+        state = self._state(message.part, message.generation)
+        if message.generation < state.generation:
+            return False
+        job = self._jobs.get(message.part)
+        if job is None:
+            raise RemoteProtocolError("wrong owner", f"PART {message.part} belongs to {state.owner}")
+        return job.add(message, sender, now)
+
+    def reduced(self, job: ReduceJob, mean: Buffer, now: float) -> None:
+        mine, state = self._jobs.get(job.part), self.parts[job.part]
+        if mine is not None and mine.is_answered_by(job):
+            self.parts_at = now
+            state.contributors = mine.reduced(job, mean, state.place)
+            self._holds(job.part)
+
+    def refused_slice(self, job: ReduceJob, peer: PeerId) -> bool:
+        """Drop a slice from an open job; False if the job is not open any more."""
+        mine = self._jobs.get(job.part)
+        if mine is None or not mine.is_answered_by(job):
+            return False
+        mine.refuse(peer)
+        return True
+
+    # ---- means
+
+    def mean_came(self, message: Mean, sender: PeerId, now: float) -> bool:
+        """A piece of a part's mean; False if it came for nothing. Raises ``RemoteProtocolError``."""
+        state = self._state(message.part, message.generation)
+        if message.generation < state.generation or (state.is_held and state.transfer.whole is None):
+            return False
+        if sender != state.source and not self._follows(state, sender, now):
+            return False
+        if message.offset == 0:
+            weights = self.attempt.weights
+            contributors = read_contributors(message.contributors, weights, not self.attempt.weight_cap)
+            if state.contributors is not None and state.contributors != contributors:
+                raise RemoteProtocolError("conflicting duplicate", "other contributors")
+            state.contributors = contributors
+        is_new = state.transfer.add(message.offset, message.total, message.data)
+        if is_new and state.transfer.whole is not None and state.contributors is not None:
+            self._holds(message.part)
+            if not state.generation and sender == state.owner:
+                self._here_at[message.part] = now
+        return is_new
+
+    def _holds(self, part: int) -> None:
+        self.parts[part].is_held = True
+        self._missing.discard(part)
+
+    def _follows(self, state: PartState, sender: PeerId, now: float) -> bool:
+        """Whether ``sender`` may pass on the mean of an owner that is lost: the first one that does."""
+        if sender not in self.attempt.shares:
+            raise RemoteProtocolError("not a member", "MEAN")
+        if not state.is_lost(self._swarm, now) or state.source != state.owner:
+            return False
+        state.source, state.contributors = sender, None
+        state.transfer = Assembly(len(state.place), state.place)
+        return True
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._missing
+
+    def outcomes(self) -> list[PartOutcome]:
+        """Of all parts, once they are held."""
+        return [state.outcome(self.attempt, part) for part, state in enumerate(self.parts)]
+
+    def owners_of_missing(self) -> set[PeerId]:
+        return {self.parts[part].source for part in self._missing}
+
+    @property
+    def brings_means(self) -> bool:
+        """Whether our slices have left, as the means of others tell."""
+        return len(self._here_at) >= MEANS_COME * len(self.parts)
+
+    # ---- lost owners
+
+    def lost(self, now: float) -> frozenset[tuple[int, int]]:
+        """The (part, generation) that we lack and whose owner is gone or late; with those that we have given
+        up for an heir, or others would think that we hold their means."""
+        return frozenset(
+            (part, generation)
+            for part, state in enumerate(self.parts)
+            if state.generation or not state.is_held
+            for generation in range(state.generation + state.is_lost(self._swarm, now))
+        )
+
+    def settle_lost(
+        self, lost: dict[PeerId, frozenset[tuple[int, int]]], gave_up: set[PeerId], now: float
+    ) -> bool:
+        """Pass on what others lack of lost owners; hand a part that all live members lack to its heir.
+        ``lost``: what each member says that spoke, this one too. Whether a part was handed on."""
+        spoken = [peer for peer in self.attempt.ranked if peer in lost and peer not in gave_up]
+        live = [peer for peer in spoken if self._swarm.is_live(peer)]
+        handed_on = False
+        for part, generation in sorted(set[tuple[int, int]]().union(*lost.values())):
+            state = self.parts[part]
+            if generation != state.generation:
+                continue
+            lacking = [peer for peer in live if (part, generation) in lost[peer]]
+            if len(lacking) == len(live) and generation < bounds.MAX_GENERATION:
+                self._hand_on(part, now)
+                handed_on = True
+            elif state.is_held and next(p for p in live if p not in lacking) == self._swarm.me:
+                self._pass_on(part, state, lacking)
+        return handed_on
+
+    def _pass_on(self, part: int, state: PartState, lacking: list[PeerId]) -> None:
+        to = [peer for peer in lacking if (peer, part) not in self._passed_on and peer != state.owner]
+        self._passed_on.update((peer, part) for peer in to)
+        if to and state.contributors is not None:
+            send_mean(
+                self.attempt, part, state.generation, state.place, state.contributors,
+                swarm=self._swarm, outlet=self._outlet, to=to,
+            )  # fmt: skip
+
+    def _hand_on(self, part: int, now: float) -> None:
+        old = self._jobs.pop(part, None)
+        if old is not None:
+            old.give_up()
+        generation = self.parts[part].generation + 1
+        due_at = now + 2 * self.attempt.parts_within_s
+        owner = self.attempt.heir(part, generation)
+        self.parts[part] = PartState(owner, generation, self.parts[part].place, due_at)
+        self._missing.add(part)
+        if owner == self._swarm.me:
+            self._own(part, Arrivals(self.attempt, self._swarm, self._observed, [part]), now)
+        elif self._swarm.me in self.attempt.senders[part]:
+            for peer, piece in self._slice_messages(part):
+                self._outlet.send(peer, piece)
+
+    # ---- those that listen
+
+    def listen(self, peer: PeerId) -> bool:
+        """A peer that is not in the round wants to hear the means of our parts; whether it will."""
+        has_joined = self._audience.joined(peer)
+        self.play()
+        return has_joined
+
+    def play(self) -> None:
+        """Send our means to those that listen, when the members have been sent all of them."""
+        for peer in self._audience.waiting(self.is_whole):
+            for part, state in enumerate(self.parts):
+                if (state.owner, state.generation) == (self._swarm.me, 0) and state.contributors is not None:
+                    send_mean(
+                        self.attempt, part, 0, state.place, state.contributors,
+                        swarm=self._swarm, outlet=self._outlet, to=(peer,),
+                    )  # fmt: skip
+
+    # ---- time and the swarm
+
+    def check(self, now: float) -> None:
+        """Ask for what our own parts need no longer wait for."""
+        for job in list(self._jobs.values()):
+            job.check(now)
+
+    def get_timer(self) -> float | None:
+        times = [due_at for job in self._jobs.values() if (due_at := job.get_timer()) is not None]
+        return min(times, default=None)
+
+    def due_at(self, told: frozenset[tuple[int, int]]) -> float | None:
+        """When the next mean is late that was not ``told`` to be lost."""
+        times = (
+            self.parts[part].due_at
+            for part in self._missing
+            if (part, self.parts[part].generation) not in told
+        )
+        return min(times, default=None)
+
+    def note_duration(self, begun_at: float, now: float) -> None:
+        """The round is decided: how long its owners took."""
+        took_s: dict[PeerId, float] = {}
+        for part, owner in enumerate(self.attempt.owners):
+            at = self.parts_at if owner == self._swarm.me else self._here_at.get(part, now)
+            took_s[owner] = max(took_s.get(owner, 0.0), at - begun_at)
+        self._swarm.lateness.owners_took(took_s, self.attempt.parts_within_s)
+
+
+class Audience:
+    """Who listens to one owner in one attempt."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._most = min(bounds.MAX_LISTENERS, max(1, len(attempt.shares) // bounds.MEMBERS_PER_LISTENER))
+        self._members = attempt.shares.keys()
+        self._known: set[PeerId] = set()
+        self._waiting: list[PeerId] = []
+
+    def joined(self, peer: PeerId) -> bool:
+        """``peer`` wants to hear; False if it is a member, is known, or finds no room."""
+        if peer in self._members or peer in self._known or len(self._known) >= self._most:
+            return False
+        self._known.add(peer)
+        self._waiting.append(peer)
+        return True
+
+    def waiting(self, is_ready: bool) -> Iterable[PeerId]:
+        """Whom to send the means to now: each once, when they all ``is_ready``."""
+        if not is_ready:
+            return ()
+        waiting, self._waiting = self._waiting, []
+        return waiting

@@ -1,0 +1,119 @@
+"""What one fragment of a peer remembers of rounds: the last commits, and attempts that are over.
+
+Law: a commit that is kept is never replaced. What is kept is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from p2p_co2.protocol.rounds import bounds
+from p2p_co2.protocol.rounds.certificate import Derived
+from p2p_co2.protocol.rounds.events import Stale
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome
+
+
+@Derived
+def _workers(outcome: Outcome) -> frozenset[str]:
+    """Whose slices are in a committed mean."""
+    return frozenset(one.peer for part in outcome.parts for one in part.contributors)
+
+
+class History:
+    """The last ``KEEP_DECISIONS`` commits of one fragment, and the attempts that ended."""
+
+    def __init__(self) -> None:
+        self._commits: OrderedDict[int, tuple[Decision, Outcome]] = OrderedDict()
+        self._workers: dict[int, frozenset[str]] = {}
+        """Of each kept commit, whose slices are in its mean."""
+        self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
+        self._joined: deque[tuple[int, bytes, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
+        """Attempts that we were in, and in which others may have counted us: round, id, and which offer
+        of ours."""
+        self._left: deque[tuple[int, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
+        """The last of them that has committed, and those since that we left before they were decided."""
+
+    def keep(self, decision: Decision, outcome: Outcome) -> None:
+        self.end(outcome.key.attempt)
+        if outcome.key.round not in self._commits:
+            self._commits[outcome.key.round] = (decision, outcome)
+            while len(self._commits) > bounds.KEEP_DECISIONS:
+                self._commits.pop(min(self._commits))
+            counted = _workers(outcome)
+            self._workers = {round_: self._workers.get(round_, counted) for round_ in self._commits}
+
+    def end(self, attempt: bytes) -> None:
+        """Remember an attempt that is over, so that its stragglers are recognised."""
+        if attempt not in self._ended:
+            self._ended.append(attempt)
+
+    def leave(self, round_: int, attempt: bytes, emit: Callable[[Stale], None], *, is_over: bool) -> None:
+        """``end`` an attempt that we were in, and tell what nobody needs any more: its slices and, if it has
+        committed only when the next one ends, for slower members, its means. Not ``is_over``: others may go
+        on with it."""
+        self.end(attempt)
+        known = self._commits.get(round_)
+        has_committed = known is not None and known[1].key.attempt == attempt
+        if known is None and not is_over:
+            self._left.append((round_, attempt))
+            return
+        if has_committed:
+            self.outrun(round_ + 1, emit)
+            self._left.append((round_, attempt))
+        emit(Stale(attempt, means=not has_committed))
+
+    def outrun(self, version: int, emit: Callable[[Stale], None]) -> None:
+        """``version`` has been reached: means of rounds before its own are of no use to anybody."""
+        for attempt in (one for round_, one in self._left if round_ < version):
+            emit(Stale(attempt, means=True))
+        later = [left for left in self._left if left[0] >= version]
+        self._left.clear()
+        self._left.extend(later)
+
+    def join(self, round_: int, attempt: bytes, offer_id: bytes) -> None:
+        """We are in an attempt, and not alone, or somebody listens: what we offer there may be counted,
+        whatever we hear of it."""
+        joined = (round_, attempt, offer_id)
+        if joined not in self._joined:  # each of those that listen calls this
+            self._joined.append(joined)
+
+    def was_elsewhere(self, outcome: Outcome) -> bool:
+        """Whether we were in another attempt at the round of a commit."""
+        key = outcome.key
+        return any(round_ == key.round and attempt != key.attempt for round_, attempt, _ in self._joined)
+
+    def is_settled_by(self, outcome: Outcome, me: PeerId) -> bool:
+        """Whether a commit that is replayed leaves open nothing of what we offered: it was doubted when we
+        heard of it, or all that we offered last is in it. (Earlier offers for its round held no more.)"""
+        offered = [offer_id for round_, _, offer_id in self._joined if round_ == outcome.key.round]
+        asked = next((member.offer_id for member in outcome.members if member.peer == me), None)
+        is_whole = all(any(one.peer == me for one in part.contributors) for part in outcome.parts)
+        is_known = self.commit(outcome.key.round) is not None
+        return is_known or (bool(offered) and is_whole and asked == offered[-1])
+
+    def forget(self, round_: int) -> None:
+        """Drop a commit and all after it: its bytes are nowhere to be had, or it is of another history."""
+        for known in [known for known in self._commits if known >= round_]:
+            del self._commits[known]
+
+    def has_ended(self, attempt: bytes) -> bool:
+        return attempt in self._ended
+
+    def has_worked(self, peer: PeerId) -> bool:
+        """Whether a slice of ``peer`` is in one of the kept commits."""
+        return any(peer in workers for workers in self._workers.values())
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """As ``Rounds.held``."""
+        return {
+            "KEEP_DECISIONS": (len(self._commits), bounds.KEEP_DECISIONS),
+            "KEEP_ATTEMPTS": (len(self._ended), bounds.KEEP_ATTEMPTS),
+        }
+
+    def commit(self, round_: int) -> tuple[Decision, Outcome] | None:
+        return self._commits.get(round_)
+
+    def newest_commit(self) -> tuple[Decision, Outcome] | None:
+        return self._commits[max(self._commits)] if self._commits else None
