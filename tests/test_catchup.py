@@ -34,7 +34,7 @@ from p2p_co2.protocol.catchup.goals import EXPORTS_FREE_BYTES
 from p2p_co2.protocol.catchup.history import HISTORY_BYTES_SHARE, HISTORY_ROUNDS_KEPT
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
-from p2p_co2.protocol.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
+from p2p_co2.protocol.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal, Vote
 from tests.catchup_world import (
     CHUNKS,
     D1,
@@ -123,7 +123,7 @@ def test_a_small_state_is_asked_of_as_many_donors_as_it_has_chunks() -> None:
 
 def test_a_round_is_replayed_from_the_history_with_its_decision() -> None:
     world = World()
-    decision = Decision(outcome=b"outcome", signature=b"signature")
+    decision = Decision(outcome=b"outcome", votes=[Vote(member=0, signature=b"signature")])
     world.machines[D1].remember(0, 3, decision, MEAN)
     world.machines[LATE].want(Goal(ROUND, 0, 3, (D1, D2)), world.now)
     world.run()

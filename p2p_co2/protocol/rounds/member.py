@@ -149,8 +149,12 @@ class Member:
         if not self._has_settled:
             return False
         handed_on = self.exchange.settle_lost(self._ballot.lost, self._ballot.gave_up, now)
+        within_s = self.attempt.result_within_s
         if handed_on:
-            self._ends_at = max(self._ends_at, now + self.attempt.result_within_s)
+            self._ends_at = max(self._ends_at, now + within_s)
+        else:  # somebody holds what is late: it comes over a slower line than was thought
+            late_s = bounds.COMPLETE_DEADLINES * self.attempt.parts_within_s + bounds.GRACE_S
+            self._ends_at = max(self._ends_at, self.begun_at + within_s + late_s)
         return handed_on
 
     def leave(self, reason: str, now: float) -> None:
