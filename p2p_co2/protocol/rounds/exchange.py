@@ -18,7 +18,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.assembly import LAST_PIECE_S, Assembly, pieces
 from p2p_co2.protocol.rounds.attempt import Attempt, read_contributors
-from p2p_co2.protocol.rounds.deadline import SAFETY, Durations
+from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Offer, ReduceJob
 from p2p_co2.protocol.rounds.owner import (
     Arrivals,
@@ -210,9 +210,9 @@ class Exchange:
 
     @property
     def _on_way_s(self) -> float:
-        """How long a mean may be under way before it must be lost: as the slices were, with a margin."""
+        """How long a mean may be under way before it must be lost: three times as long as the slices were."""
         slices_s = (self._slices_at - self._began_at) or (self.parts_at - self._began_at)
-        return max(bounds.GRACE_S, SAFETY * slices_s)
+        return max(bounds.GRACE_S, 3 * slices_s)
 
     @property
     def is_whole(self) -> bool:

@@ -169,9 +169,9 @@ class Member:
     # ---- the outcome
 
     def tell(self, decision: Decision, outcome: Outcome) -> None:
-        """Pass on the certificate that we made to all live peers that were not in the attempt, if we are one
-        of its tellers. A member hears the votes, and asks for what it lacks."""
-        if self._swarm.me in tellers_of(decision, outcome):
+        """Pass on the certificate that we made to all live peers that were not in the attempt, if we are the
+        first of its tellers. A member hears the votes, and asks for what it lacks."""
+        if self._swarm.me == tellers_of(decision, outcome)[0]:
             for peer in sorted(self._swarm.live.keys() - self.attempt.shares.keys()):
                 self._outlet.send(peer, decision)
 
