@@ -11,7 +11,7 @@ from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.rounds import parts
 from p2p_co2.simnet import EventLog, Settings, Swarm
-from p2p_co2.simnet.ledger import BLOCK_BYTES
+from p2p_co2.simnet.work import BLOCK_BYTES
 from p2p_co2.telemetry.events import Event, FragmentApplied, RoundCommitted
 
 PARAMETERS, BITS_PER_VALUE, FRAGMENTS, ROUND_S = 30.8e6, 4.25, 4, 3.9

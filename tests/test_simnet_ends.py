@@ -19,7 +19,7 @@ from p2p_co2.planning.traffic import payload_bytes
 from p2p_co2.protocol.catchup import CatchUp
 from p2p_co2.protocol.schedule import FIRST_ROUND_BOUND_S, SLEW, STILL_LOADS
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
-from p2p_co2.simnet import Churn, EventLog, Settings, Swarm, rendezvous, training
+from p2p_co2.simnet import Churn, EventLog, Settings, Swarm, process, rendezvous
 from p2p_co2.simnet.internet import way_between
 from p2p_co2.simnet.links import VirtualLinks
 from p2p_co2.simnet.oversight import Excuse
@@ -194,7 +194,7 @@ def test_a_newcomer_waits_until_it_is_concluded_what_the_first_that_it_hears_mea
         return await look_up(self)
 
     monkeypatch.setattr(rendezvous.Doorway, "find_peers", find_slowly)
-    monkeypatch.setattr(training, "LOOK_EVERY_S", 1e-3)
+    monkeypatch.setattr(process, "LOOK_EVERY_S", 1e-3)
     for seed in range(3):
         swarm = swarm_of(2, 20, "home-mix", seed=seed, start_spread_s=60.0)
         begun: dict[str, tuple[float, int]] = {}

@@ -95,16 +95,14 @@ class Oversight:
 
     def turned(self) -> None:
         """A turn has ended."""
-        node, links = self.node, self._process.links
-        counted = [
-            node.rounds.revision, node.catchup.revision, node.membership.revision,
-            links.waited if links is not None else 0,
-        ]  # fmt: skip
+        node = self.node
+        counted = [node.rounds.revision, node.catchup.revision, node.membership.revision]
         if counted != self._counted:
             before, self._counted = self._counted or [-1] * len(counted), counted
-            machines = (node.rounds, node.catchup, node.membership, links)
-            for was, now, machine in zip(before, counted, machines, strict=True):
-                if was != now and machine is not None:
+            for was, now, machine in zip(
+                before, counted, (node.rounds, node.catchup, node.membership), strict=True
+            ):
+                if was != now:
                     self._weigh(machine.held())
 
     def _weigh(self, held: Mapping[str, tuple[int, int]]) -> None:
