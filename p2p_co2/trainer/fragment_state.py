@@ -185,7 +185,7 @@ class FragmentState:
         """Go on from what a checkpoint holds (fp32 [n])."""
         self.residual = room_of(self._codec, self.numel, 4)
         for at in pieces(self.numel):
-            self.residual.set(at, values[at])
+            self.residual.set_(at, values[at].clone())
 
     # ---- offers
 
@@ -243,15 +243,14 @@ class FragmentState:
                 done = codec.encode_difference(origin, snapshot[at], rows, wanted)
             if done is None:
                 torch.sub(origin, snapshot[at], out=values)
-            if room is not None:
-                room.set(at, values)
-            if done is None:
                 if self.residual is not None:
                     values.add_(self.residual[at].mul_(decay))
                 codec.encode(values, rows)
                 done = error_energy(values, codec.decode(rows))
+            if room is not None:
+                room.set_(at, values)
             if lost is not None:
-                lost.set(at, values.sub_(codec.decode(rows)[: len(values)]))
+                lost.set_(at, values.sub_(codec.decode(rows)[: len(values)]))
             error, energy = error + done[0], energy + done[1]
         return payload, error_ratio(error, energy)
 
@@ -265,7 +264,7 @@ class FragmentState:
             kept = room_of(self._codec, self.numel, 4)
             for at in pieces(self.numel):
                 correction = outer.eager_correction(self._run.outer, gap, share, fresh[at], was[at])
-                kept.set(at, correction.neg_())
+                kept.set_(at, correction.neg_())
                 merge.addend[at].add_(kept[at])  # as it is kept, so that nothing is rounded away
             self.departure = self.departure._replace(offset=(kept,))
         return merge
