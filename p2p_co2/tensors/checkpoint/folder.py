@@ -1,7 +1,7 @@
 """A peer's checkpoints: what is in one, and a folder that keeps the newest two.
 
 What is agreed, the own optimizer and the buffers: no live parameters, since a resumed peer goes on from the
-agreed ones, and so no frozen ones either, which are where the model came from.
+agreed ones, and no frozen ones.
 
 Laws: a checkpoint is whole or it is not there; while a new one is being written the previous one stays; a
 damaged newest one falls back to the previous, with the reason kept. A file of an abandoned future (the peer
@@ -92,7 +92,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the swarm agreed on, enough to sample or evaluate: no live parameters, no optimizer.
+    """What the swarm agreed on, enough to sample or evaluate; as ``Checkpoint``. ``path``: the file.
 
     Rebuild the module with the recipe, plan its fragments, compare ``plan_digest``, and load
     ``states[i].params`` as fragment i.
@@ -110,9 +110,9 @@ class Agreed:
 
 
 class Saving:
-    """A checkpoint on its way into ``folder``: what ``parts`` of it change with training come by ``put``, the
-    agreed states of each fragment by ``put_agreed``, then ``finish`` makes it whole; ``give_up`` otherwise.
-    One thread at a time. ``said``: of ``checkpoint.optimizer``.
+    """A checkpoint on its way into ``folder``: its ``parts`` come by ``put``, the agreed states by
+    ``put_agreed``, then ``finish`` makes it whole; ``give_up`` otherwise. One thread at a time. ``said``: of
+    ``checkpoint.optimizer``.
 
     Raises ``EnvironmentFault`` if the disk is full or the folder not writable (the earlier checkpoints
     stay), ``ConfigError`` for a buffer that cannot be saved.
@@ -220,7 +220,7 @@ def load(folder: Path) -> Checkpoint:
         ]
         return Checkpoint(
             run_config_json=metadata["run"],
-            optimizer=tree.unsay(json.loads(metadata["optimizer"]), optimizer_tensors),
+            optimizer=_optimizer(metadata, optimizer_tensors),
             inner=_inner(metadata),
             parameters=tuple((name, tuple(shape)) for name, shape in json.loads(metadata["parameters"])),
             residuals={int(index): value for index, value in _of(tensors, "residual.").items()},
@@ -264,6 +264,15 @@ def _shared(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[
         "inner_steps": int(metadata["inner_steps"]),
         "tokens": int(metadata["tokens"]),
     }
+
+
+def _optimizer(metadata: Mapping[str, str], tensors: Sequence[Tensor]) -> Mapping[str, Any]:
+    """Empty if it holds what only another version can say: the agreed state is worth more."""
+    try:
+        state_dict: Mapping[str, Any] = tree.unsay(json.loads(metadata["optimizer"]), tensors)
+    except ValueError:
+        return {}
+    return state_dict
 
 
 def _inner(metadata: Mapping[str, str]) -> InnerOptimizer:
