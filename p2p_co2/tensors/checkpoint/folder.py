@@ -121,11 +121,7 @@ class Saving:
     def __init__(self, folder: Path, checkpoint: Checkpoint, said: tree.Said) -> None:
         self._folder = folder
         self._path = folder / f"state-{checkpoint.inner_steps:012d}.safetensors"
-        self._agreed = {
-            f"agreed.{index}.{what}": values
-            for index, state in enumerate(checkpoint.states)
-            for what, values in (("params", state.params), ("momentum", state.momentum))
-        }
+        self._states = dict(enumerate(checkpoint.states))
         self._residuals = {f"residual.{index}": values for index, values in checkpoint.residuals.items()}
         changing = {name: value for part in parts(checkpoint, said) for name, value in part.items()}
         metadata = {
@@ -144,17 +140,25 @@ class Saving:
             name: torch.empty(len(values), dtype=torch.float32, device="meta")
             for name, values in self._residuals.items()
         }
-        self._writing = tensorfile.Writing(self._path, self._agreed | shapes | changing, metadata)
+        agreed = {
+            f"agreed.{index}.{what}": values
+            for index, state in self._states.items()
+            for what, values in (("params", state.params), ("momentum", state.momentum))
+        }
+        self._writing = tensorfile.Writing(self._path, agreed | shapes | changing, metadata)
 
     def put(self, part: Mapping[str, Tensor]) -> None:
         """Write the values of one of the ``parts``, as they are now."""
         for name, values in part.items():
             self._writing.put(name, values)
 
-    def put_agreed(self) -> None:
-        """Write the agreed states and the residuals, and let them go: nobody's memory is needed after it."""
-        for name in list(self._agreed):
-            self._writing.put(name, self._agreed.pop(name))
+    def put_agreed(self, is_read: Callable[[int, int], None] = lambda fragment, version: None) -> None:
+        """Write the agreed states and the residuals, and let them go; ``is_read`` hears which was written."""
+        for index in list(self._states):
+            state = self._states.pop(index)
+            self._writing.put(f"agreed.{index}.params", state.params)
+            self._writing.put(f"agreed.{index}.momentum", state.momentum)
+            is_read(index, state.version)
         for name in list(self._residuals):
             values = self._residuals.pop(name)
             for start in range(0, len(values), _PIECE):
@@ -169,7 +173,7 @@ class Saving:
 
     def give_up(self) -> None:
         """Leave nothing of it behind."""
-        self._agreed.clear()
+        self._states.clear()
         self._residuals.clear()
         self._writing.give_up()
 
