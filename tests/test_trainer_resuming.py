@@ -288,15 +288,15 @@ def test_an_optimizer_without_a_rate_is_restored(tmp_path: Path) -> None:
     [
         (
             lambda m: SGD(m.parameters(), lr=0.1),
-            "is Adam with 1 group (of 6 parameters), this one SGD with 1",
+            "is Adam with groups of [6] parameters, this one SGD with groups of [6]",
         ),
-        (two_groups, "is Adam with 1 group (of 6 parameters), this one Adam with 2 groups (of 1 and 5 "),
-        (lambda m: Adam(list(m.parameters())[:4], lr=0.1), "this one Adam with 1 group (of 4 parameters)"),
+        (two_groups, "this one Adam with groups of [1, 5]"),
+        (lambda m: Adam(list(m.parameters())[:4], lr=0.1), "this one Adam with groups of [4]"),
         (
             lambda m: Adam(list(m.parameters())[::-1], lr=0.1),
             "has first.weight (4, 3) where this one has last.bias (2,)",
         ),
-        (lambda m: AdamW(m.parameters(), lr=0.1), "is Adam with 1 group (of 6 parameters), this one AdamW"),
+        (lambda m: AdamW(m.parameters(), lr=0.1), "this one AdamW with groups of [6]"),
     ],
     ids=["class", "groups", "fewer", "order", "similar"],
 )
@@ -351,13 +351,10 @@ def test_buffers_that_do_not_fit_stay_and_are_named(tmp_path: Path) -> None:
     train(model, optimizer)
     write(tmp_path, model, optimizer)
     lines = resume(tmp_path, again, adam(again))
-    assert [line.split(":")[0].split(" (")[0] for line in lines] == [
-        "the buffer shape is float32",
-        "the buffer kind is complex64",
-        "the checkpoint has no buffer new",
-        "the buffer wide stays as it is",
-        "the checkpoint's buffer gone is none of this model",
-    ]
+    kept = [f"the buffer {name} stays as it is" for name in ("shape", "kind", "new", "wide")]
+    assert [line.split(":")[0] for line in lines] == [
+        *kept, "the checkpoint's buffer gone is none of this model",
+    ]  # fmt: skip
     assert torch.equal(again.norm.running_var, model.norm.running_var)
     assert float(again.shape.sum()) == 0.0
 
