@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -39,8 +38,6 @@ from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.worker import TensorWorker
 
 CLOSE_BOUND_S = 6.0
-MAX_BUFFER_DONORS, BUFFERS_BOUND_S, BUFFERS_BEAT_S = 3, 30.0, 0.02
-"""A newcomer asks so many for their buffers, and waits no longer."""
 _T = TypeVar("_T")
 
 
@@ -102,35 +99,6 @@ class NodeView:
         """The other peers that train, as they said last."""
         live = list(self.node.membership.live.items())  # one step: the loop's thread may not come between
         return [peer for peer, info in live if info.status.phase == Status.TRAINING]
-
-    @property
-    def wants_buffers(self) -> bool:
-        """Whether a newcomer asks for this peer's buffers (``share_buffers``)."""
-        return self.node.catchup.buffers.is_wanted
-
-    def share_buffers(self, data: bytes) -> None:
-        """Give newcomers these values; none from now on if they are empty."""
-        self._loop.call_soon_threadsafe(lambda: self.node.catchup.buffers.publish(data, self.node.now()))
-
-    async def take_buffers(self, layout: int, size_bytes: int, is_newcomer: bool) -> bytes | bytearray:
-        """Serve buffers of this ``layout`` from now on; those of a peer that trains, if this one
-        ``is_newcomer``, or empty if nobody gave them in time. On the loop."""
-        node, buffers = self.node, self.node.catchup.buffers
-        buffers.layout, buffers.size_bytes = layout, size_bytes
-        if not is_newcomer:
-            return b""
-        here = tuple(agreed.digest for agreed in node.agreed)
-        training = {p: i for p, i in node.membership.live.items() if i.status.phase == Status.TRAINING}
-        donors = random.Random().sample(sorted(training), len(training))
-        donors.sort(key=lambda peer: training[peer].digests != here)
-        buffers.want(donors[:MAX_BUFFER_DONORS], node.now())
-        ends_at = time.monotonic() + BUFFERS_BOUND_S
-        while buffers.is_asking and time.monotonic() < ends_at:
-            node.pump()
-            await asyncio.sleep(BUFFERS_BEAT_S)
-        taken = buffers.taken
-        buffers.give_up()
-        return taken
 
 
 class NetworkThread:
