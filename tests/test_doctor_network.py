@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -69,33 +68,6 @@ def test_rates_of_several_are_what_passed_together() -> None:
     assert rate_finding("upload", {"a": slow, "b": quick}, []).state == OK
     assert rate_finding("upload", {"a": slow}, []).state == LIMITED
     assert rate_finding("upload", {}, ["seed 1: refused: busy"]).state == UNKNOWN
-
-
-@pytest.mark.parametrize(
-    ("lines", "state"),
-    [
-        ("Iface\tDestination\tGateway\n", LIMITED),
-        ("head\neth0\t00000000\t0100A8C0\t0003\t0\t0\t100\t00000000\t0\t0\t0\n", OK),
-        ("head\neth0\t0000A8C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0\n", LIMITED),
-    ],
-)
-def test_routes(tmp_path: Path, lines: str, state: State) -> None:
-    (tmp_path / "route").write_text(lines)
-    assert network.check_route((tmp_path / "route", tmp_path / "none")).state == state
-
-
-async def test_names_that_are_there_and_that_are_not() -> None:
-    by_name = ("/dns/localhost/tcp/1/p2p/12D3KooW",)
-    assert (await network.check_names(("/ip4/192.0.2.1/tcp/1/p2p/12D3KooW",), "")).state == OK
-    assert (await network.check_names(by_name, "127.0.0.1")).state == OK
-
-    async def lost(name: str) -> object:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    assert (await network.check_names(by_name, "", lost)).state == CANNOT
-    assert (await network.check_names((*by_name, "/ip4/192.0.2.1/tcp/1/p2p/x"), "", lost)).state == LIMITED
-    announced = await network.check_names((), "my.host.example", lost)
-    assert (announced.state, "--announce-host" in announced.advice) == (CANNOT, True)
 
 
 # ---- against real daemons
@@ -174,7 +146,7 @@ async def test_what_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         await asyncio.Event().wait()
 
     monkeypatch.setattr(network, "NETWORK_S", 0.0)
-    monkeypatch.setattr(network, "check_names", never)
+    monkeypatch.setattr(network, "start_p2p", never)
     peer = Identity.generate().peer_id
     states, words, outcome = await looked(Ticket(RUN.digest(), peer, (f"/ip4/192.0.2.1/tcp/1/p2p/{peer}",)))
     assert states["network"] == UNKNOWN
@@ -227,7 +199,7 @@ def test_without_a_route_nothing_is_said_to_be_well(tmp_path: Path, kernel: netn
     finally:
         netns.remove(namespace)
     states = {finding["name"]: finding["state"] for finding in table["findings"]}
-    assert (states["route"], states["seeds"]) == ("limited", "cannot")
+    assert states["seeds"] == "cannot"
     assert {states[name] for name in ("clock", "nat", "reachability", "upload", "download")} == {"unknown"}
     assert (table["role"], table["exit_status"]) == ("none", 2)
 
