@@ -226,12 +226,8 @@ def examined_to_the_end(namespace: str, ticket: str, folder: Path, *options: str
 
 
 def test_what_stands_between_is_told_from_behind_it(tmp_path: Path, kernel: netns.Kernel) -> None:
-    """Two seeds on public machines; the doctor on a public one, and behind two kinds of router."""
-    expected = {
-        "open": ("none", "direct", "reached"),
-        "cone": ("one mapping for all", "dial_out", "not reached"),
-        "symmetric": ("a mapping of its own", "dial_out", "not reached"),
-    }
+    """Two seeds on public machines; the doctor behind two kinds of router."""
+    expected = {"cone": "one mapping for all", "symmetric": "a mapping of its own"}
     run_file = tmp_path / "run.toml"
     run_file.write_text("recipe_digest = '" + "00" * 32 + "'")
     with Internet(kernel, tmp_path, 0) as internet, LocalSwarm(tmp_path) as children:
@@ -252,19 +248,18 @@ def test_what_stands_between_is_told_from_behind_it(tmp_path: Path, kernel: netn
             )
             ticket = children.wait_for_line(child, "ticket:", 60.0)
         options = ("--host", "0.0.0.0", "--libp2p-port", "4002", "--grpc-port", "4003")
-        tables = {"open": examined_to_the_end(places["open"].namespace, ticket, tmp_path, *options)}
         with ThreadPoolExecutor() as both:  # behind their routers at the same time: seeds may be busy then
             routers = {
                 nat: both.submit(examined_to_the_end, places[nat].namespace, ticket, tmp_path / nat, *options)
-                for nat in ("cone", "symmetric")
+                for nat in expected
             }
-        tables |= {nat: done.result() for nat, done in routers.items()}
-    for nat, (kind, role, reached) in expected.items():
+        tables = {nat: done.result() for nat, done in routers.items()}
+    for nat, kind in expected.items():
         words = {finding["name"]: finding["measured"] for finding in tables[nat]["findings"]}
         assert words["nat"].startswith(kind), (nat, words)
         assert places[nat].public_address in words["nat"]
-        assert tables[nat]["role"] == role, words
-        assert words["reachability"].endswith(f"grpc port 4003 {reached}"), words
+        assert tables[nat]["role"] == "dial_out", words
+        assert words["reachability"].endswith("grpc port 4003 not reached"), words
         assert words["seeds"].startswith("2 of 2 answer")
         # The line is 20 Mbit/s up, 50 down, 20 ms there and back to the seeds. A loaded machine is slower;
         # what stood in a queue meanwhile comes at once. That the line was seen is all that is asked.

@@ -77,7 +77,7 @@ def test_a_log_gets_a_line_for_what_matters_and_one_that_is_full_ends_no_peer() 
     watch.see(Warned(at=1.0, peer=IDS["ada"], text="the disk is nearly full"))
     watch.close()
     assert "this peer started on cpu" in text.getvalue()
-    assert "this peer warns: the disk is nearly full" in text.getvalue()
+    assert "warning: the disk is nearly full" in text.getvalue()
     assert "1 of 1 peers, round" in text.getvalue()
 
     class Full(io.StringIO):

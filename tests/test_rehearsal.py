@@ -285,7 +285,7 @@ def test_a_peer_that_nobody_can_reach_is_told_what_to_do_when_somebody_is_there(
         assert cure in newcomer.last_lines(100)
         swarm.start("other", other.command([*command, "--start-over"]), environment())
         wait_for("no seed passes on traffic for this peer", peer)
-        assert f"warns: {cure}" in peer.last_lines(100)
+        assert f"warning: {cure}" in peer.last_lines(100)
     assert namespaces() == []
 
 

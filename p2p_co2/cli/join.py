@@ -50,7 +50,10 @@ class JoinWatch:
             if isinstance(event, ev.PeerFinished):
                 self._last_words = f"left: {event.reason}; agreed state {event.digest[:16]}"
             if isinstance(event, LOGGED) and not self._console.is_terminal:
-                self._print(f"{time.strftime('%H:%M:%S')} {describe(event, {event.peer: 'this peer'})[1]}")
+                words = describe(event, {event.peer: "this peer"})[1]
+                if isinstance(event, ev.Warned):
+                    words = f"warning: {event.text}"  # whole, with its cure
+                self._print(f"{time.strftime('%H:%M:%S')} {words}")
             if self._terminal is not None:
                 self._terminal.show(Known(self._view, event.at))
 
