@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import ValidationError
 
 from bootstrap.local_swarm import LocalSwarm
-from bootstrap.stage import LOOPBACK, Stage, prepare, require_carrier, run_in_new_folder, software_versions
+from bootstrap.stage import LOOPBACK, See, Stage, WatchWith, prepare, require_carrier, run_in_new_folder
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import RUN_OVER, ConfigError
 from p2p_co2.system.process import require_supported_platform
-from p2p_co2.telemetry.events import Event
 
 FRAGMENTS = 4
 STOPPED = "stopped; no process is left"
-_SAMPLE_PROMPT, _SAMPLE_TOKENS = "def ", 240
+_PROMPT = "def ", 240
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,35 +45,7 @@ class DemoOptions:
     seed: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoEnd:
-    """What a watcher cannot know from events. Losses in the recipe's unit, None if not measured; ``killed``:
-    names of the peers that were killed on purpose; ``deaths``: last words of those that died by themselves;
-    ``notes``: what else the reader should know, a sentence each."""
-
-    config: RunConfig
-    folder: Path
-    loss_start: float | None
-    loss_end: float | None
-    text: str
-    expected_peers: int
-    killed: tuple[str, ...]
-    deaths: tuple[str, ...]
-    software: dict[str, str]
-    notes: tuple[str, ...] = ()
-
-
-class Watch(Protocol):
-    """Who shows the demo. ``see`` gets new events of all peers; ``finish`` writes and prints the end, and
-    returns why the run was no success (nothing if it was one); ``close`` gives the terminal back and may be
-    called twice."""
-
-    def see(self, events: Sequence[Event]) -> None: ...
-    def finish(self, end: DemoEnd) -> list[str]: ...
-    def close(self) -> None: ...
-
-
-def run_demo(options: DemoOptions, watch_with: Callable[[RunConfig, Path], Watch]) -> int:
+def run_demo(options: DemoOptions, watch_with: WatchWith) -> int:
     """Run it; returns the exit status, 130 if somebody stopped it.
 
     Raises ``ConfigError`` for options that make no run, ``EnvironmentFault`` if the swarm cannot be started.
@@ -97,41 +66,20 @@ def run_demo(options: DemoOptions, watch_with: Callable[[RunConfig, Path], Watch
         print(f"--seconds {options.seconds:g} is made whole: {rounds}, {trained_s:g} s", flush=True)
 
     def run(folder: Path) -> list[str]:
-        return _demonstrate(options, config, watch_with, folder)
+        prepared, loss_start = prepare(config, folder, is_judged=True)
+        with LocalSwarm(folder / "logs") as swarm:
+            demo = RunningDemo(options, Stage(swarm, prepared, folder, options.carrier), swarm)
+            watch = watch_with(prepared, folder, "", ())
+            try:
+                demo.run(watch.see)
+                swarm.close()
+                demo.stage.look(watch.see)
+                notes = {"killed": tuple(demo.killed), "notes": tuple(demo.notes)}
+                return watch.finish(demo.stage.end(loss_start, _PROMPT, **notes))
+            finally:
+                watch.close()
 
     return run_in_new_folder(options.folder, "demo", STOPPED, run)
-
-
-def _demonstrate(
-    options: DemoOptions, config: RunConfig, watch_with: Callable[[RunConfig, Path], Watch], folder: Path
-) -> list[str]:
-    config, loss_start = prepare(config, folder, is_judged=True)
-    with LocalSwarm(folder / "logs") as swarm:
-        demo = RunningDemo(options, Stage(swarm, config, folder, options.carrier), swarm)
-        watch = watch_with(config, folder)
-        try:
-            demo.run(watch.see)
-            swarm.close()
-            demo.stage.look(watch.see)
-            trained = demo.stage.collect()
-            text = ""
-            if trained and trained.recipe.generate:
-                text = trained.sample(_SAMPLE_PROMPT, _SAMPLE_TOKENS, config.seed)
-            end = DemoEnd(
-                config=config,
-                folder=folder,
-                loss_start=loss_start,
-                loss_end=trained.held_out_loss() if trained else None,
-                text=text,
-                expected_peers=len(demo.stage.peers),
-                killed=tuple(demo.killed),
-                deaths=tuple(demo.stage.deaths.values()),
-                software=software_versions(),
-                notes=tuple(demo.notes),
-            )
-            return watch.finish(end)
-        finally:
-            watch.close()
 
 
 def run_config(options: DemoOptions) -> RunConfig:
@@ -170,9 +118,8 @@ class RunningDemo:
         self.killed: list[str] = []
         self.latecomer = ""
         self.notes: list[str] = []
-        self._others_had_ended = False
 
-    def run(self, see: Callable[[Sequence[Event]], None]) -> None:
+    def run(self, see: See) -> None:
         """Start everybody and look on until the peers have ended. Raises ``EnvironmentFault``."""
         self.stage.start_seed()
         for number in range(1, self._options.peers + 1):
@@ -183,16 +130,17 @@ class RunningDemo:
         """After each look at the peers."""
         self._replace_one()
         late = self.stage.peers.get(self.latecomer)
-        if late is None or self.latecomer in self.killed:
+        others = (child for name, child in self.stage.peers.items() if name != self.latecomer)
+        if late is None or self.latecomer in self.killed or any(child.running() for child in others):
             return
-        if late.exit_status() == RUN_OVER:
-            self._note_too_late(late.started_at)
-        elif self._others_had_ended and self.latecomer not in self.stage.caught_up and late.running():
+        if self.latecomer not in self.stage.caught_up and (late.running() or late.exit_status() == RUN_OVER):
             self._swarm.kill(late)  # it would find nobody to catch up from
-            self._note_too_late(late.started_at)
-        self._others_had_ended = not any(
-            child.running() for name, child in self.stage.peers.items() if name != self.latecomer
-        )
+            self.killed.append(late.name)
+            self.stage.excused.add(late.name)
+            self.notes.append(
+                f"{late.name} came too late and was ended: {time.time() - late.started_at:.0f} s after its "
+                "start it had not caught up, and the others had ended the run; give more --seconds"
+            )
 
     def _replace_one(self) -> None:
         since = self.stage.training_since
@@ -207,12 +155,3 @@ class RunningDemo:
 
     def _start_peer(self, name: str, min_peers: int) -> None:
         self.stage.start_peer(name, min_peers, ("--device", self._options.device, *LOOPBACK))
-
-    def _note_too_late(self, started_at: float) -> None:
-        late = self.latecomer
-        self.killed.append(late)
-        self.stage.excused.add(late)
-        self.notes.append(
-            f"{late} came too late and was ended: {time.time() - started_at:.0f} s after its start it had "
-            "not caught up, and the others had ended the run; give more --seconds"
-        )

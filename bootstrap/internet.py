@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -25,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bootstrap import forwarder, netns
+from bootstrap.forwarder import DEVICE, WanLink
 from bootstrap.local_swarm import environment
-from bootstrap.wan import WanLink
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.system.process import program
@@ -40,16 +39,14 @@ _FIRST_ADDRESS = 66
 _LAN_GATEWAY, _LAN_ADDRESS = "192.168.1.1", "192.168.1.2"
 _TABLE = 100
 """The middle's routing table for what comes from the lines: into the forwarder."""
-_WORTH_PIECE_BYTES, _MOST_PIECE_BYTES = 12_000, 40_000
-"""Smaller pieces are not much larger than the kernel's own: slow lines are left as they are."""
+_FAST_BITS_PER_S, _PIECE_BYTES = 50e6, 16_000
+"""Of a line whose TCP hands over that many bytes at once. Left alone it takes two or three segments, and each
+piece costs the forwarder the same, however large it is."""
 _FORWARDER_READY_S = 10.0
-_PROBES, _PROBE_S = 3, 2.0
-_ROUTER_OPTIONS = {
-    "ipv4/ip_forward": "1",
-    "ipv4/conf/all/rp_filter": "0",
-    "ipv4/conf/default/rp_filter": "0",
-    "ipv4/conf/all/send_redirects": "0",
-    "ipv4/conf/default/send_redirects": "0",
+_ROUTER_OPTIONS = {"ipv4/ip_forward": "1"} | {
+    f"ipv4/conf/{which}/{option}": "0"
+    for which in ("all", "default")
+    for option in ("rp_filter", "send_redirects")
 }
 
 
@@ -79,8 +76,7 @@ class Internet:
     """
 
     def __init__(self, kernel: netns.Kernel, folder: Path, seed: int, congestion: str = "") -> None:
-        self._kernel, self._folder, self._seed = kernel, folder, seed
-        self._congestion = congestion
+        self._kernel, self._folder, self._seed, self._congestion = kernel, folder, seed, congestion
         self.machines: dict[str, Machine] = {}
         self.forwarded: dict[str, float] = {}
         """What the forwarder says of itself at its end."""
@@ -122,13 +118,15 @@ class Internet:
         )
         self._wire(machine, router_address)
         if hidden:
-            is_symmetric = profile.nat == "symmetric"
-            netns.masquerade(machine.router, "wan0", symmetric=is_symmetric)
+            netns.masquerade(machine.router, "wan0", symmetric=profile.nat == "symmetric")
+        if profile.up_bits_per_s > _FAST_BITS_PER_S:
+            with contextlib.suppress(EnvironmentFault):  # kernels before 5.18 lack it
+                netns.set_kernel_options(machine.namespace, {"ipv4/tcp_tso_rtt_log": "31"})
+                netns.ip(machine.namespace, f"link set lan0 gso_max_size {_PIECE_BYTES}")
         return machine
 
     def start(self) -> None:
         """Let the packets flow. Raises ``EnvironmentFault``."""
-        self._enlarge_pieces()
         links = {
             machine.public_address: WanLink(
                 latency_s=machine.profile.latency_ms / 1e3,
@@ -154,8 +152,8 @@ class Internet:
             time.sleep(0.02)
         netns.ip(
             self._middle,
-            f"link set {forwarder.DEVICE} up mtu 1500 txqueuelen 2000",
-            f"route add default dev {forwarder.DEVICE} table {_TABLE}",
+            f"link set {DEVICE} up mtu 1500 txqueuelen 2000",
+            f"route add default dev {DEVICE} table {_TABLE}",
         )
 
     def traffic_bytes(self) -> dict[str, tuple[int, int]]:
@@ -168,29 +166,18 @@ class Internet:
             devices[device.strip()] = int(words[0]), int(words[8])
         return {name: devices[machine.port] for name, machine in self.machines.items()}
 
-    def round_trip_s(self, name: str, other: str) -> float | None:
-        """The shortest of a few round trips of a small packet to ``other`` (not behind a router that hides
-        it), measured now; None if none came back."""
-        here, there = self.machines[name], self.machines[other]
-        asking = netns.call_inside(here.namespace, lambda: _socket_at(here.address))
-        echo = netns.call_inside(there.namespace, lambda: _socket_at(there.address))
-        times_s = []
-        with asking, echo:
-            for number in range(_PROBES):
-                sent_at = time.monotonic()
-                asking.sendto(bytes((number,)), (there.address, echo.getsockname()[1]))
-                with contextlib.suppress(TimeoutError):  # lost under way, as it may be
-                    question, sender = echo.recvfrom(8)
-                    echo.sendto(question, sender)
-                    if asking.recv(8) == question:
-                        times_s.append(time.monotonic() - sent_at)
-        return min(times_s, default=None)
-
     def close(self) -> None:
         """Remove everything; may be called twice. It takes a second or two and is not to be interrupted."""
         with _deaf():
             if self._forwarder is not None:
-                self._stop_forwarder(self._forwarder)
+                self._forwarder.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._forwarder.wait(5)
+                self._forwarder.kill()
+                self._forwarder.wait()
+                said = self._log.read_text(errors="replace").splitlines()
+                if said and said[-1].startswith("{"):
+                    self.forwarded = json.loads(said[-1])
                 self._forwarder = None
             while self._namespaces:
                 netns.remove(self._namespaces.pop())
@@ -200,9 +187,7 @@ class Internet:
     def _namespace(self, name: str) -> str:
         full = netns.add(name)
         self._namespaces.append(full)
-        netns.set_kernel_options(
-            full, {"ipv6/conf/all/disable_ipv6": "1", "ipv6/conf/default/disable_ipv6": "1"}
-        )
+        netns.set_kernel_options(full, {"ipv6/conf/all/disable_ipv6": "1"})
         netns.ip(full, "link set lo up")
         return full
 
@@ -244,32 +229,6 @@ class Internet:
             lines.append(f"route add {machine.public_address} via {router_address} dev {port} onlink")
         netns.ip(middle, *lines)
 
-    def _enlarge_pieces(self) -> None:
-        """Let the machines' TCP hand over as many segments at once as the forwarder takes in one slice of
-        time. A connection does so for a millisecond of its own rate: of several on a fast line two or three
-        segments, and each costs the forwarder 24 us, however large it is. Kernels before 5.18 lack the option
-        and pay that price."""
-        for machine in self.machines.values():
-            others = [one.profile.down_bits_per_s for one in self.machines.values() if one is not machine]
-            rate = min([machine.profile.up_bits_per_s, *others])
-            piece_bytes = int(rate * forwarder.SLICE_S / 8)
-            if piece_bytes >= _WORTH_PIECE_BYTES:
-                with contextlib.suppress(EnvironmentFault):
-                    netns.set_kernel_options(machine.namespace, {"ipv4/tcp_tso_rtt_log": "31"})
-                    size = min(piece_bytes, _MOST_PIECE_BYTES)
-                    netns.ip(machine.namespace, f"link set lan0 gso_max_size {size}")
-
-    def _stop_forwarder(self, process: subprocess.Popen[bytes]) -> None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        lines = self._log.read_text(errors="replace").splitlines()
-        if lines and lines[-1].startswith("{"):
-            self.forwarded = json.loads(lines[-1])
-
 
 @contextlib.contextmanager
 def _deaf() -> Iterator[None]:
@@ -282,11 +241,3 @@ def _deaf() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _socket_at(address: str) -> socket.socket:
-    """A UDP socket; it belongs to the network namespace of the thread that makes it."""
-    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    made.bind((address, 0))
-    made.settimeout(_PROBE_S)
-    return made

@@ -5,8 +5,8 @@ Pure but for errors about the user's input.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning.profiles import LinkProfile, NatKind, profile_of
@@ -26,35 +26,33 @@ class LineChanges:
 
     def applied(self, profile: LinkProfile) -> LinkProfile:
         """The profile with the changes. Raises ``ConfigError`` for figures that no line has."""
-        return LinkProfile(
-            profile.name,
-            _bits_per_s("--up-mbit", self.up_mbit, profile.up_bits_per_s),
-            _bits_per_s("--down-mbit", self.down_mbit, profile.down_bits_per_s),
-            _within("--latency-ms", self.latency_ms, profile.latency_ms, 5000.0),
-            _within("--jitter-ms", self.jitter_ms, profile.jitter_ms, 1000.0),
-            _within("--loss", self.loss, profile.loss, 0.5),
-            self._nat(profile),
-        )
-
-    def _nat(self, profile: LinkProfile) -> NatKind:
-        kinds: tuple[NatKind, ...] = get_args(NatKind)
-        for kind in kinds:
-            if self.nat == kind:
-                return kind
+        changed: dict[str, Any] = {}
+        for option, value, field, unit, least, most in (
+            ("--up-mbit", self.up_mbit, "up_bits_per_s", 1e6, 0.1, 1e4),
+            ("--down-mbit", self.down_mbit, "down_bits_per_s", 1e6, 0.1, 1e4),
+            ("--latency-ms", self.latency_ms, "latency_ms", 1.0, 0.0, 5000.0),
+            ("--jitter-ms", self.jitter_ms, "jitter_ms", 1.0, 0.0, 1000.0),
+            ("--loss", self.loss, "loss", 1.0, 0.0, 0.5),
+        ):
+            if value is not None:
+                if not least <= value <= most:
+                    raise ConfigError.of_option(option, f"{least:g} to {most:g} (got {value:g})")
+                changed[field] = value * unit
         if self.nat != "profile":
-            raise ConfigError.of_option("--nat", f"profile, {', '.join(kinds)} (got {self.nat!r})")
-        return profile.nat
+            if self.nat not in get_args(NatKind):
+                problem = f"profile, {', '.join(get_args(NatKind))} (got {self.nat!r})"
+                raise ConfigError.of_option("--nat", problem)
+            changed["nat"] = self.nat
+        return replace(profile, **changed)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One peer's emulated line. ``address``: the one that others see it under, "" on loopback;
-    ``round_trip_s``: to the seed, measured before the start, None if it was not."""
+    """One peer's emulated line. ``address``: the one that others see it under, "" on loopback."""
 
     peer: str
     profile: LinkProfile
     address: str = ""
-    round_trip_s: float | None = None
 
     @property
     def figures(self) -> tuple[float, ...]:
@@ -74,19 +72,3 @@ def lines_of(peers: int, profiles: str, changes: LineChanges, seed: int) -> list
         Line(f"peer-{index + 1}", changes.applied(profile_of(names[index % len(names)], seed, index)))
         for index in range(peers)
     ]
-
-
-def _bits_per_s(option: str, mbit: float | None, otherwise: int) -> int:
-    if mbit is None:
-        return otherwise
-    if not 0.1 <= mbit <= 10_000:
-        raise ConfigError.of_option(option, f"0.1 to 10000 Mbit/s (got {mbit:g})")
-    return round(mbit * 1e6)
-
-
-def _within(option: str, value: float | None, otherwise: float, most: float) -> float:
-    if value is None:
-        return otherwise
-    if not 0 <= value <= most:
-        raise ConfigError.of_option(option, f"0 to {most:g} (got {value:g})")
-    return value

@@ -42,19 +42,23 @@ class Kernel:
 
 def examine() -> Kernel:
     """Find out by trying, in a namespace that is removed again."""
-    if os.geteuid() != 0:
-        return Kernel("network namespaces need root; run it with sudo to rehearse with real packets")
-    if shutil.which("ip") is None:
-        return Kernel("the program ip is missing; install iproute2 (apt-get install iproute2)")
-    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
-        return Kernel("this kernel has no /dev/net/tun, so nothing can delay packets")
+    for lacks, problem in (
+        (os.geteuid() != 0, "network namespaces need root; run it with sudo to rehearse with real packets"),
+        (not shutil.which("ip"), "the program ip is missing; install iproute2 (apt-get install iproute2)"),
+        (not os.access("/dev/net/tun", os.R_OK | os.W_OK), "this kernel has no /dev/net/tun"),
+    ):
+        if lacks:
+            return Kernel(problem)
     try:
         trial = add("trial")
     except EnvironmentFault as error:
         return Kernel(str(error))
     try:
         ip(trial, "link add trial0 type veth peer name trial1")
-        return Kernel("", _masquerades(trial))
+        with suppress(EnvironmentFault):
+            masquerade(trial, "trial0", symmetric=False)
+            return Kernel(masquerade=True)
+        return Kernel()
     except EnvironmentFault as error:
         return Kernel(f"this kernel has no pairs of virtual devices ({error})")
     finally:
@@ -86,11 +90,11 @@ def remove(namespace: str) -> None:
 def sweep() -> list[str]:
     """Remove the namespaces of processes that are no more; returns their names."""
     dead = []
-    for name in _names():
-        pid, started_at = (int(word) for word in name.split("-")[1:3])
-        if _started_at_ticks(pid) != started_at:
-            remove(name)
-            dead.append(name)
+    for path in _MOUNTED.glob(f"{_PREFIX}-*"):
+        found = _OURS.fullmatch(path.name)
+        if found and _started_at_ticks(int(found[1])) != int(found[2]):
+            remove(path.name)
+            dead.append(path.name)
     return dead
 
 
@@ -158,14 +162,6 @@ table ip p2pco2 {{
 """
 
 
-def _masquerades(trial: str) -> bool:
-    try:
-        masquerade(trial, "trial0", symmetric=False)
-    except EnvironmentFault:
-        return False
-    return True
-
-
 def _run(command: list[str], text: str = "") -> None:
     try:
         done = subprocess.run(
@@ -176,11 +172,6 @@ def _run(command: list[str], text: str = "") -> None:
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit status {done.returncode}"
         raise EnvironmentFault(f"{' '.join(command[:5])}: {said}")
-
-
-def _names() -> list[str]:
-    found = _MOUNTED.iterdir() if _MOUNTED.is_dir() else ()
-    return sorted(path.name for path in found if _OURS.fullmatch(path.name))
 
 
 def _started_at_ticks(pid: int) -> int:

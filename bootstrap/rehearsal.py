@@ -15,34 +15,39 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from bootstrap import netns
 from bootstrap.internet import EMULATION, Internet
 from bootstrap.lines import Line, LineChanges, lines_of
 from bootstrap.local_swarm import LocalSwarm
 from bootstrap.run_file import recipe_of
-from bootstrap.stage import LOOPBACK, Stage, prepare, require_carrier, run_in_new_folder, software_versions
+from bootstrap.stage import (
+    LOOPBACK,
+    See,
+    Stage,
+    Traffic,
+    WatchWith,
+    prepare,
+    require_carrier,
+    run_in_new_folder,
+)
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.system.process import require_supported_platform
-from p2p_co2.telemetry.events import Event
 
 DEFAULT_SECONDS = 120.0
 STOPPED = "stopped; no process and no namespace is left"
+NO_EMULATION = "carriers slowed down on loopback: no real packets, no routers to get through"
 _SAMPLE_EVERY_S = 0.1
 """So often that an exchange of a second can be held against its line."""
 _MAX_SAMPLES = 200_000
 """Five and a half hours of traffic; of a longer rehearsal the end is kept."""
 _SEED, _SEED_PORT, _SEED_PROFILE = "seed", "31337", PROFILES["fibre"]
-
-Traffic = tuple[float, dict[str, tuple[int, int]]]
-"""(unix time, bytes (up, down) by peer)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,38 +69,7 @@ class RehearsalOptions:
     in_carrier: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class RehearsalEnd:
-    """What a watcher cannot know from events. Losses in the recipe's unit, None if not measured.
-    ``emulation``: which one was in use, in words; ``traffic``: samples of the lines' counters, empty on
-    loopback; ``forwarded``: the packet forwarder's own account; ``deaths``: last words of those that died by
-    themselves."""
-
-    config: RunConfig
-    folder: Path
-    loss_start: float | None
-    loss_end: float | None
-    expected_peers: int
-    deaths: tuple[str, ...]
-    software: dict[str, str]
-    emulation: str
-    lines: tuple[Line, ...]
-    traffic: Sequence[Traffic] = ()
-    forwarded: dict[str, float] = field(default_factory=dict)
-
-
-class RehearsalWatch(Protocol):
-    """Who shows the rehearsal. ``begin`` is told the lines before the peers start; ``see`` gets new events of
-    all peers; ``finish`` writes and prints the end, and returns why the run was no success (nothing if it was
-    one); ``close`` gives the terminal back and may be called twice."""
-
-    def begin(self, emulation: str, lines: Sequence[Line]) -> None: ...
-    def see(self, events: Sequence[Event]) -> None: ...
-    def finish(self, end: RehearsalEnd) -> list[str]: ...
-    def close(self) -> None: ...
-
-
-def run_rehearsal(options: RehearsalOptions, watch_with: Callable[[RunConfig, Path], RehearsalWatch]) -> int:
+def run_rehearsal(options: RehearsalOptions, watch_with: WatchWith) -> int:
     """Run it; returns the exit status, 130 if somebody stopped it.
 
     Raises ``ConfigError`` for options that make no rehearsal, ``EnvironmentFault`` if it cannot be started.
@@ -106,80 +80,43 @@ def run_rehearsal(options: RehearsalOptions, watch_with: Callable[[RunConfig, Pa
     lines = lines_of(options.peers, options.profile, options.line, config.seed)
 
     def run(folder: Path) -> list[str]:
-        return _rehearse(options, config, lines, watch_with, folder)
+        with recipe_of(options.run_file, given=bool(options.recipe)):
+            prepared, loss_start = prepare(config, folder)
+        with ExitStack() as stack:
+            kernel = netns.examine()
+            problem = "it was asked for" if options.in_carrier else kernel.problem
+            if problem:
+                internet, emulation = None, f"{NO_EMULATION} ({problem})"
+                # Nothing stands before a peer there.
+                built = [replace(line, profile=replace(line.profile, nat="open")) for line in lines]
+            else:
+                internet = stack.enter_context(Internet(kernel, folder, config.seed, options.congestion))
+                built, emulation = _built(internet, lines), EMULATION
+            watch = watch_with(prepared, folder, emulation, built)
+            stack.callback(watch.close)
+            traffic: deque[Traffic] = deque(maxlen=_MAX_SAMPLES)
+            with LocalSwarm(folder / "logs") as swarm, _sampled(internet, traffic):
+                played = Stage(swarm, prepared, folder, options.carrier)
+                _play(played, internet, built, watch.see)
+            played.look(watch.see)
+            if internet is not None:
+                internet.close()
+            forwarded = internet.forwarded if internet else {}
+            return watch.finish(played.end(loss_start, traffic=traffic, forwarded=forwarded))
 
     return run_in_new_folder(options.folder, "rehearsal", STOPPED, run)
 
 
-def _rehearse(
-    options: RehearsalOptions,
-    config: RunConfig,
-    lines: list[Line],
-    watch_with: Callable[[RunConfig, Path], RehearsalWatch],
-    folder: Path,
-) -> list[str]:
-    with recipe_of(options.run_file, given=bool(options.recipe)):
-        config, loss_start = prepare(config, folder)
-    with ExitStack() as stack:
-        kernel = netns.examine()
-        problem = "it was asked for" if options.in_carrier else kernel.problem
-        internet: Internet | None = None
-        if problem:
-            problem = (
-                f"carriers slowed down on loopback: no real packets, no routers to get through ({problem})"
-            )
-            # Nothing stands before a peer there.
-            lines = [replace(line, profile=replace(line.profile, nat="open")) for line in lines]
-        else:
-            internet = stack.enter_context(Internet(kernel, folder, config.seed, options.congestion))
-            lines = _built(internet, lines)
-        watch = watch_with(config, folder)
-        stack.callback(watch.close)
-        watch.begin(problem or EMULATION, lines)
-        traffic: deque[Traffic] = deque(maxlen=_MAX_SAMPLES)
-        with LocalSwarm(folder / "logs") as swarm:
-            played = Stage(swarm, config, folder, options.carrier)
-            with _sampled(internet, traffic):
-                _play(played, internet, lines, watch.see)
-        played.look(watch.see)
-        if internet is not None:
-            internet.close()
-        trained = played.collect()
-        end = RehearsalEnd(
-            config=config,
-            folder=folder,
-            loss_start=loss_start,
-            loss_end=trained.held_out_loss() if trained and trained.recipe.held_out else None,
-            expected_peers=options.peers,
-            deaths=tuple(played.deaths.values()),
-            software=software_versions(),
-            emulation=problem or EMULATION,
-            lines=tuple(lines),
-            traffic=traffic,
-            forwarded=internet.forwarded if internet else {},
-        )
-        return watch.finish(end)
-
-
 def _built(internet: Internet, lines: Sequence[Line]) -> list[Line]:
-    """Let the lines carry packets; returns them with what was measured."""
+    """Let the lines carry packets; returns them with their addresses."""
     internet.add(_SEED, _SEED_PROFILE)
     for line in lines:
         internet.add(line.peer, line.profile)
     internet.start()
-    return [
-        replace(
-            line,
-            address=internet.machines[line.peer].public_address,
-            round_trip_s=internet.round_trip_s(line.peer, _SEED),
-        )
-        for line in lines
-    ]
+    return [replace(line, address=internet.machines[line.peer].public_address) for line in lines]
 
 
-def _play(
-    played: Stage, internet: Internet | None, lines: Sequence[Line], see: Callable[[Sequence[Event]], None]
-) -> None:
+def _play(played: Stage, internet: Internet | None, lines: Sequence[Line], see: See) -> None:
     """Start everybody and look on until the peers have ended."""
     if internet is None:
         played.start_seed()

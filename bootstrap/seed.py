@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import ipaddress
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from p2p_co2.system.process import (
     full_disk_named,
     require_supported_platform,
 )
-from p2p_co2.ticket import Ticket
+from p2p_co2.ticket import Ticket, is_loopback
 
 if TYPE_CHECKING:
     from p2p_co2.net.discovery import Discovery
@@ -72,13 +72,10 @@ def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:
     """
     given = Ticket.parse(options.also) if options.also else None
     if not 0 <= options.port < 65536:
-        problem = f"from 1 to 65535, or 0 for any free one (got {options.port})"
-        raise ConfigError.of_option("--port", problem)
+        raise ConfigError.of_option("--port", f"1 to 65535, or 0 for any free one (got {options.port})")
     run = None if given and options.run_file is None else _run_of(options, say)
     if given and run and run.digest() != given.run:
-        raise TicketError(
-            "the ticket is for another run than the run file; leave the file out, or correct it"
-        )
+        raise TicketError("the ticket is for another run than the run file; leave the file out, or mend it")
     require_supported_platform()
     end_with_parent(options.parent)
     with full_disk_named(options.folder):
@@ -111,11 +108,7 @@ def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
 async def _until_stopped(seed: Seed) -> None:
     loop = asyncio.get_running_loop()
     serving = asyncio.create_task(seed.serve(), name="seed")
-
-    def ask() -> None:
-        loop.call_soon_threadsafe(serving.cancel)
-
-    with StopSignals(ask):
+    with StopSignals(partial(loop.call_soon_threadsafe, serving.cancel)):
         await asyncio.wait({serving})
     error = None if serving.cancelled() else serving.exception()
     while isinstance(error, BaseExceptionGroup):  # ``TaskGroup`` wraps the cause
@@ -261,9 +254,8 @@ def how_to_join(run: RunConfig) -> str:
     """What a volunteer types."""
     if run.recipe == OWN_LOOP:
         return "your own program: python my_loop.py TICKET"
-    if run.is_own_recipe:
-        return "p2p-co2 join TICKET --recipe FILE.py:function, with a copy of the recipe's file"
-    return "p2p-co2 join TICKET"
+    own = " --recipe FILE.py:function, with a copy of the recipe's file" if run.is_own_recipe else ""
+    return f"p2p-co2 join TICKET{own}"
 
 
 def keep_positions(folder: Path, sealed: Iterable[tuple[str, bytes]]) -> None:
@@ -275,19 +267,12 @@ def keep_positions(folder: Path, sealed: Iterable[tuple[str, bytes]]) -> None:
 def read_positions(folder: Path) -> list[tuple[str, bytes]]:
     """What ``keep_positions`` wrote; empty without a file, and without what is damaged in it."""
     found = list[tuple[str, bytes]]()
-    try:
-        with (folder / "positions").open("rb") as file:
-            lines = file.read(2 * MAX_PEERS * MAX_RECORD_BYTES).split(b"\n")
-    except OSError:
-        return found  # a first start
-    for line in lines[:MAX_PEERS]:
-        writer, _, value = line.partition(b" ")
-        if not value:
-            continue
-        try:
-            found.append((writer.decode("ascii"), base64.b64decode(value, validate=True)))
-        except (UnicodeDecodeError, binascii.Error):
-            continue  # of a torn write
+    with suppress(OSError), (folder / "positions").open("rb") as file:  # else a first start
+        for line in file.read(2 * MAX_PEERS * MAX_RECORD_BYTES).split(b"\n")[:MAX_PEERS]:
+            writer, _, value = line.partition(b" ")
+            with suppress(UnicodeDecodeError, binascii.Error):  # else of a torn write
+                if value:
+                    found.append((writer.decode("ascii"), base64.b64decode(value, validate=True)))
     return found
 
 
@@ -299,13 +284,8 @@ def seed_addresses(visible: Sequence[str]) -> tuple[str, ...]:
             "this machine has no address that a ticket could name; bring its network up, or listen on the "
             "loopback alone with --host 127.0.0.1"
         )
-    reachable = [maddr for maddr in visible if not _is_loopback(maddr)]
+    reachable = [maddr for maddr in visible if not is_loopback(maddr)]
     return tuple((reachable or list(visible))[:MAX_SEED_ADDRESSES])
-
-
-def _is_loopback(maddr: str) -> bool:
-    _, kind, host, *_ = maddr.split("/")
-    return kind in {"ip4", "ip6"} and ipaddress.ip_address(host).is_loopback
 
 
 def _keep(folder: Path, name: str, text: str) -> None:
@@ -313,6 +293,5 @@ def _keep(folder: Path, name: str, text: str) -> None:
         (folder / f"{name}.new").write_text(text, encoding="ascii")
         (folder / f"{name}.new").replace(folder / name)
     except OSError as error:
-        raise EnvironmentFault(
-            f"cannot write to {folder}: {error.strerror}; choose another folder with --folder"
-        ) from None
+        cure = "choose another folder with --folder"
+        raise EnvironmentFault(f"cannot write to {folder}: {error.strerror}; {cure}") from None

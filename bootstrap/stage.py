@@ -1,7 +1,7 @@
 """A run whose seed and peers are all processes of this machine: what a demo and a rehearsal share.
 
-``run_in_new_folder`` gives it a folder and an exit status, ``prepare`` its recipe, ``Stage`` starts the
-processes, looks on until the peers have ended, and collects what they leave.
+``run_in_new_folder`` gives it a folder and an exit status, ``prepare`` its recipe. ``Stage`` starts the
+processes, looks on until the peers have ended, and tells what they leave as a ``RunEnd``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+from bootstrap.lines import Line
 from bootstrap.local_swarm import Child, LocalSwarm, environment
 from p2p_co2.config import RunConfig, write_toml
 from p2p_co2.errors import ConfigError, EnvironmentFault
@@ -27,45 +29,95 @@ from p2p_co2.system.process import full_disk_named, program
 from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
 
-if TYPE_CHECKING:
-    from p2p_co2.trained import Trained
-
 LOOPBACK = ("--host", "127.0.0.1")
 _LOOK_EVERY_S = 0.3
-_SEED_READY_S = 90.0
 _START_UP_S = 120.0
 """Peers import torch one beside the other on few cores; the run's clock may start after this at the
 latest."""
 _LEAVE_S = 60.0
+_DIED = "ended unexpectedly with"
 _WITH_US = ("--parent", str(os.getpid()))
 """So that the swarm leaves even when this process is killed."""
 
 See = Callable[[Sequence[Event]], None]
 Wrap = Callable[[list[str]], list[str]]
 """A command line as it is to be run: on another machine, say."""
+Traffic = tuple[float, dict[str, tuple[int, int]]]
+"""(unix time, bytes (up, down) by peer)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """What a watcher cannot know from events. Losses in the recipe's unit, None if not measured; ``deaths``:
+    last words of those that died by themselves; ``killed``: names of the peers that need not have finished;
+    ``notes``: what else the reader should know, a sentence each. Of a rehearsal ``traffic``: samples of the
+    lines' counters, empty on loopback; ``forwarded``: the packet forwarder's own account."""
+
+    config: RunConfig
+    folder: Path
+    loss_start: float | None
+    loss_end: float | None
+    expected_peers: int
+    deaths: tuple[str, ...]
+    software: dict[str, str]
+    text: str = ""
+    killed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    traffic: Sequence[Traffic] = ()
+    forwarded: dict[str, float] = field(default_factory=dict)
+
+
+class Watch(Protocol):
+    """Who shows the run. ``see`` gets new events of all peers; ``finish`` writes and prints the end, and
+    returns why the run was no success (nothing if it was one); ``close`` gives the terminal back and may be
+    called twice."""
+
+    def see(self, events: Sequence[Event]) -> None: ...
+    def finish(self, end: RunEnd) -> list[str]: ...
+    def close(self) -> None: ...
+
+
+WatchWith = Callable[[RunConfig, Path, str, Sequence[Line]], Watch]
+"""Makes a watch of the run in a folder. A rehearsal says how lines are emulated, and which."""
 
 
 def run_in_new_folder(folder: Path | None, kind: str, stopped: str, run: Callable[[Path], list[str]]) -> int:
-    """The exit status of ``run`` in ``folder`` (None: ``runs/KIND-<time>``): see ``exit_status_of``."""
-    require_new(folder)
+    """The exit status of ``run`` in ``folder`` (None: ``runs/KIND-<time>``): see ``exit_status_of``. Folders
+    of a run that did not begin are taken back. Raises ``ConfigError``, ``EnvironmentFault``."""
+    if folder and (folder / "logs").exists():
+        raise ConfigError.of_option("--folder", f"{folder} holds a run already; name a new folder")
     print("preparing the recipe ...", flush=True)
     take_back()
     import p2p_co2.recipes  # noqa: F401 (slow, and nothing is to be given back yet)
 
     hand_over()
+    made = folder or Path("runs") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")
 
     def inside() -> list[str]:
-        made = new_run_folder(folder, kind)
+        try:
+            (made / "logs").mkdir(parents=True)
+        except OSError as error:
+            cure = "choose another with --folder"
+            raise EnvironmentFault(f"cannot make {made}: {error.strerror}; {cure}") from None
         with full_disk_named(made):
             return run(made)
 
-    return exit_status_of(inside, stopped)
+    try:
+        return exit_status_of(inside, stopped)
+    finally:
+        with suppress(OSError):  # something is in it, and so in those above
+            for empty in (made / "logs", made, made.parent):
+                empty.rmdir()
 
 
 def exit_status_of(run: Callable[[], list[str]], stopped: str) -> int:
     """Call ``run``, which gives the reasons why it was no success, and tell them: 0 without any, else 1.
     While it lasts SIGTERM counts as Ctrl-C; after either ``stopped`` is said, and the status is 130."""
-    before = signal.signal(signal.SIGTERM, _interrupted)
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupted)
     try:
         reasons = run()
     except KeyboardInterrupt:
@@ -78,37 +130,6 @@ def exit_status_of(run: Callable[[], list[str]], stopped: str) -> int:
     return 1 if reasons else 0
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
-def require_new(folder: Path | None) -> None:
-    """Raises ``ConfigError`` if ``folder`` holds a run already."""
-    if folder and (folder / "logs").exists():
-        raise ConfigError.of_option("--folder", f"{folder} holds a run already; name a new folder")
-
-
-def new_run_folder(folder: Path | None, kind: str) -> Path:
-    """Make ``folder`` (None: ``runs/KIND-<time>``) with its ``logs``. Raises ``EnvironmentFault``."""
-    folder = folder or Path("runs") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")
-    try:
-        (folder / "logs").mkdir(parents=True)
-    except OSError as error:
-        raise EnvironmentFault(
-            f"cannot make {folder}: {error.strerror}; choose another with --folder"
-        ) from None
-    return folder
-
-
-def remove_empty_run_folder(folder: Path) -> None:
-    """Take back the folders of a run that did not begin, as far as nothing is in them."""
-    for empty in (folder / "logs", folder, folder.parent):
-        try:
-            empty.rmdir()
-        except OSError:
-            return  # something is in it, and so in those above
-
-
 def require_carrier(name: str) -> None:
     """Raises ``ConfigError`` for a name that no carrier has."""
     if name not in {"auto", "grpc", "libp2p"}:
@@ -117,26 +138,22 @@ def require_carrier(name: str) -> None:
 
 def prepare(config: RunConfig, folder: Path, *, is_judged: bool = False) -> tuple[RunConfig, float | None]:
     """(the run with its recipe's digest, the held-out loss before the first step, None if the recipe has
-    none). Writes ``run.toml``. A failure or Ctrl-C takes an empty ``folder`` back. Raises ``ConfigError``,
-    for a recipe without held-out loss too if the run ``is_judged`` by it."""
+    none). Writes ``run.toml``. Raises ``ConfigError``, for a recipe without held-out loss too if the run
+    ``is_judged`` by it."""
     import torch
 
     from p2p_co2.recipes import load_recipe, recipe_digest
 
     torch.set_num_threads(1)  # beside busy peers a second thread waits longer than it helps
-    try:
-        if not config.recipe_digest:
-            digest = recipe_digest(config.recipe, config.recipe_options)
-            config = config.model_copy(update={"recipe_digest": digest})
-        recipe = load_recipe(config.recipe, config.recipe_options, config.seed)
-        if is_judged and recipe.held_out is None:
-            problem = "the demo judges a run by its held-out loss; give the recipe one"
-            raise ConfigError(config.recipe, "held_out", problem)
-        (folder / "run.toml").write_text(write_toml(config), encoding="utf-8")
-        return config, recipe.held_out(recipe.model) if recipe.held_out else None
-    except BaseException:
-        remove_empty_run_folder(folder)
-        raise
+    if not config.recipe_digest:
+        digest = recipe_digest(config.recipe, config.recipe_options)
+        config = config.model_copy(update={"recipe_digest": digest})
+    recipe = load_recipe(config.recipe, config.recipe_options, config.seed)
+    if is_judged and recipe.held_out is None:
+        problem = "the demo judges a run by its held-out loss; give the recipe one"
+        raise ConfigError(config.recipe, "held_out", problem)
+    (folder / "run.toml").write_text(write_toml(config), encoding="utf-8")
+    return config, recipe.held_out(recipe.model) if recipe.held_out else None
 
 
 class Stage:
@@ -164,7 +181,7 @@ class Stage:
         arguments = ["seed", str(self._folder / "run.toml"), "--folder", str(self._folder / "seed")]
         command = program("bootstrap", *arguments, *_WITH_US, *place)
         seed = self._swarm.start("seed", wrap(command), environment())
-        self._ticket = self._swarm.wait_for_line(seed, "ticket:", _SEED_READY_S)
+        self._ticket = self._swarm.wait_for_line(seed, "ticket:", _START_UP_S)
 
     def start_peer(
         self, name: str, min_peers: int, place: Sequence[str] = LOOPBACK, wrap: Wrap = list
@@ -196,8 +213,9 @@ class Stage:
             self.look(see)
             act()
             self._note_deaths()
-            if self.training_since is None and not self.finished:
-                self._require_all_alive()
+            if self.training_since is None and not self.finished and self.deaths:  # all wait for all
+                problem = "ended before the training began, with"
+                raise EnvironmentFault(next(iter(self.deaths.values())).replace(_DIED, problem, 1))
             if asked_at is None and time.monotonic() > latest_at:
                 asked_at = time.monotonic()
                 for child in self.peers.values():
@@ -221,30 +239,32 @@ class Stage:
                 events.append(event)
         see(events)
 
-    def collect(self) -> Trained | None:
-        """Put the journals together and copy a checkpoint: the trained model, None if no peer finished."""
+    def end(self, loss_start: float | None, prompt: tuple[str, int] = ("", 0), **more: Any) -> RunEnd:
+        """Put the journals together, copy a checkpoint and measure it. ``prompt``: what to generate from, and
+        how many tokens. ``more``: fields that only the caller knows."""
         from p2p_co2.trained import Trained
 
         merge_journals([tail.path for tail in self._tails.values()], self._folder / "events.jsonl")
+        loss_end, text = None, ""
         for name in sorted(self.finished):
             source = self._folder / "peers" / name / "checkpoint"
             if source.is_dir():
                 shutil.copytree(source, self._folder / "checkpoint")
-                return Trained.load(self._folder / "checkpoint", self.own_recipe)
-        return None
+                trained = Trained.load(self._folder / "checkpoint", self.own_recipe)
+                loss_end = trained.held_out_loss() if trained.recipe.held_out else None
+                if trained.recipe.generate and prompt[0]:
+                    text = trained.sample(*prompt, self._config.seed)
+                break
+        return RunEnd(
+            config=self._config, folder=self._folder, loss_start=loss_start, loss_end=loss_end, text=text,
+            expected_peers=len(self.peers), deaths=tuple(self.deaths.values()), software=software_versions(),
+            **more,
+        )  # fmt: skip
 
     def _note_deaths(self) -> None:
         for child in self._swarm.dead_unasked():
             if child.name not in self.deaths and child.name not in self.excused:
-                self.deaths[child.name] = f"{child.name} ended unexpectedly with {child.last_words()}"
-
-    def _require_all_alive(self) -> None:
-        """As long as nobody trains, all wait for all."""
-        for child in self.peers.values():
-            if not child.running():
-                raise EnvironmentFault(
-                    f"{child.name} ended before the training began, with {child.last_words()}"
-                )
+                self.deaths[child.name] = f"{child.name} {_DIED} {child.last_words()}"
 
 
 def merge_journals(journals: Sequence[Path], target: Path) -> None:

@@ -264,20 +264,19 @@ class SteadyState:
 # ---- in words
 
 
-def lines_table(lines: Sequence[tuple[str, LinkProfile, str, float | None]], width: int) -> Table:
-    """The emulated lines: (peer, profile, address as others see it, measured round trip to the seed in
-    seconds or None)."""
+def lines_table(lines: Sequence[tuple[str, LinkProfile, str]], width: int) -> Table:
+    """The emulated lines: (peer, profile, address as others see it)."""
     headings = (
         "peer", "profile", "up\nMbit/s", "down\nMbit/s", "one way\nms", "jitter\nms", "loss", "router",
-        "seen as", "round trip\nto seed, ms",
+        "seen as",
     )  # fmt: skip
     rows = [
         (
             peer, line.name, f"{line.up_bits_per_s / 1e6:g}", f"{line.down_bits_per_s / 1e6:g}",
             f"{line.latency_ms:g}", f"{line.jitter_ms:g}", f"{100 * line.loss:g} %", NAT_WORDS[line.nat],
-            address or "-", figure(None if trip_s is None else 1e3 * trip_s),
+            address or "-",
         )
-        for peer, line, address, trip_s in lines
+        for peer, line, address in lines
     ]  # fmt: skip
     title = "emulated lines (one way and loss: between two peers of this profile)"
     return _table(title, headings, rows, width)

@@ -6,18 +6,16 @@ any agreed setting refuse each other before anything is downloaded."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from p2p_co2.codec_specs import SPECS, codec_names
-from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.errors import ConfigError
 from p2p_co2.system.governor import read_hours
 
 ApplyRule = Literal["keep", "co2", "blend", "eager"]
@@ -120,10 +118,9 @@ class RunConfig(_Frozen):
     @model_validator(mode="before")
     @classmethod
     def _one_group(cls, settings: object) -> object:
-        if not isinstance(settings, dict) or "cells" not in settings:
+        """Of a run that an earlier version published."""
+        if not isinstance(settings, dict) or settings.get("cells") != 1:
             return settings
-        if settings["cells"] != 1:
-            raise ValueError("a run has one group of at most 64 peers: remove the setting 'cells'")
         return {name: value for name, value in settings.items() if name != "cells"}
 
     @field_validator("weight_cap")
@@ -135,22 +132,18 @@ class RunConfig(_Frozen):
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
-        steps = self.clock.inner_steps_per_round
+        steps, delay = self.clock.inner_steps_per_round, self.outer.sync_delay_steps
         if self.clock.mode == "steps" and steps < self.fragments:
             raise ValueError(
                 f"clock.inner_steps_per_round is {steps}, below fragments = {self.fragments}: each fragment "
-                f"needs an inner step of its own; use at least {self.fragments} steps or at most {steps} "
-                "fragments"
+                f"needs an inner step of its own; use at least {self.fragments} steps"
             )
-        if self.clock.mode == "steps" and self.outer.sync_delay_steps > steps:
+        if self.clock.mode == "steps" and delay > steps:
+            raise ValueError(f"outer.sync_delay_steps is {delay}, more than a round of {steps} steps")
+        if self.outer.rule in {"co2", "eager"} and delay:
             raise ValueError(
-                f"outer.sync_delay_steps is {self.outer.sync_delay_steps}, more than a round of {steps} steps"
-            )
-        if self.outer.rule in {"co2", "eager"} and self.outer.sync_delay_steps:
-            raise ValueError(
-                f"outer.sync_delay_steps is {self.outer.sync_delay_steps}, but rule {self.outer.rule!r} "
-                "applies at the fragment's next schedule point, one round late; leave it at 0, or use keep "
-                "or blend"
+                f"outer.sync_delay_steps is {delay}, but rule {self.outer.rule!r} applies at the fragment's "
+                "next schedule point, one round late; leave it at 0, or use keep or blend"
             )
         return self
 
@@ -278,51 +271,30 @@ def _write_table(lines: list[str], prefix: str, table: dict[str, Any]) -> None:
 
 
 def _read(kind: type[_Config], path: Path) -> _Config:
-    problems = {FileNotFoundError: "no such file", IsADirectoryError: "is a folder; name the file in it"}
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise ConfigError(str(path), "", problems[type(error)]) from None
+    except FileNotFoundError:
+        raise ConfigError(str(path), "", "no such file") from None
     except UnicodeDecodeError:
         raise ConfigError(str(path), "", "not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(str(path), "", f"not valid TOML: {error}") from None
     except OSError as error:
-        raise EnvironmentFault(f"cannot read {path}: {error.strerror}") from None
+        raise ConfigError(str(path), "", f"cannot be read: {error.strerror}") from None
     try:
         return kind.model_validate(table)
     except ValidationError as error:
-        raise _config_error(str(path), error, kind) from None
+        raise _config_error(str(path), error) from None
 
 
-def _config_error(where: str, error: ValidationError, kind: type[_Frozen] | None = None) -> ConfigError:
-    """``kind``: whose keys a person may have meant by one that is unknown."""
+def _config_error(where: str, error: ValidationError) -> ConfigError:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        meant = _meant(str(first["loc"][-1]), _keys(kind)) if kind else ""
-        problem = f"unknown key; {meant or 'remove it or check its spelling'}"
+        problem = "unknown key; remove it or check its spelling and its table"
     else:
         problem = first["msg"].removeprefix("Value error, ")
         if first["loc"]:
             problem += f" (got {first['input']!r})"
     more = len(error.errors()) - 1
     return ConfigError(where, key, problem + (f"; and {more} more" if more else ""))
-
-
-def _keys(kind: type[BaseModel]) -> list[str]:
-    """All that a file of this kind may hold, as in ``clock.round_s``."""
-    keys = []
-    for name, field in kind.model_fields.items():
-        table = field.annotation
-        keys.append(name)
-        if isinstance(table, type) and issubclass(table, BaseModel):
-            keys += [f"{name}.{key}" for key in _keys(table)]
-    return keys
-
-
-def _meant(word: str, keys: Sequence[str]) -> str:
-    """A question, if a key ends much as ``word`` is spelled."""
-    names = {key.rpartition(".")[2]: key for key in reversed(keys)}
-    near = difflib.get_close_matches(word, names, n=1)
-    return f"did you mean {names[near[0]]}?" if near else ""

@@ -59,7 +59,7 @@ class Ticket:
     @property
     def is_local(self) -> bool:
         """Whether all seeds are on the loopback: a swarm of one machine."""
-        return all(_is_loopback(seed) for seed in self.seeds)
+        return all(is_loopback(seed) for seed in self.seeds)
 
     @classmethod
     def parse(cls, text: str) -> Ticket:
@@ -145,7 +145,8 @@ def _split(seed: str) -> tuple[str, PeerId]:
     return found[1], PeerId(found[2])
 
 
-def _is_loopback(seed: str) -> bool:
+def is_loopback(seed: str) -> bool:
+    """Whether a multiaddr is of this machine alone."""
     kind, host = seed.split("/")[1:3]
     try:
         return kind in {"ip4", "ip6"} and ipaddress.ip_address(host).is_loopback

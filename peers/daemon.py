@@ -27,7 +27,6 @@ from p2p_co2.telemetry.journal import Journal
 from p2p_co2.ticket import Ticket
 from peers.doctor.findings import State
 from peers.doctor.machine import look_at_machine
-from peers.status import StatusLines
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,13 +79,12 @@ def import_slow(options: JoinOptions) -> None:
         gc.enable()
 
 
-def join_run(options: JoinOptions, watch: Watch | None = None) -> int:
-    """Train until the run is over or somebody stops us; returns the exit status. ``watch`` None: lines on
-    stdout.
+def join_run(options: JoinOptions, watch: Watch) -> int:
+    """Train until the run is over or somebody stops us; returns the exit status.
 
     Raises ``TicketError``, ``ConfigError``, ``EnvironmentFault``, ``TransportError`` as named in those.
     """
-    watch, running = watch or StatusLines(print), _Running()
+    running = _Running()
     try:
         with StopSignals(running.stop):
             _look_and_join(options, running, watch)

@@ -19,6 +19,7 @@ from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.protocol.wire.identity import Identity
+from p2p_co2.system.ctrl_c import hand_over
 from p2p_co2.system.process import processes_below
 from p2p_co2.ticket import Ticket
 from tests.transport_peers import open_peer, until
@@ -171,6 +172,7 @@ def test_who_is_stopped_cleans_up_and_says_so(
         finally:
             cleaned.append(True)
 
+    hand_over()
     before = signal.getsignal(signal.SIGTERM)
     assert exit_status_of(run, "stopped; nothing is left") == 130
     assert capsys.readouterr().err == "stopped; nothing is left\n"

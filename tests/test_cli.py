@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bootstrap.demo import DemoOptions, run_demo
 from bootstrap.rehearsal import RehearsalOptions, run_rehearsal
@@ -20,6 +22,7 @@ from bootstrap.run_file import DEFAULT_RUN_FILE
 from bootstrap.seed import SeedOptions, seed_addresses, serve_run
 from p2p_co2 import __version__
 from p2p_co2.cli import main as cli
+from p2p_co2.cli.join import JoinWatch
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError, TransportError
 from p2p_co2.peer_options import peer_config
@@ -27,7 +30,6 @@ from p2p_co2.protocol.wire.identity import Identity, peer_id_of
 from p2p_co2.system.process import FolderLock
 from p2p_co2.ticket import Ticket
 from peers.daemon import JoinOptions, join_run
-from peers.status import StatusLines
 from tests.disks import fill
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -190,33 +192,21 @@ def test_a_bug_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main([])
 
 
-def test_a_log_on_a_full_disk_does_not_end_the_peer() -> None:
-    tried: list[str] = []
-
-    def refuse(text: str) -> None:
-        tried.append(text)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    lines = StatusLines(refuse, every_s=0.0)
-    lines.say("looking for the swarm ...")
-    assert len(tried) == 1
-
-
 def test_what_a_folder_lacks_is_said_before_the_swarm_is_looked_for(tmp_path: Path) -> None:
-    said: list[str] = []
-    lines = StatusLines(said.append)
+    said = io.StringIO()
+    watch = JoinWatch(Console(file=said))
     seed = peer_id_of(bytes(32))
     ticket = Ticket(run=bytes(32), run_key=seed, seeds=(f"/ip4/127.0.0.1/tcp/9/p2p/{seed}",))
     options = JoinOptions(ticket=str(ticket), config=PeerConfig(folder=tmp_path / "peer"), resume=True)
     with pytest.raises(ConfigError, match=r"--resume: .* has no checkpoint; leave it out"):
-        join_run(options, lines)
+        join_run(options, watch)
     with pytest.raises(ConfigError, match=r"--start-over: begins anew, and --resume does not; leave one out"):
-        join_run(replace(options, start_over=True), lines)
+        join_run(replace(options, start_over=True), watch)
     lock = FolderLock(tmp_path / "peer")
     with pytest.raises(EnvironmentFault, match=f"in use by process {os.getpid()}"):
-        join_run(replace(options, resume=False), lines)
+        join_run(replace(options, resume=False), watch)
     lock.release()
-    assert not any("looking for the swarm" in text for text in said)
+    assert "looking for the swarm" not in said.getvalue()
     assert not (tmp_path / "peer" / "events.jsonl").exists()
 
 
@@ -274,7 +264,7 @@ def test_a_rehearsal_names_who_named_the_recipe(tmp_path: Path) -> None:
         ("gone.py:make", r"^command line: --recipe: .*gone\.py: no such file"),
     ):
         with pytest.raises(ConfigError, match=words):
-            run_rehearsal(replace(options, recipe=recipe), lambda config, folder: pytest.fail("no lines"))
+            run_rehearsal(replace(options, recipe=recipe), lambda *_: pytest.fail("no lines"))
         assert not folder.exists()
 
 
@@ -304,7 +294,7 @@ def test_a_demo_that_did_not_begin_leaves_no_folder(
         folder=tmp_path / "runs" / "demo", text=tmp_path / "absent.txt", seconds=12.0, round_s=5.0
     )
     with pytest.raises(ConfigError, match=r"absent\.txt"):
-        run_demo(options, lambda config, folder: pytest.fail("nothing to watch"))
+        run_demo(options, lambda *_: pytest.fail("nothing to watch"))
     assert not (tmp_path / "runs").exists()
     assert "2 rounds of 5 s, 10 s" in capsys.readouterr().out
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from bootstrap.demo import DemoEnd, DemoOptions, RunningDemo
+from bootstrap.demo import DemoOptions, RunningDemo
 from bootstrap.local_swarm import LocalSwarm
-from bootstrap.stage import Stage
-from p2p_co2.cli.demo import DemoWatch
+from bootstrap.stage import RunEnd, Stage
+from p2p_co2.cli.demo import RunWatch
 from p2p_co2.telemetry.events import CaughtUp, Event, Progress
 from p2p_co2.telemetry.journal import Journal
 from tests.told_run import FACTS, IDS, story
@@ -21,8 +21,8 @@ from tests.told_run import FACTS, IDS, story
 
 def end_of(
     folder: Path, killed: tuple[str, ...] = (), deaths: tuple[str, ...] = (), peers: int = 2
-) -> DemoEnd:
-    return DemoEnd(
+) -> RunEnd:
+    return RunEnd(
         config=FACTS.config,
         folder=folder,
         loss_start=FACTS.loss_start,
@@ -35,8 +35,8 @@ def end_of(
     )
 
 
-def watched(folder: Path, events: list[Event], end: DemoEnd) -> list[str]:
-    watch = DemoWatch(FACTS.config, folder)
+def watched(folder: Path, events: list[Event], end: RunEnd) -> list[str]:
+    watch = RunWatch(FACTS.config, folder, board=True)
     for start in range(0, len(events), 10):
         watch.see(events[start : start + 10])
     return watch.finish(end)
@@ -126,7 +126,7 @@ def test_a_note_is_shown_with_the_summary(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_terminal_is_given_back_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    watch = DemoWatch(FACTS.config, tmp_path, board=False)
+    watch = RunWatch(FACTS.config, tmp_path)
     watch.close()
     watch.close()
     watch.see(story("ada", "bob"))

@@ -7,21 +7,15 @@ The others go on, nobody hangs or dies of it, and all end with one digest.
 
 from __future__ import annotations
 
-import math
-import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bootstrap.local_swarm import Child, environment
-from p2p_co2.config import CodecConfig
-from p2p_co2.protocol.schedule import STILL_LOADS
+from bootstrap.local_swarm import Child
 from p2p_co2.telemetry.events import (
     CaughtUp,
     CheckpointSaved,
@@ -34,8 +28,6 @@ from p2p_co2.telemetry.events import (
     Progress,
     Resumed,
     RoundCommitted,
-    StateLoading,
-    TrainingEnded,
     Warned,
 )
 from p2p_co2.tensors import checkpoint
@@ -47,8 +39,6 @@ WIDE = 256
 """Layers whose checkpoint, 2.6 MB, is larger than all else that a peer writes in a test."""
 FULL_BYTES = 1_500_000
 FROZEN_S = 20.0
-KILLS_S = 14.0
-"""Three peers can be killed one after the other in this time, and what is left of it goes by without."""
 
 
 @pytest.fixture
@@ -57,23 +47,9 @@ def swarm(tmp_path: Path) -> Iterator[Campaign]:
         yield swarm
 
 
-def assert_one_end(ends: list[PeerFinished]) -> None:
-    assert len({(end.digest, end.versions) for end in ends}) == 1, ends
-    assert {end.reason for end in ends} == {"the run is over"}
-
-
-def wait_for_the_end(swarm: Campaign, *names: str) -> list[PeerFinished]:
-    children = [child for child in swarm.running() if child.name in names]
-    assert swarm.wait(children, 2 * START_S), swarm.tails()
-    assert [child.exit_status() for child in children] == [0] * len(names), swarm.dead_unasked()
-    return [swarm.events(name, PeerFinished)[-1] for name in names]
-
-
-def test_peers_are_killed_and_replaced_and_the_rest_ends_with_one_digest(swarm: Campaign) -> None:
+def test_peers_are_killed_and_replaced_and_the_rest_goes_on_with_one_history(swarm: Campaign) -> None:
     """Over both carriers: two peers speak libp2p alone, between the others links are gRPC."""
-    for_newcomer_s = min(8.0 * start_up_s(), 80.0)
-    rounds = math.ceil((KILLS_S + for_newcomer_s) / ROUND_S)
-    swarm.start_seed(paced_run(ROUND_S, step_s=0.05, rounds=rounds))
+    swarm.start_seed(paced_run(ROUND_S, step_s=0.05))
     names = [f"peer-{number}" for number in range(4)]
     for number, name in enumerate(names):
         swarm.join(name, "--min-peers", "4", "--carrier", "libp2p" if number < 2 else "auto")
@@ -81,27 +57,14 @@ def test_peers_are_killed_and_replaced_and_the_rest_ends_with_one_digest(swarm: 
     kills = kill_three_of(swarm, names)
     survivors = [child.name for child in swarm.running() if child.name != "seed"]
     (stayed,) = (name for name in survivors if name != "newcomer")
-    reached = max(event.version for event in swarm.events(stayed, FragmentApplied))
-    ends = wait_for_the_end(swarm, *survivors)
-    assert_one_end(ends)
-    assert min(ends[0].versions) > reached + 1  # they went on without them
+    assert_one_history(swarm, *survivors)
     assert kills.keys() <= {event.other for event in swarm.events(stayed, PeerLeft)}
     assert swarm.events("newcomer", CaughtUp)
     assert any(event.contributed for event in swarm.events("newcomer", FragmentApplied))
-    assert any(event.contributors > 1 for event in swarm.events("newcomer", RoundCommitted))
     assert {event.carrier for name in names for event in swarm.events(name, LinkOpened)} == {"grpc", "libp2p"}
     since, until = min(kills.values()), max(kills.values()) + 5.0 * ROUND_S
     aborts = [abort for name in survivors for abort in swarm.aborts(name, since=since) if abort.at < until]
     assert len({(abort.fragment, abort.round) for abort in aborts}) <= len(kills), aborts
-
-
-def start_up_s() -> float:
-    """How long this machine takes now for most of what a peer does before it looks for the swarm."""
-    began_at = time.monotonic()
-    subprocess.run(
-        [sys.executable, "-c", "import p2p_co2.trainer"], check=True, env=os.environ | environment()
-    )
-    return time.monotonic() - began_at
 
 
 def kill_three_of(swarm: Campaign, names: list[str]) -> dict[str, float]:
@@ -120,20 +83,17 @@ def kill_three_of(swarm: Campaign, names: list[str]) -> dict[str, float]:
     return kills
 
 
-@pytest.mark.parametrize("carrier", ["auto", "libp2p"])
-def test_a_swarm_outlives_one_fault_after_another(swarm: Campaign, carrier: str) -> None:
+def test_a_swarm_outlives_one_fault_after_another(swarm: Campaign) -> None:
     """A peer's own code raises; a peer freezes; the seed dies and comes back; a peer pauses, and its disk
     fills; somebody comes late, with the first ticket; everything is killed, and resumed."""
     seldom, often = (swarm.folder / name for name in ("seldom.toml", "often.toml"))
-    seldom.write_text(f'checkpoint_every_s = 3600.0\ncarrier = "{carrier}"\n')
-    often.write_text(f'checkpoint_every_s = 1.0\ncarrier = "{carrier}"\n')
+    seldom.write_text("checkpoint_every_s = 3600.0\n")
+    often.write_text("checkpoint_every_s = 1.0\n")
     settings = {"frozen": often, "full": seldom, "calm": often}
     run = paced_run(ROUND_S, step_s=0.05, width=WIDE)
     seed = swarm.start_seed(run)
     frozen, full, _ = (join_three(swarm, name, config) for name, config in settings.items())
-    broken = swarm.join(
-        "broken", "--min-peers", "4", "--carrier", carrier, variables={"PACED_RAISE_AFTER": "40"}
-    )
+    broken = swarm.join("broken", "--min-peers", "4", variables={"PACED_RAISE_AFTER": "40"})
     broken.asked_to_end = True
     swarm.wait_for_commits(*settings, count=2, group=3)
     assert_left_with_its_traceback(swarm, broken)
@@ -147,34 +107,11 @@ def test_a_swarm_outlives_one_fault_after_another(swarm: Campaign, carrier: str)
     swarm.wait_until("the end of the frost", lambda: time.time() > stopped_at + FROZEN_S)
     swarm.stop(frozen, back=True)
     swarm.wait_until("peers greet the seed anew", lambda: "peers: " in seed.last_lines())
-    swarm.join("late", "--carrier", carrier)
+    swarm.join("late")
     assert_one_history(swarm, *settings, "late")
-    carriers = {event.carrier for name in settings for event in swarm.events(name, LinkOpened)}
-    assert carriers == {"grpc" if carrier == "auto" else carrier}
     kill_everything(swarm)
     swarm.start_seed(run)
     resume_from_checkpoints(swarm, settings)
-
-
-def test_who_still_loads_when_the_run_is_over_is_waited_for(swarm: Campaign) -> None:
-    """The others left as soon as they agreed, and it ended with an error after a minute of loading."""
-    rounds = math.ceil(8.0 + 1.5 * start_up_s())  # until it is there, and not until it has loaded for 40 s
-    run = paced_run(2.0, step_s=0.05, rounds=rounds, width=320)
-    swarm.start_seed(run.model_copy(update={"codec": CodecConfig(name="fp16")}))  # rounds cost more to replay
-    names = ["first", "second"]
-    for name in names:
-        swarm.join(name, "--min-peers", "2")
-    swarm.wait_for_commits(*names, count=5, group=2)
-    swarm.join("late", "--download", "40k")
-    assert_one_end(wait_for_the_end(swarm, *names, "late"))
-    (ended,) = swarm.events("late", TrainingEnded)
-    assert ended.fragments == ()  # its one step was after the end
-    assert max(swarm.events(name, TrainingEnded)[0].at for name in names) + 5.0 < ended.at
-    assert any(STILL_LOADS in warning.text for name in names for warning in swarm.events(name, Warned))
-    loading = [event for event in swarm.events("late", StateLoading) if event.fragments == (0, 1)]
-    loads = {event.bytes for event in swarm.events("late", CaughtUp) if event.how == "state"}
-    (state_bytes,) = loads  # of each of the two; one may have replayed a last round after its own
-    assert {event.total_bytes for event in loading} == {2 * state_bytes}
 
 
 def test_a_peer_whose_memory_ends_amid_a_step_leaves_the_checkpoint_before_and_goes_on_from_it(
@@ -242,7 +179,8 @@ def pause_and_fill_the_disk_of(swarm: Campaign, peer: Child) -> None:
     words = [event.text for event in swarm.events(name, Warned, since=resumed_at)]
     (warned,) = (text for text in words if "no checkpoint was written" in text)
     assert "the disk is full; free some space or give another folder" in warned
-    assert peer.last_lines(200).count("the disk is full") == 1
+    said = [text for text in peer.last_lines(500).splitlines() if "warning: " in text]
+    assert sum("the disk is full" in text for text in said) == 1
     assert checkpoint.load(folder).inner_steps == before.inner_steps  # the one before it is whole
 
     swarm.toggle_pause(peer)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import re
 
 from event_samples import started
@@ -65,3 +67,24 @@ def test_the_terminal_is_given_back_with_the_last_words() -> None:
     assert text.getvalue().rindex("\x1b[?25h") > text.getvalue().rindex("\x1b[?25l")  # the cursor is back
     watch.say("after the end")
     assert shown(text).rstrip().endswith("after the end")
+
+
+def test_a_log_gets_a_line_for_what_matters_and_one_that_is_full_ends_no_peer() -> None:
+    text = io.StringIO()
+    watch = JoinWatch(Console(file=text, width=150))
+    for event in story("ada", "bob", finish=False):
+        watch.see(event)
+    watch.see(Warned(at=1.0, peer=IDS["ada"], text="the disk is nearly full"))
+    watch.close()
+    assert "this peer started on cpu" in text.getvalue()
+    assert "warning: the disk is nearly full" in text.getvalue()
+    assert "1 of 1 peers, round" in text.getvalue()
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    watch = JoinWatch(Console(file=Full()))
+    watch.say("looking for the swarm ...")
+    watch.see(started(IDS["ada"]))
+    watch.close()

@@ -1,22 +1,22 @@
-"""Rehearsals with real packets: lines between network namespaces, routers, the whole command, and its end.
-
-Skipped where network namespaces are not allowed. All traffic stays in namespaces that the test made and
-removes.
-"""
+"""Rehearsals: lines between network namespaces, routers, the whole command and its end; and by somebody who
+is not root. What needs namespaces is skipped where they are not allowed; all traffic stays in those that the
+test made and removes."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,23 @@ from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.system.process import program
 from p2p_co2.telemetry.events import LinkOpened
 from p2p_co2.telemetry.journal import read_events
+from tests.campaign import console
 from tests.swarms import owned
 
 KERNEL = netns.examine()
-pytestmark = [
-    pytest.mark.swarm,
-    pytest.mark.skipif(bool(KERNEL.problem), reason=f"no network namespaces here: {KERNEL.problem}"),
-]
+pytestmark = pytest.mark.swarm
+needs_namespaces = pytest.mark.skipif(
+    bool(KERNEL.problem), reason=f"no network namespaces here: {KERNEL.problem}"
+)
 needs_router = pytest.mark.skipif(not KERNEL.masquerade, reason="nft makes no router here")
 ROOT = Path(__file__).resolve().parent.parent
+NOBODY = 65534
 BOUND_S = 240.0
 """On what takes seconds on a machine that is at rest."""
+RECIPE = f"{ROOT}/examples/own_recipe.py:make"
 RUN = f"""
 name = "rehearsed"
-recipe = "{ROOT}/examples/own_recipe.py:make"
+recipe = "{RECIPE}"
 fragments = 2
 [clock]
 round_s = 2.0
@@ -99,25 +102,24 @@ def transfer(sender: Machine, receiver: Machine, data: bytes) -> tuple[bytes, fl
         return bytes(got), time.monotonic() - began_at
 
 
+@needs_namespaces
 def test_a_line_has_its_delay_rate_and_loss_and_loses_no_byte(tmp_path: Path) -> None:
     line = replace(OPEN_DSL, jitter_ms=0.0, loss=0.02)
     with Internet(KERNEL, tmp_path, seed=5) as internet:
         a, b = internet.add("a", line), internet.add("b", line)
         internet.start()
-        round_trip_s = internet.round_trip_s("a", "b")
-        assert round_trip_s is not None
-        assert 0.079 <= round_trip_s < 0.5  # the shortest of several
         data = os.urandom(1 << 20)
         got, took_s = transfer(a, b, data)
         assert got == data
-        assert took_s > 8 * len(data) / line.up_bits_per_s
+        assert took_s > 8 * len(data) / line.up_bits_per_s + 0.04
         up, _ = internet.traffic_bytes()["a"]
         assert len(data) < up < 1.5 * len(data)
     assert namespaces() == []
     assert 0 < internet.forwarded["lost"] < 0.1 * internet.forwarded["packets"]
 
 
-def test_many_connections_on_a_fast_line_share_large_packets_and_lose_single_segments(tmp_path: Path) -> None:
+@needs_namespaces
+def test_many_connections_on_a_fast_line_take_large_packets(tmp_path: Path) -> None:
     line = replace(PROFILES["transatlantic"], latency_ms=10.0, jitter_ms=0.0, loss=0.005)
     with Internet(KERNEL, tmp_path, seed=5) as internet:
         machines = [internet.add(f"peer-{index}", line) for index in range(4)]
@@ -130,9 +132,10 @@ def test_many_connections_on_a_fast_line_share_large_packets_and_lose_single_seg
     done = internet.forwarded
     full_segments = done["bytes"] / 1500
     assert done["packets"] < 0.35 * full_segments, "acknowledgements included"
-    assert 0.2 * 0.005 * full_segments < done["lost"] < 3 * 0.005 * full_segments
+    assert 0.1 * 0.005 * full_segments < done["lost"] < 3 * 0.005 * full_segments
 
 
+@needs_namespaces
 def test_what_a_killed_process_made_is_swept_and_nothing_else() -> None:
     code = "from bootstrap import netns; import time; print(netns.add('left'), flush=True); time.sleep(600)"
     maker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -160,53 +163,16 @@ def test_what_a_killed_process_made_is_swept_and_nothing_else() -> None:
 # ---- the command
 
 
-REHEARSALS = {
-    "routers": ("--profile", "4g", "--seconds", "14"),
-    "carriers": ("--profile", "dsl", "--seconds", "8", "--in-carrier"),
-}
-"""Played side by side: one on lines of its own, one on loopback."""
-
-
-@pytest.fixture(scope="module")
-def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Rehearsal]]:
-    started: dict[str, Rehearsal] = {}
-    try:
-        for name, options in REHEARSALS.items():
-            if name != "routers" or KERNEL.masquerade:
-                folder = tmp_path_factory.mktemp(name)
-                started[name] = Rehearsal(folder, start_rehearsal(folder, *options))
-        yield started
-    finally:
-        for rehearsal in started.values():
-            end(rehearsal.process)
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """One that was started. ``folder``: holds its output and its run."""
-
-    folder: Path
-    process: subprocess.Popen[bytes]
-
-    def finished(self) -> tuple[str, dict[str, Any]]:
-        """(output, summary) of a successful one, once it has ended."""
-        output = self.folder / "output"
-        assert self.process.wait(BOUND_S) == 0, output.read_text()
-        return output.read_text(), json.loads((self.folder / "run" / "summary.json").read_text())
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Ask it to leave if it still runs, as after a failure."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        process.wait(BOUND_S)
-
-
 @needs_router
-def test_peers_behind_routers_meet_through_the_seed(rehearsals: dict[str, Rehearsal]) -> None:
-    rehearsal = rehearsals["routers"]
-    output, summary = rehearsal.finished()
-    assert owned(rehearsal.process.pid) == []
+def test_peers_behind_routers_meet_through_the_seed(tmp_path: Path) -> None:
+    process = start_rehearsal(tmp_path, "--profile", "4g", "--seconds", "8")
+    try:
+        output, summary = finished(process, tmp_path)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(BOUND_S)
+    assert owned(process.pid) == []
     assert "emulation: real packets" in output
     assert "new port each time" in output
     assert summary["digests_equal"]
@@ -214,24 +180,62 @@ def test_peers_behind_routers_meet_through_the_seed(rehearsals: dict[str, Rehear
     assert set(summary["carriers"]) == {"libp2p"}
     assert summary["exchanges"]["count"] > 0
     assert 0 < summary["steady"]["utilisation"]["peer-1"] <= 1
-    assert summary["lines"]["peer-1"]["round_trip_s"] >= 0.03  # 50 ms on average, jitter of 15
-    events = read_events(rehearsal.folder / "run" / "events.jsonl")
+    assert summary["lines"]["peer-1"]["latency_ms"] == 50
+    events = read_events(tmp_path / "run" / "events.jsonl")
     opened = [event for event in events if isinstance(event, LinkOpened)]
     assert opened
     assert all("relayed by 192.0.0." in event.reason for event in opened)
 
 
-def test_without_namespaces_the_carriers_are_slow_and_the_user_is_told(
-    rehearsals: dict[str, Rehearsal],
-) -> None:
-    output, summary = rehearsals["carriers"].finished()
-    assert "carriers slowed down on loopback" in output
+def finished(process: subprocess.Popen[bytes], folder: Path) -> tuple[str, dict[str, Any]]:
+    """(output, summary) of a successful rehearsal, once it has ended."""
+    status, said = process.wait(BOUND_S), (folder / "output").read_text()
+    assert status == 0, said
+    return said, json.loads((folder / "run" / "summary.json").read_text())
+
+
+@pytest.fixture
+def nobodys() -> Iterator[Path]:
+    """A folder of somebody who is not root: of nobody where we are."""
+    path = Path(tempfile.mkdtemp(prefix="p2p-co2-nobody-"))
+    shutil.copy(ROOT / "examples" / "own_recipe.py", path)
+    (path / "run.toml").write_text(RUN.replace(f"{ROOT}/examples/", ""))
+    if os.geteuid() == 0:
+        for each in (path, *path.iterdir()):
+            os.chown(each, NOBODY, NOBODY)
+    yield path
+    shutil.rmtree(path)
+
+
+def test_without_root_it_is_played_on_loopback_with_slow_carriers_and_says_so(nobodys: Path) -> None:
+    is_root = os.geteuid() == 0
+    command = console("rehearse", "run.toml", "--peers", "2", "--profile", "dsl", "--seconds", "6")
+    variables = {**os.environ, **environment(), "HOME": str(nobodys), "COLUMNS": "120"}
+    with (nobodys / "output").open("wb") as output:
+        try:
+            process = subprocess.Popen(
+                [*command, "--folder", "run"], cwd=nobodys, env=variables, stdout=output,
+                stderr=subprocess.STDOUT, user=NOBODY if is_root else None,
+                group=NOBODY if is_root else None, extra_groups=[] if is_root else None,
+            )  # fmt: skip
+        except PermissionError as error:
+            pytest.skip(f"this checkout is for its owner alone, nobody else can run it: {error}")
+    try:
+        said, summary = finished(process, nobodys)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(BOUND_S)
+    assert "carriers slowed down on loopback" in said
+    assert "network namespaces need root" in " ".join(said.split())  # and why
     assert "slowed down" in summary["emulation"]
     assert summary["lines"]["peer-1"]["nat"] == "open"  # no router is played on loopback
     assert summary["rounds"]["duration_s"]["mean"] > 0.16, "four ways of 40 ms from READY to COMMIT at least"
     assert summary["exchanges"]["line_share"]["median"] is None
+    assert len(summary["lines"]) == 2
 
 
+@needs_namespaces
 def test_an_interrupted_rehearsal_leaves_nothing(tmp_path: Path) -> None:
     process = start_rehearsal(tmp_path, "--profile", "fibre", "--seconds", "60")
     ends_at = time.monotonic() + BOUND_S
@@ -246,20 +250,24 @@ def test_an_interrupted_rehearsal_leaves_nothing(tmp_path: Path) -> None:
     assert "no process and no namespace is left" in (tmp_path / "output").read_text()
 
 
+def start_seed(swarm: LocalSwarm, place: Machine, folder: Path, *options: str) -> str:
+    """Start a seed on a public machine; returns its ticket."""
+    (folder / "run.toml").write_text(RUN)
+    arguments = ["seed", str(folder / "run.toml"), "--folder", str(folder / "seed"), "--port", "31337"]
+    arguments += ["--host", place.address, "--announce-host", place.address, *options]
+    seed = swarm.start("seed", place.command(program("bootstrap", *arguments)), environment())
+    return swarm.wait_for_line(seed, "ticket:", BOUND_S)
+
+
 @needs_router
 def test_a_peer_that_nobody_can_reach_is_told_what_to_do_when_somebody_is_there(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(RUN)
-    with Internet(KERNEL, tmp_path, seed=0) as internet, LocalSwarm(tmp_path, grace_s=8) as swarm:
+    with Internet(KERNEL, tmp_path, seed=0) as internet, LocalSwarm(tmp_path, grace_s=3) as swarm:
         public = internet.add("seed", PROFILES["fibre"])
         behind = replace(PROFILES["fibre"], nat="symmetric")
         hidden, other = internet.add("peer", behind), internet.add("other", behind)
         internet.start()
-        place = ["--host", public.address, "--announce-host", public.address, "--port", "31337", "--no-relay"]
-        arguments = ["seed", str(tmp_path / "run.toml"), "--folder", str(tmp_path / "seed"), *place]
-        seed = swarm.start("seed", public.command(program("bootstrap", *arguments)), environment())
-        ticket = swarm.wait_for_line(seed, "ticket:", BOUND_S)
-        recipe = f"{ROOT}/examples/own_recipe.py:make"
-        command = program("peers", ticket, "--folder", str(tmp_path / "peer"), "--recipe", recipe)
+        ticket = start_seed(swarm, public, tmp_path, "--no-relay")
+        command = program("peers", ticket, "--folder", str(tmp_path / "peer"), "--recipe", RECIPE)
         peer = swarm.start("peer", hidden.command(command), environment())
         cure = "forward two TCP ports of the router to this machine and join with --announce-host"
 
@@ -269,7 +277,7 @@ def test_a_peer_that_nobody_can_reach_is_told_what_to_do_when_somebody_is_there(
                 assert time.monotonic() < ends_at, process.last_lines(100)
                 time.sleep(0.1)
 
-        wait_for("training | round", peer)
+        wait_for("1 of 1 peers, round", peer)
         assert cure not in peer.last_lines(100)  # nobody is out of reach: nobody is there
         command[command.index(str(tmp_path / "peer"))] = str(tmp_path / "other")
         newcomer = swarm.start("newcomer", other.command(command), environment())
@@ -283,18 +291,13 @@ def test_a_peer_that_nobody_can_reach_is_told_what_to_do_when_somebody_is_there(
 
 @needs_router
 def test_a_board_behind_a_router_shows_a_peer_behind_another(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(RUN)
     hidden = replace(PROFILES["fibre"], nat="symmetric")
-    with Internet(KERNEL, tmp_path, seed=0) as internet, LocalSwarm(tmp_path, grace_s=8) as swarm:
+    with Internet(KERNEL, tmp_path, seed=0) as internet, LocalSwarm(tmp_path, grace_s=3) as swarm:
         public = internet.add("seed", PROFILES["fibre"])
         trains, looks = internet.add("peer", hidden), internet.add("board", hidden)
         internet.start()
-        place = ["--host", public.address, "--announce-host", public.address, "--port", "31337"]
-        arguments = ["seed", str(tmp_path / "run.toml"), "--folder", str(tmp_path / "seed"), *place]
-        seed = swarm.start("seed", public.command(program("bootstrap", *arguments)), environment())
-        ticket = swarm.wait_for_line(seed, "ticket:", BOUND_S)
-        recipe = f"{ROOT}/examples/own_recipe.py:make"
-        command = program("peers", ticket, "--folder", str(tmp_path / "peer"), "--recipe", recipe)
+        ticket = start_seed(swarm, public, tmp_path)
+        command = program("peers", ticket, "--folder", str(tmp_path / "peer"), "--recipe", RECIPE)
         swarm.start("peer", trains.command(command), environment())
         command = program("p2p_co2.cli", "board", ticket, "--folder", str(tmp_path / "b"), "--port", "8800")
         board = swarm.start("board", looks.command(command), environment())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,41 +195,23 @@ def refused(running: Swarm, name: str, *arguments: str) -> str:
     return running.log(name)
 
 
-def made_run(name: str, rounds: int) -> RunConfig:
-    clock = ClockConfig(mode="time", round_s=1.0, rounds=rounds)
-    return RunConfig(name=name, recipe=RECIPE, fragments=2, clock=clock)
-
-
-def train_two(running: Swarm) -> None:
-    for name in ("a", "b"):
-        running.start_peer(name, "--min-peers", "2", "--seed", str(ord(name)))
-
-
 @pytest.mark.swarm
-def test_who_joins_a_run_that_is_over_is_told_and_ends_with_status_3(tmp_path: Path) -> None:
-    with swarm(tmp_path, made_run("over", rounds=4)) as running:
-        train_two(running)
-        running.wait("a", "b")
-        join = ["-m", "p2p_co2.cli", "join", running.ticket, "--recipe", RECIPE, "--no-board"]
-        late = running.start("late", [sys.executable, *join, "--folder", str(tmp_path / "late")])
-        assert late.wait(START_BOUND_S) == RUN_OVER
-        assert "RunOver: this run ended at round 4" in refused(running, "a", "--resume")
-        assert "error: this run ended at round 4; ask for a newer ticket" in running.log("late")
-        steps = [event.inner_steps for event in running.events("late") if isinstance(event, Progress)]
-        assert not any(steps)
-        running.start_peer("anew", "--start-over")
-        running.wait("anew")
-
-
-@pytest.mark.swarm
-def test_who_joins_a_run_that_all_have_left_is_refused_unless_it_begins_anew(tmp_path: Path) -> None:
-    with swarm(tmp_path, made_run("left", rounds=0)) as running:
-        train_two(running)
-        for name in ("a", "b"):
-            running.wait_for(name, FragmentApplied, count=6)
-        for name in ("a", "b"):  # their last word is the one that they left as they trained
-            running.processes[name].kill()
-            running.processes[name].wait()
+def test_who_joins_a_run_that_all_have_left_or_that_is_over_is_refused_unless_it_begins_anew(
+    tmp_path: Path,
+) -> None:
+    clock = ClockConfig(mode="time", round_s=1.0, rounds=8)
+    with swarm(tmp_path, RunConfig(name="over", recipe=RECIPE, fragments=2, clock=clock)) as running:
+        running.start_peer("a")
+        running.wait_for("a", FragmentApplied, count=4)
+        running.processes["a"].send_signal(signal.SIGINT)
+        running.wait("a")
         assert "TransportError: the others left at round" in refused(running, "late")
         running.start_peer("anew", "--start-over")
-        running.wait_for("anew", FragmentApplied)
+        running.wait("anew")
+        assert "RunOver: this run ended at round 8" in refused(running, "anew", "--resume")
+        join = ["-m", "p2p_co2.cli", "join", running.ticket, "--recipe", RECIPE, "--no-board"]
+        later = running.start("later", [sys.executable, *join, "--folder", str(tmp_path / "later")])
+        assert later.wait(START_BOUND_S) == RUN_OVER
+        assert "error: this run ended at round 8; ask for a newer ticket" in running.log("later")
+        steps = [event.inner_steps for event in running.events("later") if isinstance(event, Progress)]
+        assert not any(steps)

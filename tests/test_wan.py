@@ -1,4 +1,4 @@
-"""The emulated internet without a kernel: delay, order, loss, rates; segments cut around the lost ones."""
+"""The emulated internet without a kernel: delay, order, loss, rates; and the lines of a rehearsal."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import socket
 import struct
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from bootstrap.forwarder import HEADER_BYTES, QUEUE_S, Wan, WanLink, segment_count
 from bootstrap.lines import LineChanges, lines_of
-from bootstrap.wan import HEADER_BYTES, QUEUE_S, Wan, WanLink, segment_count, without_segments
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning.profiles import PROFILES
 
@@ -30,14 +28,6 @@ PLAIN = link(0.04)
 def packet(mark: int = 0, size: int = 1400, source: bytes = A, target: bytes = B) -> bytes:
     ip = bytes((0x45,)) + bytes(11) + source + target
     return bytes(HEADER_BYTES) + ip + struct.pack("!I", mark) + bytes(size - 24)
-
-
-def large(payload: bytes, size: int) -> bytes:
-    """A TCP packet that stands for many segments of ``size`` bytes."""
-    virtio = struct.pack("<BBHHHH", 1, 1, 40, size, 20, 16)
-    ip = struct.pack("!BBHHHBBH4s4s", 0x45, 0, 40 + len(payload), 7, 0, 64, 6, 0, A, B)
-    tcp = struct.pack("!HHIIBBHHH", 1, 2, 1000, 0, 5 << 4, 0x19, 0, 0, 0)
-    return virtio + ip + tcp + payload
 
 
 def mark(data: bytes) -> int:
@@ -95,31 +85,15 @@ def test_a_queue_keeps_the_rate_and_drops_what_is_too_much() -> None:
     assert wan.due(20.0111) == [packet(7)]
 
 
-@given(st.integers(1, 9), st.integers(1, 700), st.sets(st.integers(0, 9)))
-def test_segments_are_cut_around_the_lost_ones(count: int, size: int, lost: set[int]) -> None:
-    payload = bytes(index % 251 for index in range((count - 1) * size + max(1, size // 2)))
-    whole = large(payload, size)
-    assert segment_count(whole) == count
-    lost = {index for index in lost if index < count}
-    got = bytearray(len(payload))
-    covered = [False] * len(payload)
-    runs = without_segments(whole, lost)
-    for run in runs:
-        data = run[HEADER_BYTES + 40 :]
-        at = struct.unpack_from("!I", run, HEADER_BYTES + 24)[0] - 1000
-        got[at : at + len(data)] = data
-        covered[at : at + len(data)] = [True] * len(data)
-        assert struct.unpack_from("!H", run, HEADER_BYTES + 2)[0] == 40 + len(data)
-        if lost:
-            words = struct.unpack_from("!10H", run, HEADER_BYTES)
-            assert sum(words) % 0xFFFF == 0, "the IP header's checksum"
-        assert bool(run[HEADER_BYTES + 33] & 0x01) == (at + len(data) == len(payload)), (
-            "FIN on the last alone"
-        )
-    for index in range(len(payload)):
-        assert covered[index] == (index // size not in lost)
-        if covered[index]:
-            assert got[index] == payload[index]
+def test_of_many_segments_in_one_packet_each_may_be_the_one_that_is_lost() -> None:
+    virtio = struct.pack("<BBHHHH", 1, 1, 40, 1400, 20, 16)
+    large = virtio + packet(size=14_000)[HEADER_BYTES:]
+    assert (segment_count(packet()), segment_count(large)) == (1, 10)
+    line = link(0.0, loss=0.05)
+    wan = Wan({A: line, B: line}, seed=1)
+    for _ in range(10_000):
+        wan.receive(large, 0.0)
+    assert wan.count.lost == pytest.approx(10_000 * (1 - 0.95**10), rel=0.05)
 
 
 def test_lines_are_profiles_with_changes() -> None:

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.errors import ConfigError
 from p2p_co2.planning import Link, link_of
 from p2p_co2.planning.profiles import profile_of
 
@@ -59,18 +59,15 @@ def described(link: Link) -> str:
 
 
 def _figures(given: GivenLink) -> Link:
-    for option, value, most in (
-        ("--up-mbit", given.up_mbit, 1e7),
-        ("--down-mbit", given.down_mbit, 1e7),
-        ("--rtt-ms", given.rtt_ms, 1e5),
-        ("--loss", given.loss, 0.99),
+    least_mbit = _LEAST_BYTES_PER_S * 8e-6
+    for option, value, least, most in (
+        ("--up-mbit", given.up_mbit, least_mbit, 1e7),
+        ("--down-mbit", given.down_mbit or 10 * given.up_mbit, least_mbit, 1e8),
+        ("--rtt-ms", given.rtt_ms, 0, 1e5),
+        ("--loss", given.loss, 0, 0.99),
     ):
-        if not 0 <= value <= most:
-            raise ConfigError.of_option(option, f"from 0 to {most:g} (got {value:g})")
-    if given.up_mbit * 1e6 / 8 < _LEAST_BYTES_PER_S:
-        raise ConfigError.of_option("--up-mbit", "say what the link uploads, in Mbit/s")
-    if 0 < given.down_mbit * 1e6 / 8 < _LEAST_BYTES_PER_S:
-        raise ConfigError.of_option("--down-mbit", "say what the link downloads, in Mbit/s")
+        if not least <= value <= most:
+            raise ConfigError.of_option(option, f"what the link has, {least:g} to {most:g} (got {value:g})")
     return Link(
         up_bytes_per_s=given.up_mbit * 1e6 / 8,
         down_bytes_per_s=(given.down_mbit or 10 * given.up_mbit) * 1e6 / 8,
@@ -81,25 +78,23 @@ def _figures(given: GivenLink) -> Link:
 
 def _measured(path: Path) -> Link:
     """The link that ``doctor --json`` measured."""
+    cure = "write it with: p2p-co2 doctor TICKET --json"
     try:
         with path.open("rb") as file:
             table = json.loads(file.read(_LARGEST_BYTES))
-    except FileNotFoundError:
-        raise ConfigError(str(path), "", "no such file") from None
     except OSError as error:
-        raise EnvironmentFault(f"cannot read {path}: {error.strerror}") from None
+        raise ConfigError(str(path), "", f"cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise ConfigError(str(path), "", "not JSON; write it with: p2p-co2 doctor TICKET --json") from None
+        raise ConfigError(str(path), "", f"not JSON; {cure}") from None
     measured = table.get("link") if isinstance(table, dict) else None
     if not isinstance(measured, dict):
-        raise ConfigError(str(path), "link", "missing; write the file with: p2p-co2 doctor TICKET --json")
-    bounds = {
-        "up_bytes_per_s": (_LEAST_BYTES_PER_S, _MOST_BYTES_PER_S),
-        "down_bytes_per_s": (_LEAST_BYTES_PER_S, _MOST_BYTES_PER_S),
-        "round_trip_s": (1e-9, _LONGEST_TRIP_S),
-    }
+        raise ConfigError(str(path), "link", f"missing; {cure}")
     figures = {}
-    for name, (least, most) in bounds.items():
+    for name, least, most in (
+        ("up_bytes_per_s", _LEAST_BYTES_PER_S, _MOST_BYTES_PER_S),
+        ("down_bytes_per_s", _LEAST_BYTES_PER_S, _MOST_BYTES_PER_S),
+        ("round_trip_s", 1e-9, _LONGEST_TRIP_S),
+    ):
         value = measured.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             problem = f"was not measured (got {str(value)[:40]}); run doctor with a ticket"

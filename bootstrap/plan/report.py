@@ -38,52 +38,30 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     )
     console.print(Text(f"inner step {setting.step_s:.3g} s ({plan.sources['step']})"))
     console.print(Text(f"links: {plan.sources['links']}"))
-    console.print(_comparison(plan))
-    console.print(_constraints(plan))
-    verdict, colour = ("reaches", "green") if advice.is_reached else ("does not reach", "bold red")
-    reached = (f"{verdict} {advice.target:.0%} of compute utilisation", colour)
-    binds = f" within one step of staleness. What binds: {advice.binding} ({WHY[advice.binding]})."
-    console.print(Text.assemble(("as given ", "bold"), reached, binds))
-    console.print(Text(_advised_line(plan), style="bold"))
-    for trouble in plan.forecast.troubles:
-        console.print(Text(f"as given: {trouble}", style="red"))
-    for trouble in advice.forecast.troubles:
-        console.print(Text(f"as advised: {trouble}", style="red"))
-
-
-def _advised_line(plan: Plan) -> str:
-    advice = plan.advice
-    setting, clock = advice.setting, plan.run.clock
-    length = f"inner_steps_per_round = {advice.inner_steps}"
-    if clock.mode == "time":
-        length = f"round_s = {setting.round_s:g}"
-    return (
-        f"the shortest round that reaches {advice.target:.0%}: clock.{length}, "
-        f'fragments = {len(setting.fragments)}, codec.name = "{setting.codec}", '
-        f"outer.sync_delay_steps = 0 (an answer comes after {_steps(advice.forecast.delay_steps)})"
-    )
-
-
-def _comparison(plan: Plan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     table.add_column("")
     table.add_column("as given", justify="right")
     table.add_column(f"shortest at {plan.advice.target:.0%}", justify="right")
-    pairs = ((plan.setting, plan.forecast), (plan.advice.setting, plan.advice.forecast))
     for name, cell in _ROWS:
-        table.add_row(name, *(Text(cell(setting, shown)) for setting, shown in pairs))
-    return table
-
-
-def _constraints(plan: Plan) -> Table:
-    title = Text("shortest round that each constraint allows, as given", style="bold")
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
-    table.add_column("")
-    table.add_column("", justify="right")
-    table.add_column("")
-    for name, bound in sorted(plan.advice.bounds.items(), key=lambda item: -item[1]):
-        table.add_row(name, seconds(bound), Text(WHY[name], style="dim"))
-    return table
+        pairs = ((setting, plan.forecast), (advice.setting, advice.forecast))
+        table.add_row(name, *(Text(cell(of, shown)) for of, shown in pairs))
+    console.print(table)
+    verdict, colour = ("reaches", "green") if advice.is_reached else ("does not reach", "bold red")
+    reached = (f"{verdict} {advice.target:.0%} of compute utilisation", colour)
+    binds = f" within one step of staleness. What binds: {advice.binding} ({WHY[advice.binding]})."
+    console.print(Text.assemble(("as given ", "bold"), reached, binds))
+    best, length = advice.setting, f"inner_steps_per_round = {advice.inner_steps}"
+    if plan.run.clock.mode == "time":
+        length = f"round_s = {best.round_s:g}"
+    advised = (
+        f"the shortest round that reaches {advice.target:.0%}: clock.{length}, "
+        f'fragments = {len(best.fragments)}, codec.name = "{best.codec}", '
+        f"outer.sync_delay_steps = 0 (an answer comes after {_steps(advice.forecast.delay_steps)})"
+    )
+    console.print(Text(advised, style="bold"))
+    for how, shown in (("given", plan.forecast), ("advised", advice.forecast)):
+        for trouble in shown.troubles:
+            console.print(Text(f"as {how}: {trouble}", style="red"))
 
 
 def seconds(value: float) -> str:

@@ -1,8 +1,8 @@
 """A demo or a rehearsal seen by ``monitoring``: where the command line puts the applications together.
 
-Stands on the floor of ``cli``, its only user; it exists so that ``bootstrap`` and ``monitoring`` need not
-know each other. Price: every event of every peer is folded here, in the process that also starts the peers
-(some milliseconds per second).
+It exists so that ``bootstrap`` and ``monitoring`` need not know each other. Every event of every peer is
+folded here, in the process that also starts the peers (some milliseconds per second). The summary of a
+rehearsal is the demo's with the lines added, so that they can be compared figure by figure.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from bootstrap.demo import DemoEnd
+from bootstrap.lines import Line
+from bootstrap.stage import RunEnd
 from monitoring.known import Known
+from monitoring.lines import ExchangeLog, SteadyState, exchange_figures, lines_table, print_exchanges
 from monitoring.picture import draw_run
 from monitoring.report import write_report
 from monitoring.summary import RunFacts, summarise, verdict
@@ -29,87 +32,101 @@ from p2p_co2.telemetry.events import Event
 from p2p_co2.telemetry.view import SwarmView
 
 
-class RunTerminal:
-    """The live table of a run of this process's children, and its summary. ``place``: what it is."""
+class RunWatch:
+    """A ``bootstrap.stage.Watch``: the live table, and at the end summary, pictures and verdict.
 
-    def __init__(self, config: RunConfig, place: str) -> None:
-        self.view = SwarmView()
+    ``emulation``, ``lines``: of a rehearsal. ``board``: serve the board at a printed address meanwhile, idle
+    until somebody looks.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        emulation: str = "",
+        lines: Sequence[Line] = (),
+        board: bool = False,
+    ) -> None:
+        self._config, self._emulation, self._lines = config, emulation, lines
+        self._place = f"{'rehearsal' if emulation else 'demo'} in {folder}"
+        self._view = SwarmView()
+        self._exchanges, self._steady = ExchangeLog(), SteadyState(max(1, config.outer.blocking_rounds))
         # A log file or a pipe has no width: enough for the lines that take the live table's place.
-        self.console = Console(width=None if sys.stdout.isatty() else 150)
-        self._config, self._place = config, place
-        self._terminal: LiveTerminal | None = None
-
-    def open(self) -> None:
-        """Begin the table."""
-        clock = self._config.clock
-        expected_s = clock.rounds * clock.round_s if clock.mode == "time" else None
-        self._terminal = LiveTerminal(self.console, expected_s=expected_s)
-        self._terminal.__enter__()
-
-    def see(self, events: Sequence[Event]) -> None:
-        for event in events:
-            self.view.add(event)
-        if self._terminal:
-            self._terminal.show(Known(self.view, time.time(), self._config, place=self._place))
-
-    def close(self) -> None:
-        """Give the terminal back; may be called twice."""
-        if self._terminal:
-            self._terminal.__exit__(None, None, None)
-            self._terminal = None
-
-    def conclude(self, folder: Path, facts: RunFacts, title: str, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Write ``summary.json``, with ``more``, and ``loss.png``; print the summary and return it."""
-        summary = {**summarise(self.view, facts), **more}
-        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        draw_run(
-            self.view, folder / "loss.png", title=f"{summary['peers']} peers{title}",
-            loss_start=facts.loss_start, loss_end=facts.loss_end, loss_unit=summary["loss"]["unit"],
-        )  # fmt: skip
-        print_summary(summary, self.console)
-        return summary
-
-    def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
-
-
-class DemoWatch(RunTerminal):
-    """A ``bootstrap.demo.Watch``: the live table, and at the end the summary, the picture, the report and the
-    verdict. ``board``: serve the board at a printed address meanwhile; idle until somebody looks."""
-
-    def __init__(self, config: RunConfig, folder: Path, board: bool = True) -> None:
-        super().__init__(config, f"demo in {folder}")
+        self._console = Console(width=None if sys.stdout.isatty() else 150)
         self._gate: Gate | None = None
         if board:
             self._gate = Gate("127.0.0.1", 0, program("monitoring", str(folder.resolve())))
             print(f"board: {self._gate.address}", flush=True)
-        self.open()
+        if emulation:
+            self._say(f"emulation: {emulation}")
+            rows = [(line.peer, line.profile, line.address) for line in lines]
+            self._console.print(lines_table(rows, self._console.width))
+        clock = config.clock
+        expected_s = clock.rounds * clock.round_s if clock.mode == "time" else None
+        self._terminal: LiveTerminal | None = LiveTerminal(self._console, expected_s=expected_s)
+        self._terminal.__enter__()
 
-    def finish(self, end: DemoEnd) -> list[str]:
-        """Write ``summary.json``, ``loss.png`` and ``report.html``, print the summary; why the run was no
-        success, if it was none."""
+    def see(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._view.add(event)
+            self._exchanges.add(event)
+            self._steady.add(event)
+        if self._terminal:
+            self._terminal.show(Known(self._view, time.time(), self._config, place=self._place))
+
+    def finish(self, end: RunEnd) -> list[str]:
+        """Write ``summary.json``, ``loss.png`` and, of a demo, ``report.html``; print the summary. Returns
+        why the run was no success, if it was none."""
         self.close()
+        config = end.config
         facts = RunFacts(
-            config=end.config, loss_start=end.loss_start, loss_end=end.loss_end,
+            config=config, loss_start=end.loss_start, loss_end=end.loss_end,
             expected_peers=end.expected_peers, software=end.software, text=end.text,
         )  # fmt: skip
-        title = f", {end.config.codec.name}, rule {end.config.outer.rule}"
-        summary = self.conclude(end.folder, facts, title, {})
-        ends = (
-            (self.view.started_at, 0, end.loss_start),
-            (self.view.last_at, summary["tokens"], end.loss_end),
-        )
-        agreed = [(at, tokens, loss) for at, tokens, loss in ends if at is not None and loss is not None]
-        write_report(end.folder, end.folder / "report.html", agreed)
+        summary = summarise(self._view, facts)
+        title = f", {config.codec.name}, rule {config.outer.rule}"
+        if self._emulation:
+            summary |= self._of_lines(end)
+            title = f" over {', '.join(sorted({line.profile.name for line in self._lines}))}"
+        (end.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        draw_run(
+            self._view, end.folder / "loss.png", title=f"{summary['peers']} peers{title}",
+            loss_start=end.loss_start, loss_end=end.loss_end, loss_unit=summary["loss"]["unit"],
+        )  # fmt: skip
+        print_summary(summary, self._console)
+        if self._emulation:
+            print_exchanges(summary, self._console)
+        else:
+            first, last = self._view.started_at, self._view.last_at
+            ends = ((first, 0, end.loss_start), (last, summary["tokens"], end.loss_end))
+            agreed = [(at, tokens, loss) for at, tokens, loss in ends if at is not None and loss is not None]
+            write_report(end.folder, end.folder / "report.html", agreed)
         for text in (*(f"note: {note}" for note in end.notes), f"written to {end.folder}"):
-            self.say(text)
+            self._say(text)
         # Who was killed on purpose need not have finished.
         left = {name: peer for name, peer in summary["peer_table"].items() if name not in end.killed}
         expected = summary["expected_peers"] - len(end.killed)
-        return [*end.deaths, *verdict({**summary, "peer_table": left, "expected_peers": expected})]
+        judged = {**summary, "peer_table": left, "expected_peers": expected}
+        return [*end.deaths, *verdict(judged, by_loss=not self._emulation)]
 
     def close(self) -> None:
         """Give the terminal and the board's port back; may be called twice."""
-        super().close()
+        if self._terminal:
+            self._terminal.__exit__(None, None, None)
+            self._terminal = None
         if self._gate is not None:
             self._gate.close()
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
+
+    def _of_lines(self, end: RunEnd) -> dict[str, Any]:
+        profiles = {line.peer: line.profile for line in self._lines}
+        since = self._steady.since() or 0.0
+        return {
+            "emulation": self._emulation,
+            "lines": {line.peer: {**asdict(line.profile), "address": line.address} for line in self._lines},
+            "steady": self._steady.figures(),
+            "exchanges": exchange_figures(self._exchanges, end.traffic, profiles, since),
+            "forwarder": end.forwarded or None,
+        }

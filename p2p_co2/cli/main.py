@@ -211,8 +211,7 @@ def join(
     from p2p_co2.cli.join import JoinWatch
 
     hand_over()
-    watch = JoinWatch() if sys.stdout.isatty() else None
-    raise typer.Exit(join_run(options, watch))
+    raise typer.Exit(join_run(options, JoinWatch()))
 
 
 def _rate(option: str, text: str | None) -> float | None:
@@ -249,14 +248,14 @@ def demo(
     """A whole swarm on this machine: one seed and several peers, each a process of its own, on real text."""
     take_back()
     from bootstrap.demo import DemoOptions, run_demo
-    from p2p_co2.cli.demo import DemoWatch
+    from p2p_co2.cli.demo import RunWatch
 
     hand_over()
     options = DemoOptions(
         peers=peers, seconds=seconds, round_s=round_s, rule=rule, codec=codec, carrier=carrier, device=device,
         folder=folder, text=text, recipe=recipe, kill_one=kill_one, seed=seed,
     )  # fmt: skip
-    raise typer.Exit(run_demo(options, partial(DemoWatch, board=board)))
+    raise typer.Exit(run_demo(options, partial(RunWatch, board=board)))
 
 
 @app.command()
@@ -293,7 +292,7 @@ def rehearse(
     take_back()
     from bootstrap.lines import LineChanges
     from bootstrap.rehearsal import RehearsalOptions, run_rehearsal
-    from p2p_co2.cli.rehearse import RehearsalTerminal
+    from p2p_co2.cli.demo import RunWatch
 
     hand_over()
     line = LineChanges(
@@ -303,7 +302,7 @@ def rehearse(
         run_file=run_file, peers=peers, profile=profile, line=line, seconds=seconds, folder=folder,
         carrier=carrier, recipe=recipe, congestion=congestion, in_carrier=in_carrier,
     )  # fmt: skip
-    raise typer.Exit(run_rehearsal(options, RehearsalTerminal))
+    raise typer.Exit(run_rehearsal(options, RunWatch))
 
 
 @app.command()

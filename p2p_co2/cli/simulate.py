@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from monitoring.summary import RunFacts, summarise
-from p2p_co2.config import RunConfig, read_run_config
+from p2p_co2.config import read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.profiles import profile_of
 from p2p_co2.planning.traffic import payload_bytes
@@ -103,16 +103,23 @@ def run_simulation(options: SimulationOptions) -> int:
 def settings_of(options: SimulationOptions) -> Settings:
     """What the options ask for; raises ``ConfigError``."""
     if not 1 <= options.peers <= MAX_MEMBERS:
-        raise ConfigError("command line", "--peers", f"1 to {MAX_MEMBERS} (got {options.peers})")
+        raise ConfigError.of_option("--peers", f"1 to {MAX_MEMBERS} (got {options.peers})")
     if options.storm:
         if options.run_file is not None:
-            raise ConfigError(
-                "command line", "--storm", f"a run of its own: leave {options.run_file} or --storm out"
-            )
+            problem = f"a run of its own: leave {options.run_file} or --storm out"
+            raise ConfigError.of_option("--storm", problem)
         return storm_settings(options.seed, options.peers)
     if options.run_file is None:
-        raise ConfigError("command line", "RUN.toml", "name a run file, or ask for --storm")
-    _check_sizes(options)
+        raise ConfigError.of_option("RUN.toml", "name a run file, or ask for --storm")
+    steps = f"{MIN_STEP_S:g} to {MAX_STEP_S:g} seconds, or 0 to choose"
+    is_step = options.step_s == 0 or MIN_STEP_S <= options.step_s <= MAX_STEP_S
+    for option, value, is_possible, words in (  # NaN fails every comparison
+        ("--hours", options.hours, 0 < options.hours < MAX_HOURS, f"above 0, below {MAX_HOURS:g}"),
+        ("--parameters", options.parameters, options.parameters >= 1, "at least 1"),
+        ("--step-s", options.step_s, is_step, steps),
+    ):
+        if not is_possible:
+            raise ConfigError.of_option(option, f"{words} (got {value:g})")
     profile_of(options.profile, options.seed, 0)
     run = read_run_config(options.run_file)
     clock, step_s = run.clock, options.step_s or STEP_S
@@ -123,6 +130,8 @@ def settings_of(options: SimulationOptions) -> Settings:
     rounds = min(rounds, clock.rounds or rounds)
     seconds = min(3600 * options.hours, rounds * round_s)
     run = run.model_copy(update={"clock": clock.model_copy(update={"rounds": rounds})})
+    values = max(1, options.parameters // run.fragments)
+    encoded = payload_bytes(run.codec.name, values)
     return Settings(
         run=run,
         peers=options.peers,
@@ -131,31 +140,10 @@ def settings_of(options: SimulationOptions) -> Settings:
         faults=Churn(options.churn_per_h, CALM_SHARE * seconds) if options.churn_per_h else None,
         parameters=options.parameters,
         step_s=step_s,
-        **_sizes(run, options.parameters),
+        blocks=(BLOCKS,) * run.fragments,
+        real_bytes_per_block=max(1.0, encoded / BLOCKS),
+        state_factor=max(2, round(STATE_BYTES_PER_VALUE * values / encoded)),
     )
-
-
-def _check_sizes(options: SimulationOptions) -> None:
-    """Raises ``ConfigError``. NaN fails every comparison."""
-    steps = f"{MIN_STEP_S:g} to {MAX_STEP_S:g} seconds, or 0 to choose"
-    is_step = options.step_s == 0 or MIN_STEP_S <= options.step_s <= MAX_STEP_S
-    for option, value, is_possible, words in (
-        ("--hours", options.hours, 0 < options.hours < MAX_HOURS, f"above 0, below {MAX_HOURS:g}"),
-        ("--parameters", options.parameters, options.parameters >= 1, "at least 1"),
-        ("--step-s", options.step_s, is_step, steps),
-    ):
-        if not is_possible:
-            raise ConfigError("command line", option, f"{words} (got {value:g})")
-
-
-def _sizes(run: RunConfig, parameters: int) -> dict[str, Any]:
-    values = max(1, parameters // run.fragments)
-    encoded = payload_bytes(run.codec.name, values)
-    return {
-        "blocks": (BLOCKS,) * run.fragments,
-        "real_bytes_per_block": max(1.0, encoded / BLOCKS),
-        "state_factor": max(2, round(STATE_BYTES_PER_VALUE * values / encoded)),
-    }
 
 
 def _new_folder(options: SimulationOptions) -> Path:
@@ -163,11 +151,10 @@ def _new_folder(options: SimulationOptions) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=options.folder is None)
     except FileExistsError:
-        raise ConfigError("command line", "--folder", f"{folder} exists; name a new folder") from None
+        raise ConfigError.of_option("--folder", f"{folder} exists; name a new folder") from None
     except OSError as error:
-        raise EnvironmentFault(
-            f"cannot make {folder}: {error.strerror}; choose another with --folder"
-        ) from None
+        cure = "choose another with --folder"
+        raise EnvironmentFault(f"cannot make {folder}: {error.strerror}; {cure}") from None
     return folder
 
 
@@ -207,43 +194,26 @@ def quantiles(samples: Sequence[float]) -> dict[str, float | int | None]:
 def lines_of(summary: dict[str, Any], result: Result) -> list[str]:
     """The figures in words."""
     rounds, told = summary["rounds"], summary["simulation"]
-    attempts = rounds["committed"] + rounds["aborted"]
-    rate = rounds["committed"] / attempts if attempts else 0.0
+    sent, back = summary["bytes"]["up_per_peer"], told["recovery_s"]
     staleness = ", ".join(f"{n}: {count}" for n, count in summary["staleness"]["histogram"].items())
     lines = [
         f"{told['virtual_s']:.0f} s of {told['peers']} peers in {told['wall_s']:.1f} s: "
         f"{told['turns']} turns, {told['turns_per_s']} a second",
-        f"rounds: {rounds['committed']} committed, {rounds['aborted']} aborted, commit rate {rate:.3f}",
+        f"rounds: {rounds['committed']} committed, {rounds['aborted']} aborted",
         f"staleness: {staleness or 'none'}",
-        f"bytes per peer: {_spread(summary['bytes']['up_per_peer'])} up, "
-        f"{_spread(summary['bytes']['down_per_peer'])} down",
-        f"recovery, start to training again: {_words(told['recovery_s'])}",
-        f"recovery, start to the first contribution: {_words(told['first_contribution_s'])}",
+        f"sent per peer: {statistics.fmean(sent.values()) / 1e6 if sent else 0:.2f} MB",
+        f"start to training again: {back['count']} times, median {back['median']} s, longest {back['max']} s",
         f"faults: {', '.join(f'{kind} {count}' for kind, count in result.faults.items()) or 'none'}",
         f"forks: {result.forks}, the longest {result.longest_fork_s:.0f} s",
         f"events: sha256 {result.digest}",
-        f"law violations: {len(result.violations)}",
     ]
     if result.ended_early:
         share = f"{result.virtual_s:.0f} of {told['planned_s']:.0f} virtual s"
         lines.insert(0, f"ended early, after {share}: how the run ends was not judged")
-    if result.left_behind:
-        lines.insert(-2, f"joined too late to finish: {', '.join(result.left_behind)}")
-    if result.lacking:
-        lines.insert(-2, f"left without what others hold, and said so: {', '.join(result.lacking)}")
+    for peers, words in (
+        (result.left_behind, "joined too late to finish"),
+        (result.lacking, "left without what others hold, and said so"),
+    ):
+        lines += [f"{words}: {', '.join(peers)}"] if peers else []
+    lines.append(f"law violations: {len(result.violations)}")
     return lines + [f"  {violation}" for violation in result.violations[:10]]
-
-
-def _spread(values: dict[str, int]) -> str:
-    if not values:
-        return "none"
-    mean = statistics.fmean(values.values())
-    return f"{mean / 1e6:.2f} MB (at most {max(values.values()) / 1e6:.2f})"
-
-
-def _words(told: dict[str, Any]) -> str:
-    if not told["count"]:
-        return "nobody came back"
-    return (
-        f"median {told['median']:.1f} s, p90 {told['p90']:.1f} s, max {told['max']:.1f} s ({told['count']})"
-    )

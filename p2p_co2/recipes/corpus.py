@@ -47,8 +47,8 @@ def embedded_corpus(cap_bytes: int = CAP_BYTES) -> Corpus:
         total += len(content)
         (held_out if _is_held_out(name) else train).extend(content)
     if not train or not held_out:
-        raise _text_error(
-            "this Python carries no library sources to train on; give a text file or a folder here"
+        raise _error(
+            "text", "this Python carries no library sources to train on; give a text file or a folder here"
         )
     return Corpus(_bytes_tensor(train), _bytes_tensor(held_out))
 
@@ -77,20 +77,12 @@ def check_data(text: str, tokens: str) -> str:
     if not (text or tokens):
         return ""
     if not path.exists():
-        return (
-            f"{path} is not on this machine; if that is a mistake, stop this, mend the run file and start "
-            "again. Else every volunteer needs it at that path, or joins with "
-            f"{'--text' if text else '--tokens'} and a file of their own"
-        )
+        own = "--text" if text else "--tokens"
+        return f"{path} is not on this machine: a volunteer needs it there, or joins with {own} and another"
     if text:
         _read_text(_text_files(path)[0])
-        return ""
-    try:
-        with path.open("rb") as opened:
-            if not opened.read(1):
-                raise _tokens_error(f"{path} is empty")
-    except OSError as error:
-        raise _tokens_error(f"cannot read {path}: {error.strerror}") from None
+    else:
+        _token_ids(path, 1)
     return ""
 
 
@@ -101,7 +93,7 @@ def _text_files(path: Path) -> list[Path]:
         file for file in path.rglob("*") if file.suffix in {".txt", ".md", ".py"} and file.is_file()
     )
     if not files:
-        raise _text_error(f"{path} holds no .txt, .md or .py file")
+        raise _error("text", f"{path} holds no .txt, .md or .py file")
     return files
 
 
@@ -112,23 +104,26 @@ def token_corpus(path: Path, vocab_size: int) -> Corpus:
     is not below ``vocab_size``; the whole file is read once for that check, so that training cannot fail on
     it later.
     """
-    dtype, item_bytes = (torch.uint8, 1) if vocab_size <= 256 else (torch.uint16, 2)
-    try:
-        size_bytes = path.stat().st_size
-        if size_bytes == 0 or size_bytes % item_bytes:
-            raise _tokens_error(
-                f"{path} has {size_bytes} bytes, not a positive multiple of {item_bytes} (one token id)"
-            )
-        ids = torch.from_file(str(path), shared=False, size=size_bytes // item_bytes, dtype=dtype)
-    except (OSError, RuntimeError) as error:
-        raise _tokens_error(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    ids = _token_ids(path, 1 if vocab_size <= 256 else 2)
     for start in range(0, len(ids), 1 << 22):
         largest = int(ids[start : start + (1 << 22)].to(torch.int32).max())
         if largest >= vocab_size:
-            raise _tokens_error(
-                f"{path} holds the token id {largest}, so vocab_size must be at least {largest + 1}"
+            raise _error(
+                "tokens", f"{path} holds the token id {largest}, so vocab_size must be at least {largest + 1}"
             )
     return split_tail(ids, str(path))
+
+
+def _token_ids(path: Path, item_bytes: int) -> Tensor:
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes == 0 or size_bytes % item_bytes:
+            problem = f"{path} has {size_bytes} bytes, not a positive multiple of {item_bytes} (one token id)"
+            raise _error("tokens", problem)
+        dtype = torch.uint8 if item_bytes == 1 else torch.uint16
+        return torch.from_file(str(path), shared=False, size=size_bytes // item_bytes, dtype=dtype)
+    except (OSError, RuntimeError) as error:
+        raise _error("tokens", f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def split_tail(tokens: Tensor, where: str) -> Corpus:
@@ -169,13 +164,13 @@ def _read_text(path: Path) -> bytes:
         content = path.read_bytes()
         content.decode("utf-8")
     except UnicodeDecodeError:
-        raise _text_error(
-            f"{path} is not UTF-8 text; convert it, or give token ids with the option tokens"
+        raise _error(
+            "text", f"{path} is not UTF-8 text; convert it, or give token ids with the option tokens"
         ) from None
     except OSError as error:
-        raise _text_error(f"cannot read {path}: {error.strerror}") from None
+        raise _error("text", f"cannot read {path}: {error.strerror}") from None
     if not content:
-        raise _text_error(f"{path} is empty")
+        raise _error("text", f"{path} is empty")
     return content
 
 
@@ -185,9 +180,5 @@ def _bytes_tensor(content: bytearray) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
-def _text_error(problem: str) -> ConfigError:
-    return ConfigError("recipe byte-gpt", "recipe_options.text", problem)
-
-
-def _tokens_error(problem: str) -> ConfigError:
-    return ConfigError("recipe byte-gpt", "recipe_options.tokens", problem)
+def _error(option: str, problem: str) -> ConfigError:
+    return ConfigError("recipe byte-gpt", f"recipe_options.{option}", problem)

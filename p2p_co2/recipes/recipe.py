@@ -10,16 +10,14 @@ that one file, not what it imports."""
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -131,24 +129,17 @@ def load_run_recipe(run: RunConfig, own: str = "", data: Mapping[str, str] | Non
     ``own``: where an own recipe lies here ("file.py:function"), "" for a built-in one. ``data``: options in
     the place of the run's, for what peers need not agree on, such as their text. Raises ``ConfigError``
     before anything of the recipe is run; a file that only a stranger's run names is never run."""
-    if run.is_own_recipe and not own:
-        raise ConfigError.of_option(
-            "--recipe",
-            f"this run trains its own recipe {run.recipe!r}: get that file from the organiser, "
-            "read it, and name it with --recipe FILE.py:function",
-        )
-    if own and not run.is_own_recipe:
-        problem = f"this run trains the built-in recipe {run.recipe!r}; leave it out"
+    if run.is_own_recipe != bool(own):
+        how = "its own" if run.is_own_recipe else "the built-in"
+        cure = "get that file from the organiser, read it, and name it with --recipe FILE.py:function"
+        problem = f"this run trains {how} recipe {run.recipe!r}; {'leave it out' if own else cure}"
         raise ConfigError.of_option("--recipe", problem)
     name = own or run.recipe
     digest = recipe_digest(name, run.recipe_options)
     if digest != run.recipe_digest:
-        raise ConfigError(
-            "recipe",
-            name,
-            f"is another than the run's (digest {digest[:12]} here, {run.recipe_digest[:12] or 'none'} "
-            "there); take the organiser's file and their version of p2p-co2",
-        )
+        both = f"digest {digest[:12]} here, {run.recipe_digest[:12] or 'none'} there"
+        cure = "take the organiser's file and their version of p2p-co2"
+        raise ConfigError("recipe", name, f"is another than the run's ({both}); {cure}")
     options = {**run.recipe_options, **(data or {})}
     if recipe_digest(name, options) != digest:
         raise ConfigError.of_option("", "only built-in recipes let a peer choose its own text or tokens")
@@ -285,24 +276,15 @@ def _source(path: Path) -> bytes:
         raise ConfigError(str(path), "", f"cannot be read: {error.strerror}") from None
 
 
-class _FreshLoader(SourceFileLoader):
-    """Compiles the very bytes that the digest covers: no cached .pyc is read or written."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
 def _load_module(path: Path) -> ModuleType:
-    """Run the file as a module of its own name space; its folder is not searched for imports."""
-    _source(path)  # for its messages
-    module_name = f"p2p_co2_recipe_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
-    loader = _FreshLoader(module_name, str(path))
-    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses look their module up
+    """Run the file as a module of its own name space; its folder is not searched for imports. What runs are
+    the very bytes that the digest covers: no cached .pyc is read or written."""
+    source = _source(path)
+    module = ModuleType(f"p2p_co2_recipe_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
     try:
-        loader.exec_module(module)
+        exec(compile(source, str(path), "exec"), module.__dict__)
     except SyntaxError as error:
         raise ConfigError(str(path), "", f"is not valid Python: {error}") from None
     except ImportError as error:

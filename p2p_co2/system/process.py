@@ -169,7 +169,7 @@ class StopSignals:
     ``ask`` runs in the main thread between two bytecodes: it may set a flag, or raise ``KeyboardInterrupt``.
     """
 
-    def __init__(self, ask: Callable[[], None]) -> None:
+    def __init__(self, ask: Callable[[], object]) -> None:
         self.ask = ask
         self.asked = False
         self._before: dict[int, Any] = {}

@@ -1,5 +1,5 @@
-"""This machine alone: Python, torch, device, kernels, threads, memory, disk, files, proxy, ports; and what a
-run asks of it: memory, disk, how much of its link.
+"""This machine alone: torch, device, kernels, threads, memory, disk, files, ports; and what a run asks of it:
+memory, disk, how much of its link.
 
 Each check takes what it judges as arguments; ``look_at_machine`` reads the real ones. What a run needs is
 reckoned by ``p2p_co2.planning``. Sources: proc(5), cgroup v2 (memory.max, cpu.max), getrlimit(2).
@@ -16,7 +16,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from p2p_co2.config import PeerConfig, RunConfig
@@ -24,7 +24,7 @@ from p2p_co2.errors import EnvironmentFault
 from p2p_co2.system.process import require_supported_platform
 from peers.doctor.findings import Finding, MeasuredLink, State
 
-LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 6)
+LEAST_TORCH = (2, 6)
 BASE_BYTES = 450e6
 """What a peer holds before its model: torch, the network libraries, their threads (measured: 530 MB with a
 model of 1.3 million parameters)."""
@@ -42,7 +42,6 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def look_at_machine(config: PeerConfig) -> Iterator[Finding]:
     """All checks of this machine, one by one; under a second after torch is imported."""
-    yield check_python()
     yield check_platform()
     torch = check_torch()
     yield torch
@@ -53,15 +52,7 @@ def look_at_machine(config: PeerConfig) -> Iterator[Finding]:
     yield check_memory(available_memory_bytes(), BASE_BYTES)
     yield check_disk(config.folder, LEAST_DISK_BYTES)
     yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    yield check_proxy(os.environ)
     yield check_ports(config)
-
-
-def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
-    text = ".".join(map(str, version))
-    if version[:2] >= LEAST_PYTHON:
-        return Finding("python", State.OK, text)
-    return Finding("python", State.CANNOT, text, "install Python 3.11 or later and p2p-co2 into it")
 
 
 def check_platform(system: str = sys.platform, machine: str = platform.machine()) -> Finding:
@@ -187,23 +178,13 @@ def check_files(soft: int) -> Finding:
     return Finding("open files", state, f"limit {soft}", advice)
 
 
-def check_proxy(environment: Mapping[str, str]) -> Finding:
-    """Peers dial each other: a proxy is never used, so a network that has nothing else keeps them out."""
-    proxies = {"http_proxy", "https_proxy", "all_proxy"}
-    found = sorted({name for name in environment if name.lower() in proxies and environment[name]})
-    if not found:
-        return Finding("proxy", State.OK, "none set")
-    advice = "peers connect directly and do not use it: the network must let outgoing TCP through"
-    return Finding("proxy", State.LIMITED, f"{', '.join(found)} set", advice)
-
-
 def check_ports(config: PeerConfig) -> Finding:
     """Whether the address is this machine's and the fixed ports are free."""
     asked = [("--libp2p-port", config.libp2p_port)]
     if config.carrier != "libp2p":
         asked.append(("--grpc-port", config.grpc_port))
     for option, port in asked:
-        if problem := _cannot_listen(config.host, port):
+        if problem := cannot_listen(config.host, port):
             where = f"{config.host} port {port}" if port else config.host
             fix = f"{option}, or end the program that has it" if port else "--host"
             return Finding("ports", State.CANNOT, f"{where}: {problem}", f"choose another {fix}")
@@ -211,7 +192,7 @@ def check_ports(config: PeerConfig) -> Finding:
     return Finding("ports", State.OK, f"{config.host}, {' and '.join(ports)}")
 
 
-def _cannot_listen(host: str, port: int) -> str:
+def cannot_listen(host: str, port: int) -> str:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as listener:

@@ -1,5 +1,5 @@
-"""The way to the swarm, stage by stage: route, names, daemon, seeds, run, clock; and how others see this
-machine: NAT, whether it can be dialled, how fast bytes go either way.
+"""The way to the swarm, stage by stage: daemon, seeds, run, clock; and how others see this machine: NAT,
+whether it can be dialled, how fast bytes go either way.
 
 A daemon and an identity of its own, for a moment: a peer that runs beside it is not disturbed, and nothing
 is published. All is bounded in time and bytes; a stage that fails leaves the later ones "unknown". What
@@ -14,7 +14,6 @@ import ipaddress
 import math
 import os
 import random
-import socket
 import statistics
 import struct
 import tempfile
@@ -45,16 +44,17 @@ from p2p_co2.peer_options import listening
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.ticket import Ticket, by_peer
 from peers.doctor.findings import Finding, MeasuredLink, State
+from peers.doctor.machine import cannot_listen
 
 NETWORK_S = 22.0
 """Bound on everything here."""
-STARTUP_S, OPEN_S, NAMES_S = 6.0, 5.0, 4.0
+STARTUP_S, OPEN_S = 6.0, 5.0
 MAX_PEERS_ASKED, MAX_MEASURED, LOOKS = 4, 3, 3
-SLOW_ROUND_TRIP_S, SLOW_BYTES_PER_S = 0.5, 125_000.0
+SLOW_BYTES_PER_S = 125_000.0
 FIRST_BYTES, SECOND_BYTES, QUICK_S = 128 << 10, 2 << 20, 0.5
 """A rate is measured on the first; on the second where that took less than ``QUICK_S``."""
 BUSY_TRIES, BUSY_S = 4, 0.4
-AFTER_SEEDS = ("clock", "nat", "reachability", "upload", "download", "round trips")
+AFTER_SEEDS = ("clock", "nat", "reachability", "upload", "download")
 """Findings that need somebody to ask."""
 
 Tell = Callable[[Finding], None]
@@ -111,10 +111,9 @@ class Swarm:
 
 async def look_without_ticket(config: PeerConfig, tell: Tell) -> None:
     """What can be said of the network with nobody to ask."""
-    tell(check_route())
     async with AsyncExitStack() as stack, asyncio.timeout(NETWORK_S):
         await _daemon(config, tell, stack)
-    for name in ("names (dns)", "seeds", *AFTER_SEEDS):
+    for name in ("seeds", *AFTER_SEEDS):
         tell(Finding(name, State.UNKNOWN, "no ticket, nobody to ask"))
 
 
@@ -133,8 +132,6 @@ async def look_at_network(ticket: Ticket, config: PeerConfig, tell: Tell) -> Out
 async def _stages(
     ticket: Ticket, config: PeerConfig, tell: Tell, outcome: Outcome, stack: AsyncExitStack
 ) -> None:
-    tell(check_route())
-    tell(await check_names(ticket.seeds, config.announce_host))
     started = await _daemon(config, tell, stack)
     if started is None:
         return
@@ -161,7 +158,6 @@ async def _stages(
     findings, outcome.link = await look_at_rates(swarm)
     for rate in findings:
         tell(rate)
-    tell(round_trips_finding({target.name: target.round_trip_s for target in swarm.answering}, outcome.peers))
 
 
 async def _daemon(config: PeerConfig, tell: Tell, stack: AsyncExitStack) -> tuple[P2P, Identity] | None:
@@ -170,23 +166,15 @@ async def _daemon(config: PeerConfig, tell: Tell, stack: AsyncExitStack) -> tupl
     began_at = time.monotonic()
     try:
         identity = Identity.load_or_create(folder / "identity")
-        p2p = await _start(folder / "identity", config)
+        # On the peer's own port if that is free (``check_ports`` tells): that one is to be dialled.
+        port = 0 if cannot_listen(config.host, config.libp2p_port) else config.libp2p_port
+        p2p = await start_p2p(folder / "identity", config.host, port, startup_timeout_s=STARTUP_S)
     except (EnvironmentFault, ConfigError) as error:
         tell(Finding("libp2p daemon", State.CANNOT, "does not start", str(error)))
         return None
     stack.push_async_callback(stop_p2p, p2p)
     tell(Finding("libp2p daemon", State.OK, f"starts in {time.monotonic() - began_at:.1f} s"))
     return p2p, identity
-
-
-async def _start(identity_path: Path, config: PeerConfig) -> P2P:
-    """The daemon, on the peer's own port if that is free: that one is to be dialled."""
-    try:
-        return await start_p2p(identity_path, config.host, config.libp2p_port, startup_timeout_s=STARTUP_S)
-    except EnvironmentFault:
-        if not config.libp2p_port:
-            raise
-    return await start_p2p(identity_path, config.host, startup_timeout_s=STARTUP_S)
 
 
 async def _meet(ticket: Ticket, discovery: Discovery, targets: list[Target], outcome: Outcome) -> Finding:
@@ -225,80 +213,6 @@ def clock_finding(offsets_s: Sequence[float]) -> Finding:
     """``offsets_s``: the others' clocks minus ours."""
     judged = judge_clock(offsets_s)
     return Finding("clock", State[judged.state.upper()], judged.measured, judged.advice)
-
-
-def round_trips_finding(known_s: dict[str, float], peers: int) -> Finding:
-    """``known_s``: seconds, by who answered. ``peers``: in the run."""
-    words = ", ".join(f"{1e3 * trip_s:.3g} ms to {name}" for name, trip_s in known_s.items())
-    words = f"{words}; {peers} {'peer' if peers == 1 else 'peers'} in the run"
-    if max(known_s.values()) > SLOW_ROUND_TRIP_S:
-        advice = "latency hides behind training, but rounds take longer: use a cable, not Wi-Fi"
-        return Finding("round trips", State.LIMITED, words, advice)
-    return Finding("round trips", State.OK, words)
-
-
-# ---- route and names
-
-
-def check_route(tables: Sequence[Path] = (Path("/proc/net/route"), Path("/proc/net/ipv6_route"))) -> Finding:
-    """Whether there is a default route."""
-    devices = set()
-    for table in tables:
-        for row in _rows(table):
-            if len(row) == 11 and row[1] == row[7] == "00000000":
-                devices.add(row[0])
-            if len(row) == 10 and row[0] == "0" * 32 and row[1] == "00" and row[-1] != "lo":
-                devices.add(row[-1])
-    if devices:
-        return Finding("route", State.OK, f"default route by {', '.join(sorted(devices))}")
-    advice = "connect this machine to a network; without that only peers on this machine are reached"
-    return Finding("route", State.LIMITED, "no default route", advice)
-
-
-def _rows(table: Path) -> list[list[str]]:
-    """The words of each line of a kernel's table; none where there is no IPv6."""
-    try:
-        return [line.split() for line in table.read_text(encoding="ascii").splitlines()[1:]]
-    except OSError:
-        return []
-
-
-async def check_names(
-    seeds: Sequence[str], announce_host: str, resolve: Callable[[str], Awaitable[object]] | None = None
-) -> Finding:
-    """Whether the names of seeds, and our own, can be looked up."""
-    names = {maddr.split("/")[2] for maddr in seeds if maddr.split("/")[1].startswith("dns")}
-    if announce_host and not _is_address(announce_host):
-        names.add(announce_host)
-    if not names:
-        return Finding("names (dns)", State.OK, "none to look up: the ticket's seeds are numbers")
-    lost = []
-    for name in sorted(names):
-        try:
-            async with asyncio.timeout(NAMES_S):
-                await (resolve or _resolve)(name)
-        except (OSError, TimeoutError, UnicodeError):
-            lost.append(name)
-    if not lost:
-        return Finding("names (dns)", State.OK, f"{', '.join(sorted(names))} found")
-    words = f"{', '.join(lost)} not found"
-    if announce_host in lost:
-        advice = "others cannot dial a name that does not exist: correct --announce-host"
-        return Finding("names (dns)", State.CANNOT, words, advice)
-    advice = "check the name server (/etc/resolv.conf), or ask the organiser for a ticket with addresses"
-    return Finding("names (dns)", State.CANNOT if len(lost) == len(seeds) else State.LIMITED, words, advice)
-
-
-async def _resolve(name: str) -> object:
-    return await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 # ---- what stands between: after STUN's behaviour discovery (RFC 5780), over the connections there are anyway
@@ -380,7 +294,7 @@ def connections(
     tables: Sequence[Path] = (Path("/proc/net/tcp"), Path("/proc/net/tcp6")),
 ) -> dict[Place, Place]:
     """This network namespace's established TCP connections (proc(5)): their far end to our end."""
-    rows = [row for table in tables for row in _rows(table)]
+    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
     return {_place(row[2]): _place(row[1]) for row in rows if row[3] == "01"}
 
 
