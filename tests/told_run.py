@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from monitoring.known import Known, swarm_facts
+from monitoring.facts import Known, swarm_facts
 from monitoring.summary import RunFacts
 from monitoring.terminal import NEWS_LINES, print_summary
 from monitoring.terminal import frame as frame_of

@@ -17,8 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from bootstrap.demo import DemoEnd
-from monitoring.known import Known
-from monitoring.picture import draw_run
+from monitoring.facts import Known
 from monitoring.report import write_report
 from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import LiveTerminal, print_summary
@@ -58,14 +57,18 @@ class RunTerminal:
             self._terminal.__exit__(None, None, None)
             self._terminal = None
 
-    def conclude(self, folder: Path, facts: RunFacts, title: str, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Write ``summary.json``, with ``more``, and ``loss.png``; print the summary and return it."""
+    def conclude(self, folder: Path, facts: RunFacts, more: Mapping[str, Any]) -> dict[str, Any]:
+        """Write ``summary.json``, with ``more``, ``report.html`` and ``loss.png``; print the summary and
+        return it."""
         summary = {**summarise(self.view, facts), **more}
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        draw_run(
-            self.view, folder / "loss.png", title=f"{summary['peers']} peers{title}",
-            loss_start=facts.loss_start, loss_end=facts.loss_end, loss_unit=summary["loss"]["unit"],
-        )  # fmt: skip
+        ends = (
+            (self.view.started_at, 0, facts.loss_start),
+            (self.view.last_at, summary["tokens"], facts.loss_end),
+        )
+        write_report(
+            folder, [(at, tokens, loss) for at, tokens, loss in ends if at is not None and loss is not None]
+        )
         print_summary(summary, self.console)
         return summary
 
@@ -93,14 +96,7 @@ class DemoWatch(RunTerminal):
             config=end.config, loss_start=end.loss_start, loss_end=end.loss_end,
             expected_peers=end.expected_peers, software=end.software, text=end.text,
         )  # fmt: skip
-        title = f", {end.config.codec.name}, rule {end.config.outer.rule}"
-        summary = self.conclude(end.folder, facts, title, {})
-        ends = (
-            (self.view.started_at, 0, end.loss_start),
-            (self.view.last_at, summary["tokens"], end.loss_end),
-        )
-        agreed = [(at, tokens, loss) for at, tokens, loss in ends if at is not None and loss is not None]
-        write_report(end.folder, end.folder / "report.html", agreed)
+        summary = self.conclude(end.folder, facts, {})
         for text in (*(f"note: {note}" for note in end.notes), f"written to {end.folder}"):
             self.say(text)
         # Who was killed on purpose need not have finished.

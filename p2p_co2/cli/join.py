@@ -11,7 +11,7 @@ import threading
 
 from rich.console import Console
 
-from monitoring.known import Known
+from monitoring.facts import Known
 from monitoring.terminal import LiveTerminal
 from p2p_co2.telemetry.events import Event, PeerFinished, PeerStarted
 from p2p_co2.telemetry.view import SwarmView

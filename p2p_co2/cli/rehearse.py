@@ -13,7 +13,7 @@ from typing import Any
 
 from bootstrap.lines import Line
 from bootstrap.rehearsal import RehearsalEnd
-from monitoring.lines import ExchangeLog, SteadyState, exchange_figures, lines_table, print_exchanges
+from monitoring.lines import ExchangeLog, SteadyState, exchange_figures, exchange_words
 from monitoring.summary import RunFacts, verdict
 from p2p_co2.cli.demo import RunTerminal
 from p2p_co2.config import RunConfig
@@ -29,10 +29,9 @@ class RehearsalTerminal(RunTerminal):
         self._exchanges, self._steady = ExchangeLog(), SteadyState(max(1, config.outer.blocking_rounds))
 
     def begin(self, emulation: str, lines: Sequence[Line]) -> None:
-        """Print which lines are emulated and how; then the live table begins."""
-        self.say(f"emulation: {emulation}")
-        rows = [(line.peer, line.profile, line.address, line.round_trip_s) for line in lines]
-        self.console.print(lines_table(rows, self.console.width))
+        """Say which lines are emulated and how; then the live table begins."""
+        told = ", ".join(f"{line.peer} {line.profile.name}" for line in lines)
+        self.say(f"emulation: {emulation}; lines: {told}")
         self.open()
 
     def see(self, events: Sequence[Event]) -> None:
@@ -42,16 +41,15 @@ class RehearsalTerminal(RunTerminal):
         super().see(events)
 
     def finish(self, end: RehearsalEnd) -> list[str]:
-        """Write ``summary.json`` and ``loss.png``, print the summary; why the run was no success, if it was
-        none."""
+        """Write ``summary.json``, ``report.html`` and ``loss.png``, print the summary; why the run was no
+        success, if it was none."""
         self.close()
         facts = RunFacts(
             config=end.config, loss_start=end.loss_start, loss_end=end.loss_end,
             expected_peers=end.expected_peers, software=end.software,
         )  # fmt: skip
-        profiles = ", ".join(sorted({line.profile.name for line in end.lines}))
-        summary = self.conclude(end.folder, facts, f" over {profiles}", self._of_lines(end))
-        print_exchanges(summary, self.console)
+        summary = self.conclude(end.folder, facts, self._of_lines(end))
+        self.say(exchange_words(summary["exchanges"]))
         self.say(f"written to {end.folder}")
         return [*end.deaths, *verdict(summary, by_loss=False)]
 
