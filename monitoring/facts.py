@@ -602,7 +602,7 @@ def _skipped(known: Known) -> list[Trouble]:
 def _of_events(known: Known) -> list[Trouble]:
     """Recent events that a person should act on, each kind and reason once, with how often."""
     alike: dict[tuple[str, str], list[ev.Event]] = {}
-    for at, _, _, event in known.view.notable:
+    for event in known.view.notable:
         match event:
             case ev.RoundAborted():
                 key = "aborted", event.reason
@@ -614,7 +614,7 @@ def _of_events(known: Known) -> list[Trouble]:
                 key = "warned", event.text
             case _:
                 continue
-        if known.now - at <= RECENT_S:
+        if known.now - event.at <= RECENT_S:
             alike.setdefault(key, []).append(event)
     return [_of_alike(told, lambda peer: plain(known.label(peer), 40)) for told in alike.values()]
 

@@ -110,7 +110,6 @@ class Told(Feed):
         for _ in range(made):
             self.events.append(ev.FragmentSent(
                 at=START + at, peer=peer, fragment=0, round=1, payload_bytes=1, weight=1.0,
-                relative_error=0.0,
             ))  # fmt: skip
         for _ in range(skipped):
             self.events.append(ev.SendSkipped(at=START + at, peer=peer, fragment=0, reason=REASON))
@@ -876,8 +875,8 @@ def test_figures_that_no_peer_has_are_left_out_of_histograms() -> None:
     feed, model = watched_swarm()
     feed.news.events += [
         ev.FragmentApplied(at=START + 30, peer=peer_id(0), fragment=number % 4, version=1, contributed=True,
-                           staleness=7 * number, sync_delay_steps=13 * number, sync_delay_s=1.0, gap=1.0,
-                           gradient_norm=0.0, momentum_norm=1.0, clipped_share=0.0)
+                           staleness=7 * number, sync_delay_steps=13 * number, sync_delay_s=1.0,
+                           gap=1.0, momentum_norm=1.0)
         for number in range(2 * MAX_VALUES)
     ]  # fmt: skip
     model.step(START + 31)

@@ -254,12 +254,8 @@ def told_exchange() -> ExchangeLog:
             at=0.0, peer=peer, name={"a": "ada", "b": "bob"}[peer], pid=1, software="", device="cpu",
             parameters=1, fragments=1, run="",
         ))  # fmt: skip
-    log.add(
-        ev.FragmentSent(
-            at=9.0, peer="a", fragment=0, round=1, payload_bytes=5_000_000, weight=1.0, relative_error=0.0
-        )
-    )
-    log.add(ev.RoundBegan(at=10.0, peer="a", fragment=0, round=1, group=("a", "b"), waited_s=1, deadline_s=1))
+    log.add(ev.FragmentSent(at=9.0, peer="a", fragment=0, round=1, payload_bytes=5_000_000, weight=1.0))
+    log.add(ev.RoundBegan(at=10.0, peer="a", fragment=0, round=1, group=("a", "b")))
     for peer, at, begun_s, means_s in (("a", 13.0, 0.0, 2.0), ("b", 14.0, 1.0, 3.5)):
         log.add(ev.RoundCommitted(
             at=at, peer=peer, fragment=0, round=1, coordinator="a", group_size=2, contributors=2, partial=0,
@@ -280,7 +276,7 @@ def test_an_exchange_is_held_against_its_line() -> None:
 
 def test_exchanges_that_overlap_share_the_line() -> None:
     log = told_exchange()
-    log.add(ev.RoundBegan(at=11.5, peer="b", fragment=0, round=2, group=("a", "b"), waited_s=1, deadline_s=1))
+    log.add(ev.RoundBegan(at=11.5, peer="b", fragment=0, round=2, group=("a", "b")))
     log.add(ev.RoundCommitted(
         at=15.0, peer="b", fragment=0, round=2, coordinator="b", group_size=2, contributors=2, partial=0,
         duration_s=3.5, begun_s=0.5, parts_s=1.5, means_s=3.5,
@@ -295,7 +291,7 @@ def test_exchanges_that_overlap_share_the_line() -> None:
 
 def test_of_a_round_that_nobody_timed_only_the_whole_is_told() -> None:
     log = told_exchange()
-    log.add(ev.RoundBegan(at=20.0, peer="a", fragment=0, round=2, group=("a", "b"), waited_s=1, deadline_s=1))
+    log.add(ev.RoundBegan(at=20.0, peer="a", fragment=0, round=2, group=("a", "b")))
     log.add(ev.RoundCommitted(
         at=24.0, peer="b", fragment=0, round=2, coordinator="a", group_size=2, contributors=2, partial=0,
         duration_s=0.0,
