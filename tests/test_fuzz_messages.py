@@ -111,7 +111,7 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
         lambda data: Admission(US, RUN, lambda: NOW).admit(THEM.seal(HELLO_CONTEXT, data), bytes(32)),
     ),
     wire.ReportRequest: (
-        wire.ReportRequest(run=RUN, process=1, decisions=[wire.RoundRef(fragment=0, round=3)]),
+        wire.ReportRequest(run=RUN, process=1, after=3),
         lambda data: Responder(US, RUN, 1).answer(data, THEM.peer_id, 10.0, NOW),
     ),
     wire.Report: (

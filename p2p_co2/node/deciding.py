@@ -89,9 +89,6 @@ class Deciding:
                 fragment=event.fragment,
                 round=event.round,
                 group=tuple(event.group),
-                waited_s=event.waited_s,
-                deadline_s=event.deadline_s,
-                parts_deadline_s=event.parts_deadline_s,
             )
         elif isinstance(event, FellBehind | OutcomeWithoutBytes):
             self._fell_behind(event)
@@ -159,7 +156,6 @@ class Deciding:
             ev.RoundCounted,
             fragment=event.fragment,
             round=event.round,
-            decided_by=outcome.coordinator,
             weights=counted_weights(outcome),
         )
         self._tell_of_capped(outcome)

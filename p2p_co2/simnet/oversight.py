@@ -99,11 +99,10 @@ class Oversight:
         counted = [node.rounds.revision, node.catchup.revision, node.membership.revision]
         if counted != self._counted:
             before, self._counted = self._counted or [-1] * len(counted), counted
-            for was, now, machine in zip(
-                before, counted, (node.rounds, node.catchup, node.membership), strict=True
-            ):
+            machines = node.rounds.held, node.catchup.held, node.membership.held
+            for was, now, held in zip(before, counted, machines, strict=True):
                 if was != now:
-                    self._weigh(machine.held())
+                    self._weigh(held())
 
     def _weigh(self, held: Mapping[str, tuple[int, int]]) -> None:
         most = self._result.held

@@ -535,25 +535,15 @@ class LinkHello(_message.Message):
     nonce: bytes
     def __init__(self, from_peer: _Optional[str] = ..., to_peer: _Optional[str] = ..., run: _Optional[bytes] = ..., certificate_digest: _Optional[bytes] = ..., sent_at: _Optional[float] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
-class RoundRef(_message.Message):
-    __slots__ = ("fragment", "round")
-    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    fragment: int
-    round: int
-    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
-
 class ReportRequest(_message.Message):
-    __slots__ = ("run", "process", "after", "decisions")
+    __slots__ = ("run", "process", "after")
     RUN_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
-    DECISIONS_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     process: int
     after: int
-    decisions: _containers.RepeatedCompositeFieldContainer[RoundRef]
-    def __init__(self, run: _Optional[bytes] = ..., process: _Optional[int] = ..., after: _Optional[int] = ..., decisions: _Optional[_Iterable[_Union[RoundRef, _Mapping]]] = ...) -> None: ...
+    def __init__(self, run: _Optional[bytes] = ..., process: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("run", "peer", "process", "first", "last", "newest", "sent_at", "events", "decisions", "again_in_s")
