@@ -26,7 +26,7 @@ from p2p_co2.net.transport.libp2p import carrier as carrier_room
 from p2p_co2.net.transport.libp2p import daemon as daemon_room
 from p2p_co2.net.transport.libp2p import relay as relay_room
 from p2p_co2.net.transport.libp2p import upgrade as upgrade_room
-from p2p_co2.net.transport.libp2p.carrier import PROTOCOL, Libp2pCarrier
+from p2p_co2.net.transport.libp2p.carrier import PROTOCOL, Libp2pCarrier, Receipt
 from p2p_co2.net.transport.libp2p.control import (
     Stream,
     hang_up,
@@ -39,7 +39,7 @@ from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p,
 from p2p_co2.net.transport.libp2p.hivemind import P2P, P2PDaemonError
 from p2p_co2.net.transport.libp2p.relay import ENOUGH_BYTES, Places, ask_for_place
 from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, framed
-from p2p_co2.net.transport.libp2p.upgrade import ANEW_AFTER_S, LinkUpgrades
+from p2p_co2.net.transport.libp2p.upgrade import LOOKS_BEFORE, LinkUpgrades
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import CircuitHop, CircuitLimit, PeerRecord
@@ -50,7 +50,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 async def test_libp2p_refuses_hostile_frames(tmp_path: Path) -> None:
     async with open_pair("libp2p", tmp_path) as (a, b):
-        p2p = a.carrier._p2p  # type: ignore[attr-defined]
+        assert isinstance(a.carrier, Libp2pCarrier)
+        assert isinstance(b.carrier, Libp2pCarrier)
+        p2p = a.carrier.p2p
         admission = Admission(a.identity, RUN, time.time)
         hello = admission.hello(b.identity.peer_id, b"")
         somebody = Admission(Identity.generate(), RUN, time.time).hello(b.identity.peer_id, b"")
@@ -72,7 +74,8 @@ async def test_libp2p_refuses_hostile_frames(tmp_path: Path) -> None:
             assert b.reasons[-1] == reason
         assert not b.received
         assert {sender for sender, _ in b.refused} == {a.identity.peer_id}
-        await until(lambda: not len(b.carrier._inbound))  # type: ignore[attr-defined]
+        inbound = b.carrier.inbound
+        await until(lambda: not len(inbound))
 
 
 async def test_libp2p_notices_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,16 +108,12 @@ async def test_libp2p_says_what_has_come(tmp_path: Path, monkeypatch: pytest.Mon
             await link.send(bytes(number + 1))
         await until(lambda: said.arrived_bytes == said.sent_bytes == 101_275)
         assert len(b.received) == 51
-        monkeypatch.setattr(
-            carrier_room._Receipt, "came", lambda receipt, size: setattr(receipt, "_bytes", 1)
-        )
+        monkeypatch.setattr(Receipt, "came", lambda receipt, size: setattr(receipt, "came_bytes", 1))
         monkeypatch.setattr(carrier_room, "HEARTBEAT_S", 0.01)
         liar = await a.carrier.connect(b.record)
         await liar.send(b"x")
         await until(lambda: liar.acknowledged.arrived_bytes == 1)
-        monkeypatch.setattr(
-            carrier_room._Receipt, "came", lambda receipt, size: setattr(receipt, "_bytes", 9)
-        )
+        monkeypatch.setattr(Receipt, "came", lambda receipt, size: setattr(receipt, "came_bytes", 9))
         await liar.send(b"x")
         async with asyncio.timeout(PATIENCE_S):
             assert "answers nonsense: wrong acknowledgement" in await liar.wait_closed()
@@ -225,7 +224,9 @@ async def test_the_daemons_end_is_seen_whoever_takes_the_signal_of_children(
 
 async def test_a_daemon_that_dies_comes_back_with_all_that_was_served(tmp_path: Path) -> None:
     async with open_pair("libp2p", tmp_path) as (a, b):
-        ours, theirs = a.carrier._p2p, b.carrier._p2p  # type: ignore[attr-defined]
+        assert isinstance(a.carrier, Libp2pCarrier)
+        assert isinstance(b.carrier, Libp2pCarrier)
+        ours, theirs = a.carrier.p2p, b.carrier.p2p
         await ours.add_protobuf_handler("echo", _echo, PeerRecord)
         revived: list[str] = []
 
@@ -461,11 +462,14 @@ async def improve(
         monkeypatch.setattr(upgrade_room, name, stand_in)
     looking = LinkUpgrades(None, me, lambda: (link,), lambda peer: newest)  # type: ignore[arg-type]
     looking.opened(link)
-    looking._relayed_since[B] -= ANEW_AFTER_S[0] + 1
-    await looking._improve([link])
+    for _ in range(LOOKS_BEFORE):
+        await looking.look()
+        assert not done, "too soon"
+    await looking.look()
     before = list(done)
-    await looking._improve([link])
-    assert done == before, "not twice in a row"
+    for _ in range(2 * LOOKS_BEFORE):
+        await looking.look()
+    assert done == before, "one try"
     return done
 
 

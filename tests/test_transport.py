@@ -209,7 +209,7 @@ async def test_a_message_refused_above_ends_the_link(kind: str, tmp_path: Path) 
         async def refuse(sender: PeerId, data: bytes) -> None:
             raise RemoteProtocolError("nonsense", data.decode())
 
-        b.carrier._on_message = refuse  # type: ignore[attr-defined]
+        b.carrier.on_message = refuse
         link = await a.carrier.connect(b.record)
         await link.send(b"xyz")
         assert "nonsense: xyz" in await link.wait_closed()
@@ -262,8 +262,8 @@ async def test_a_cancelled_connect_leaves_nothing(kind: str, tmp_path: Path) -> 
             if not connecting.cancel():
                 await (await connecting).close()
             await asyncio.gather(connecting, return_exceptions=True)
-        await until(lambda: not b.carrier._admission._inside)  # type: ignore[attr-defined]
-        assert not a.carrier._links  # type: ignore[attr-defined]
+        await until(lambda: not b.carrier.admission.links)
+        assert not a.carrier.links
 
 
 @BOTH
@@ -272,8 +272,8 @@ async def test_an_inbound_link_ends_with_its_peer(kind: str, tmp_path: Path) -> 
         for _ in range(MAX_INBOUND_LINKS_PER_PEER + 1):  # a link that were kept would count against the bound
             async with open_peer(kind, tmp_path / "a") as a:
                 link = await a.carrier.connect(b.record)
-                await link.drop("without a goodbye")  # type: ignore[attr-defined]
-            await until(lambda: not b.carrier._admission._inside)  # type: ignore[attr-defined]
+                await link.drop("without a goodbye")
+            await until(lambda: not b.carrier.admission.links)
 
 
 _CHILD = """
