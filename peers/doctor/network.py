@@ -37,7 +37,6 @@ from p2p_co2.net.transport.probe import (
     Look,
     Passed,
     Prober,
-    ProberBusy,
     judge_clock,
     open_prober,
 )
@@ -51,9 +50,8 @@ NETWORK_S = 22.0
 STARTUP_S, OPEN_S, NAMES_S = 6.0, 5.0, 4.0
 MAX_PEERS_ASKED, MAX_MEASURED, LOOKS = 4, 3, 3
 SLOW_ROUND_TRIP_S, SLOW_BYTES_PER_S = 0.5, 125_000.0
-FIRST_BYTES, SECOND_BYTES, QUICK_S = 128 << 10, 2 << 20, 0.5
+FIRST_BYTES, SECOND_BYTES, QUICK_S = 128 << 10, 1 << 20, 0.5
 """A rate is measured on the first; on the second where that took less than ``QUICK_S``."""
-BUSY_TRIES, BUSY_S = 4, 0.4
 AFTER_SEEDS = ("clock", "nat", "reachability", "upload", "download", "round trips")
 """Findings that need somebody to ask."""
 
@@ -492,22 +490,15 @@ async def _passed(
     swarm: Swarm, target: Target, measure: Callable[[Prober, int], Awaitable[Passed]], size: int
 ) -> Passed | str:
     """What came through, or why there is no figure."""
-    trouble = ""
-    for _ in range(BUSY_TRIES):
-        try:
-            async with swarm.prober(target) as prober:
-                return await measure(prober, size)
-        except ProberBusy as error:
-            trouble = str(error)  # two that ask at once must not stay in step
-            await asyncio.sleep(BUSY_S * random.Random().uniform(0.5, 1.5))
-        except TransportError as error:
-            return f"{target.name}: {error}"
-    return f"{target.name}: {trouble}"
+    try:
+        async with swarm.prober(target) as prober:
+            return await measure(prober, size)
+    except TransportError as error:
+        return f"{target.name}: {error}"
 
 
 def together(passed: Iterable[Passed]) -> float | None:
-    """Bytes per second while any of them ran: meant to run at once, but who was busy with somebody else comes
-    after the others, and each alone then had the whole line."""
+    """Bytes per second while any of them ran: one that came after the others had the whole line."""
     known = sorted(passed, key=lambda one: one.began_at)
     running_s, until = 0.0, -math.inf
     for one in known:
