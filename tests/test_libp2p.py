@@ -35,7 +35,7 @@ from p2p_co2.net.transport.libp2p.control import (
     reach,
     ways_to_peers,
 )
-from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p, wait_p2p_exit
+from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P, P2PDaemonError
 from p2p_co2.net.transport.libp2p.relay import ENOUGH_BYTES, Places, ask_for_place
 from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, framed
@@ -184,7 +184,7 @@ async def test_daemon_has_our_identity_and_ends_with_us(tmp_path: Path) -> None:
     p2p = await start_p2p(tmp_path / "id")
     assert p2p.peer_id == identity.peer_id
     process = p2p.daemon.process
-    ended = asyncio.create_task(wait_p2p_exit(p2p))
+    ended = asyncio.create_task(p2p.daemon.wait_exit())
     await stop_p2p(p2p)
     await stop_p2p(p2p)
     assert await ended
@@ -211,7 +211,7 @@ async def test_the_daemons_end_is_seen_whoever_takes_the_signal_of_children(
         process = p2p.daemon.process
         os.kill(process.pid, signal.SIGKILL)
         async with asyncio.timeout(PATIENCE_S):
-            assert await wait_p2p_exit(p2p)
+            assert await p2p.daemon.wait_exit()
             await stop_p2p(p2p)
             other = await start_p2p(tmp_path / "id")
             await stop_p2p(other)
@@ -268,15 +268,15 @@ async def test_a_daemon_that_cannot_live_is_given_up(tmp_path: Path, monkeypatch
         raise AssertionError(words)
 
     monkeypatch.setattr(daemon_room, "_revive", fail)
-    monkeypatch.setattr(daemon_room, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(daemon_room, "TRIES", 2)
     Identity.load_or_create(tmp_path / "id")
     p2p = await start_p2p(tmp_path / "id")
     try:
         p2p.daemon.process.kill()
         async with asyncio.timeout(PATIENCE_S):
             words = await keep_alive(p2p, hear)
-        assert "the port is in use; 8 starts in a row" in words
-        assert len(tries) == 8
+        assert "the port is in use; 2 starts in a row" in words
+        assert len(tries) == 2
     finally:
         await stop_p2p(p2p)
 
