@@ -148,7 +148,6 @@ def test_with_time_to_spare_a_delay_is_that_of_the_round_alone() -> None:
     shown = flow([alone] * 4, round_s=1.0)
     assert (shown.to_apply_s, shown.slowest_s) == pytest.approx((0.5, 0.5))
     assert (shown.staleness, shown.sent_share) == (0, 1)
-    assert shown.busy_share == pytest.approx(0.8)
 
 
 def test_a_link_that_lacks_a_little_is_used_whole() -> None:
