@@ -222,7 +222,7 @@ async def test_a_flood_is_slowed_and_its_sender_dropped_while_others_are_heard(
     kind: str, flood: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowances = sys.modules[control_units.__module__]
-    monkeypatch.setattr(allowances, "ALLOWANCE", 50.0)  # the figures of test_gate, but sooner
+    monkeypatch.setattr(allowances, "ALLOWANCE", 50.0)  # sooner
     monkeypatch.setattr(allowances, "PATIENCE_S", 0.2)
     ping = messages_of_floods()["heartbeats"]
     async with open_pair(kind, tmp_path) as (mallory, b), open_peer(kind, tmp_path / "c") as honest:  # noqa: SIM117

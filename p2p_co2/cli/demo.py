@@ -24,7 +24,7 @@ from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import LiveTerminal, print_summary
 from p2p_co2.config import RunConfig
 from p2p_co2.system.process import program
-from p2p_co2.system.socket_activation import Gate
+from p2p_co2.system.socket_activation import SocketActivation
 from p2p_co2.telemetry.events import Event
 from p2p_co2.telemetry.view import SwarmView
 
@@ -79,10 +79,10 @@ class DemoWatch(RunTerminal):
 
     def __init__(self, config: RunConfig, folder: Path, board: bool = True) -> None:
         super().__init__(config, f"demo in {folder}")
-        self._gate: Gate | None = None
+        self._board: SocketActivation | None = None
         if board:
-            self._gate = Gate("127.0.0.1", 0, program("monitoring", str(folder.resolve())))
-            print(f"board: {self._gate.address}", flush=True)
+            self._board = SocketActivation("127.0.0.1", 0, program("monitoring", str(folder.resolve())))
+            print(f"board: {self._board.address}", flush=True)
         self.open()
 
     def finish(self, end: DemoEnd) -> list[str]:
@@ -111,5 +111,5 @@ class DemoWatch(RunTerminal):
     def close(self) -> None:
         """Give the terminal and the board's port back; may be called twice."""
         super().close()
-        if self._gate is not None:
-            self._gate.close()
+        if self._board is not None:
+            self._board.close()
