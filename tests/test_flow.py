@@ -80,16 +80,6 @@ def test_what_is_not_used_does_not_grow() -> None:
     assert said.room_bytes == LEAST_BYTES
 
 
-def test_news_are_told_once() -> None:
-    said, news = Acknowledged(), []
-    said.on_news = lambda: news.append(said.arrived_bytes)
-    said.sent(100, 1.0)
-    said.sent(100, 1.0)
-    for word in (b"0", b"150", b"150", b"200"):
-        said.hear(word, 2.0)
-    assert news == [150, 200]
-
-
 @pytest.mark.parametrize(
     "word", [b"", b"-1", b"1e2", b"201", b"99", b"9" * 400, b"\xd9\xa1", b" 150", b"1" * 19]
 )

@@ -30,10 +30,8 @@ from p2p_co2.net.transport.libp2p.carrier import PROTOCOL, Libp2pCarrier, Receip
 from p2p_co2.net.transport.libp2p.control import (
     Stream,
     hang_up,
-    hang_up_on,
     open_stream,
     reach,
-    ways_to_peers,
 )
 from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P, P2PDaemonError
@@ -42,7 +40,7 @@ from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, framed
 from p2p_co2.net.transport.libp2p.upgrade import LOOKS_BEFORE, LinkUpgrades
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
-from p2p_co2.protocol.wire.messages_pb2 import CircuitHop, CircuitLimit, PeerRecord
+from p2p_co2.protocol.wire.messages_pb2 import CircuitHop, PeerRecord
 from tests.transport_peers import PATIENCE_S, RUN, Peer, free_port, open_pair, until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -409,18 +407,6 @@ async def test_a_relay_is_not_believed(
         assert liar.recv(100) == b"\x02\x08\x00"
 
 
-async def test_a_relay_that_cuts_off_at_once_is_no_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def ask(*_: object) -> relay_room.Place:
-        limit = CircuitHop(limit=CircuitLimit(data_bytes=128 << 10)).limit.data_bytes
-        return relay_room.Place(B, BY_SEED, limit)
-
-    monkeypatch.setattr(relay_room, "ask_for_place", ask)
-    places = Places(None, A, ["/ip4/203.0.113.9/tcp/31337/p2p/seed"])  # type: ignore[arg-type]
-    await places.renew()
-    assert places.held == ()
-    assert places.trouble == "/ip4/203.0.113.9/tcp/31337: passes on only 128 KiB at a time"
-
-
 @dataclass
 class MadeLink:
     peer: PeerId = B
@@ -514,40 +500,3 @@ async def test_the_end_that_does_not_make_it_anew_dials_at_once(monkeypatch: pyt
         ways.ended(MadeLink())
         await asyncio.sleep(0)
         assert dialled == wanted, "nobody dials after the end"
-
-
-async def test_a_relayed_link_that_the_other_end_hangs_up_is_dialled_again(tmp_path: Path) -> None:
-    """By the carrier, though nobody has anything to send; one that we close is not."""
-    async with (
-        asyncio.timeout(2 * PATIENCE_S),
-        seed(tmp_path / "seed", relay=True) as (_, maddr),
-        daemon(tmp_path / "a") as a,
-        daemon(tmp_path / "b") as b,
-    ):
-        (first, first_id), (last, last_id) = sorted((a, b), key=lambda pair: pair[1])
-        places = Places(first, first_id, [maddr])
-        await places.renew()
-        carriers, asked = [], list[PeerId]()
-
-        def newest(peer: PeerId) -> list[str]:
-            asked.append(peer)
-            return []
-
-        owned = [Identity.load_or_create(tmp_path / name / "identity") for name in "ab"]
-        for p2p, identity in zip((first, last), sorted(owned, key=lambda one: one.peer_id), strict=True):
-            carriers.append(Libp2pCarrier(p2p, identity, bytes(32), newest=newest))
-            await carriers[-1].start(nothing, lambda peer, error: None)
-        record = PeerRecord(peer=first_id, run=bytes(32), maddrs=[places.held[0].maddr])
-        link = await carriers[1].connect(record)
-        link.is_relayed = True  # as it would be if they were not on one machine
-        await hang_up_on(first, last_id, PATIENCE_S)
-        await link.wait_closed()
-        while first_id not in await ways_to_peers(last, PATIENCE_S):  # noqa: ASYNC110 (the daemon tells nobody)
-            await asyncio.sleep(0.05)
-        assert asked == [first_id], "it may have another address by now"
-        for carrier in carriers:
-            await carrier.close()
-
-
-async def nothing(sender: PeerId, data: bytes) -> None:
-    return None

@@ -189,15 +189,6 @@ async def test_nonsense_ends_the_stream_and_nothing_else(tmp_path: Path) -> None
             await prober.look()
 
 
-async def test_streams_are_bounded_per_asker(tmp_path: Path) -> None:
-    async with world(tmp_path) as it, it.prober() as first, it.prober() as second:
-        await first.look()
-        await second.look()
-        async with it.prober() as third:
-            with pytest.raises(TransportError, match=r"hung up|did not answer"):
-                await third.look()
-
-
 @asynccontextmanager
 async def lying(it: World, frame: bytes) -> AsyncIterator[Prober]:
     """A prober at a server that answers every question with ``frame``."""
