@@ -21,7 +21,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TicketError, TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.discovery import records as rec
-from p2p_co2.net.discovery.dht import CALL_TIMEOUT_S
+from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import own_maddrs, reach
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import (
@@ -204,7 +204,7 @@ async def test_every_call_fails_in_words_when_the_daemon_is_killed(tmp_path: Pat
             a.discovery.find_peers,
             lambda: a.discovery.rebootstrap(seed.maddrs),
         ]
-        async with asyncio.timeout(CALL_TIMEOUT_S):
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
             for call in calls:
                 with pytest.raises(TransportError, match="daemon of this process is gone"):
                     await call()

@@ -107,7 +107,7 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
     ),
     wire.Relayed: (wire.Relayed(id=1, peer=THEM.peer_id, request=b"request", peers=["a"]), relayed),
     wire.Probe: (
-        wire.Probe(run=RUN, dial_back=wire.DialBackProbe(port=1, host="x", expect=b"y")), read_question,
+        wire.Probe(run=RUN, dial_back=wire.DialBackProbe(port=1, expect=b"y")), read_question,
     ),
     wire.ProbeAnswer: (
         wire.ProbeAnswer(observed="/ip4/127.0.0.1/tcp/1", clock=NOW, bulk=b"x"), read_answer,

@@ -78,7 +78,6 @@ async def test_libp2p_refuses_hostile_frames(tmp_path: Path) -> None:
 
 async def test_libp2p_notices_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silence_s = 2.0  # a machine under load may stand still for a second
-    monkeypatch.setattr(carrier_room, "HEARTBEAT_S", 0.02)
     monkeypatch.setattr(carrier_room, "SILENCE_S", silence_s)
     async with open_pair("libp2p", tmp_path) as (a, b):
         link = await a.carrier.connect(b.record)
@@ -88,7 +87,7 @@ async def test_libp2p_notices_silence(tmp_path: Path, monkeypatch: pytest.Monkey
         b.gate.set()
         await link.send(b"still open")
         await until(lambda: len(b.received) == 2)
-        monkeypatch.setattr(carrier_room, "HEARTBEAT_S", 60.0)
+        monkeypatch.setattr(carrier_room, "_answer", lambda *_: None)
         async with asyncio.timeout(PATIENCE_S):
             assert "silent" in await link.wait_closed()
 
@@ -107,7 +106,7 @@ async def test_libp2p_says_what_has_come(tmp_path: Path, monkeypatch: pytest.Mon
         await until(lambda: said.arrived_bytes == said.sent_bytes == 101_275)
         assert len(b.received) == 51
         monkeypatch.setattr(Receipt, "came", lambda receipt, size: setattr(receipt, "came_bytes", 1))
-        monkeypatch.setattr(carrier_room, "HEARTBEAT_S", 0.01)
+        monkeypatch.setattr(carrier_room, "SILENCE_S", 2.0)
         liar = await a.carrier.connect(b.record)
         await liar.send(b"x")
         await until(lambda: liar.acknowledged.arrived_bytes == 1)

@@ -43,17 +43,16 @@ SEEN = "/ip4/203.0.113.7/tcp/40000"
 
 
 def test_a_connection_back_goes_where_the_asker_is_seen_and_nowhere_else() -> None:
-    assert check_dial_back(31337, b"x" * 32, "victim.example", SEEN) == "203.0.113.7"
-    for port, expect, host, observed in (
-        (0, b"x", "", SEEN),
-        (65536, b"x", "", SEEN),
-        (1, b"", "", SEEN),
-        (1, b"x" * 33, "", SEEN),
-        (1, b"x", "h" * 254, SEEN),
-        (1, b"x", "", "/ip4/203.0.113.7/tcp/4001/p2p/QmRelay/p2p-circuit"),
+    assert check_dial_back(31337, b"x" * 32, SEEN) == "203.0.113.7"
+    for port, expect, observed in (
+        (0, b"x", SEEN),
+        (65536, b"x", SEEN),
+        (1, b"", SEEN),
+        (1, b"x" * 33, SEEN),
+        (1, b"x", "/ip4/203.0.113.7/tcp/4001/p2p/QmRelay/p2p-circuit"),
     ):
         with pytest.raises(RemoteProtocolError):
-            check_dial_back(port, expect, host, observed)
+            check_dial_back(port, expect, observed)
 
 
 def test_what_a_network_and_all_together_may_use_comes_back_evenly() -> None:
@@ -126,13 +125,10 @@ async def test_a_connection_back_proves_who_answers_there(tmp_path: Path) -> Non
     async with world(tmp_path) as it, it.prober() as prober:
         async with greeter(b"it is I") as port:
             assert await prober.dial_back(port, b"it is I")
-            assert await prober.dial_back(port, b"it is I", host="localhost")
             assert not await prober.dial_back(port, b"it is U")
         assert not await prober.dial_back(port, b"it is I")  # nobody listens any more
         daemon = int((await it.asker_p2p.get_visible_maddrs())[0].value_for_protocol("tcp"))
         assert await prober.dial_back(daemon, GREETING)
-        with pytest.raises(TransportError, match=r"is not 127\.0\.0\.1, where it is seen from here"):
-            await prober.dial_back(port, b"x", host="192.0.2.1")
         with pytest.raises(TransportError, match="out of bounds"):
             await prober.dial_back(port, b"x" * 33)
 

@@ -412,13 +412,12 @@ async def look_at_reachability(swarm: Swarm, config: PeerConfig) -> tuple[Findin
     try:
         async with swarm.prober(seed) as prober:
             for port in await _daemon_ports(swarm.p2p, seed.observed):
-                reached[f"libp2p port {port}"] = await prober.dial_back(port, GREETING, config.announce_host)
+                reached[f"libp2p port {port}"] = await prober.dial_back(port, GREETING)
             if config.carrier != "libp2p":
                 port, answer = await _dial_back_to_listener(prober, config)
                 reached[f"grpc port {port}"] = answer
     except (TransportError, EnvironmentFault) as error:
-        advice = "correct --announce-host" if "seen from here" in str(error) else "try again in a minute"
-        finding = Finding("reachability", State.UNKNOWN, f"{seed.name}: {error}", advice)
+        finding = Finding("reachability", State.UNKNOWN, f"{seed.name}: {error}", "try again in a minute")
         return finding, any(reached.values()) or None
     words = ", ".join(f"{name} {'reached' if did else 'not reached'}" for name, did in reached.items())
     words = f"by {seed.name}: {words or 'no port to try'}"
@@ -454,7 +453,7 @@ async def _dial_back_to_listener(prober: Prober, config: PeerConfig) -> tuple[in
         raise EnvironmentFault(f"cannot listen on port {config.grpc_port}: {error.strerror}") from None
     async with listener:
         port = listener.sockets[0].getsockname()[1]
-        return port, await prober.dial_back(port, token, config.announce_host)
+        return port, await prober.dial_back(port, token)
 
 
 # ---- rates

@@ -31,8 +31,6 @@ from p2p_co2.net.transport.libp2p.hivemind import (
 from p2p_co2.protocol.wire.identity import PeerId, public_key_of
 from p2p_co2.protocol.wire.limits import MAX_RECORD_BYTES
 
-CALL_TIMEOUT_S = 1.5 * CONNECT_TIMEOUT_S
-"""Bound on one store or search."""
 BUCKET_SIZE = 8
 """Kademlia's k, as BitTorrent has it: with hivemind's 20 a search for peers among 24 cost 270 kB. A record is
 on five nodes."""
@@ -106,7 +104,7 @@ class Dht:
                 f"a record of {size_bytes} bytes for {lifetime_s:.0f} s is out of bounds"
             )
         node = self._running()
-        async with self._calling(f"the DHT did not take a record within {CALL_TIMEOUT_S:.0f} s"):
+        async with self._calling(f"the DHT did not take a record within {CONNECT_TIMEOUT_S:.0f} s"):
             stored = await node.store(entry.key, entry.sealed, entry.expires_at, subkey=entry.writer)
         # hivemind says no as well when a node had this very record from another node just before, so look
         if not stored and (await self.find([entry.key]))[0].get(entry.writer) != entry.sealed:
@@ -117,7 +115,7 @@ class Dht:
         """The entries under each key; those of nodes whose answer holds anything forged are left out by
         hivemind. Raises ``TransportError``."""
         node = self._running()
-        async with self._calling(f"the DHT did not answer within {CALL_TIMEOUT_S:.0f} s"):
+        async with self._calling(f"the DHT did not answer within {CONNECT_TIMEOUT_S:.0f} s"):
             found = await node.get_many(list(keys), sufficient_expiration_time=math.inf)
         return [_entries(found[key]) for key in keys]
 
@@ -125,7 +123,7 @@ class Dht:
         """Have the seeds themselves hold a record: they are there when all peers have left."""
         key, value = DHTID.generate(source=entry.key), MSGPackSerializer.dumps(entry.sealed)
         call = self._running().protocol.call_store  # gives None where nobody answers
-        async with self._calling(f"no seed took a record within {CALL_TIMEOUT_S:.0f} s"):
+        async with self._calling(f"no seed took a record within {CONNECT_TIMEOUT_S:.0f} s"):
             told = (PeerID.from_base58(seed) for seed in self._seeds)
             args = [key], [value], [entry.expires_at], [entry.writer]
             await asyncio.gather(*(call(seed, *args) for seed in told))
@@ -135,7 +133,7 @@ class Dht:
         are some and none of them answers."""
         ids = [DHTID.generate(source=key) for key in keys]
         call = self._running().protocol.call_find  # gives None where nobody answers
-        async with self._calling(f"no seed answered within {CALL_TIMEOUT_S:.0f} s"):
+        async with self._calling(f"no seed answered within {CONNECT_TIMEOUT_S:.0f} s"):
             answers = await asyncio.gather(*(call(PeerID.from_base58(seed), ids) for seed in self._seeds))
         if self._seeds and not any(answers):
             raise TransportError("no seed says where the run is; is the organiser's seed still up?")
@@ -193,7 +191,7 @@ class Dht:
         await asyncio.sleep(0)  # hivemind enters those who answered into its table in tasks of their own
         with daemon_errors(""):
             try:
-                async with asyncio.timeout(CALL_TIMEOUT_S):
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await node.find_nearest_nodes([node.node_id])
             except TimeoutError:
                 return
@@ -204,7 +202,7 @@ class Dht:
         try:
             public_key_of(peer)
             await reach(self._p2p, peer, [seed], CONNECT_TIMEOUT_S)
-            async with self._calling(f"it did not answer within {CALL_TIMEOUT_S:.0f} s"):
+            async with self._calling(f"it did not answer within {CONNECT_TIMEOUT_S:.0f} s"):
                 known = await self._running().protocol.call_ping(PeerID.from_base58(peer))
         except (TransportError, RemoteProtocolError) as error:
             return str(error)
@@ -219,7 +217,7 @@ class Dht:
         is none: hivemind means its own storage then."""
         require_daemon(self._p2p)
         with daemon_errors(timed_out):
-            async with asyncio.timeout(CALL_TIMEOUT_S):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 yield
         require_daemon(self._p2p)
 

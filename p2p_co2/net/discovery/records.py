@@ -45,8 +45,6 @@ CLOCK_SLACK_S = 2 * HELLO_WINDOW_S
 POSITION_LIFETIME_S = 15 * MAX_LIFETIME_S
 """A position is asked for when everybody is gone, which may be long ago."""
 POSITION_RENEWED_S = 60.0
-TOGETHER_S = 3 * POSITION_RENEWED_S
-"""Who wrote within this time of the newest position was there at the end."""
 NOBODY = PeerId("")
 OnForged = Callable[[PeerId, RemoteProtocolError], None]
 """(``NOBODY``, what is wrong): the DHT does not say who handed over a record."""
@@ -77,13 +75,11 @@ def manifest_key(run: bytes) -> str:
 
 
 def run_position(said: Sequence[RunPosition], now: float) -> RunPosition | None:
-    """What at least half of those claim, or more, that were there last; None if nobody was. ``now``: unix
-    seconds; what is dated later counts as of now, so that nobody makes the others too old."""
+    """What at least half of those claim, or more, that were there last: whose word is not much older than the
+    newest; None if nobody was. ``now``: unix seconds; what is dated later counts as of now."""
     newest_at = min(now, max((one.written_at for one in said), default=0.0))
-    last = sorted(
-        (one for one in said if one.written_at >= newest_at - TOGETHER_S), key=lambda one: one.position
-    )
-    return last[len(last) // 2] if last else None
+    last = [one for one in said if one.written_at >= newest_at - 3 * POSITION_RENEWED_S]
+    return sorted(last, key=lambda one: one.position)[len(last) // 2] if last else None
 
 
 class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no annotations

@@ -32,8 +32,6 @@ UNSENT_BYTES, MOST_UNSENT_BYTES, UNSENT_S = 32 << 10, 1 << 20, 0.1
 meanwhile."""
 NEAR_S = 0.002
 """Round trips below this are of this machine or its network: such a connection is left alone."""
-FRESH_MS = 100
-"""What a connection knows of round trips is as old as the last acknowledgement that it got."""
 _MAX_DIGITS = 18
 _INFO = struct.Struct("=B15xI8xI24xI8xI48xQ20xI8xQ")
 """Of ``struct tcp_info`` (linux/tcp.h): ``state``, ``snd_mss``, ``sacked``, ``last_ack_recv`` (milliseconds),
@@ -151,7 +149,7 @@ def seen_in(info: bytes) -> tuple[Seen, int]:
     if len(info) < _INFO.size:
         return Seen(), 0
     state, segment_bytes, sacked, heard_ms_ago, now_us, there_bytes, least_us, rate = _INFO.unpack(info)
-    is_known = state == _ESTABLISHED and heard_ms_ago <= FRESH_MS
+    is_known = state == _ESTABLISHED and heard_ms_ago / 1e3 <= WAITING_S  # older is what it was
     queued_s = max(0, now_us - least_us) / 1e6 if is_known else None
     return Seen(queued_s, there_bytes + sacked * segment_bytes), rate
 

@@ -6,8 +6,8 @@ The certificate's digest is in the signed peer record (``tls``), and the signed 
 (``admission``). HTTP/2 flow control is the backpressure.
 
 Law of death: a killed process resets its connection and both ends know at once; a host that falls silent is
-given up after two of ``KEEPALIVE_S``. Price: 1.5 to 4 CPU seconds per GB, much of it TLS; each link is a TCP
-connection of its own, so that one slow peer never stands in another's way.
+given up after 20 s. Price: 1.5 to 4 CPU seconds per GB, much of it TLS; each link is a TCP connection of its
+own, so that one slow peer never stands in another's way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from p2p_co2.net.transport.base import (
     check_incoming,
 )
 from p2p_co2.net.transport.flow import Seen, SendBuffer
-from p2p_co2.net.transport.signed import HELLO_TIMEOUT_S, SignedCarrier, SignedLink
+from p2p_co2.net.transport.signed import SignedCarrier, SignedLink
 from p2p_co2.net.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
@@ -42,7 +42,6 @@ from p2p_co2.system.process import left_to_others, shut_in_forks_at
 
 METHOD = f"/p2p_co2.v{PROTOCOL_VERSION}/Link"
 WELCOME = ("p2p-co2", "welcome")
-KEEPALIVE_S = CONNECT_TIMEOUT_S
 MAX_NUMBERS = 4
 """Addresses of one host name that are tried."""
 MAX_CONNECTIONS = MAX_INBOUND_LINKS + 64
@@ -52,9 +51,9 @@ _HARD_LIMIT_BYTES = 2 * MAX_MESSAGE_BYTES
 offence."""
 
 _COMMON_OPTIONS: list[tuple[str, int | str]] = [
-    ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
-    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_S * 1000)),
-    ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_S * 1000)),  # else a minute, in spite of the above
+    ("grpc.keepalive_time_ms", int(CONNECT_TIMEOUT_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(CONNECT_TIMEOUT_S * 1000)),
+    ("grpc.http2.ping_timeout_ms", int(CONNECT_TIMEOUT_S * 1000)),  # else a minute, in spite of the above
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.max_frame_size", 1 << 20),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -63,8 +62,8 @@ _COMMON_OPTIONS: list[tuple[str, int | str]] = [
 SERVER_OPTIONS: list[tuple[str, int | str]] = [
     *_COMMON_OPTIONS,
     ("grpc.so_reuseport", 0),  # two peers on one port must be an error, not a lottery
-    ("grpc.server_handshake_timeout_ms", int(HELLO_TIMEOUT_S * 1000)),
-    ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
+    ("grpc.server_handshake_timeout_ms", int(CONNECT_TIMEOUT_S * 1000)),
+    ("grpc.http2.min_ping_interval_without_data_ms", int(CONNECT_TIMEOUT_S * 500)),
     ("grpc.max_concurrent_streams", 1),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
 ]

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import RemoteProtocolError, TransportError
-from p2p_co2.net.transport.addresses import Resolver, address_of, network_of
+from p2p_co2.net.transport.addresses import address_of, network_of
 from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import hang_up, reach
 from p2p_co2.net.transport.libp2p.hivemind import P2P
@@ -44,10 +44,8 @@ MAX_FRAME_BYTES = 2048
 """Of a question or answer, beside its bulk."""
 MOST_BYTES, MOST_BYTES_IN_ALL, DIAL_BYTES = 24 << 20, 96 << 20, 3 << 20
 """What one network, and all together, may use in ``MESSAGE_TIMEOUT_S``; and what a connection back counts."""
-MAX_LOOKUPS = 2
-"""Names of askers that are looked up at once."""
 MAX_NETWORKS = 1024
-MAX_EXPECT_BYTES, MAX_HOST_CHARACTERS = 32, 253
+MAX_EXPECT_BYTES = 32
 CLOCK_OK_S, CLOCK_CANNOT_S = 5.0, 45.0
 """Records in the DHT live for 60 s of everybody's clock: who is further off finds nobody."""
 
@@ -80,14 +78,14 @@ class Allowances:
         return max(0.0, used_bytes - (now - at) / MESSAGE_TIMEOUT_S * most_bytes)
 
 
-def check_dial_back(port: int, expect: bytes, host: str, observed: str) -> str:
+def check_dial_back(port: int, expect: bytes, observed: str) -> str:
     """The address that a connection back may go to. Raises ``RemoteProtocolError``."""
     place = address_of(observed)
     if place is None:
         trouble = "seen through a relay only, so there is no address to connect to"
         raise RemoteProtocolError("relayed", trouble)
-    if not 0 < port < 65536 or not 0 < len(expect) <= MAX_EXPECT_BYTES or len(host) > MAX_HOST_CHARACTERS:
-        raise RemoteProtocolError("wrong question", "port, host or expected bytes out of bounds")
+    if not 0 < port < 65536 or not 0 < len(expect) <= MAX_EXPECT_BYTES:
+        raise RemoteProtocolError("wrong question", "port or expected bytes out of bounds")
     return place[0]
 
 
@@ -99,7 +97,7 @@ class ProbeServer:
         self, p2p: P2P, run: bytes, upload_bytes_per_s: float = 0.0, clock: Callable[[], float] = time.time
     ) -> None:
         self._run, self._cap, self._clock = run, upload_bytes_per_s, clock
-        self._allowances, self._resolver = Allowances(), Resolver(MAX_LOOKUPS)
+        self._allowances = Allowances()
         server = AnswerServer(p2p, PROTOCOL, self._answer, lambda peer, error: None, self._most_bytes)
         self.start, self.close = server.start, server.close
 
@@ -135,10 +133,7 @@ class ProbeServer:
 
     async def _dial_back(self, probe: DialBackProbe, observed: str) -> bool:
         """Connect to the address at which the asker is seen, read as many bytes as it foretold, compare."""
-        address = check_dial_back(probe.port, probe.expect, probe.host, observed)
-        if probe.host and address not in await self._addresses_of(probe.host):
-            trouble = f"{probe.host!r} is not {address}, where it is seen from here"
-            raise RemoteProtocolError("other host", trouble)
+        address = check_dial_back(probe.port, probe.expect, observed)
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -149,13 +144,6 @@ class ProbeServer:
         finally:
             if writer is not None:
                 await hang_up(writer)
-
-    async def _addresses_of(self, host: str) -> list[str]:
-        """The addresses of a name; empty if it has none."""
-        try:
-            return await self._resolver.addresses_of(host, CLOSE_TIMEOUT_S)
-        except TransportError:
-            return []
 
 
 def read_question(question: bytes) -> Probe:
@@ -230,10 +218,10 @@ class Prober:
             raise TransportError("answers nonsense: its clock is no number")
         return Look(address_of(answer.observed), answer.clock - (asked_unix + round_trip_s / 2), round_trip_s)
 
-    async def dial_back(self, port: int, expect: bytes, host: str = "") -> bool:
+    async def dial_back(self, port: int, expect: bytes) -> bool:
         """Whether it could connect to our own address, as it sees it, at ``port`` and read ``expect``
         there."""
-        answer = await self.ask(Probe(dial_back=DialBackProbe(port=port, host=host, expect=expect)))
+        answer = await self.ask(Probe(dial_back=DialBackProbe(port=port, expect=expect)))
         return answer.reached
 
     async def download(self, size_bytes: int) -> Passed:

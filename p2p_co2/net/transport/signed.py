@@ -25,8 +25,6 @@ from p2p_co2.net.transport.base import (
 from p2p_co2.net.transport.flow import Acknowledged, Seen
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 
-HELLO_TIMEOUT_S = CONNECT_TIMEOUT_S
-
 
 class SignedLink:
     """A ``Link`` that begins with our hello. ``gone`` is called once it has ended.
@@ -159,10 +157,10 @@ class SignedCarrier:
         """The peer that dialled from ``network``, while its link lasts. Raises ``RemoteProtocolError``."""
         self.admission.knock(network)
         try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 sealed = await read_hello()
         except TimeoutError:
-            raise RemoteProtocolError("no hello", f"silent for {HELLO_TIMEOUT_S:.0f} s") from None
+            raise RemoteProtocolError("no hello", f"silent for {CONNECT_TIMEOUT_S:.0f} s") from None
         finally:
             self.admission.forget(network)
         peer = self.admission.admit(sealed, certificate_digest, network)

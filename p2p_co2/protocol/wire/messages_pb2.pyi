@@ -614,14 +614,12 @@ class LookProbe(_message.Message):
     def __init__(self) -> None: ...
 
 class DialBackProbe(_message.Message):
-    __slots__ = ("port", "host", "expect")
+    __slots__ = ("port", "expect")
     PORT_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
     EXPECT_FIELD_NUMBER: _ClassVar[int]
     port: int
-    host: str
     expect: bytes
-    def __init__(self, port: _Optional[int] = ..., host: _Optional[str] = ..., expect: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, port: _Optional[int] = ..., expect: _Optional[bytes] = ...) -> None: ...
 
 class ProbeAnswer(_message.Message):
     __slots__ = ("refusal", "observed", "clock", "reached", "bulk")

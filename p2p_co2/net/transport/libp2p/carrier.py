@@ -2,9 +2,8 @@
 
 A link is one stream. The dialler writes frames (``streams``); an empty one says goodbye, because a
 half-closed stream does not survive the daemon. The other end answers with frames of one code byte and a text:
-welcome, alive (every ``HEARTBEAT_S``), refused and why, goodbye. "Alive" also says how many bytes of messages
-it has read (``Acknowledged``). The first message is the same signed hello as over gRPC (``admission``);
-libp2p has proved the peer as well, and both must name the same.
+welcome, refused and why, goodbye, and now and then "alive", with how many bytes of messages it has read.
+libp2p has proved the peer as well as its hello does, and both must name the same.
 
 Law of death: a killed process is noticed at once, silence after ``SILENCE_S``. Price against gRPC: three to
 five times its CPU, as all bytes also pass a local socket and the Go daemon.
@@ -41,7 +40,6 @@ PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/link"
 WELCOME, REFUSED, GOODBYE, ALIVE = b"\0", b"\1", b"\2", b"\3"
 SILENCE_S = 2 * CONNECT_TIMEOUT_S
 """A link whose other end has not even said that it is alive for this long is dead."""
-HEARTBEAT_S = SILENCE_S / 4
 SAY_EVERY_S = 0.01
 """A receiver says what it has at most this often."""
 MAX_STREAMS = MAX_INBOUND_LINKS + 64
@@ -151,7 +149,7 @@ class Receipt:
     async def beat(self) -> None:
         """Say it now and then, for ever."""
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(SILENCE_S / 4)
             self._say()
 
     def stop(self) -> None:
