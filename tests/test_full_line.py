@@ -98,19 +98,6 @@ def test_a_full_line_is_used_whole_one_fragment_after_the_other(mbit: float) -> 
     assert line.whole_share >= 0.985  # at the start some may find it full a point later than others
 
 
-def test_steps_that_are_long_beside_an_exchange_use_it_whole_too() -> None:
-    line = train([20] * 4, step_s=0.5, seed=4)
-    assert line.of_best >= 0.9
-    assert line.means_times <= 4.0 / 2.5
-
-
-def test_a_line_with_time_to_spare_sends_at_its_points() -> None:
-    line = train([60] * 4)
-    assert line.of_best >= 0.97
-    assert line.means_times <= 1.1
-    assert line.staleness == 0
-
-
 def test_a_long_way_is_no_full_line() -> None:
     """Eight fragments, 300 ms and rounds of 2 s: one after the other they would make a fifth of the
     rounds."""

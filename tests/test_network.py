@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import TransportError
 from p2p_co2.net.discovery import Discovery
-from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p, wait_p2p_exit
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.node import record_book as room
 from p2p_co2.node.network import Network
 from p2p_co2.node.reach import lead_nowhere_else, publishable
@@ -202,7 +202,7 @@ async def test_a_killed_daemon_is_a_transport_error_everywhere(tmp_path: Path) -
             await network.publish_self()
             assert await network.find_peers() == []
             os.kill(network.p2p.daemon.process.pid, signal.SIGKILL)
-            await wait_p2p_exit(network.p2p)
+            await network.p2p.daemon.wait_exit()
             for call in (lambda: network.publish_position(1.0, [1]), network.find_peers):
                 with pytest.raises(TransportError, match="daemon"):
                     await call()

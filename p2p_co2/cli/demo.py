@@ -26,7 +26,7 @@ from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import LiveTerminal, print_summary
 from p2p_co2.config import RunConfig
 from p2p_co2.system.process import program
-from p2p_co2.system.socket_activation import Gate
+from p2p_co2.system.socket_activation import SocketActivation
 from p2p_co2.telemetry.events import Event
 from p2p_co2.telemetry.view import SwarmView
 
@@ -52,10 +52,10 @@ class RunWatch:
         self._exchanges, self._steady = ExchangeLog(), SteadyState(max(1, config.outer.blocking_rounds))
         # A log file or a pipe has no width: enough for the lines that take the live table's place.
         self._console = Console(width=None if sys.stdout.isatty() else 150)
-        self._gate: Gate | None = None
+        self._board: SocketActivation | None = None
         if board:
-            self._gate = Gate("127.0.0.1", 0, program("monitoring", str(folder.resolve())))
-            print(f"board: {self._gate.address}", flush=True)
+            self._board = SocketActivation("127.0.0.1", 0, program("monitoring", str(folder.resolve())))
+            print(f"board: {self._board.address}", flush=True)
         if emulation:
             told = ", ".join(f"{line.peer} {line.profile.name}" for line in lines)
             self._say(f"emulation: {emulation}; lines: {told}")
@@ -106,8 +106,8 @@ class RunWatch:
         if self._terminal:
             self._terminal.__exit__(None, None, None)
             self._terminal = None
-        if self._gate is not None:
-            self._gate.close()
+        if self._board is not None:
+            self._board.close()
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)

@@ -32,7 +32,7 @@ from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Relayed, RunPosition, Status
 from p2p_co2.protocol.wire.model_table import ModelSummary
 from p2p_co2.system.process import program
-from p2p_co2.system.socket_activation import Gate
+from p2p_co2.system.socket_activation import SocketActivation
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.worker import TensorWorker
@@ -107,7 +107,7 @@ class NetworkThread:
     def __init__(self, ticket: Ticket, config: PeerConfig, on_event: Callable[[ev.Event], None]) -> None:
         self._ticket, self._config, self._tell = ticket, config, on_event
         self._reporting: ReportService | None = None
-        self._gate: Gate | None = None
+        self._board: SocketActivation | None = None
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="p2p-co2 network", daemon=True)
         self._network: Network | None = None
@@ -133,7 +133,7 @@ class NetworkThread:
     @property
     def board(self) -> str:
         """Where this peer's own page is served; "" if it was not asked for."""
-        return self._gate.address if self._gate is not None else ""
+        return self._board.address if self._board is not None else ""
 
     def open(self) -> None:
         """Join the DHT and read the manifest; errors as ``Network.open``, and ``EnvironmentFault`` if the
@@ -145,7 +145,7 @@ class NetworkThread:
             folder = self._config.folder.resolve()
             history, journal = folder / "board.sqlite", folder / "events.jsonl"
             command = program("monitoring", "peer", "--history", str(history), "--journal", str(journal))
-            self._gate = Gate("127.0.0.1", self._config.board_port, command, self.ask_report)
+            self._board = SocketActivation("127.0.0.1", self._config.board_port, command, self.ask_report)
 
     def start_node(
         self, shape: PayloadShape, state_bytes: Sequence[int], ledger: TensorWorker, model: ModelSummary
@@ -290,8 +290,8 @@ class NetworkThread:
             if self._reporting is not None:
                 self.ask(self._reporting.say_last_words())
         finally:
-            if self._gate is not None:
-                self._gate.close()
+            if self._board is not None:
+                self._board.close()
 
     async def _shut_down(self) -> None:
         if self._positions is not None:
