@@ -208,7 +208,6 @@ class Connection:
             self._tell_of_unread(summary)
             self._gather(node)
             self._catch_up(node, beginning)
-            self._thread.caught_up()
             buffers = self._take_buffers(node, model, is_new=not is_resumed)
         except BaseException:
             ledger.close()

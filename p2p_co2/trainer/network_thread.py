@@ -21,7 +21,6 @@ import uvloop
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from p2p_co2.node.environment import Environment
-from p2p_co2.node.kept_chunks import KeptChunks
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.peer_finder import PositionWriter
@@ -148,7 +147,6 @@ class NetworkThread:
         self._positions: tuple[PositionWriter, asyncio.Task[None]] | None = None
         self._failure: BaseException | None = None
         self._closed, self._process = False, os.getpid()
-        self._kept = KeptChunks(config.folder / "catching-up")
 
     @property
     def network(self) -> Network:
@@ -187,7 +185,6 @@ class NetworkThread:
         async def start() -> Node:
             environment = Environment.of(self.network)
             node = Node(environment, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model)
-            node.catchup.keep_in(self._kept)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
 
@@ -270,10 +267,6 @@ class NetworkThread:
             return self.view.node.links.carriers_used()
 
         return self.ask(read(), CLOSE_BOUND_S)
-
-    def caught_up(self) -> None:
-        """What was kept of states for the case of an interruption is not needed any more."""
-        self._loop.call_soon_threadsafe(self._kept.end)
 
     def ask_report(self, relayed: Relayed) -> Future[Relayed]:
         """What this peer's own board asks: a peer's sealed report, or without a peer who there is (this one
