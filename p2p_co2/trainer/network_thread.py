@@ -24,8 +24,8 @@ from p2p_co2.node.environment import Environment
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.peer_finder import PositionWriter
-from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.reporting import ReportService
+from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.rounds import Offer, PayloadShape
 from p2p_co2.protocol.schedule import LOADS_QUIET_S, Stage
 from p2p_co2.protocol.wire.identity import PeerId
@@ -83,19 +83,19 @@ class NodeView:
 
     def over(self) -> frozenset[int]:
         """Fragments of which no more rounds are made in this run."""
-        return self.node.progress.over
+        return self.node.state.over
 
     def stage(self, fragment: int) -> Stage:
         """How far the round of the fragment's offer is."""
-        return self.node.stage(fragment)
+        return self.node.rounds.stage(fragment)
 
     def is_line_full(self) -> bool:
         """Whether bulk waits for our line."""
-        return self.node.is_line_full()
+        return self.node.links.is_full
 
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of messages (up, down) since the start."""
-        return self.node.traffic_bytes()
+        return self.node.links.up_bytes, self.node.router.down_bytes
 
     def live_trainers(self) -> list[str]:
         """The other peers that train, as they said last."""
@@ -190,7 +190,7 @@ class NetworkThread:
 
             def where() -> tuple[Status.Phase, float, list[int]]:
                 versions = [agreed.version for agreed in node.agreed]
-                return node.progress.local.phase, node.progress.position(), versions
+                return node.state.local.phase, node.progress.position(), versions
 
             def warn(text: str) -> None:
                 node.report(ev.Warned, text=text)
