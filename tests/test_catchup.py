@@ -78,18 +78,6 @@ def test_four_equal_donors_are_nearly_four_times_as_fast_as_one() -> None:
     assert took[0] >= 3.5 * took[1]
 
 
-def test_over_a_far_way_small_chunks_are_as_quick_as_large_ones() -> None:
-    """Six of the smallest under way brought 1.6 MB/s, over whatever line."""
-    took = []
-    for chunk_bytes in (MAX_DATA_BYTES, MAX_DATA_BYTES // 8):
-        shape = Shape((10, 10), (10, 10 * MAX_DATA_BYTES), chunk_bytes)
-        world = World(1, rate=20e6, shape=shape, latency_s=0.1)
-        world.want()
-        world.run()
-        took.append(world.fetched().duration_s)
-    assert took[1] < took[0] + 0.4  # two round trips more until the window is open
-
-
 def test_each_donor_gives_what_its_link_carries() -> None:
     world = World(donors=3)
     world.rates |= {D1: 4e6, D2: 2e6, D3: 2e6}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from torch import nn
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.probe import ProbeServer
-from p2p_co2.node.acquaintances import MAX_ACQUAINTANCES, Acquaintances
 from p2p_co2.node.network import Network
 from p2p_co2.node.reach import leads_as_far, leads_elsewhere, require_others_can_dial
 from p2p_co2.protocol import strangers as strangers_room
@@ -353,7 +351,7 @@ async def test_a_clock_that_is_in_doubt_is_told_and_lets_join(
     monkeypatch.setattr("p2p_co2.node.network.clock_offsets_s", answered)
     network = Network(Identity.load_or_create(tmp_path / "identity"), PeerConfig(), Ticket(RUN, A, (HERE,)))
     network.use(None, None)  # type: ignore[arg-type]
-    await network._compare_clocks([HERE])
+    await network._compare_clocks()
     assert re.match(f"clock: {words}" if words else "$", network.clock_doubt)
     assert not answers
 
@@ -422,52 +420,6 @@ def test_a_record_that_leads_only_to_whoever_dials_it_is_of_no_use(
     maddrs: list[str], grpc: list[str], leads: bool
 ) -> None:
     assert leads_elsewhere(PeerRecord(peer=A, maddrs=maddrs, grpc_addresses=grpc)) is leads
-
-
-# ---- whom it knew
-
-
-def test_acquaintances_are_kept_for_their_own_run_and_within_bounds(tmp_path: Path) -> None:
-    path = tmp_path / "acquaintances.json"
-    relayed = f"/ip4/203.0.113.5/tcp/1/p2p/{B}/p2p-circuit/p2p/{A}"
-    assert not Acquaintances(path, RUN).keep([PeerRecord(peer=A, maddrs=[relayed, "nonsense"])], b"")
-    assert Acquaintances(path, RUN).keep([PeerRecord(peer=A, maddrs=[relayed, PUBLIC])] * 99, b"signed")
-    assert path.stat().st_mode & 0o777 == 0o600
-    kept = Acquaintances(path, RUN)
-    assert kept.maddrs == (PUBLIC,) * MAX_ACQUAINTANCES
-    assert kept.manifest == b"signed"
-    assert not kept.keep([PeerRecord(peer=A, maddrs=[PUBLIC])] * MAX_ACQUAINTANCES, b"signed")
-    other = Acquaintances(path, bytes(32))
-    assert (other.maddrs, other.manifest) == ((), b"")
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"run": 3}', json.dumps({"run": RUN.hex(), "maddrs": 1})])
-def test_a_damaged_file_is_no_help_and_no_trouble(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "acquaintances.json"
-    path.write_text(text)
-    assert Acquaintances(path, RUN).maddrs == ()
-
-
-async def test_with_the_seeds_gone_a_peer_asks_whom_it_knew_and_has_kept_the_runs_settings(
-    tmp_path: Path,
-) -> None:
-    async with open_member(tmp_path / "other", []) as other:
-        async with open_member(tmp_path / "seed", other.maddrs) as seed:
-            await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE)
-            sealed, key = seed.discovery.sealed_manifest, seed.identity.peer_id
-        ticket, config = Ticket(RUN, key, (DEAD,)), PeerConfig(folder=tmp_path / "peer")
-        with pytest.raises(TransportError, match="no seed can be reached"):
-            await Network.open(ticket, config, lambda *_: None)
-        known = Acquaintances(config.folder / "acquaintances.json", RUN)
-        assert known.keep([other.record], sealed)
-        network = await Network.open(ticket, config, lambda *_: None)
-        try:
-            assert network.run == CONFIG
-            await other.discovery.publish_self(other.record, 60.0)
-            assert [record.peer for record in await network.find_peers()] == [other.identity.peer_id]
-            assert other.maddrs[0] in network.invitation.seeds
-        finally:
-            await network.close()
 
 
 async def test_peers_keep_the_runs_settings_for_newcomers_when_the_seed_is_gone(tmp_path: Path) -> None:

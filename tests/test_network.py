@@ -85,7 +85,7 @@ async def test_no_more_records_than_peers_are_known(monkeypatch: pytest.MonkeyPa
         for name in dht.peers:
             await dht.book.record_of(PeerId(name))
         assert len(dht.book) <= 3
-        assert len(dht.book.used(99)) <= 3
+        assert len(dht.book.known(99)) <= 3
 
 
 async def test_one_search_serves_all_who_ask_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ async def train(world: World, resting: Trainer, seconds: float) -> None:
 
 
 def show(trainer: Trainer, phase: Status.Phase) -> None:
-    trainer.node.show(replace(trainer.node.progress.local, phase=phase))
+    trainer.node.show(replace(trainer.node.state.local, phase=phase))
 
 
 def commits(trainer: Trainer) -> int:
@@ -86,7 +86,7 @@ def test_many_that_rest_do_not_hold_back_a_newcomer_nor_serve_it() -> None:
         await asyncio.sleep(4)
         newest = min(agreed.version for agreed in first.node.agreed)
         assert newest > max(agreed.version for agreed in resting[0].node.agreed) + AHEAD_AT_MOST
-        assert late.node.progress.abreast
+        assert late.node.progress.conclusions.abreast
         assert [agreed.version for agreed in late.node.agreed] == [
             agreed.version for agreed in first.node.agreed
         ]
@@ -111,7 +111,7 @@ def test_who_rests_gives_what_nobody_else_has() -> None:
         world.start()
         await asyncio.sleep(4)
         assert min(world.versions()[-1]) > 1
-        assert world.trainers[-1].node.progress.abreast
+        assert world.trainers[-1].node.progress.conclusions.abreast
         await world.close()
 
     run_virtual(work())
@@ -191,6 +191,6 @@ def test_who_wake_one_after_the_other_find_the_one_that_went_on(names: str, gap_
 async def _train_those_awake(world: World, seconds: float) -> None:
     for _ in range(int(seconds / STEP_S)):
         for trainer in world.trainers:
-            if trainer.node.progress.local.phase == Status.TRAINING:
+            if trainer.node.state.local.phase == Status.TRAINING:
                 trainer.step()
         await asyncio.sleep(STEP_S)

@@ -213,11 +213,8 @@ class Uplink:
         to carry than another lane that waits leaves it a turn, once: lanes are to end together."""
         self.meter.rest(now)
         self._look(now)
-        queued_s = self._waits_s if self.meter.may_ease else 0.0
-        is_eased = self._line.follow(self.meter.bytes_per_s, queued_s, now)
+        self._line.follow(self.meter.bytes_per_s)
         turn_s = self._line.turn_s(size_bytes)
-        if is_eased and turn_s:
-            self.meter.eased(now)
         yields = bool(turn_s) and not lane.turn.has_yielded and self._is_ahead(lane, size_bytes, now)
         lane.turn.has_yielded = yields
         at = now + self._line.free_in_s(now) + turn_s

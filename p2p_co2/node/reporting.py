@@ -62,7 +62,7 @@ class ReportService:
 
     async def start(self, node: Node) -> None:
         """Answer from now on, and measure the links of ``node``."""
-        node.deciding.on_decision = self._responder.remember
+        node.commits.on_decision = self._responder.remember
         await self._answering.start()
         self._measuring = asyncio.create_task(self._measure(node), name="measure links")
 

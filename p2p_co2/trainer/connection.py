@@ -187,7 +187,6 @@ class Connection:
         except BaseException:
             ledger.close()
             raise
-        self._thread.caught_up()
         others = self._thread.view.swarm_position()
         progressed = caught_up(progressed, others, self.run.clock, time.monotonic())
         self._tell_of_what_is_odd(model)
@@ -311,16 +310,16 @@ class Connection:
         arrival = Arrival(node, time.monotonic())
         while True:
             self._thread.check()
-            if node.progress.full:
+            if node.progress.conclusions.full:
                 raise TransportError(
-                    f"this run has {node.most_peers} peers already, as many as its group_size allows; "
+                    f"this run has {self.run.group_size} peers already, as many as its group_size allows; "
                     "join again when one has left"
                 )
             in_doubt = self._in_doubt(node, arrival.began_at)
             now = time.monotonic()
             listened = now - arrival.began_at > LISTEN_TO_LISTED_S
             if arrival.is_there(now, in_doubt) and (
-                node.progress.met or beginning.is_allowed(node, listened)
+                node.progress.conclusions.met or beginning.is_allowed(node, listened)
             ):
                 return
             time.sleep(0.02)

@@ -20,12 +20,11 @@ import uvloop
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from p2p_co2.node.environment import Environment
-from p2p_co2.node.kept_chunks import KeptChunks
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.peer_finder import PositionWriter
-from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.reporting import ReportService
+from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.rounds import Offer, PayloadShape
 from p2p_co2.protocol.schedule import LOADS_QUIET_S, Stage
 from p2p_co2.protocol.wire.identity import PeerId
@@ -81,19 +80,19 @@ class NodeView:
 
     def over(self) -> frozenset[int]:
         """Fragments of which no more rounds are made in this run."""
-        return self.node.progress.over
+        return self.node.state.over
 
     def stage(self, fragment: int) -> Stage:
         """How far the round of the fragment's offer is."""
-        return self.node.stage(fragment)
+        return self.node.rounds.stage(fragment)
 
     def is_line_full(self) -> bool:
         """Whether bulk waits for our line."""
-        return self.node.is_line_full()
+        return self.node.links.is_full
 
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of messages (up, down) since the start."""
-        return self.node.traffic_bytes()
+        return self.node.links.up_bytes, self.node.router.down_bytes
 
     def live_trainers(self) -> list[str]:
         """The other peers that train, as they said last."""
@@ -116,7 +115,6 @@ class NetworkThread:
         self._positions: tuple[PositionWriter, asyncio.Task[None]] | None = None
         self._failure: BaseException | None = None
         self._closed, self._process = False, os.getpid()
-        self._kept = KeptChunks(config.folder / "catching-up")
 
     @property
     def network(self) -> Network:
@@ -155,13 +153,12 @@ class NetworkThread:
         async def start() -> Node:
             environment = Environment.of(self.network)
             node = Node(environment, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model)
-            node.catchup.keep_in(self._kept)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
 
             def where() -> tuple[Status.Phase, float, list[int]]:
                 versions = [agreed.version for agreed in node.agreed]
-                return node.progress.local.phase, node.progress.position(), versions
+                return node.state.local.phase, node.progress.position(), versions
 
             def warn(text: str) -> None:
                 node.report(ev.Warned, text=text)
@@ -238,10 +235,6 @@ class NetworkThread:
             return self.view.node.links.carriers_used()
 
         return self.ask(read(), CLOSE_BOUND_S)
-
-    def caught_up(self) -> None:
-        """What was kept of states for the case of an interruption is not needed any more."""
-        self._loop.call_soon_threadsafe(self._kept.end)
 
     def ask_report(self, relayed: Relayed) -> Future[Relayed]:
         """What this peer's own board asks: a peer's sealed report, or without a peer who there is (this one

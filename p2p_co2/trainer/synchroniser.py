@@ -22,7 +22,7 @@ from torch import Tensor
 
 from p2p_co2.config import RunConfig
 from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.node.progress import LocalProgress
+from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.rounds import Offer
 from p2p_co2.protocol.schedule import (
     FIRST_ROUND_BOUND_S,

@@ -18,7 +18,6 @@ from p2p_co2.protocol.catchup.goals import (
     Shape,
     Vouch,
 )
-from p2p_co2.protocol.catchup.load import Store
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Fetch, Manifest, Refusal
 from p2p_co2.system.memory import Buffer, Joined
@@ -46,10 +45,6 @@ class CatchUp:
         came = now - max(self.fetcher.got_at, self._busy_at) <= within_s
         return came or bool(self.donor.takers(now, within_s))
 
-    def keep_in(self, store: Store) -> None:
-        """From now on the chunks of states go to ``store``, and come from it after a restart."""
-        self.fetcher.terms.store = store
-
     def ask_swarm(self, vouch: Vouch) -> None:
         """From now on a state is loaded only if ``vouch`` does not contradict its donor."""
         self.fetcher.terms.vouch = vouch
@@ -74,7 +69,7 @@ class CatchUp:
 
     def is_busy(self, donor: PeerId, now: float) -> None:
         """A round's bytes came from ``donor``: it is not silent, and its chunks come after them."""
-        self.fetcher.lines.is_busy(donor, now)
+        self.fetcher.owed.is_busy(donor, now)
         self._busy_at = self._busy_at if self.fetcher.is_idle else now
 
     def forget_donor(self, peer: PeerId, now: float) -> None:
