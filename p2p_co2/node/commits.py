@@ -80,7 +80,7 @@ class CommitHandler:
                 do.report(ev.RoundAborted, fragment=event.fragment, round=event.round, reason=event.reason)
                 do.spawn(self._ledger.abort(event.fragment, event.offer_id))
             case Began():
-                do.report(ev.RoundBegan, **vars(event))
+                do.report(ev.RoundBegan, fragment=event.fragment, round=event.round, group=tuple(event.group))
             case FellBehind():
                 self._fell_behind(event, event.version, event.digest)
             case OutcomeWithoutBytes():
