@@ -142,8 +142,7 @@ def test_a_mean_that_nobody_committed_is_caught() -> None:
 
 
 def test_a_state_that_nobody_agreed_on_is_caught() -> None:
-    found = [violation for seed in SEEDS for violation in violations_with(TakesAnyState, seed, storm=True)]
-    assert "agreed state" in laws(found)
+    assert any("agreed state" in laws(violations_with(TakesAnyState, seed, storm=True)) for seed in SEEDS)
 
 
 def test_a_timer_that_nobody_heeds_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +290,6 @@ def test_every_machine_that_a_node_has_is_looked_over_for_what_it_holds() -> Non
         "KEEP_DECISIONS",
         "MAX_PEERS live",
         "HISTORY_ROUNDS_KEPT",
-        "MAX_LANES",
     ):
         held, bound = result.held[name]
         assert 0 < held <= bound, name

@@ -22,6 +22,9 @@ from p2p_co2.telemetry.events import RoundBegan
 LEAVES, CRASHES = 0.5, 0.35
 """Of peers that go: the share that leaves with a word, and that whose process dies; the rest lose power."""
 KEEPS_DISK = 0.7
+STORM_SHARES = 0.25, 0.1, 0.1, 0.15
+"""Of all peers: those that crash, lose their power, leave and stall in a storm."""
+ASSASSINATIONS, CUT_PAIRS = 3, 6
 STORM_NOISE = Noise(lost=0.03, doubled=0.025, reordered=0.03)
 AWAY_MEAN_S = 600.0
 """How long a volunteer of ``Churn`` stays away, on average."""
@@ -45,104 +48,70 @@ class Churn:
                 if at + away_s >= self.calm_at:
                     break
                 how, with_disk = rng.random(), rng.random() < KEEPS_DISK
-                swarm.world.call_at(at, _go, swarm, index, how)
+                if how < LEAVES:
+                    swarm.world.call_at(at, swarm.leave, index)
+                else:
+                    swarm.world.call_at(at, swarm.kill, index, how < LEAVES + CRASHES)
                 at += away_s
                 swarm.world.call_at(at, swarm.start, index, with_disk)
 
 
-def _go(swarm: Swarm, index: int, how: float) -> None:
-    if how < LEAVES:
-        swarm.leave(index)
-    else:
-        swarm.kill(index, how < LEAVES + CRASHES)
-
-
 @dataclass(frozen=True)
 class Storm:
-    """Everything at once between ``from_s`` and ``calm_at``. Shares are of all peers."""
+    """Everything at once between ``from_s`` and ``calm_at``."""
 
     from_s: float
     calm_at: float
-    crashing: float = 0.25
-    stalling: float = 0.15
-    leaving: float = 0.1
-    powerless: float = 0.1
-    assassinations: int = 3
-    splits: int = 1
-    cut_pairs: int = 6
-    noise: Noise = STORM_NOISE
 
     def plan(self, swarm: Swarm) -> None:
         """Put the faults into the swarm's time."""
         rng = random.Random(f"{swarm.settings.seed}/storm")
+        at_, start = swarm.world.call_at, swarm.start
         # At most one fault for each peer: none meets a process that another has ended.
-        crashing, powerless, leaving, stalling = _some(
-            rng, len(swarm.volunteers), self.crashing, self.powerless, self.leaving, self.stalling
-        )
-        for number, index in enumerate(crashing):
-            with_disk = number > 0 and (number == 1 or rng.random() < KEEPS_DISK)
-            self._away(swarm, rng, index, with_disk, host_up=True)
-        for index in powerless:
-            self._away(swarm, rng, index, rng.random() < KEEPS_DISK, host_up=False)
+        crashing, powerless, leaving, stalling = _some(rng, len(swarm.volunteers), *STORM_SHARES)
+        for number, index in enumerate(crashing + powerless):
+            at, back_at = self._times(rng)
+            # Of those that crash one comes back without its disk, and one with it, in any storm.
+            with_disk = rng.random() < KEEPS_DISK if number > 1 else bool(number)
+            at_(at, swarm.kill, index, number < len(crashing))
+            at_(back_at, start, index, with_disk)
         for index in leaving:
             _, back_at = self._times(rng)
             at = self.from_s + rng.random()  # soon: it may finish its first round before it goes
-            swarm.world.call_at(at, swarm.leave, index)
+            at_(at, swarm.leave, index)
             # A start that finds it still there does nothing, and no other comes: never before it goes.
-            swarm.world.call_at(max(at, back_at), swarm.start, index, rng.random() < KEEPS_DISK)
+            at_(max(at, back_at), start, index, rng.random() < KEEPS_DISK)
         for index in stalling:
             at, until = self._times(rng)
-            swarm.world.call_at(at, swarm.stall, index, until)
-        for number in range(self.assassinations):
+            at_(at, swarm.stall, index, until)
+        for number in range(ASSASSINATIONS):
             # The first one takes the first round of all: in a storm there may be no other.
             at = rng.uniform(self.from_s, self.calm_at - 4) if number else 0.0
             swarm.log.readers_of[RoundBegan].append(_Assassin(swarm, at, self.calm_at, number))
-        for _ in range(self.splits):
-            self._split(swarm, rng)
-        self._disturb(swarm, rng)
+        self._disturb_net(swarm, rng)
 
     def _times(self, rng: random.Random) -> tuple[float, float]:
         """When something begins, and when it is over."""
         at = rng.uniform(self.from_s, self.calm_at - 3)
         return at, min(self.calm_at, at + rng.choice((1.0, 4.0, 12.0)) * rng.uniform(0.5, 1.5))
 
-    def _away(self, swarm: Swarm, rng: random.Random, index: int, with_disk: bool, host_up: bool) -> None:
-        at, back_at = self._times(rng)
-        swarm.world.call_at(at, swarm.kill, index, host_up)
-        swarm.world.call_at(back_at, swarm.start, index, with_disk)
-
-    def _split(self, swarm: Swarm, rng: random.Random) -> None:
+    def _disturb_net(self, swarm: Swarm, rng: random.Random) -> None:
+        at_, peers = swarm.world.call_at, swarm.peer_ids()
         at, until = self._times(rng)
         share = rng.choice((0.05, 0.3, 0.5))
-        sides = {peer: int(rng.random() < share) for peer in swarm.peer_ids()}
+        at_(at, swarm.split, {peer: int(rng.random() < share) for peer in peers})
+        at_(until, swarm.heal)
+        at_(self.from_s, swarm.set_noise, STORM_NOISE)
+        at_(self.calm_at, swarm.set_noise, Noise())
+        at, _ = self._times(rng)
+        for _ in range(CUT_PAIRS if len(peers) > 1 else 0):
+            at_(at, swarm.cut_pair, *rng.sample(peers, 2))
+        at_(self.calm_at, swarm.heal)
         for seed in swarm.rendezvous.seeds:
             seed.side = rng.randrange(2)
-        swarm.world.call_at(at, swarm.split, sides)
-        swarm.world.call_at(until, swarm.heal)
-
-    def _disturb(self, swarm: Swarm, rng: random.Random) -> None:
-        swarm.world.call_at(self.from_s, swarm.set_noise, self.noise)
-        swarm.world.call_at(self.calm_at, swarm.set_noise, Noise())
-        at, _ = self._times(rng)
-        peers = swarm.peer_ids()
-        for _ in range(self.cut_pairs if len(peers) > 1 else 0):
-            swarm.world.call_at(at, swarm.cut_pair, *rng.sample(peers, 2))
-        swarm.world.call_at(self.calm_at, swarm.heal)
-        for seed in swarm.rendezvous.seeds:
             at, until = self._times(rng)
-            swarm.world.call_at(at, swarm.set_seed, seed, False)
-            swarm.world.call_at(until, swarm.set_seed, seed, True)
-
-
-def _some(rng: random.Random, peers: int, *shares: float) -> list[list[int]]:
-    """Different peers for each of ``shares`` of them, rounded by chance."""
-    left = rng.sample(range(peers), peers)
-    taken = []
-    for share in shares:
-        count = int(share * peers + rng.random())
-        taken.append(left[:count])
-        left = left[count:]
-    return taken
+            at_(at, swarm.set_seed, seed, False)
+            at_(until, swarm.set_seed, seed, True)
 
 
 class _Assassin:
@@ -163,6 +132,17 @@ class _Assassin:
         swarm.world.call_at(at, swarm.kill, index, True)
         back_at = min(self._calm_at, at + rng.uniform(1, 8))
         swarm.world.call_at(back_at, swarm.start, index, rng.random() < KEEPS_DISK)
+
+
+def _some(rng: random.Random, peers: int, *shares: float) -> list[list[int]]:
+    """Different peers for each of ``shares`` of them, rounded by chance."""
+    left = rng.sample(range(peers), peers)
+    taken = []
+    for share in shares:
+        count = int(share * peers + rng.random())
+        taken.append(left[:count])
+        left = left[count:]
+    return taken
 
 
 STORM_FAULTS = frozenset({

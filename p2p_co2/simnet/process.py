@@ -25,7 +25,7 @@ from p2p_co2.simnet.laws import Auditor
 from p2p_co2.simnet.ledger import CountingLedger, CountingModel
 from p2p_co2.simnet.links import VirtualLinks
 from p2p_co2.simnet.rendezvous import Doorway
-from p2p_co2.simnet.scene import Scene, Settings
+from p2p_co2.simnet.scene import SOFTWARE, Scene, Settings
 from p2p_co2.simnet.virtual_time import ProcessLoop, VirtualTime, loop_of
 from p2p_co2.simnet.work import Saved, Work
 from p2p_co2.telemetry import events as ev
@@ -42,6 +42,7 @@ LOOK_EVERY_S = 0.25
 REPORTS_IN_A_QUIET_BEAT = 2.0
 """How often a peer writes its progress down in one slow heartbeat. Every second, as a real one does, a day of
 a thousand would be 88 million lines."""
+TOKENS_PER_STEP = 1000
 THE_RUN_IS_OVER = "the run is over"
 
 
@@ -57,8 +58,8 @@ class Checkpoint:
 @dataclass
 class Volunteer:
     """A peer over all its processes. ``step_s``: of an inner step; ``skew_s``: its date is off by so much;
-    ``drift``: its clocks run too fast by this share; ``counted``: what its last process took for counted, by
-    fragment and block."""
+    ``drift``: its clocks run too fast by this share; ``counted``: what its last process took for counted, of
+    each block of each fragment."""
 
     name: str
     index: int
@@ -70,7 +71,7 @@ class Volunteer:
     work: Work
     disk: Checkpoint | None = None
     processes: int = 0
-    counted: Sequence[Sequence[int]] = ()
+    counted: Sequence[int] = ()
 
     def clock(self, world: VirtualTime) -> Clock:
         rate, start = 1.0 + self.drift, EPOCH_S + self.skew_s
@@ -133,7 +134,7 @@ class Training:
         while not (self.sync.stopped or self.is_over):
             await asyncio.sleep(self._step_s * self._rng.uniform(0.9, 1.1))
             self._ledger.work.units += 1
-            await self._stand_still(self.sync.step_waits(self._settings.tokens_per_step, math.nan))
+            await self._stand_still(self.sync.step_waits(TOKENS_PER_STEP, math.nan))
 
     async def flush(self) -> None:
         """As ``Synchroniser.flush``."""
@@ -213,16 +214,14 @@ class Process:
             self.ledger.restore(saved.fragments)
             start = saved.progressed
         config = PeerConfig(name=volunteer.name)
-        doorway = Doorway(
-            volunteer.identity, config, settings.run, scene.software, self.endpoint, scene.rendezvous
-        )
+        doorway = Doorway(volunteer.identity, config, settings.run, SOFTWARE, self.endpoint, scene.rendezvous)
         self._say(
             ev.PeerStarted, name=volunteer.name, pid=1000 * volunteer.processes + volunteer.index,
-            software=scene.software, device="simulated", parameters=settings.parameters,
+            software=SOFTWARE, device="simulated", parameters=settings.parameters,
             fragments=len(settings.blocks), run=settings.run.digest().hex(),
         )  # fmt: skip
         await self._join(doorway)
-        node = self.node = scene.make_node(
+        node = self.node = Node(
             Environment.of(doorway, volunteer.clock(scene.world), self._make_links, scene.open_message),
             scene.shape, scene.state_bytes, self.ledger, self.ledger.agreed(), self._report,
         )  # fmt: skip
@@ -247,7 +246,7 @@ class Process:
     async def _join(self, doorway: Doorway) -> None:
         while True:
             try:
-                await doorway.join()
+                await doorway.rebootstrap()
                 return
             except TransportError as error:
                 self._say(ev.Warned, text=str(error))
