@@ -169,8 +169,6 @@ class VirtualLinks:
         if receiver is None:
             return LOOK_UP_S, "no record of this peer is known"
         path = self._internet.path(self._me, receiver)
-        if isinstance(path, str):
-            return None, path
         if self._internet.is_cut(self._me.peer, peer) or not receiver.host_up:
             return None, f"{path.carrier}: no answer within {CONNECT_PATIENCE_S:.0f} s"
         if not receiver.is_up:

@@ -31,7 +31,7 @@ SLOWEST_LOOKUP_S, LISTED_S = 0.6, 0.5
 
 @dataclass
 class Seed:
-    """A seed: finds peers, relays, never trains. ``side``: where it is when the net is cut."""
+    """A seed: finds peers, never trains. ``side``: where it is when the net is cut."""
 
     is_up: bool = True
     side: int = 0

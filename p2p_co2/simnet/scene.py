@@ -59,7 +59,6 @@ class Settings:
     parameters: int = 0
     step_s: float = 0.5
     speed_spread: float = 2.0
-    min_peers: int = 1
     start_spread_s: float = 2.0
     checkpoint_every_s: float = 60.0
     largest_skew_s: float = 60.0
@@ -84,7 +83,6 @@ class Scene:
         self.rng = random.Random(f"{settings.seed}/net")
         self.internet = Internet(self.world, self.rng, settings.real_bytes_per_block / BLOCK_BYTES)
         self.rendezvous = Rendezvous(self.internet, random.Random(f"{settings.seed}/dht"))
-        self.internet.relays_up = self.rendezvous.seed_answers
         factor = min(MAX_STATE_FACTOR, max(2, settings.state_factor))
         self.state_bytes = [count * BLOCK_BYTES * factor for count in settings.blocks]
         clock, scale = settings.run.clock, self.internet.scale
