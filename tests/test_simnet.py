@@ -19,13 +19,10 @@ from p2p_co2.protocol.wire.messages_pb2 import Envelope, Part, PeerRecord
 from p2p_co2.simnet import EventLog, Settings, Swarm, simulate
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
-from p2p_co2.simnet.laws import Auditor, Books
-from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.simnet.links import KNOCK_EVERY_S, Parcel, VirtualLinks
 from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime, loop_of
-from p2p_co2.simnet.work import Saved, State, Work, starts
-from p2p_co2.telemetry.events import Event, PeerFinished, PeerLeft, RoundCommitted
+from p2p_co2.telemetry.events import Event, PeerLeft, RoundCommitted
 
 ROUND_S = 4.0
 
@@ -86,23 +83,6 @@ def test_the_goodbye_of_a_peer_that_leaves_is_on_the_wire_before_it_is_gone() ->
     swarm.run()
     assert {peer for peer, _ in seen} == set(swarm.peer_ids()) - {leaver}
     assert {reason for _, reason in seen} == {"left: stopped"}
-
-
-def test_a_peer_that_leaves_waits_for_no_answer_of_a_dht_that_is_out_of_reach() -> None:
-    """What it decided of late was to be found there: that is given up after some 15 s."""
-    swarm = Swarm(Settings(run=run_of(9), peers=2, seed=1, profile="fibre"), EventLog())
-    leaver, other = swarm.peer_ids()
-    gone_at: list[float] = []
-    swarm.log.readers_of[PeerFinished].append(
-        lambda event: gone_at.append(swarm.world.now) if event.peer == leaver else None
-    )
-    for seed in swarm.rendezvous.seeds:
-        swarm.world.call_at(5.0, swarm.set_seed, seed, False)
-    swarm.world.call_at(5.0, swarm.cut_pair, leaver, other)
-    swarm.world.call_at(14.0, swarm.leave, 0)
-    result = swarm.run()
-    assert 14.0 < min(gone_at) < 16.0
-    assert "deadlines" not in {broken.law for broken in result.violations}
 
 
 def test_peers_that_count_steps_are_in_nearly_all_means_however_far_apart_their_points_are() -> None:
@@ -247,18 +227,3 @@ def test_an_upload_shows_no_more_than_its_ways_carry() -> None:
     net.world.run(20.0)
     assert net.links.upload_bytes_per_s == pytest.approx(sum(rates) / 10)
     assert sum(rates) < net.here.profile.up_bits_per_s / 8
-
-
-def test_a_state_has_no_part_that_nobody_needs_to_load() -> None:
-    """It was filled up with zeros, which is what a newcomer's memory holds."""
-    world = VirtualTime()
-    loop, begin = loop_of(world), starts([4], [960], 100)
-    books = Books(begin, lambda: world.now)
-    work = books.works["a"] = Work("a")
-    ledger = CountingLedger("a", begin, 1.0, work=work, audit=Auditor(books, "a"), loop=loop)
-    ledger.restore([Saved(State.of(begin[0].form, 3, range(1, 9)), (0,) * 4)])
-    task = loop.create_task(ledger.export(0))
-    world.run(1.0)
-    agreed, data = task.result()
-    assert (agreed.version, len(data)) == (3, 960)
-    assert all(any(data[start : start + 32]) for start in range(0, 960, 32))
