@@ -7,10 +7,15 @@ from __future__ import annotations
 import pytest
 
 from p2p_co2.simnet.campaign import STORM_OFFER_S, play
-from p2p_co2.simnet.faults import STORM_FAULTS
 from tests.test_simnet_bugs import CountsTwice
 
 SEEDS = 200
+STORM_FAULTS = frozenset({
+    "crash", "power loss", "leave", "stall", "restart with its disk", "restart without its disk", "split",
+    "cut pair", "seed down", "message lost", "message doubled", "message reordered", "behind NAT",
+    "skewed clock",
+})  # fmt: skip
+"""What a storm of 32 peers holds, by the names of ``Swarm.faults``."""
 
 
 @pytest.mark.parametrize("first", [1, 2])

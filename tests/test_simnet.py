@@ -16,7 +16,7 @@ from p2p_co2.protocol.wire.envelope import Opened, enveloped
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import Envelope, Part, PeerRecord
-from p2p_co2.simnet import EventLog, Settings, Swarm, simulate
+from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
 from p2p_co2.simnet.links import KNOCK_EVERY_S, Parcel, VirtualLinks
@@ -33,7 +33,7 @@ def run_of(rounds: int = 4, fragments: int = 2) -> RunConfig:
 
 
 def test_a_calm_swarm_keeps_every_law_and_ends_with_one_state() -> None:
-    result = simulate(Settings(run=run_of(), peers=6, seed=3))
+    result = Swarm(Settings(run=run_of(), peers=6, seed=3), EventLog()).run()
     assert result.violations == []
     assert len(result.digests) == 6
     assert len(set(result.digests.values())) == 1
@@ -43,7 +43,7 @@ def test_a_calm_swarm_keeps_every_law_and_ends_with_one_state() -> None:
 
 
 def test_the_same_seed_gives_the_same_events_and_another_one_others() -> None:
-    first, again, other = (simulate(storm_settings(seed, peers=8)) for seed in (1, 1, 2))
+    first, again, other = (Swarm(storm_settings(seed, peers=8), EventLog()).run() for seed in (1, 1, 2))
     assert first.digest == again.digest
     assert first.digest != other.digest
 

@@ -1,6 +1,6 @@
 """A whole simulated swarm: volunteers, their processes, the net between them, faults, and the laws.
 
-``simulate`` runs one to its end and says what came of it. The same settings and the same seed give the same
+``run`` plays one to its end and says what came of it. The same settings and the same seed give the same
 events, byte by byte, in any process on any machine: everything is drawn from the seed, every queue is
 ordered, and no real clock is read.
 """
@@ -211,12 +211,3 @@ class Swarm:
     def set_seed(self, seed: Seed, is_up: bool) -> None:
         seed.is_up = is_up
         self.faults["seed down"] += not is_up
-
-
-def simulate(settings: Settings, log: EventLog | None = None) -> Result:
-    """Run one simulation to its end. Raises what a bug of ours raised in it."""
-    log = log or EventLog()
-    try:
-        return Swarm(settings, log).run()
-    finally:
-        log.close()
