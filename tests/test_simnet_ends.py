@@ -67,22 +67,6 @@ def test_a_fork_is_given_its_time_once_the_cut_is_over() -> None:
     assert swarm.inspector.heal_s < 105.0 < result.longest_fork_s < 130.0 + swarm.inspector.heal_s
 
 
-def test_a_fork_heals_over_ways_of_10_kb_s() -> None:
-    """Of 200,000 parameters, int4: no satellite gave another half a megabyte before it counted as silent, and
-    both fragments stayed forked to the end."""
-    values, round_s = 100_000, 60.0
-    encoded = payload_bytes("int4", values)
-    swarm = swarm_of(
-        6, 12, "satellite", round_s=round_s, blocks=16, seed=1, real_bytes_per_block=encoded / 16,
-        state_factor=round(8 * values / encoded),
-    )  # fmt: skip
-    split_in_two(swarm, 100.0, 300.0)
-    result = swarm.run()
-    assert result.violations == []
-    assert result.forks == 2
-    assert result.longest_fork_s < 200.0 + 2.5 * round_s
-
-
 def test_two_halves_that_never_find_together_again_are_called_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks around: what is still forked when its time is up is said, and how the run ended."""
     swarm, healed_at = swarm_of(4, 25, "fibre"), 40.0

@@ -93,8 +93,6 @@ class Endpoint:
     up_free_at: float = 0.0
     down_free_at: float = 0.0
     down_bytes: int = 0
-    on_free: Callable[[], None] = lambda: None
-    """Told when a way that was cut may be free again."""
 
     def __post_init__(self) -> None:
         self.up_bytes_per_s = self.profile.up_bits_per_s / 8
@@ -163,12 +161,9 @@ class Internet:
         self._changed()
 
     def _changed(self) -> None:
-        """What waits for a way that is free goes with TCP's next retransmission; links that are cut are given
-        up later."""
-        now, self.is_whole = self.world.now, not self._sides and not self._cut_pairs
-        for endpoint in self.endpoints.values():
-            self.world.call_at(now + self.rng.uniform(RETRANSMIT_S, 3.0), endpoint.on_free)
-        self.world.call_at(now + LINK_GIVEN_UP_S, self._drop_cut_links)
+        """Links that are cut are given up later."""
+        self.is_whole = not self._sides and not self._cut_pairs
+        self.world.call_at(self.world.now + LINK_GIVEN_UP_S, self._drop_cut_links)
 
     def side_of(self, peer: PeerId) -> int:
         return self._sides.get(peer, 0)

@@ -262,8 +262,8 @@ class Forks:
     A fragment is forked while two live peers hold states of which neither came of the other, however many
     rounds both sides make meanwhile. A peer that only lags is on the way to the others' state: no fork.
 
-    Law: a fork comes only after peers' views could differ, and is gone ``bound_s`` after the last fault, or
-    after it came where that is later. ``seen`` counts forks, ``longest_s`` is the longest so far.
+    Law: a fork is gone ``bound_s`` after the last fault, or after it came where that is later; that it comes
+    only where views differed, ``Books.reached`` sees. ``seen`` counts forks, ``longest_s`` is the longest.
     """
 
     def __init__(self, books: Books, bound_s: float) -> None:
@@ -286,13 +286,8 @@ class Forks:
                 continue
             self.seen += fragment not in self._since
             age_s = now - self._since.setdefault(fragment, now)
-            if fragment in self._told or (wrong_at is not None and now < wrong_at + self._bound_s):
-                continue
-            why = "and nothing ever went wrong"
-            if wrong_at is not None:
-                why = f"{age_s:.0f} s after it came and long after it may"
-            if wrong_at is None or age_s >= self._bound_s:
+            if fragment not in self._told and min(age_s, now - (wrong_at or 0.0)) >= self._bound_s:
                 self._told.add(fragment)
                 versions = [state.version for state in reversed(states)]
-                text = f"fragment {fragment} has two histories, at versions {versions}, {why}"
-                self._books.broken("", "forks", text)
+                text = f"fragment {fragment} has two histories, at versions {versions}"
+                self._books.broken("", "forks", f"{text}, {age_s:.0f} s after it came and long after it may")
