@@ -195,7 +195,7 @@ def test_nobody_leaves_at_the_end_while_the_others_make_a_last_round(monkeypatch
     their time for each other, one of them a second before it had the last mean of a round that the others
     had committed."""
 
-    boast = property(lambda links: links._me.up_bytes_per_s / links._internet.scale)
+    boast = property(lambda links: PROFILES["4g"].up_bits_per_s / 8 / far_too_slow(13).internet.scale)
     monkeypatch.setattr(VirtualLinks, "upload_bytes_per_s", boast)
     swarm = far_too_slow(13)
     told = told_by(swarm)

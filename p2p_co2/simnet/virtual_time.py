@@ -63,6 +63,12 @@ class VirtualTime:
         self._asked = 0
         self._stopped = False
 
+    def soon(self, callback: Callable[..., object], args: tuple[Any, ...], loop: ProcessLoop) -> Handle:
+        """Run it in the process of ``loop`` as soon as what waits has run."""
+        handle = Handle(callback, args, loop)
+        self.ready.append(handle)
+        return handle
+
     def at(
         self, when: float, callback: Callable[..., object], args: tuple[Any, ...], loop: ProcessLoop | None
     ) -> Handle:
@@ -164,9 +170,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def call_soon(  # type: ignore[override]  # asyncio's handles have more than anybody asks for
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Handle:
-        handle = Handle(callback, args, self)
-        self._world.ready.append(handle)
-        return handle
+        return self._world.soon(callback, args, self)
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
