@@ -195,9 +195,9 @@ def test_nobody_leaves_at_the_end_while_the_others_make_a_last_round(monkeypatch
     their time for each other, one of them a second before it had the last mean of a round that the others
     had committed."""
 
-    boast = property(lambda links: PROFILES["4g"].up_bits_per_s / 8 / far_too_slow(13).internet.scale)
-    monkeypatch.setattr(VirtualLinks, "upload_bytes_per_s", boast)
     swarm = far_too_slow(13)
+    shown_bytes_per_s = PROFILES["4g"].up_bits_per_s / 8 / swarm.internet.scale
+    monkeypatch.setattr(VirtualLinks, "upload_bytes_per_s", shown_bytes_per_s)
     told = told_by(swarm)
     result = swarm.run()
     assert result.violations == []
