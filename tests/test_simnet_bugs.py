@@ -142,8 +142,7 @@ def test_a_mean_that_nobody_committed_is_caught() -> None:
 
 
 def test_a_state_that_nobody_agreed_on_is_caught() -> None:
-    found = [violation for seed in SEEDS for violation in violations_with(TakesAnyState, seed, storm=True)]
-    assert "agreed state" in laws(found)
+    assert any("agreed state" in laws(violations_with(TakesAnyState, seed, storm=True)) for seed in SEEDS)
 
 
 def test_a_timer_that_nobody_heeds_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +290,6 @@ def test_every_machine_that_a_node_has_is_looked_over_for_what_it_holds() -> Non
         "KEEP_DECISIONS",
         "MAX_PEERS live",
         "HISTORY_ROUNDS_KEPT",
-        "MAX_LANES",
     ):
         held, bound = result.held[name]
         assert 0 < held <= bound, name
@@ -322,7 +320,7 @@ class ForkedHistories:
         self.world = VirtualTime()
         self.books = Books(ONE_BLOCK, lambda: self.world.now)
         self.books.views_differ()
-        self.wrong_at: float | None = 5.0
+        self.wrong_at = 5.0
         self.forks = Forks(self.books, 20.0)
         self.held = {peer: State.of(FORM, 0, [0, 0]) for peer in "ab"}
         self._look()
@@ -369,15 +367,6 @@ def test_a_fork_has_its_time_from_the_last_fault_and_is_over_when_it_is_healed()
     run.world.run(100.0)
     assert run.books.violations == []
     assert (run.forks.seen, run.forks.longest_s) == (1, 40.0 - 11.5)
-
-
-def test_a_fork_where_nothing_ever_went_wrong_is_caught_as_it_comes() -> None:
-    run = ForkedHistories()
-    run.wrong_at = None
-    run.make(10.2, "a", 1)
-    run.make(11.2, "b", 2)
-    run.world.run(100.0)
-    assert [(one.at, one.law) for one in run.books.violations] == [(11.5, "forks")]
 
 
 @pytest.mark.parametrize("signed_upon", ["the common start", "nothing", "another state"])

@@ -17,8 +17,6 @@ from typing import Any, BinaryIO
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry.events import Event
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
-
 
 class EventLog:
     """``path``: where ``events.jsonl`` goes, None for nowhere. ``readers`` get every event, ``readers_of``
@@ -32,32 +30,23 @@ class EventLog:
         self.readers_of: defaultdict[type[Event], list[Callable[[Any], None]]] = defaultdict(list)
         self._digest = hashlib.sha256()
         self._file: BinaryIO | None = None
-        if path is not None:
-            try:
-                self._file = path.open("wb")
-            except OSError as error:
-                raise EnvironmentFault(
-                    f"cannot write {path}: {error.strerror}; choose another folder with --folder"
-                ) from None
+        try:
+            self._file = path.open("wb") if path is not None else None
+        except OSError as error:
+            raise EnvironmentFault(
+                f"cannot write {path}: {error.strerror}; choose another folder with --folder"
+            ) from None
 
     def write(self, event: Event) -> None:
         self.counts[event.kind] += 1
         if self._serialises:
-            self._serialise(event)
-        for reader in self.readers:
+            fields = {name: _finite(value) for name, value in vars(event).items()}
+            line = json.dumps({"kind": event.kind, **fields}, separators=(",", ":")).encode("ascii") + b"\n"
+            self._digest.update(line)
+            if self._file is not None:
+                self._file.write(line)
+        for reader in (*self.readers, *self.readers_of[type(event)]):
             reader(event)
-        for reader in self.readers_of[type(event)]:
-            reader(event)
-
-    def _serialise(self, event: Event) -> None:
-        record = {"kind": event.kind, **vars(event)}
-        try:
-            line = _ENCODER.encode(record).encode("ascii") + b"\n"
-        except ValueError:  # a number that is not finite
-            line = _ENCODER.encode(dict(map(_finite, record.items()))).encode("ascii") + b"\n"
-        self._digest.update(line)
-        if self._file is not None:
-            self._file.write(line)
 
     def digest(self) -> str:
         """sha256 of everything written so far, hex; empty without ``digests`` and a path."""
@@ -70,6 +59,5 @@ class EventLog:
             self._file = None
 
 
-def _finite(field: tuple[str, object]) -> tuple[str, object]:
-    name, value = field
-    return name, None if isinstance(value, float) and not math.isfinite(value) else value
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -93,14 +93,10 @@ class Endpoint:
     up_free_at: float = 0.0
     down_free_at: float = 0.0
     down_bytes: int = 0
-    on_free: Callable[[], None] = lambda: None
-    """Told when a way that was cut may be free again."""
 
     def __post_init__(self) -> None:
-        self.up_bytes_per_s, self.down_bytes_per_s = (
-            self.profile.up_bits_per_s / 8,
-            self.profile.down_bits_per_s / 8,
-        )
+        self.up_bytes_per_s = self.profile.up_bits_per_s / 8
+        self.down_bytes_per_s = self.profile.down_bits_per_s / 8
 
     def receive(self, sender: PeerId, data: bytes) -> None:
         """Hand a message to the process. That its sender should wait before the next one is not played."""
@@ -118,20 +114,15 @@ class Endpoint:
                 hear(f"dropped by the other end: {error}")
 
 
-def _path(sender: Endpoint, receiver: Endpoint) -> tuple[Path, bool]:
-    """From one peer to another, and whether it is over a relay: the same whenever they meet."""
+def _path(sender: Endpoint, receiver: Endpoint) -> Path:
+    """From one peer to another, the same whenever they meet: whether holes are punched is drawn by pair."""
     first, second = sender.profile, receiver.profile
     if second.nat == "open":
-        return way_between(first, second, False), False
-    both_cone = first.nat == second.nat == "cone"
-    is_relayed = first.nat != "open" and not (both_cone and _punches(sender.peer, receiver.peer))
-    reason = "grpc: no route to host (behind NAT)"
-    return replace(way_between(first, second, is_relayed), carrier="libp2p", reason=reason), is_relayed
-
-
-def _punches(first: PeerId, second: PeerId) -> bool:
-    """Whether hole punching works between two cone NATs: drawn once for each pair."""
-    return random.Random("/".join(sorted((first, second)))).random() < PUNCHED_SHARE
+        return way_between(first, second, False)
+    draw = random.Random("/".join(sorted((sender.peer, receiver.peer)))).random()
+    is_punched = first.nat == second.nat == "cone" and draw < PUNCHED_SHARE
+    way = way_between(first, second, first.nat != "open" and not is_punched)
+    return replace(way, carrier="libp2p", reason="grpc: no route to host (behind NAT)")
 
 
 class Internet:
@@ -144,9 +135,7 @@ class Internet:
         self.noises: Counter[str] = Counter()
         """What ``noise`` did to messages."""
         self.endpoints: dict[PeerId, Endpoint] = {}
-        self.relays_up: Callable[[PeerId], bool] = lambda peer: True
-        self._paths: dict[tuple[PeerId, PeerId], tuple[Path, bool]] = {}
-        """From whom to whom a way was asked for; whether it is over a relay."""
+        self._paths: dict[tuple[PeerId, PeerId], Path] = {}
         self.is_whole = True
         self._sides: dict[PeerId, int] = {}
         self._cut_pairs: set[tuple[PeerId, PeerId]] = set()
@@ -172,12 +161,9 @@ class Internet:
         self._changed()
 
     def _changed(self) -> None:
-        """What waits for a way that is free goes with TCP's next retransmission; links that are cut are given
-        up later."""
-        now, self.is_whole = self.world.now, not self._sides and not self._cut_pairs
-        for endpoint in self.endpoints.values():
-            self.world.call_at(now + self.rng.uniform(RETRANSMIT_S, 3.0), endpoint.on_free)
-        self.world.call_at(now + LINK_GIVEN_UP_S, self._drop_cut_links)
+        """Links that are cut are given up later."""
+        self.is_whole = not self._sides and not self._cut_pairs
+        self.world.call_at(self.world.now + LINK_GIVEN_UP_S, self._drop_cut_links)
 
     def side_of(self, peer: PeerId) -> int:
         return self._sides.get(peer, 0)
@@ -216,20 +202,14 @@ class Internet:
         """Whether a packet for this dead end is answered: its machine lives, or lives again."""
         return endpoint.host_up or self.endpoints.get(endpoint.peer) is not endpoint
 
-    # ---- ways
+    # ---- ways and messages
 
-    def path(self, sender: Endpoint, receiver: Endpoint) -> Path | str:
-        """The way from one to the other, or why there is none."""
+    def path(self, sender: Endpoint, receiver: Endpoint) -> Path:
+        """The way from one to the other; a relay is always there."""
         ends = sender.peer, receiver.peer
-        known = self._paths.get(ends)
-        if known is None:
-            known = self._paths[ends] = _path(sender, receiver)
-        path, is_relayed = known
-        if is_relayed and not self.relays_up(sender.peer):
-            return "grpc: no route to host (behind NAT); libp2p: no relay answers"
-        return path
-
-    # ---- messages
+        if ends not in self._paths:
+            self._paths[ends] = _path(sender, receiver)
+        return self._paths[ends]
 
     def travel_s(self, path: Path, size_bytes: float) -> float:
         """Delay of one message, without its turns on the lines: jitter, and a retransmission if a packet of

@@ -12,7 +12,7 @@ failed round   an abort changes nothing that is agreed or counted
 signed         nobody applies a mean that no signed outcome names piece by piece
 forks          two histories exist only after peers' views could differ, and not for long (``Forks``)
 deadlines      no machine's timer is overdue; an open offer has one, and ends within a bound (``oversight``)
-memory         what a machine or a link's queue holds stays within the bound that it names (``oversight``)
+memory         what a machine holds stays within the bound that it names (``oversight``)
 end            who was there at the end finished, with one state (``oversight``)
 
 Price: one record per state, and all offers of the last ``OFFERS_KEPT`` rounds.
@@ -129,18 +129,14 @@ class Auditor:
         self._books, self._peer = books, peer
         self._work = books.works[peer]
 
-    # ---- what the ledger tells
-
     def offered(self, fragment: int, base: State, met_version: int, offer: Offered) -> None:
+        place = f"fragment {fragment}"
         if met_version != base.version:
-            self._broken(
-                "conservation",
-                f"fragment {fragment}: live parameters that had met version {met_version} were measured "
-                f"against version {base.version}",
-            )
+            text = f"had met version {met_version} were measured against version {base.version}"
+            self._broken("conservation", f"{place}: live parameters that {text}")
         if offer.payload != self._work.offer(fragment, offer.counted, offer.units):
-            self._broken("conservation", f"fragment {fragment}: an offer is not the work that it claims")
-        self._compare(fragment, base, offer.counted, "an offer")
+            self._broken("conservation", f"{place}: an offer is not the work that it claims")
+        self.counted(fragment, base, offer.counted, "an offer")
         rounds = self._books.offers[fragment]
         rounds.setdefault(offer.round, {})[self._peer, offer.offer_id] = offer
         while len(rounds) > OFFERS_KEPT:
@@ -162,12 +158,29 @@ class Auditor:
             self._broken("conservation", f"{place}: the new state is not the old one and the mean")
         counted = dict(history.counted)
         for part in mean.parts:
-            self._check_part(mean, part, counted, place)
+            self._count_part(mean, part, counted, place)
         books.reached(self._peer, mean.fragment, History(after, before.digest, counted))
         checked.append(mean.parts)
 
-    def counted(self, fragment: int, after: State, counted: Sequence[int]) -> None:
-        self._compare(fragment, after, counted, "a commit")
+    def _count_part(self, mean: AgreedMean, part: PartWeights, counted: Counted, place: str) -> None:
+        """The part must be the sum of the offers that it names; ``counted`` is told of them."""
+        offers = self._books.offers[mean.fragment].get(mean.round, {})
+        named = {peer: offers.get((peer, part.offer_of(peer) or b"")) for peer in sorted(part.weights)}
+        known = {peer: offer for peer, offer in named.items() if offer is not None}
+        at = slice(part.start_block * BLOCK_BYTES, part.stop_block * BLOCK_BYTES)
+        if absent := [peer[-6:] for peer in named if peer not in known]:
+            self._broken("conservation", f"{place}: counted, but never offered so: {', '.join(absent)}")
+            return
+        if mean_of([(part.weights[peer], one.payload[at]) for peer, one in known.items()]) != mean.mean[at]:
+            self._broken("conservation", f"{place}: the mean is not the sum of its contributors' offers")
+            return
+        for peer, offer in known.items():
+            reached = list(counted.get(peer, (0,) * len(offer.counted)))
+            for block in range(part.start_block, part.stop_block):
+                if twice := len(self._books.works[peer].kept(offer.counted[block], reached[block])):
+                    self._broken("conservation", f"{place}: {twice} units of {peer[-6:]} are counted twice")
+                reached[block] = max(reached[block], offer.units)
+            counted[peer] = tuple(reached)
 
     def aborted(self, fragment: int, before: Saved, after: Saved) -> None:
         if before != after:
@@ -176,25 +189,27 @@ class Auditor:
     def adopted(self, fragment: int, before: State, after: State, counted: Sequence[int]) -> None:
         histories = self._books.histories[fragment]
         old, new = histories.get(before.digest), histories.get(after.digest)
-        if old is not None and new is not None and not comes_of(after, before, histories):
-            both = zip(self._counted_in(old), self._counted_in(new), strict=True)
-            for block, (mine, theirs) in enumerate(both):
-                if mine > theirs:
-                    self.written_off(fragment, block, theirs, mine, "counted in a history that was given up")
         if new is not None:
-            self._give_up_promised(fragment, before, new, counted)
-        self._compare(fragment, after, counted, "a state that was adopted")
+            theirs = self._counted_in(new)
+            if old is not None and not comes_of(after, before, histories):
+                for block, mine in enumerate(self._counted_in(old)):
+                    if mine > theirs[block]:
+                        why = "counted in a history that was given up"
+                        self.written_off(fragment, block, theirs[block], mine, why)
+            self._give_up_promised(fragment, before, theirs, counted)
+        self.counted(fragment, after, counted, "a state that was adopted")
 
-    def _give_up_promised(self, fragment: int, before: State, taken: History, counted: Sequence[int]) -> None:
+    def _give_up_promised(
+        self, fragment: int, before: State, theirs: Sequence[int], counted: Sequence[int]
+    ) -> None:
         """A peer that was told an outcome goes by it, and the state that it takes may come of another: what
         it offered is then in a history that it never reached. Nothing but such offers is written off."""
         offers = self._books.offers[fragment].get(before.version + 1, {})
         promised = self._books.signed_upon(fragment, before)
         for part in (part for outcome in promised for part in weights_of(outcome)):
             mine = offers.get((self._peer, part.offer_of(self._peer) or b""))
-            units = mine.units if mine is not None else 0
-            for block in range(part.start_block, part.stop_block):
-                start, stop = self._counted_in(taken)[block], min(counted[block], units)
+            for block in range(part.start_block, part.stop_block if mine is not None else 0):
+                start, stop = theirs[block], min(counted[block], mine.units if mine is not None else 0)
                 if self._unexcused(fragment, block, start, stop) > 0:
                     self.written_off(fragment, block, start, stop, "counted in a history that was not taken")
 
@@ -203,58 +218,33 @@ class Auditor:
         self._books.written_off[why] += len(self._work.kept(start, stop))
         self._books.excused[self._peer, fragment, block].update(range(start + 1, stop + 1))
 
-    # ---- what should be
-
-    def _broken(self, law: str, text: str) -> None:
-        self._books.broken(self._peer, law, text)
-
-    def _counted_in(self, history: History) -> tuple[int, ...]:
-        none = (0,) * (len(history.state.sums) // 2)
-        return history.counted.get(self._peer, none)
-
-    def _compare(self, fragment: int, state: State, counted: Sequence[int], after: str) -> None:
+    def counted(self, fragment: int, state: State, counted: Sequence[int], after: str = "a commit") -> None:
         """What a peer takes for counted must be what is counted in its history, or be written off."""
         history = self._books.histories[fragment].get(state.digest)
         if history is None:
             self._broken("agreed state", f"fragment {fragment}: {after} of a state that nobody agreed on")
             return
         for block, (mine, theirs) in enumerate(zip(counted, self._counted_in(history), strict=True)):
-            lost = self._unexcused(fragment, block, theirs, mine)
-            twice = len(self._work.kept(mine, theirs))
-            if lost > 0:
-                text = f"{lost} units lost before {after}"
-            elif twice > 0:
+            if lost := self._unexcused(fragment, block, theirs, mine):
+                self._broken("conservation", f"fragment {fragment}: {lost} units lost before {after}")
+                return
+            if twice := len(self._work.kept(mine, theirs)):
                 text = f"{twice} counted units kept for more after {after}"
-            else:
-                continue
-            self._broken("conservation", f"fragment {fragment}: {text}")
-            return
+                self._broken("conservation", f"fragment {fragment}: {text}")
+                return
+
+    def _broken(self, law: str, text: str) -> None:
+        self._books.broken(self._peer, law, text)
+
+    def _counted_in(self, history: History) -> tuple[int, ...]:
+        return history.counted.get(self._peer, (0,) * (len(history.state.sums) // 2))
 
     def _unexcused(self, fragment: int, block: int, start: int, stop: int) -> int:
         """Units of (start, stop] that were not written off."""
+        if start >= stop:
+            return 0
         excused = self._books.excused[self._peer, fragment, block]
         return sum(unit not in excused for unit in self._work.kept(start, stop))
-
-    def _check_part(self, mean: AgreedMean, part: PartWeights, counted: Counted, place: str) -> None:
-        offers = self._books.offers[mean.fragment].get(mean.round, {})
-        named = {peer: offers.get((peer, part.offer_of(peer) or b"")) for peer in sorted(part.weights)}
-        known = {peer: offer for peer, offer in named.items() if offer is not None}
-        at = slice(part.start_block * BLOCK_BYTES, part.stop_block * BLOCK_BYTES)
-        if absent := [peer[-6:] for peer in named if peer not in known]:
-            self._broken("conservation", f"{place}: counted, but never offered so: {', '.join(absent)}")
-        elif mean_of([(part.weights[peer], one.payload[at]) for peer, one in known.items()]) == mean.mean[at]:
-            self._count(part, counted, known, place)
-        else:
-            self._broken("conservation", f"{place}: the mean is not the sum of its contributors' offers")
-
-    def _count(self, part: PartWeights, counted: Counted, offers: Mapping[str, Offered], place: str) -> None:
-        for peer, offer in offers.items():
-            known = list(counted.get(peer, (0,) * len(offer.counted)))
-            for block in range(part.start_block, part.stop_block):
-                if twice := len(self._books.works[peer].kept(offer.counted[block], known[block])):
-                    self._broken("conservation", f"{place}: {twice} units of {peer[-6:]} are counted twice")
-                known[block] = max(known[block], offer.units)
-            counted[peer] = tuple(known)
 
 
 def _names(outcome: Outcome, mean: AgreedMean) -> bool:
@@ -272,8 +262,8 @@ class Forks:
     A fragment is forked while two live peers hold states of which neither came of the other, however many
     rounds both sides make meanwhile. A peer that only lags is on the way to the others' state: no fork.
 
-    Law: a fork comes only after peers' views could differ, and is gone ``bound_s`` after the last fault, or
-    after it came where that is later. ``seen`` counts forks, ``longest_s`` is the longest so far.
+    Law: a fork is gone ``bound_s`` after the last fault, or after it came where that is later; that it comes
+    only where views differed, ``Books.reached`` sees. ``seen`` counts forks, ``longest_s`` is the longest.
     """
 
     def __init__(self, books: Books, bound_s: float) -> None:
@@ -296,13 +286,8 @@ class Forks:
                 continue
             self.seen += fragment not in self._since
             age_s = now - self._since.setdefault(fragment, now)
-            if fragment in self._told or (wrong_at is not None and now < wrong_at + self._bound_s):
-                continue
-            why = "and nothing ever went wrong"
-            if wrong_at is not None:
-                why = f"{age_s:.0f} s after it came and long after it may"
-            if wrong_at is None or age_s >= self._bound_s:
+            if fragment not in self._told and min(age_s, now - (wrong_at or 0.0)) >= self._bound_s:
                 self._told.add(fragment)
                 versions = [state.version for state in reversed(states)]
-                text = f"fragment {fragment} has two histories, at versions {versions}, {why}"
-                self._books.broken("", "forks", text)
+                text = f"fragment {fragment} has two histories, at versions {versions}"
+                self._books.broken("", "forks", f"{text}, {age_s:.0f} s after it came and long after it may")

@@ -88,7 +88,6 @@ class VirtualLinks:
         self._gone_at = 0.0
         """When all that was sent so far has left the uplink."""
         self._is_closed = False
-        me.on_free = self._flush_all
         self.up_bytes = 0
         self.traffic: dict[PeerId, LinkTraffic] = {}
 
@@ -122,11 +121,12 @@ class VirtualLinks:
         if bulk:
             message = Bulk(parcel, piece, served, self._order.of(piece))
             lane.bulk.insert(place_of(message, lane.bulk), message)
-            self._flush(lane)
-        elif lane.receiver is None or self._internet.is_cut(self._me.peer, peer):
-            lane.control.append(parcel)
-        else:
+        elif lane.receiver is not None and not self._internet.is_cut(self._me.peer, peer):
             self._send(lane, lane.receiver, parcel, bulk=False)
+            return True
+        else:
+            lane.control.append(parcel)
+        self._flush(lane)
         return True
 
     def forget(self, attempt: bytes, means: bool) -> None:
@@ -169,8 +169,6 @@ class VirtualLinks:
         if receiver is None:
             return LOOK_UP_S, "no record of this peer is known"
         path = self._internet.path(self._me, receiver)
-        if isinstance(path, str):
-            return None, path
         if self._internet.is_cut(self._me.peer, peer) or not receiver.host_up:
             return None, f"{path.carrier}: no answer within {CONNECT_PATIENCE_S:.0f} s"
         if not receiver.is_up:
@@ -214,23 +212,19 @@ class VirtualLinks:
 
     # ---- sending
 
-    def _flush_all(self) -> None:
-        """Ways that were cut may be free again."""
-        if not self._me.loop.dead:
-            for lane in self._lanes.values():
-                self._flush(lane)
-
     def _flush(self, lane: _Lane) -> None:
-        """Send what waits, but for bulk that would only wait in a buffer on the way."""
+        """Send what waits, but for bulk that would only wait in a buffer on the way. Over a way that is cut
+        all waits: it goes with one of TCP's retransmissions."""
         receiver, now = lane.receiver, self._internet.world.now
-        if receiver is None or self._internet.is_cut(self._me.peer, lane.peer):
+        if receiver is None:
             return
-        control, lane.control = lane.control, []
-        for data in control:
-            self._send(lane, receiver, data, bulk=False)
-        while lane.bulk and lane.free_at - now <= BUFFERED_S and not self._is_reset(lane, receiver):
-            self._send(lane, receiver, cast(Parcel, lane.bulk.pop(0).data), bulk=True)
-        if lane.bulk and lane.flushes_at <= now:
+        if not self._internet.is_cut(self._me.peer, lane.peer):
+            control, lane.control = lane.control, []
+            for data in control:
+                self._send(lane, receiver, data, bulk=False)
+            while lane.bulk and lane.free_at - now <= BUFFERED_S and not self._is_reset(lane, receiver):
+                self._send(lane, receiver, cast(Parcel, lane.bulk.pop(0).data), bulk=True)
+        if (lane.bulk or lane.control) and lane.flushes_at <= now:
             room_at = lane.free_at - BUFFERED_S
             lane.flushes_at = room_at if room_at > now else now + BUFFERED_S
             self._me.loop.call_at(lane.flushes_at, self._flush, lane)

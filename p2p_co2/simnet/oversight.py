@@ -1,26 +1,22 @@
-"""Has the laws of a simulated swarm looked at wherever they may be broken, and keeps its figures.
+"""Looks at the laws of a simulated swarm wherever they may be broken, and keeps its figures.
 
-What peers do to what is agreed is checked by the ledgers' audits (``laws``). What a process holds
-is looked at as each of its turns ends: whatever it does happens in a turn, so a bound that is broken for a
-moment is seen. What lasts too long (a timer, an offer, the end of a process, a fork) is looked for every
-``LOOK_EVERY_S``, since a process that stands still takes no turn.
+What peers do to what is agreed is checked by the ledgers' audits (``laws``). What a process holds is looked
+at as each of its turns ends, so a bound that is broken for a moment is seen. What lasts too long (a timer, an
+offer, the end of a process, a fork) is looked for every ``LOOK_EVERY_S``, since a process that stands still
+takes no turn.
 
 Laws: no timer is due at two looks in a row while its process could run; an open offer has a timer and ends
 within the bound of the run; whoever has trained to the end goes within the time that it told; what is held
 stays within the bound that it names; who was there at the end finished, with one state. Nothing here changes
-what a process does.
-
-Price: a few percent of a simulation. What a machine or a link's queue holds is looked at only after turns in
-which it counted something.
+what a process does. Price: a few percent of a simulation.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import Any
 
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.node import Node
@@ -84,8 +80,9 @@ class Oversight:
     ) -> None:
         self._process, self.node, self._books = process, node, books
         self._result, self._offer_bound_s = result, offer_bound_s
-        self._counted: list[int] = []
-        """What the machines and the links had counted when they were looked at last."""
+        self._machines: tuple[Any, ...] = node.rounds, node.catchup, node.membership
+        self._counted = [-1] * len(self._machines)
+        """What the machines had counted when they were looked at last."""
         self._due: dict[str, float] = {}
         """The timers that were due at the last look."""
         self._goes_by: tuple[float, float, float] | None = None
@@ -94,15 +91,11 @@ class Oversight:
         process.loop.after_turn = self.turned
 
     def turned(self) -> None:
-        """A turn has ended."""
-        node = self.node
-        counted = [node.rounds.revision, node.catchup.revision, node.membership.revision]
-        if counted != self._counted:
-            before, self._counted = self._counted or [-1] * len(counted), counted
-            machines = node.rounds.held, node.catchup.held, node.membership.held
-            for was, now, held in zip(before, counted, machines, strict=True):
-                if was != now:
-                    self._weigh(held())
+        """A turn has ended: see what is held by machines that counted something in it."""
+        for place, machine in enumerate(self._machines):
+            if machine.revision != self._counted[place]:
+                self._counted[place] = machine.revision
+                self._weigh(machine.held())
 
     def _weigh(self, held: Mapping[str, tuple[int, int]]) -> None:
         most = self._result.held
@@ -161,18 +154,15 @@ class Oversight:
             self._books.broken(self._process.peer, law, text)
 
 
-class Excuse(Enum):
-    """Why a peer need not end as the others do. It came when the others had finished, or met none of them;
-    it said as it left that it goes without what others hold; nobody could give it the agreed state."""
-
-    LEFT_BEHIND = 1
-    LACKING = 2
-    NOT_GIVEN = 3
-
-
 class Inspector:
     """Of a whole swarm; implements ``process.Watch``. ``processes``: those that run, by their volunteers'
-    index. ``offer_bound_s``: how long an offer may be open; ``heal_s``: how long a fork may be."""
+    index. ``offer_bound_s``: how long an offer may be open; ``heal_s``: how long a fork may be; ``ends``:
+    with what each peer ended as the run was over.
+
+    A peer need not end as the others do if its last process was ``left_behind`` (it came when the others had
+    finished, or met none of them); if it was ``lacking`` (it said as it left that it goes without what others
+    hold), or was ``not_given`` the agreed state by anybody, and its line is too slow to bring a state in
+    time."""
 
     def __init__(
         self, scene: Scene, volunteers: Sequence[Volunteer], processes: Mapping[int, Process],
@@ -184,17 +174,15 @@ class Inspector:
         self.offer_bound_s = settings.offers_within_s or READY_CAP_S + rounds_s
         lines = {volunteer.profile for volunteer in volunteers}
         loads_s = {line: scene.loading_s(line, lines) for line in lines if len(volunteers) > 1}
-        self._slow = {line for line in loads_s if loads_s[line] > LOADS_CAP_S}
-        """Lines over which a state takes longer than others stay for it at the end."""
+        self._slow = {v.identity.peer_id for v in volunteers if loads_s.get(v.profile, 0.0) > LOADS_CAP_S}
+        """Peers over whose lines a state takes longer than others stay for it at the end."""
         self.heal_s = HEAL_ROUNDS * clock.round_s + HEAL_AFTER_S + max(loads_s.values(), default=0.0)
         self._forks = Forks(scene.books, self.heal_s)
         self._result = Result()
-        self.excused: defaultdict[Excuse, set[PeerId]] = defaultdict(set)
-        """Peers, by what their last process said or found."""
+        self.left_behind, self.lacking, self.not_given = set[PeerId](), set[PeerId](), set[PeerId]()
         self._first_end_at = math.inf
         """When somebody first ended as the run was over."""
         self.ends: dict[PeerId, Sequence[AgreedVersion]] = {}
-        """With what each peer ended as the run was over."""
         self._oversights: dict[Process, Oversight] = {}
         self._look()
 
@@ -217,7 +205,7 @@ class Inspector:
 
     def starts(self, peer: PeerId) -> None:
         """A process begins: what its last one said is over."""
-        for peers in self.excused.values():
+        for peers in (self.left_behind, self.lacking, self.not_given):
             peers.discard(peer)
 
     def saw_node(self, process: Process, node: Node) -> None:
@@ -227,9 +215,9 @@ class Inspector:
 
     def saw_arrival(self, process: Process, is_there: bool) -> None:
         if self._came_after_the_end(process):
-            self.excused[Excuse.LEFT_BEHIND].add(process.peer)
+            self.left_behind.add(process.peer)
         elif not is_there and process.node is not None and process.node.progress.conclusions.met:
-            self.excused[Excuse.NOT_GIVEN].add(process.peer)
+            self.not_given.add(process.peer)
 
     def _came_after_the_end(self, process: Process) -> bool:
         """Whether a peer that joins (or gave it up) could not have met the run any more: it began when some
@@ -240,10 +228,9 @@ class Inspector:
         inside = {other.peer for other in others if other.trained_at is not None}
         progress = process.node.progress.conclusions if process.node is not None else None
         is_alone = progress is None or progress.left_behind or not progress.met
-        return inside <= self.excused[Excuse.LEFT_BEHIND] and (bool(inside) or is_alone)
+        return inside <= self.left_behind and (bool(inside) or is_alone)
 
     def hear(self, process: Process, event: ev.Event) -> None:
-        peer = process.peer
         if isinstance(event, ev.FragmentApplied):
             if event.contributed and process.contributed_at is None:
                 process.contributed_at = self._scene.world.now
@@ -251,12 +238,12 @@ class Inspector:
             if len(event.group) == 1:  # others may make that round, too
                 self._scene.books.views_differ()
         elif isinstance(event, ev.Warned) and event.text.startswith(LACKS):
-            self.excused[Excuse.LACKING].add(peer)
+            self.lacking.add(process.peer)
         elif isinstance(event, ev.TrainingEnded) and process in self._oversights:
             self._oversights[process].goes_within(event.offers_within_s + event.settles_within_s)
         elif isinstance(event, ev.PeerFinished) and event.reason == THE_RUN_IS_OVER:
             self._first_end_at = min(self._first_end_at, self._scene.world.now)
-            self.ends[peer] = process.ledger.agreed()
+            self.ends[process.peer] = process.ledger.agreed()
         self._scene.log.write(event)
 
     def ended(self, process: Process, error: BaseException | None) -> None:
@@ -284,8 +271,8 @@ class Inspector:
         result.units = sum(volunteer.work.units for volunteer in self._volunteers)
         result.forks, result.longest_fork_s = self._forks.seen, self._forks.longest_s
         result.held, result.faults = dict(sorted(result.held.items())), dict(sorted(faults.items()))
-        result.left_behind = self._names_of(self.excused[Excuse.LEFT_BEHIND])
-        result.lacking = self._names_of(self.excused[Excuse.LACKING] | self.excused[Excuse.NOT_GIVEN])
+        result.left_behind = self._names_of(self.left_behind)
+        result.lacking = self._names_of(self.lacking | self.not_given)
         result.ended_early = ended_early
         return result
 
@@ -293,27 +280,24 @@ class Inspector:
         return [v.name for v in self._volunteers if v.identity.peer_id in peers]
 
     def judge_end(self) -> None:
-        """Everybody who was there at the end has ended well, and holds the same; but for those whose line is
-        too slow to bring a state in time, and who say that they lack one or were given none."""
+        """Everybody who was there at the end has ended well, and holds the same; but for those who are
+        excused, and what these lack can only be later rounds of a state that they do hold."""
         books, ends = self._scene.books, self.ends
-        slow = {v.identity.peer_id for v in self._volunteers if v.profile in self._slow}
-        there = {v.identity.peer_id for v in self._volunteers} - self.excused[Excuse.LEFT_BEHIND]
-        if absent := self._names_of(there - ends.keys() - (self.excused[Excuse.NOT_GIVEN] & slow)):
+        there = {v.identity.peer_id for v in self._volunteers} - self.left_behind
+        if absent := self._names_of(there - ends.keys() - (self.not_given & self._slow)):
             books.broken("", "end", f"did not finish: {', '.join(absent[:8])} ({len(absent)} in all)")
-        excused = self.excused[Excuse.LACKING] & slow
         ended = {peer: ends[peer] for peer in sorted(there & ends.keys())}
-        whole = [agreed for peer, agreed in ended.items() if peer not in excused]
-        if (states := len(set(map(_digest, whole)))) > 1:
+        late = {peer: ended.pop(peer) for peer in sorted(self.lacking & self._slow & ended.keys())}
+        if (states := len(set(map(_digest, ended.values())))) > 1:
             books.broken("", "end", f"{states} different states at the end")
         wrong_at = self.went_wrong_at()
         if wrong_at is not None and self._scene.world.now <= wrong_at + self.heal_s:
             return  # forks have their time
-        # What is lacked can only be later rounds of the history that the others ended with; where all say
-        # that they lack something, of what any of them has.
-        of_all = zip(*(whole or ended.values()), strict=True)
+        # Where all say that they lack something, what any of them has is what the others may lack.
+        of_all = zip(*(ended or late).values(), strict=True)
         furthest = [max(of_one, key=lambda agreed: agreed.version) for of_one in of_all]
-        for peer in sorted(excused & ended.keys()):
-            for fragment, (mine, its) in enumerate(zip(ended[peer], furthest, strict=True)):
+        for peer, holds in late.items():
+            for fragment, (mine, its) in enumerate(zip(holds, furthest, strict=True)):
                 if not comes_of(its, mine, books.histories[fragment]):
                     text = f"left with another state of fragment {fragment}, and says that it lacks one"
                     books.broken(peer, "end", text)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from p2p_co2.config import PeerConfig
+from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import TransportError
 from p2p_co2.node.environment import Clock, Environment
 from p2p_co2.node.node import Node
@@ -25,11 +25,11 @@ from p2p_co2.simnet.laws import Auditor
 from p2p_co2.simnet.ledger import CountingLedger, CountingModel
 from p2p_co2.simnet.links import VirtualLinks
 from p2p_co2.simnet.rendezvous import Doorway
-from p2p_co2.simnet.scene import Scene, Settings
+from p2p_co2.simnet.scene import SOFTWARE, Scene
 from p2p_co2.simnet.virtual_time import ProcessLoop, VirtualTime, loop_of
 from p2p_co2.simnet.work import Saved, Work
 from p2p_co2.telemetry import events as ev
-from p2p_co2.trainer.arrival import GATHER_BOUND_S, Arrival, caught_up
+from p2p_co2.trainer.arrival import Arrival, caught_up
 from p2p_co2.trainer.network_thread import NodeView
 from p2p_co2.trainer.synchroniser import Progressed, Source, Synchroniser
 
@@ -42,6 +42,7 @@ LOOK_EVERY_S = 0.25
 REPORTS_IN_A_QUIET_BEAT = 2.0
 """How often a peer writes its progress down in one slow heartbeat. Every second, as a real one does, a day of
 a thousand would be 88 million lines."""
+TOKENS_PER_STEP = 1000
 THE_RUN_IS_OVER = "the run is over"
 
 
@@ -57,8 +58,8 @@ class Checkpoint:
 @dataclass
 class Volunteer:
     """A peer over all its processes. ``step_s``: of an inner step; ``skew_s``: its date is off by so much;
-    ``drift``: its clocks run too fast by this share; ``counted``: what its last process took for counted, by
-    fragment and block."""
+    ``drift``: its clocks run too fast by this share; ``counted``: what its last process took for counted, of
+    each block of each fragment."""
 
     name: str
     index: int
@@ -70,7 +71,7 @@ class Volunteer:
     work: Work
     disk: Checkpoint | None = None
     processes: int = 0
-    counted: Sequence[Sequence[int]] = ()
+    counted: Sequence[int] = ()
 
     def clock(self, world: VirtualTime) -> Clock:
         rate, start = 1.0 + self.drift, EPOCH_S + self.skew_s
@@ -83,28 +84,23 @@ class Training:
     names offers."""
 
     def __init__(
-        self, settings: Settings, view: NodeView, ledger: CountingLedger, step_s: float, rng: random.Random
+        self, run: RunConfig, view: NodeView, ledger: CountingLedger, step_s: float, rng: random.Random
     ) -> None:
-        self._settings, self._view, self._ledger = settings, view, ledger
+        self._run, self._view, self._ledger = run, view, ledger
         self._step_s, self._rng, self._now = step_s, rng, view.node.clock.monotonic
         self._news = asyncio.Event()
         ledger.on_outcome = self._news.set
-        self.sync: Synchroniser | None = None
+        self.sync: Synchroniser = cast(Any, None)
         """Once it has arrived."""
 
     @property
     def is_over(self) -> bool:
-        return self.sync is not None and self.sync.account.is_over(self.sync.position)
+        return self.sync.account.is_over(self.sync.position)
 
     async def arrive(self, start: Progressed) -> bool:
-        """Wait for the first peers, then until this one is where the swarm is or is sure to be alone; False
-        if that takes too long, or if the others went before this peer had what they had."""
-        node, began_at = self._view.node, self._now()
-        while node.live_peers() < self._settings.min_peers - 1:
-            if self._now() - began_at > GATHER_BOUND_S:
-                return False
-            await asyncio.sleep(LOOK_EVERY_S)
-        arrival = Arrival(node, self._now())
+        """Wait until this peer is where the swarm is or is sure to be alone; False if that takes too long, or
+        if the others went before this peer had what they had."""
+        arrival = Arrival(self._view.node, self._now())
         try:
             is_there = arrival.is_there(self._now())
             while not is_there:
@@ -112,32 +108,30 @@ class Training:
                 is_there = arrival.is_there(self._now())
         except TransportError:
             return False
-        run = self._settings.run
-        start = caught_up(start, self._view.swarm_position(), run.clock, self._now())
+        start = caught_up(start, self._view.swarm_position(), self._run.clock, self._now())
         model = CountingModel(self._ledger.work, [agreed.version for agreed in self._ledger.agreed()])
         source = Source(self._now, lambda: self._rng.randbytes(8))
-        self.sync = Synchroniser(run, cast(Any, model), cast(Any, self._ledger), self._view, start, source)
+        self.sync = Synchroniser(
+            self._run, cast(Any, model), cast(Any, self._ledger), self._view, start, source
+        )
         self.sync.take_outcomes()
         self.sync.report()
         return True
 
     def ask_to_leave(self) -> None:
         """Ctrl-C, while it trains: whatever it waits for, it looks up."""
-        assert self.sync is not None
         self.sync.stopped = True
         self._news.set()
 
     async def train(self) -> None:
         """Until the run is over or this peer is asked to leave."""
-        assert self.sync is not None
         while not (self.sync.stopped or self.is_over):
             await asyncio.sleep(self._step_s * self._rng.uniform(0.9, 1.1))
             self._ledger.work.units += 1
-            await self._stand_still(self.sync.step_waits(self._settings.tokens_per_step, math.nan))
+            await self._stand_still(self.sync.step_waits(TOKENS_PER_STEP, math.nan))
 
     async def flush(self) -> None:
         """As ``Synchroniser.flush``."""
-        assert self.sync is not None
         await self._stand_still(self.sync.flush_waits(self.is_over))
 
     async def _stand_still(self, waits: Iterator[float]) -> None:
@@ -175,7 +169,8 @@ class Process:
         """Since when it trains, in virtual seconds."""
         self.contributed_at: float | None = None
         self.node: Node | None = None
-        self.training: Training | None = None
+        self._training: Training = cast(Any, None)
+        """Once it has its node."""
         self.links: VirtualLinks | None = None
         self.alive = True
         self._reported_at = 0.0
@@ -200,8 +195,7 @@ class Process:
 
     @property
     def is_leaving(self) -> bool:
-        sync = self.training.sync if self.training is not None else None
-        return sync is not None and sync.stopped
+        return self.trained_at is not None and self._training.sync.stopped
 
     # ---- its life
 
@@ -212,17 +206,17 @@ class Process:
         if saved is not None:
             self.ledger.restore(saved.fragments)
             start = saved.progressed
-        config = PeerConfig(name=volunteer.name)
         doorway = Doorway(
-            volunteer.identity, config, settings.run, scene.software, self.endpoint, scene.rendezvous
-        )
+            volunteer.identity, PeerConfig(name=volunteer.name), settings.run, SOFTWARE, self.endpoint,
+            scene.rendezvous,
+        )  # fmt: skip
         self._say(
             ev.PeerStarted, name=volunteer.name, pid=1000 * volunteer.processes + volunteer.index,
-            software=scene.software, device="simulated", parameters=settings.parameters,
+            software=SOFTWARE, device="simulated", parameters=settings.parameters,
             fragments=len(settings.blocks), run=settings.run.digest().hex(),
         )  # fmt: skip
         await self._join(doorway)
-        node = self.node = scene.make_node(
+        node = self.node = Node(
             Environment.of(doorway, volunteer.clock(scene.world), self._make_links, scene.open_message),
             scene.shape, scene.state_bytes, self.ledger, self.ledger.agreed(), self._report,
         )  # fmt: skip
@@ -230,7 +224,7 @@ class Process:
         self._tasks.append(self.loop.create_task(node.run()))
         self._tasks[1].add_done_callback(self._ended)
         view = NodeView(node, self.loop, self._report_training, lambda: None)
-        training = self.training = Training(settings, view, self.ledger, volunteer.step_s, scene.rng)
+        training = self._training = Training(settings.run, view, self.ledger, volunteer.step_s, scene.rng)
         is_there = await training.arrive(start)
         self._watch.saw_arrival(self, is_there)
         if not is_there:
@@ -247,7 +241,7 @@ class Process:
     async def _join(self, doorway: Doorway) -> None:
         while True:
             try:
-                await doorway.join()
+                await doorway.rebootstrap()
                 return
             except TransportError as error:
                 self._say(ev.Warned, text=str(error))
@@ -274,9 +268,7 @@ class Process:
 
     def _save(self) -> None:
         """Write a checkpoint: whole, at one moment."""
-        assert self.training is not None
-        sync = self.training.sync
-        assert sync is not None
+        sync = self._training.sync
         progressed = Progressed(sync.position, sync.inner_steps, sync.tokens)
         self.volunteer.disk = Checkpoint(tuple(self.ledger.save()), progressed, self.volunteer.work.units)
 
@@ -284,8 +276,8 @@ class Process:
 
     def ask_to_leave(self) -> None:
         """Ctrl-C, once; before it trains there is nothing to finish."""
-        if self.training is not None and self.trained_at is not None:
-            self.training.ask_to_leave()
+        if self.trained_at is not None:
+            self._training.ask_to_leave()
         else:
             self.die(host_up=True)
 

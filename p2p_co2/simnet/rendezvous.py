@@ -2,8 +2,8 @@
 
 A record stands from its publication until it expires, also when its writer is long dead. A newcomer needs a
 seed; who is inside already finds records as long as anybody else who is inside can be reached. While the net
-is cut, what is published on one side is not seen on the other. Price: no Kademlia here; which nodes hold a
-record, and lookups that fail half-way, are not played.
+is cut, records from the other side are not found. Price: no Kademlia here; which nodes hold a record, and
+lookups that fail half-way, are not played.
 """
 
 from __future__ import annotations
@@ -26,18 +26,12 @@ RECORD_LIFETIME_S, RECORD_RENEWED_S = 60.0, 20.0
 CALLED_FOR_S, REFUSED_S = 15.0, 1.0
 """A call that nobody answers ends after so long (``discovery.dht``); one that is refused ends sooner."""
 SLOWEST_LOOKUP_S, LISTED_S = 0.6, 0.5
-
-
-@dataclass
-class _Entry:
-    record: PeerRecord
-    published_at: float
-    expires_at: float
+"""Who lists all records finds those of up to ``LISTED_S`` ago."""
 
 
 @dataclass
 class Seed:
-    """A seed: finds peers, relays, never trains. ``side``: where it is when the net is cut."""
+    """A seed: finds peers, never trains. ``side``: where it is when the net is cut."""
 
     is_up: bool = True
     side: int = 0
@@ -49,89 +43,67 @@ class Rendezvous:
 
     internet: Internet
     rng: random.Random
-    seeds: list[Seed] = field(default_factory=lambda: [Seed()])
-    _entries: dict[PeerId, _Entry] = field(default_factory=dict)
+    seeds: list[Seed] = field(default_factory=lambda: [Seed(), Seed(side=1)])
+    _records: dict[PeerId, tuple[float, PeerRecord]] = field(default_factory=dict)
+    """With when it expires."""
     _listed: list[PeerRecord] = field(default_factory=list)
     _listed_at: float = -math.inf
-    _cut_since: float | None = None
-
-    def net_changed(self) -> None:
-        """The net was cut or healed."""
-        self._cut_since = None if self.internet.is_whole else self._cut_since or self.internet.world.now
-        self._listed_at = -math.inf
 
     def seed_answers(self, peer: PeerId) -> bool:
         """Whether ``peer`` reaches a seed."""
-        side = self.internet.side_of(peer)
-        whole = self.internet.is_whole
+        side, whole = self.internet.side_of(peer), self.internet.is_whole
         return any(seed.is_up and (whole or seed.side == side) for seed in self.seeds)
 
     def answers(self, peer: PeerId) -> bool:
         """Whether somebody who holds records can be reached."""
         return self.seed_answers(peer) or any(
             self.internet.endpoints[other].is_up and other != peer and not self.internet.is_cut(peer, other)
-            for other in self._entries
+            for other in self._records
         )
 
     def publish(self, record: PeerRecord, lifetime_s: float) -> None:
-        peer, now = PeerId(record.peer), self.internet.world.now
-        self._entries[peer] = _Entry(record, now, now + lifetime_s)
+        self._records[PeerId(record.peer)] = self.internet.world.now + lifetime_s, record
 
     def record(self, peer: PeerId, asker: PeerId) -> PeerRecord | None:
         """The record of ``peer`` that ``asker`` finds now."""
-        entry = self._entries.get(peer)
-        return entry.record if entry is not None and self._is_seen(entry, asker) else None
+        expires_at, record = self._records.get(peer, (-math.inf, None))
+        is_seen = expires_at > self.internet.world.now and not self.internet.is_cut(asker, peer)
+        return record if is_seen else None
 
     def records(self, asker: PeerId) -> list[PeerRecord]:
-        """The records that ``asker`` finds, of all peers, sorted by peer; while the net is whole those of up
-        to ``LISTED_S`` ago, which all find."""
-        now = self.internet.world.now
-        if self._cut_since is not None or now >= self._listed_at + LISTED_S:
+        """The records that ``asker`` finds, of all peers, sorted by peer."""
+        now, net = self.internet.world.now, self.internet
+        if now >= self._listed_at + LISTED_S:
             self._listed_at = now
-            self._listed = [
-                entry.record for _, entry in sorted(self._entries.items()) if self._is_seen(entry, asker)
-            ]
-        return self._listed
-
-    def _is_seen(self, entry: _Entry, asker: PeerId) -> bool:
-        is_old = self._cut_since is None or entry.published_at < self._cut_since
-        is_here = is_old or not self.internet.is_cut(asker, PeerId(entry.record.peer))
-        return is_here and entry.expires_at > self.internet.world.now
+            self._listed = [one for _, (until, one) in sorted(self._records.items()) if until > now]
+        if net.is_whole:
+            return self._listed
+        return [one for one in self._listed if not net.is_cut(asker, PeerId(one.peer))]
 
 
 class Doorway:
     """One process on the simulated net: implements ``node.environment.PeerNetwork``."""
 
     def __init__(
-        self,
-        identity: Identity,
-        config: PeerConfig,
-        run: RunConfig,
-        software: str,
-        endpoint: Endpoint,
-        rendezvous: Rendezvous,
-    ) -> None:
+        self, identity: Identity, config: PeerConfig, run: RunConfig, software: str,
+        endpoint: Endpoint, rendezvous: Rendezvous,
+    ) -> None:  # fmt: skip
         self.identity, self.config, self.run, self.software = identity, config, run, software
         self.carriers: Sequence[Carrier] = ()
         self._endpoint, self._rendezvous = endpoint, rendezvous
-        self._world = endpoint.loop
         self._run_digest = run.digest()
-        self._published_at = -1e9
-
-    async def join(self) -> None:
-        """What ``Network.open`` does; raises ``TransportError`` when no seed answers."""
-        await self._lookup(self._rendezvous.seed_answers, "no seed can be reached")
+        self._published_at = -math.inf
 
     async def start_carriers(self, on_message: OnMessage, on_refused: OnRefused) -> None:
         self._endpoint.on_message = on_message
 
     async def publish_self(self, somebody_unmet: bool = False) -> None:
-        if self._world.time() - self._published_at < RECORD_RENEWED_S:
+        if self._endpoint.loop.time() - self._published_at < RECORD_RENEWED_S:
             return
         await self._lookup(self._rendezvous.answers, "the DHT did not take a record")
         record = PeerRecord(peer=self.identity.peer_id, run=self._run_digest, software=self.software)
         self._rendezvous.publish(record, RECORD_LIFETIME_S)
-        self._published_at = self._world.time()
+        self._published_at = self._endpoint.loop.time()
 
     async def find_peers(self) -> list[PeerRecord]:
         await self._lookup(self._rendezvous.answers, "the DHT did not answer")
@@ -142,14 +114,15 @@ class Doorway:
         return self._rendezvous.record(peer, self.identity.peer_id)
 
     async def daemon_ended(self) -> str:
-        forever: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        return await forever
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never
 
     async def greet_seeds(self) -> None:
         await self.rebootstrap()
 
     async def rebootstrap(self) -> None:
-        self._published_at = -1e9
+        """Also how a process joins; raises ``TransportError`` when no seed answers."""
+        self._published_at = -math.inf
         await self._lookup(self._rendezvous.seed_answers, "no seed can be reached")
 
     async def _lookup(self, answers: Callable[[PeerId], bool], trouble: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from p2p_co2 import __version__
 from p2p_co2.config import RunConfig
-from p2p_co2.node.node import Node
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.catchup import chunk_bytes_of
 from p2p_co2.protocol.rounds import PayloadShape
@@ -21,10 +20,11 @@ from p2p_co2.simnet.internet import Internet, way_between
 from p2p_co2.simnet.laws import Books
 from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.simnet.links import open_parcel
-from p2p_co2.simnet.rendezvous import Rendezvous, Seed
+from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import BLOCK_BYTES, starts
 
+SOFTWARE = f"p2p-co2 {__version__}"
 MAX_CHUNKS = 512
 """In how many chunks a state travels at most. Of states above 256 MB a simulated chunk is larger than a real
 one, and a donor on a slow way may count as silent over it."""
@@ -33,7 +33,7 @@ MAX_STATE_FACTOR = 64
 
 
 class Faults(Protocol):
-    """What goes wrong, and when (``faults``)."""
+    """What goes wrong, and when (``faults``); nothing does after ``calm_at``."""
 
     @property
     def calm_at(self) -> float: ...
@@ -59,9 +59,6 @@ class Settings:
     parameters: int = 0
     step_s: float = 0.5
     speed_spread: float = 2.0
-    tokens_per_step: int = 1000
-    seeds: int = 2
-    min_peers: int = 1
     start_spread_s: float = 2.0
     checkpoint_every_s: float = 60.0
     largest_skew_s: float = 60.0
@@ -69,59 +66,43 @@ class Settings:
     offers_within_s: float = 0.0
 
     @property
-    def slowest_step_s(self) -> float:
-        return self.step_s * self.speed_spread * 1.1
-
-    @property
     def planned_s(self) -> float:
         """Virtual seconds of all rounds, without what the end of the run takes."""
         clock = self.run.clock
-        of_steps_s = clock.inner_steps_per_round * self.slowest_step_s
-        return clock.rounds * (clock.round_s if clock.mode == "time" else of_steps_s)
+        steps_s = clock.inner_steps_per_round * self.step_s * self.speed_spread * 1.1
+        return clock.rounds * (clock.round_s if clock.mode == "time" else steps_s)
 
 
 class Scene:
-    """See the module. ``make_node``, ``make_ledger``, ``open_message``: where a test plants its bugs."""
+    """See the module. ``make_ledger`` and ``open_message``: where a test plants its bugs."""
 
-    software = f"p2p-co2 {__version__}"
-
-    def __init__(
-        self,
-        settings: Settings,
-        log: EventLog,
-        make_node: Callable[..., Node],
-        make_ledger: Callable[..., CountingLedger],
-    ) -> None:
-        self.settings, self.log = settings, log
-        self.make_node, self.make_ledger = make_node, make_ledger
+    def __init__(self, settings: Settings, log: EventLog, make_ledger: Callable[..., CountingLedger]) -> None:
+        self.settings, self.log, self.make_ledger = settings, log, make_ledger
         self.open_message: Callable[[bytes, bytes], Opened] = open_parcel
         self.world = VirtualTime()
         self.rng = random.Random(f"{settings.seed}/net")
         self.internet = Internet(self.world, self.rng, settings.real_bytes_per_block / BLOCK_BYTES)
-        seeds = [Seed(side=index % 2) for index in range(settings.seeds)]
-        self.rendezvous = Rendezvous(self.internet, random.Random(f"{settings.seed}/dht"), seeds)
-        self.internet.relays_up = self.rendezvous.seed_answers
+        self.rendezvous = Rendezvous(self.internet, random.Random(f"{settings.seed}/dht"))
         factor = min(MAX_STATE_FACTOR, max(2, settings.state_factor))
         self.state_bytes = [count * BLOCK_BYTES * factor for count in settings.blocks]
         clock, scale = settings.run.clock, self.internet.scale
+        # A chunk as large as a real one; of states so large that they have more chunks, larger.
+        real_bytes = chunk_bytes_of([round(scale * size) for size in self.state_bytes])
+        chunk_bytes = max(
+            math.ceil(real_bytes / max(1.0, scale)), math.ceil(max(self.state_bytes) / MAX_CHUNKS)
+        )
         self.shape = PayloadShape(
             BLOCK_BYTES,
             settings.blocks,
             clock.round_s if clock.mode == "time" else 0.0,
             ASSUMED_UPLOAD_BYTES_PER_S / scale,
-            self._chunk_bytes(),
+            chunk_bytes,
             scale,
             settings.run.weight_cap,
             clock.mode == "steps",
         )
-        self.starts = starts(settings.blocks, self.state_bytes, self.shape.chunk_bytes)
+        self.starts = starts(settings.blocks, self.state_bytes, chunk_bytes)
         self.books = Books(self.starts, lambda: self.world.now)
-
-    def _chunk_bytes(self) -> int:
-        """A chunk as large as a real one; of states so large that they have more chunks, larger."""
-        scale = self.internet.scale
-        real = math.ceil(chunk_bytes_of([round(scale * size) for size in self.state_bytes]) / max(1.0, scale))
-        return max(real, math.ceil(max(self.state_bytes) / MAX_CHUNKS))
 
     def loading_s(self, line: LinkProfile, lines: set[LinkProfile]) -> float:
         """Seconds that all fragments' states take over a ``line``, from the slowest of ``lines``."""

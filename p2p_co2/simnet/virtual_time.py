@@ -58,14 +58,15 @@ class VirtualTime:
         self.turns = 0
         self.errors: list[str] = []
         self._heap: list[tuple[float, int, Handle]] = []
-        self._ready: deque[Handle] = deque()
+        self.ready: deque[Handle] = deque()
+        """To run now."""
         self._asked = 0
         self._stopped = False
 
     def soon(self, callback: Callable[..., object], args: tuple[Any, ...], loop: ProcessLoop) -> Handle:
         """Run it in the process of ``loop`` as soon as what waits has run."""
         handle = Handle(callback, args, loop)
-        self._ready.append(handle)
+        self.ready.append(handle)
         return handle
 
     def at(
@@ -81,17 +82,13 @@ class VirtualTime:
         """Something that happens to the world, not in a process."""
         return self.at(when, callback, args, None)
 
-    def again(self, handles: Iterable[Handle]) -> None:
-        """Run these now, in order."""
-        self._ready.extend(handles)
-
     def stop(self) -> None:
         """Let ``run`` return after the callback that is running now, or before its first."""
         self._stopped = True
 
     def run(self, until: float) -> None:
         """Run callbacks up to and at ``until``, or until ``stop``, or until nothing is left to do."""
-        ready, heap = self._ready, self._heap
+        ready, heap = self.ready, self._heap
         before, current = events._get_running_loop(), None
         events._set_running_loop(None)
         try:
@@ -147,8 +144,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     def go_on(self) -> None:
         """SIGCONT: everything that became due meanwhile runs now, in order."""
-        held, self.held = self.held or [], None
-        self._world.again(held)
+        self._world.ready.extend(self.held or ())
+        self.held = None
 
     def die(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         """Its ``tasks`` are cancelled and unwound now, and no timer or message reaches it any more. The
