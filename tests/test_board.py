@@ -325,15 +325,18 @@ def test_a_run_that_is_over_is_told_in_its_own_time(tmp_path: Path) -> None:
     assert len(history.series(SWARM, *history.span())) > 10
 
 
-def test_the_report_says_the_newest_loss_whoever_measured_it(tmp_path: Path) -> None:
+def test_the_report_has_the_loss_that_others_measured_and_the_summary(tmp_path: Path) -> None:
     with Journal(tmp_path / "events.jsonl") as journal:
         for event in MadeSwarm(2, start_at=START).at(0):
             journal.write(event)
-    agreed = [(START, 0.0, 4.976), (START + 60, 1e6, 1.4375)]
-    write_report(tmp_path, agreed)
-    assert "1.438" in (tmp_path / "report.html").read_text().split("application/json")[0]
-    write_report(tmp_path, agreed[:1])
-    assert "1.438" not in (tmp_path / "report.html").read_text()
+    write_report(tmp_path, "run <made-up>", [(START, 0.0, 4.976), (START + 60, 1e6, 1.4375)])
+    page = (tmp_path / "report.html").read_text()
+    assert "1.4375" in page
+    assert "<pre>run &lt;made-up&gt;</pre>" in page
+    (tmp_path / "report.html").unlink()
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(EnvironmentFault, match="cannot write the report"):
+        write_report(tmp_path)
 
 
 # ---- where the run is

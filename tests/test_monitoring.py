@@ -89,7 +89,7 @@ def test_a_killed_peer_is_named_with_what_others_saw() -> None:
     summary = summarise(view, FACTS)
     assert summary["digests_equal"]
     assert verdict(summary) == ["peer bob did not finish (last phase training, no sign of life for 6 s)"]
-    assert "not finished: no sign of life" in printed(summary)
+    assert "bob: no sign of life" in printed(summary)
     assert "gone" in frame(view, now=130.0)
 
 

@@ -22,16 +22,19 @@ import secrets
 import socket
 import time
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
-from urllib.parse import parse_qs
 
 import uvicorn
 from fastapi import FastAPI, Response
 from fastapi import Path as PathParameter
 from nicegui import ui
+from starlette.requests import HTTPConnection
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from monitoring.board.pages import (
     BandwidthPage,
@@ -54,10 +57,6 @@ COOKIE = "p2p_co2_board"
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]+")
 _RoundNumber = Annotated[int, PathParameter(ge=0, le=2**53)]
 """Larger ones are no round's, and more than the history can look for."""
-_Scope = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[Any]]
-_Send = Callable[[Any], Awaitable[None]]
-_App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,42 +135,37 @@ class Activity:
 class Guard:
     """ASGI middleware: the token, or on loopback the Host and Origin headers; and who is here."""
 
-    def __init__(self, app: _App, token: str, activity: Activity) -> None:
+    def __init__(self, app: ASGIApp, token: str, activity: Activity) -> None:
         self._activity, self._token = activity, token
         self.app = app  # NiceGUI looks for its own application behind `app`
 
-    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in {"http", "websocket"}:
             await self.app(scope, receive, send)
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        refusal = self._refusal(scope, headers)
-        if refusal:
-            await _refuse(scope, receive, send, refusal)
+        asked = HTTPConnection(scope)
+        if refusal := self._refusal(scope, asked):
+            is_page = scope["type"] == "websocket"
+            answer = WebSocketClose(4403) if is_page else PlainTextResponse(refusal, 403)
+            await answer(scope, receive, send)
             return
-        if self._token and _token_in(scope):
+        if self._token and "token" in asked.query_params:
             send = _with_cookie(send, self._token)
         with self._activity.during(is_page=scope["type"] == "websocket"):
             await self.app(scope, receive, send)
 
-    def _refusal(self, scope: _Scope, headers: dict[str, str]) -> str:
-        host = headers.get("host", "")
-        origin = headers.get("origin", "")
+    def _refusal(self, scope: Scope, asked: HTTPConnection) -> str:
+        host, origin = asked.headers.get("host", ""), asked.headers.get("origin", "")
         if scope["type"] == "websocket" and origin and origin.split("//", 1)[-1] != host:
             return "this page belongs to another site"
         if not self._token:
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
             return "" if _is_this_machine(name) else "this board is for this machine only"
-        bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        offered = (_token_in(scope), _cookie(headers.get("cookie", "")), bearer)
+        bearer = asked.headers.get("authorization", "").removeprefix("Bearer ")
+        offered = (asked.query_params.get("token", ""), asked.cookies.get(COOKIE, ""), bearer)
         if any(hmac.compare_digest(word.encode(), self._token.encode()) for word in offered):
             return ""
         return "the token is missing or wrong; open the address that the board printed"
-
-
-def _token_in(scope: _Scope) -> str:
-    """The token in the address; "" if it is not there."""
-    return str(parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0])
 
 
 def _is_this_machine(name: str) -> bool:
@@ -182,24 +176,7 @@ def _is_this_machine(name: str) -> bool:
         return False
 
 
-def _cookie(header: str) -> str:
-    """Our cookie; "" if it is not there. Cookies of other programs on this host come along, in any shape."""
-    pairs = (pair.strip().partition("=") for pair in header.split(";"))
-    return next((value for name, _, value in pairs if name == COOKIE), "")
-
-
-async def _refuse(scope: _Scope, receive: _Receive, send: _Send, words: str) -> None:
-    if scope["type"] == "websocket":
-        await receive()
-        await send({"type": "websocket.close", "code": 4403})
-        return
-    text = words.encode()
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(text)).encode())]
-    await send({"type": "http.response.start", "status": 403, "headers": headers})
-    await send({"type": "http.response.body", "body": text})
-
-
-def _with_cookie(send: _Send, token: str) -> _Send:
+def _with_cookie(send: Send, token: str) -> Send:
     cookie = f"{COOKIE}={token}; Path=/; HttpOnly; SameSite=Strict".encode()
 
     async def sending(message: Any) -> None:

@@ -7,6 +7,7 @@ know each other. Price: every event of every peer is folded here, in the process
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -66,9 +67,10 @@ class RunTerminal:
             (self.view.started_at, 0, facts.loss_start),
             (self.view.last_at, summary["tokens"], facts.loss_end),
         )
-        write_report(
-            folder, [(at, tokens, loss) for at, tokens, loss in ends if at is not None and loss is not None]
-        )
+        words = Console(file=io.StringIO(), width=120, record=True)
+        print_summary(summary, words)
+        agreed = [(at, tokens, loss) for at, tokens, loss in ends if at is not None and loss is not None]
+        write_report(folder, words.export_text(), agreed)
         print_summary(summary, self.console)
         return summary
 
