@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from monitoring.words import LEFT_PREFIX, capped_words, clock, loss_unit, percent, plain, size
+from monitoring.words import LEFT_PREFIX, clock, describe, loss_unit, percent, plain, size
 from p2p_co2.config import RunConfig
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState, Sighting
@@ -64,6 +64,14 @@ SKIPPED_SHARE, MIN_SENDS = 0.2, 5
 ALONE_S = 30.0
 MOST_NAMED = 4
 BAD, ODD = "bad", "odd"
+_UPDATE = "its owner should install the organiser's version"
+_ADVICE = {
+    "round_aborted": (BAD, "its work goes into the next one; if that goes on, look at the peer it names"),
+    "contribution_capped": (ODD, "if it is honest, raise weight_cap in the next run file"),
+    "message_refused": (ODD, _UPDATE),
+    "warned": (ODD, "its own terminal or log says more"),
+}
+"""What to do about an event, by its kind."""
 INVITE = "invite others with: p2p-co2 join TICKET (the word that the seed printed)"
 _ABSENT = {
     "gone": ("is gone", "the others go on; if it is yours, join again there with --resume"),
@@ -527,7 +535,7 @@ def _of_peer(peer: PeerFacts, sighting: Sighting | None, now: float, leading: in
         yield _trouble(me, BAD, f"{name} {word}: {reason}", advice, peer.last_seen_at or now)
     elif peer.state == "unknown" and peer.reason and sighting is not None and sighting.refused:
         what = f"{name} says nothing that can be read: {reason}"
-        yield _trouble(me, BAD, what, "its owner should install the organiser's version", now)
+        yield _trouble(me, BAD, what, _UPDATE, now)
     elif peer.state == "behind":
         yield _trouble(me, ODD, f"{name} is left out: {reason}", "wait until it has caught up", now)
     if peer.nonsense:
@@ -601,46 +609,18 @@ def _skipped(known: Known) -> list[Trouble]:
 
 def _of_events(known: Known) -> list[Trouble]:
     """Recent events that a person should act on, each kind and reason once, with how often."""
-    alike: dict[tuple[str, str], list[ev.Event]] = {}
+    alike: dict[tuple[str, str], dict[str, tuple[ev.Event, str]]] = {}
     for event in known.view.notable:
-        match event:
-            case ev.RoundAborted():
-                key = "aborted", event.reason
-            case ev.ContributionCapped():  # every member tells of it: one line for each peer it is about
-                key = "capped", event.other
-            case ev.MessageRefused():
-                key = f"refused {event.other}", event.reason
-            case ev.Warned():
-                key = "warned", event.text
-            case _:
-                continue
-        if known.now - event.at <= RECENT_S:
-            alike.setdefault(key, []).append(event)
-    return [_of_alike(told, lambda peer: plain(known.label(peer), 40)) for told in alike.values()]
-
-
-def _of_alike(told: Sequence[ev.Event], name: Callable[[str], str]) -> Trouble:
-    """One line for events of one kind and reason; the newest is last."""
-    event, writers = told[-1], sorted({name(one.peer) for one in told})
-    is_one = len(writers) == 1
-    who = writers[0] if is_one else f"{len(writers)} peers ({', '.join(writers[:MOST_NAMED])})"
-    peer, severity = event.peer, ODD
-    match event:
-        case ev.RoundAborted():
-            rounds = {(one.fragment, one.round) for one in told if isinstance(one, ev.RoundAborted)}
-            what = f"Round {event.round} of fragment {event.fragment} was aborted: {plain(event.reason, 140)}"
-            what += f" ({len(rounds) - 1} more of late)" if len(rounds) > 1 else ""
-            advice = "its work goes into the next one; if that goes on, look at the peer that is named"
-            severity = BAD
-        case ev.ContributionCapped():
-            peer, what = event.other, f"{name(event.other)} {capped_words(event)}"
-            advice = "if it is honest, raise weight_cap in the next run file"
-        case ev.MessageRefused():
-            refuse = f"refuse{'s' * is_one} messages of {name(event.other)}"
-            what = f"{who} {refuse}: {plain(event.reason, 80)}"
-            advice = "its owner should install the organiser's version"
-        case _:
-            text = event.text if isinstance(event, ev.Warned) else event.kind
-            what = f"{who} warn{'s' * is_one}: {plain(text, 200)}"
-            advice = "its own terminal or log says more"
-    return _trouble(peer, severity, what, advice, event.at)
+        if event.kind not in _ADVICE or known.now - event.at > RECENT_S:
+            continue
+        about = next(filter(None, (getattr(event, name, "") for name in ("reason", "text", "other"))), "")
+        key, words = describe(event, known.labels)
+        alike.setdefault((event.kind, about), {})[key] = event, words
+    found = []
+    for (kind, _), told in alike.items():
+        event, what = list(told.values())[-1]
+        severity, advice = _ADVICE[kind]
+        what += f" ({len(told) - 1} more of late)" if len(told) > 1 else ""
+        peer = event.other if isinstance(event, ev.ContributionCapped) else event.peer
+        found.append(_trouble(peer, severity, what, advice, event.at))
+    return found

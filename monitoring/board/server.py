@@ -22,7 +22,7 @@ import secrets
 import socket
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -187,22 +187,9 @@ def _with_cookie(send: Send, token: str) -> Send:
     return sending
 
 
-def make_app(model: Model, recorder: Recorder, broken: Callable[[BaseException], None]) -> FastAPI:
-    """The board's application; ``broken`` hears of an error that ended its ticking."""
-
-    def ticked(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            broken(error)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        ticking = asyncio.create_task(_keep_ticking(model, recorder), name="tick")
-        ticking.add_done_callback(ticked)
-        yield
-        ticking.cancel()
-        await asyncio.gather(ticking, return_exceptions=True)
-
-    app = FastAPI(title="p2p-co2", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+def make_app(model: Model, recorder: Recorder) -> FastAPI:
+    """The board's application."""
+    app = FastAPI(title="p2p-co2", docs_url=None, redoc_url=None, openapi_url=None)
     collector = FactsCollector(model.facts, lambda: model.feed.me)
 
     @app.get("/api/swarm")
@@ -250,17 +237,6 @@ def swarm_schema() -> dict[str, Any]:
     return SwarmFacts.model_json_schema()
 
 
-async def _keep_ticking(model: Model, recorder: Recorder) -> None:
-    """Fold what is new once a second, write history in a thread."""
-    while True:
-        started_at = time.monotonic()
-        for events in model.moments(time.time()):
-            recorder.see(events)
-            if batch := recorder.batch():
-                await asyncio.to_thread(recorder.write, batch)
-        await asyncio.sleep(max(0.05, TICK_S - (time.monotonic() - started_at)))
-
-
 class _Server(uvicorn.Server):
     """Leaves signals to the caller."""
 
@@ -277,38 +253,29 @@ async def serve(
     stop: asyncio.Event,
     is_over: Callable[[Activity], bool] = lambda activity: False,
 ) -> None:
-    """Serve until ``stop`` is set or ``is_over`` says so. ``bound`` is closed at the end.
-
-    An error of ours in the ticking ends the board and is raised: pages then say that they are disconnected,
-    instead of showing for good what was true once.
-    """
-    activity, errors = Activity(), list[BaseException]()
-
-    def broken(error: BaseException) -> None:
-        errors.append(error)
-        server.should_exit = True
-
-    async def until_over() -> None:
-        while not stop.is_set() and not is_over(activity):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await stop.wait()
-
-    app = Guard(make_app(model, Recorder(model, history), broken), place.token, activity)
+    """Serve until ``stop`` is set or ``is_over`` says so; fold what is new once a second, and write history
+    in a thread. ``bound`` is closed at the end. An error of ours ends the board and is raised, so that pages
+    say that they are disconnected, instead of showing for good what was true once."""
+    activity, recorder = Activity(), Recorder(model, history)
     config = uvicorn.Config(
-        app, log_level="warning", lifespan="on", ws="websockets-sansio", timeout_graceful_shutdown=2,
-        access_log=False,
+        Guard(make_app(model, recorder), place.token, activity), log_level="warning", lifespan="on",
+        ws="websockets-sansio", timeout_graceful_shutdown=2, access_log=False,
     )  # fmt: skip
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[bound]), name="serve")
-    stopping = asyncio.create_task(until_over(), name="stop")
-    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = True
-    await asyncio.wait({serving}, timeout=5.0)
-    stopping.cancel()
-    serving.cancel()
-    ended = await asyncio.gather(serving, stopping, return_exceptions=True)
-    errors += [error for error in ended if isinstance(error, Exception)]
-    bound.close()
-    if errors:
-        raise errors[0]
+    try:
+        while not (stop.is_set() or serving.done() or is_over(activity)):
+            next_at = time.monotonic() + TICK_S
+            for events in model.moments(time.time()):
+                recorder.see(events)
+                if batch := recorder.batch():
+                    await asyncio.to_thread(recorder.write, batch)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.05, next_at - time.monotonic())):
+                    await stop.wait()
+    finally:
+        server.should_exit = True
+        await asyncio.wait({serving}, timeout=5.0)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        bound.close()
