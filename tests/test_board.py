@@ -33,7 +33,8 @@ from monitoring.facts import (
 from monitoring.feeds import JournalFeed
 from monitoring.history import SWARM, History
 from monitoring.metrics import MAX_PEERS, FactsCollector, exposition
-from monitoring.model import FORGET_AFTER_S, Model, Recorder
+from monitoring.model import MAX_PEERS as MAX_PEERS_LISTED
+from monitoring.model import Model, Recorder
 from monitoring.report import write_report
 from monitoring.sinks import TensorBoardSink, export_feed, figures_of, open_sinks
 from monitoring.summary import RunFacts, summarise, verdict
@@ -46,7 +47,7 @@ from p2p_co2.protocol.wire.limits import MAX_STRING
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, FeedState, News
 from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, event_line
-from p2p_co2.telemetry.view import MAX_MENTIONED, MAX_VALUES, fold, recalled
+from p2p_co2.telemetry.view import MAX_VALUES, fold, recalled
 from tests.event_samples import committed, progress, started
 from tests.made_model import START, all_charts, evil_model, followed, model_after
 from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
@@ -212,44 +213,6 @@ def test_a_board_started_again_counts_nothing_twice(tmp_path: Path) -> None:
 
 
 # ---- who is gone
-
-
-def test_who_is_gone_for_a_day_is_listed_no_more_and_still_counts() -> None:
-    feed = MadeFeed(MadeSwarm(3, start_at=START))
-    feed.advance(30)
-    feed.is_whole = False
-    model = Model(feed)
-    model.step(START + 30)
-    before, gone = model.facts(), peer_id(2)
-    steps = model.view.staleness.total()
-    day = FORGET_AFTER_S + 60
-    for at in (day, 2 * day):
-        for number in range(2):
-            feed.news.events.append(progress_of(model, peer_id(number), START + at))
-        model.step(START + at)
-    facts = model.facts()
-    assert {peer.peer for peer in facts.peers} == {peer_id(0), peer_id(1)}
-    assert (facts.tokens, facts.up_bytes) == (before.tokens, before.up_bytes)
-    assert model.view.staleness.total() == steps
-    # It comes back as another process, which counts from 0.
-    feed.news.events += [
-        ev.PeerStarted(at=START + 2 * day, peer=gone, name="back", pid=1, software="", device="",
-                       parameters=1, fragments=4, run=""),
-        dataclasses.replace(progress_of(model, peer_id(0), START + 2 * day), peer=gone, tokens=5),
-    ]  # fmt: skip
-    model.step(START + 2 * day + 1)
-    back = next(peer for peer in model.facts().peers if peer.peer == gone)
-    assert back.tokens == 5
-    assert model.facts().tokens == before.tokens + 5
-
-
-def progress_of(model: Model, peer: str, at: float) -> ev.Progress:
-    """What ``peer`` says at ``at`` if it has done nothing since its last word."""
-    known = model.view.peers[peer]
-    return ev.Progress(
-        at=at, peer=peer, phase="training", position=known.progress.position, versions=known.versions,
-        tokens_per_s=0.0, loss=math.nan, **dataclasses.asdict(known.totals),
-    )  # fmt: skip
 
 
 def test_who_still_reads_a_peers_past_does_not_call_it_silent() -> None:
@@ -752,13 +715,12 @@ def test_a_number_of_hundreds_of_digits_ends_no_board() -> None:
 
 def test_peers_that_one_peer_only_speaks_of_are_bounded() -> None:
     feed, model = watched_swarm()
-    for number in range(1000, 1000 + 2 * MAX_MENTIONED):
+    for number in range(1000, 1000 + 2 * MAX_PEERS_LISTED):
         left = ev.PeerLeft(at=START + 30, peer=peer_id(0), other=peer_id(number), reason="so it says")
         feed.news.events.append(left)
     model.step(START + 31)
-    assert len(model.view.peers) == 4 + MAX_MENTIONED
+    assert len(model.view.peers) == MAX_PEERS_LISTED
     assert {peer_id(number) for number in range(4)} <= set(model.view.peers)
-    assert peer_id(1000 + 2 * MAX_MENTIONED - 1) in model.view.peers  # the newest stay
 
 
 def test_figures_that_no_peer_has_are_left_out_of_histograms() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from monitoring.feeds import QUIET_S, JournalFeed, RelayedFeed
 from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, Happening, History
-from monitoring.model import MAX_UNHEARD, Model, Recorder
+from monitoring.model import MAX_PEERS, Model, Recorder
 from p2p_co2.config import read_run_config
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.protocol.wire.messages_pb2 import Relayed
@@ -236,9 +236,9 @@ def test_peers_that_are_only_listed_are_forgotten() -> None:
     feed = _Listed()
     model = Model(feed)
     for second in range(3):
-        feed.numbers = [*range(second * MAX_UNHEARD, (second + 1) * MAX_UNHEARD), 0]
+        feed.numbers = [*range(second * MAX_PEERS, (second + 1) * MAX_PEERS), 0]
         model.step(float(second))
-    assert model.facts().peers_known == MAX_UNHEARD
+    assert model.facts().peers_known == MAX_PEERS
     assert "listed-0" in model.sightings
     assert "listed-1" not in model.sightings
 
