@@ -291,8 +291,8 @@ def test_an_up_to_date_asker_that_hurries_is_told_to_wait() -> None:
     table = responder()
     question = ReportRequest(run=RUN, process=7, after=0).SerializeToString()
     table.answer(question, ASKER, 10.0, NOW)
-    assert open_report(table.answer(question, ASKER, 10.1, NOW), A.peer_id, RUN).again_in_s > 0
-    assert open_report(table.answer(question, ASKER, 10.5, NOW), A.peer_id, RUN).again_in_s == 0
+    assert open_report(table.answer(question, ASKER, 10.1, NOW), A.peer_id, RUN).report.again_in_s > 0
+    assert open_report(table.answer(question, ASKER, 10.5, NOW), A.peer_id, RUN).report.again_in_s == 0
 
 
 def test_a_peer_that_cannot_be_reached_is_asked_ever_more_rarely() -> None:
