@@ -178,13 +178,14 @@ def _draw(
     right.set_xlim(-0.75, max([3, *(min(value, 2**31) for value in values)]) + 0.75)
     right.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     for axes, title, across, up in (
-        (left, f"Loss {facts.loss_unit}", "minutes", ""),
+        (left, f"Loss, {facts.loss_unit}", "minutes", ""),
         (right, f"Staleness, mean {figure(facts.staleness_mean, 2)}", "outer steps behind", "updates (%)"),
     ):
         axes.set_title(title, loc="left", fontsize=13)
         axes.set_xlabel(across, fontsize=13)
         axes.set_ylabel(up, fontsize=13)
         axes.grid(True, axis="y", color="#DDDDDD")
+        axes.set_axisbelow(True)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     picture.savefig(path, format="png")

@@ -17,8 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from monitoring import charts
-from monitoring.board.run import recall_journal
-from monitoring.board.server import Activity, Guard, place_for, swarm_schema
+from monitoring.board.server import Activity, Guard, place_for, recall_journal, swarm_schema
 from monitoring.event_docs import event_docs
 from monitoring.facts import (
     ALONE_S,
