@@ -101,10 +101,7 @@ class PeerFacts(_Frozen):
     peer: str = Field(description="Peer id; its public key, so nobody else can speak in its name.")
     label: str = Field(description="Short and unique here: its name, or the end of its id.")
     name: str = Field(description="Own word.")
-    state: str = Field(
-        description="starting, joining, behind, training, draining, paused, finished, left, gone, silent, "
-        "unreachable or unknown."
-    )
+    state: str = Field(description=", ".join(STATES))
     reason: str = Field(description="Why it is in that state, in words; may be empty.")
     device: str = Field(description="torch's name of it. Own word.")
     software: str = Field(description="Own word.")
@@ -113,9 +110,7 @@ class PeerFacts(_Frozen):
     clock_offset_s: float | None = Field(description="Its clock minus the reader's, seconds. Observed.")
     answer_s: float | None = Field(description="Seconds it took to answer the last question. Observed.")
     tokens: int = Field(description="Trained by its processes so far. Own word.")
-    tokens_counted: float | None = Field(
-        description="Mean over the fragments of the weights that signed decisions give it. Counted."
-    )
+    tokens_counted: float | None = Field(description="Work in committed means, by fragment. Counted.")
     share_counted: float | None = Field(description="Its part of all counted work, 0 to 1. Counted.")
     tokens_per_s: float = Field(description="Own word.")
     loss: float | None = Field(description="Training loss of late, in loss_unit. Own word.")
@@ -124,9 +119,7 @@ class PeerFacts(_Frozen):
     versions: tuple[int, ...] = Field(description="Outer version by fragment. Own word.")
     staleness_mean: float | None = Field(description="Outer steps, over all that it applied.")
     sync_delay_steps_mean: float | None = Field(description="Inner steps between send and apply.")
-    utilisation: float | None = Field(
-        description="Seconds in inner steps over wall seconds, 0 to 1. Own word."
-    )
+    utilisation: float | None = Field(description="Inner steps over wall seconds, 0 to 1. Own word.")
     wall_s: float = Field(description="Seconds since its first inner step. Own word.")
     exposed_s: float = Field(description="Seconds training stood still for communication. Own word.")
     hidden_s: float = Field(description="Seconds of communication behind which training went on. Own word.")
@@ -135,20 +128,13 @@ class PeerFacts(_Frozen):
     up_bytes_per_s: float | None = Field(description="Over the last ten seconds.")
     down_bytes_per_s: float | None = Field(description="Over the last ten seconds.")
     upload_cap_bytes_per_s: float | None = Field(description="Its owner's cap; null for none. Own word.")
-    needed_bytes_per_s: float | None = Field(
-        description="The floor: what the rounds ask of each direction of the average member, 2 (1 - 1/M) "
-        "payload bytes per round. Slow members are given less."
-    )
-    fragment_age_s: tuple[float | None, ...] = Field(
-        description="By fragment, seconds since agreed parameters last reached its live ones."
-    )
+    needed_bytes_per_s: float | None = Field(description="What rounds ask of the average member each way.")
+    fragment_age_s: tuple[float | None, ...] = Field(description="Since agreed parameters reached each.")
     carriers: dict[str, int] = Field(description="Its open links by carrier; none once it is not online.")
     links: tuple[LinkFacts, ...] = Field(description="Measured links, by receiver.")
     skipped_sends: int = Field(description="Schedule points passed with the round before still in flight.")
     refused: dict[str, int] = Field(description="Messages that it refused, by reason. Own word.")
-    nonsense: dict[str, int] = Field(
-        description="What it told this reader and cannot be, by cause. Observed."
-    )
+    nonsense: dict[str, int] = Field(description="What it told that cannot be, by cause. Observed.")
 
 
 class Trouble(_Frozen):
@@ -166,9 +152,7 @@ class RoundFacts(_Frozen):
     fragment: int
     round: int = Field(description="The outer version that it would make.")
     at: float = Field(description="Unix seconds of its newest news.")
-    outcome: str = Field(
-        description='"open", "committed", "partial", "late", "alone" (by one peer) or "aborted".'
-    )
+    outcome: str = Field(description="open, committed, partial, late, alone (by one peer) or aborted.")
     group_size: int
     contributors: int
     staleness: int = Field(description="Of the most stale outer step that came of it; -1 if unknown.")
@@ -193,24 +177,16 @@ class SwarmFacts(_Frozen):
     position: float = Field(description="Where the run is, rounds: median of the peers that are in it.")
     peers_online: int
     peers_known: int
-    loss: float | None = Field(
-        description="loss_agreed, or loss_training where that is older than two rounds, in loss_unit."
-    )
+    loss: float | None = Field(description="loss_agreed, or loss_training where that is two rounds old.")
     loss_kind: str = Field(description='"held-out" or "training": which of them that is.')
-    loss_agreed: float | None = Field(
-        description="Newest held-out loss of the agreed parameters, in loss_unit."
-    )
+    loss_agreed: float | None = Field(description="Newest held-out loss of the agreed parameters.")
     loss_agreed_at: float | None
-    loss_training: float | None = Field(
-        description="Mean of the training losses of the peers that are in the run, in loss_unit."
-    )
+    loss_training: float | None = Field(description="Mean training loss of the peers in the run.")
     loss_unit: str = Field(description="Known for the built-in recipe; empty where only its author knows.")
     tokens: int = Field(description="Sum of the peers' own words.")
     tokens_counted: float = Field(description="By signed decisions.")
     tokens_per_s: float
-    utilisation: float | None = Field(
-        description="Mean over the peers online, of all once nobody is; 0 to 1."
-    )
+    utilisation: float | None = Field(description="Mean of the peers online, else of all; 0 to 1.")
     up_bytes: int = Field(description="Sum of the peers' own words.")
     up_bytes_per_s: float = Field(description="Sum over the peers.")
     rounds_committed: int = Field(description="By several peers.")

@@ -98,8 +98,7 @@ class Tally:
 
 @dataclass
 class LinkView:
-    """The link to one other peer: the last carrier, why it is lost ("" while it is open), its newest
-    measurement."""
+    """The link to one other peer; ``lost``: why, "" while it is open."""
 
     carrier: str = ""
     lost: str = ""
@@ -108,14 +107,10 @@ class LinkView:
 
 @dataclass
 class PeerView:
-    """One peer. ``start``, ``progress``, ``end``: its newest ``PeerStarted``, ``Progress`` (what is not a
-    number in it is as it was before) and ``PeerFinished``, of this process; empty ones before they came.
-
-    ``earlier``: counters of its earlier processes, as each counts from 0. ``sent``: newest by fragment;
-    ``arrived``: by fragment, what brought agreed parameters last; ``agreed``: newest held-out loss;
-    ``recent_sends``: (at, why it was skipped, "" if it was not). ``seen_left``: (at, reason) by the other
-    peer that said so: nothing else in here is the word of others.
-    """
+    """One peer. ``start``, ``progress``, ``end``: newest of this process (a figure that is no number is as
+    before); ``earlier``: counters of its earlier processes. ``sent``, ``arrived``: newest by fragment;
+    ``agreed``: newest held-out loss; ``recent_sends``: (at, why skipped, "" if not). ``seen_left``: (at,
+    reason) by the peer that said so: nothing else in here is the word of others."""
 
     peer: str
     first_seen_at: float | None = None
@@ -311,12 +306,8 @@ class RoundView:
 
     @property
     def aborts(self) -> Counter[str]:
-        """Aborted attempts by reason, each once.
-
-        Members see the same attempts, so the member that saw most is believed; of a committed round only
-        those that know of the commit are asked, since the others may have lost just the answer
-        (``missed_by``).
-        """
+        """Aborted attempts by reason, each once: the member that saw most is believed, of a committed round
+        one that knows of the commit, since the others may have lost just the answer (``missed_by``)."""
         asked = self.aborted.keys() & self.commits.keys() if self.commits else self.aborted.keys()
         best = min(asked, key=lambda peer: (-self.aborted[peer].total(), peer), default="")
         return Counter(self.aborted.get(best, ()))
