@@ -364,12 +364,6 @@ def test_who_trains_alone_for_long_is_told_to_invite_others() -> None:
     told.progress("bob", 40, loss=2.0)
     told.progress("ada", 40, loss=2.0)
     assert not told.at(40).troubles
-    told.commit("ada", 50, 9, size=2)
-    told.finish("bob", 50, "stopped")
-    told.progress("ada", 60, loss=2.0)
-    assert not told.at(60).troubles
-    told.progress("ada", 90, loss=2.0)
-    assert any("ada has trained alone for 0:40" in text for text in told.wrong(90))
 
 
 # ---- what is wrong
