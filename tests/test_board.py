@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from monitoring import charts
+from monitoring.board.pages import fact_rows
 from monitoring.board.server import Activity, Guard, place_for, recall_journal, swarm_schema
 from monitoring.event_docs import event_docs
 from monitoring.facts import (
@@ -657,6 +658,13 @@ def test_a_peers_text_is_never_a_key_of_a_chart_and_no_number_is_missing() -> No
         assert made["tooltip"]["renderMode"] == "richText"
         texts = [value for value in walk(made) if isinstance(value, str)]
         assert not any("\x1b" in value for value in texts)
+
+
+def test_every_fact_of_a_peer_can_be_shown(facts: SwarmFacts) -> None:
+    for peer in (*facts.peers, *evil_model()[0].facts().peers):
+        told = fact_rows(peer)
+        assert len(told) == len(type(peer).model_fields) - 1
+        assert all(len(row["value"]) <= 80 and row["value"].isprintable() and row["what"] for row in told)
 
 
 def test_markup_cannot_leave_the_report(tmp_path: Path) -> None:

@@ -273,15 +273,17 @@ class PeerPage(Page):
         for peer in facts.peers:
             if peer.peer == self._peer:
                 self._trends.set(self.frame.palette, history.series(peer.peer, *self.frame.span(facts)))
-                self._known.set(_own_words(peer))
+                self._known.set(fact_rows(peer))
         self._events.set([_event_row(line) for line in history.happenings(LINES, self._peer)])
 
 
-def _own_words(peer: PeerFacts) -> list[dict[str, str]]:
+def fact_rows(peer: PeerFacts) -> list[dict[str, str]]:
     """Every fact of a peer but its links, with what it is."""
     rows = []
     for name, field in PeerFacts.model_fields.items():
         value = getattr(peer, name)
+        if name == "links":
+            continue
         if name.endswith("_at"):
             value = date(value)
         elif isinstance(value, float | None):
@@ -290,9 +292,8 @@ def _own_words(peer: PeerFacts) -> list[dict[str, str]]:
             value = ", ".join(f"{plain(key, 40)}: {times}" for key, times in list(value.items())[:6])
         elif isinstance(value, tuple):
             value = ", ".join(figure(one) for one in value[:16])
-        if name != "links":
-            words = {"name": name.replace("_", " "), "value": plain(str(value), 80)}
-            rows.append({**words, "what": field.description or ""})
+        words = {"name": name.replace("_", " "), "value": plain(str(value), 80)}
+        rows.append({**words, "what": field.description or ""})
     return rows
 
 
