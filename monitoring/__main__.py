@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from monitoring.board.run import run_behind_gate
+from monitoring.board.server import run_behind_gate
 from monitoring.feeds import JournalFeed, RelayedFeed
 from p2p_co2.system.process import end_with_parent
 from p2p_co2.system.socket_activation import take_over

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from monitoring.words import LEFT_PREFIX, capped_words, clock, loss_unit, percent, plain, size
+from monitoring.words import LEFT_PREFIX, clock, describe, loss_unit, percent, plain, size
 from p2p_co2.config import RunConfig
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState, Sighting
@@ -64,6 +64,14 @@ SKIPPED_SHARE, MIN_SENDS = 0.2, 5
 ALONE_S = 30.0
 MOST_NAMED = 4
 BAD, ODD = "bad", "odd"
+_UPDATE = "its owner should install the organiser's version"
+_ADVICE = {
+    "round_aborted": (BAD, "its work goes into the next one; if that goes on, look at the peer it names"),
+    "contribution_capped": (ODD, "if it is honest, raise weight_cap in the next run file"),
+    "message_refused": (ODD, _UPDATE),
+    "warned": (ODD, "its own terminal or log says more"),
+}
+"""What to do about an event, by its kind."""
 INVITE = "invite others with: p2p-co2 join TICKET (the word that the seed printed)"
 _ABSENT = {
     "gone": ("is gone", "the others go on; if it is yours, join again there with --resume"),
@@ -93,10 +101,7 @@ class PeerFacts(_Frozen):
     peer: str = Field(description="Peer id; its public key, so nobody else can speak in its name.")
     label: str = Field(description="Short and unique here: its name, or the end of its id.")
     name: str = Field(description="Own word.")
-    state: str = Field(
-        description="starting, joining, behind, training, draining, paused, finished, left, gone, silent, "
-        "unreachable or unknown."
-    )
+    state: str = Field(description=", ".join(STATES))
     reason: str = Field(description="Why it is in that state, in words; may be empty.")
     device: str = Field(description="torch's name of it. Own word.")
     software: str = Field(description="Own word.")
@@ -105,9 +110,7 @@ class PeerFacts(_Frozen):
     clock_offset_s: float | None = Field(description="Its clock minus the reader's, seconds. Observed.")
     answer_s: float | None = Field(description="Seconds it took to answer the last question. Observed.")
     tokens: int = Field(description="Trained by its processes so far. Own word.")
-    tokens_counted: float | None = Field(
-        description="Mean over the fragments of the weights that signed decisions give it. Counted."
-    )
+    tokens_counted: float | None = Field(description="Work in committed means, by fragment. Counted.")
     share_counted: float | None = Field(description="Its part of all counted work, 0 to 1. Counted.")
     tokens_per_s: float = Field(description="Own word.")
     loss: float | None = Field(description="Training loss of late, in loss_unit. Own word.")
@@ -116,9 +119,7 @@ class PeerFacts(_Frozen):
     versions: tuple[int, ...] = Field(description="Outer version by fragment. Own word.")
     staleness_mean: float | None = Field(description="Outer steps, over all that it applied.")
     sync_delay_steps_mean: float | None = Field(description="Inner steps between send and apply.")
-    utilisation: float | None = Field(
-        description="Seconds in inner steps over wall seconds, 0 to 1. Own word."
-    )
+    utilisation: float | None = Field(description="Inner steps over wall seconds, 0 to 1. Own word.")
     wall_s: float = Field(description="Seconds since its first inner step. Own word.")
     exposed_s: float = Field(description="Seconds training stood still for communication. Own word.")
     hidden_s: float = Field(description="Seconds of communication behind which training went on. Own word.")
@@ -127,20 +128,13 @@ class PeerFacts(_Frozen):
     up_bytes_per_s: float | None = Field(description="Over the last ten seconds.")
     down_bytes_per_s: float | None = Field(description="Over the last ten seconds.")
     upload_cap_bytes_per_s: float | None = Field(description="Its owner's cap; null for none. Own word.")
-    needed_bytes_per_s: float | None = Field(
-        description="The floor: what the rounds ask of each direction of the average member, 2 (1 - 1/M) "
-        "payload bytes per round. Slow members are given less."
-    )
-    fragment_age_s: tuple[float | None, ...] = Field(
-        description="By fragment, seconds since agreed parameters last reached its live ones."
-    )
+    needed_bytes_per_s: float | None = Field(description="What rounds ask of the average member each way.")
+    fragment_age_s: tuple[float | None, ...] = Field(description="Since agreed parameters reached each.")
     carriers: dict[str, int] = Field(description="Its open links by carrier; none once it is not online.")
     links: tuple[LinkFacts, ...] = Field(description="Measured links, by receiver.")
     skipped_sends: int = Field(description="Schedule points passed with the round before still in flight.")
     refused: dict[str, int] = Field(description="Messages that it refused, by reason. Own word.")
-    nonsense: dict[str, int] = Field(
-        description="What it told this reader and cannot be, by cause. Observed."
-    )
+    nonsense: dict[str, int] = Field(description="What it told that cannot be, by cause. Observed.")
 
 
 class Trouble(_Frozen):
@@ -158,9 +152,7 @@ class RoundFacts(_Frozen):
     fragment: int
     round: int = Field(description="The outer version that it would make.")
     at: float = Field(description="Unix seconds of its newest news.")
-    outcome: str = Field(
-        description='"open", "committed", "partial", "late", "alone" (by one peer) or "aborted".'
-    )
+    outcome: str = Field(description="open, committed, partial, late, alone (by one peer) or aborted.")
     group_size: int
     contributors: int
     staleness: int = Field(description="Of the most stale outer step that came of it; -1 if unknown.")
@@ -185,24 +177,16 @@ class SwarmFacts(_Frozen):
     position: float = Field(description="Where the run is, rounds: median of the peers that are in it.")
     peers_online: int
     peers_known: int
-    loss: float | None = Field(
-        description="loss_agreed, or loss_training where that is older than two rounds, in loss_unit."
-    )
+    loss: float | None = Field(description="loss_agreed, or loss_training where that is two rounds old.")
     loss_kind: str = Field(description='"held-out" or "training": which of them that is.')
-    loss_agreed: float | None = Field(
-        description="Newest held-out loss of the agreed parameters, in loss_unit."
-    )
+    loss_agreed: float | None = Field(description="Newest held-out loss of the agreed parameters.")
     loss_agreed_at: float | None
-    loss_training: float | None = Field(
-        description="Mean of the training losses of the peers that are in the run, in loss_unit."
-    )
+    loss_training: float | None = Field(description="Mean training loss of the peers in the run.")
     loss_unit: str = Field(description="Known for the built-in recipe; empty where only its author knows.")
     tokens: int = Field(description="Sum of the peers' own words.")
     tokens_counted: float = Field(description="By signed decisions.")
     tokens_per_s: float
-    utilisation: float | None = Field(
-        description="Mean over the peers online, of all once nobody is; 0 to 1."
-    )
+    utilisation: float | None = Field(description="Mean of the peers online, else of all; 0 to 1.")
     up_bytes: int = Field(description="Sum of the peers' own words.")
     up_bytes_per_s: float = Field(description="Sum over the peers.")
     rounds_committed: int = Field(description="By several peers.")
@@ -527,7 +511,7 @@ def _of_peer(peer: PeerFacts, sighting: Sighting | None, now: float, leading: in
         yield _trouble(me, BAD, f"{name} {word}: {reason}", advice, peer.last_seen_at or now)
     elif peer.state == "unknown" and peer.reason and sighting is not None and sighting.refused:
         what = f"{name} says nothing that can be read: {reason}"
-        yield _trouble(me, BAD, what, "its owner should install the organiser's version", now)
+        yield _trouble(me, BAD, what, _UPDATE, now)
     elif peer.state == "behind":
         yield _trouble(me, ODD, f"{name} is left out: {reason}", "wait until it has caught up", now)
     if peer.nonsense:
@@ -601,46 +585,18 @@ def _skipped(known: Known) -> list[Trouble]:
 
 def _of_events(known: Known) -> list[Trouble]:
     """Recent events that a person should act on, each kind and reason once, with how often."""
-    alike: dict[tuple[str, str], list[ev.Event]] = {}
+    alike: dict[tuple[str, str], dict[str, tuple[ev.Event, str]]] = {}
     for event in known.view.notable:
-        match event:
-            case ev.RoundAborted():
-                key = "aborted", event.reason
-            case ev.ContributionCapped():  # every member tells of it: one line for each peer it is about
-                key = "capped", event.other
-            case ev.MessageRefused():
-                key = f"refused {event.other}", event.reason
-            case ev.Warned():
-                key = "warned", event.text
-            case _:
-                continue
-        if known.now - event.at <= RECENT_S:
-            alike.setdefault(key, []).append(event)
-    return [_of_alike(told, lambda peer: plain(known.label(peer), 40)) for told in alike.values()]
-
-
-def _of_alike(told: Sequence[ev.Event], name: Callable[[str], str]) -> Trouble:
-    """One line for events of one kind and reason; the newest is last."""
-    event, writers = told[-1], sorted({name(one.peer) for one in told})
-    is_one = len(writers) == 1
-    who = writers[0] if is_one else f"{len(writers)} peers ({', '.join(writers[:MOST_NAMED])})"
-    peer, severity = event.peer, ODD
-    match event:
-        case ev.RoundAborted():
-            rounds = {(one.fragment, one.round) for one in told if isinstance(one, ev.RoundAborted)}
-            what = f"Round {event.round} of fragment {event.fragment} was aborted: {plain(event.reason, 140)}"
-            what += f" ({len(rounds) - 1} more of late)" if len(rounds) > 1 else ""
-            advice = "its work goes into the next one; if that goes on, look at the peer that is named"
-            severity = BAD
-        case ev.ContributionCapped():
-            peer, what = event.other, f"{name(event.other)} {capped_words(event)}"
-            advice = "if it is honest, raise weight_cap in the next run file"
-        case ev.MessageRefused():
-            refuse = f"refuse{'s' * is_one} messages of {name(event.other)}"
-            what = f"{who} {refuse}: {plain(event.reason, 80)}"
-            advice = "its owner should install the organiser's version"
-        case _:
-            text = event.text if isinstance(event, ev.Warned) else event.kind
-            what = f"{who} warn{'s' * is_one}: {plain(text, 200)}"
-            advice = "its own terminal or log says more"
-    return _trouble(peer, severity, what, advice, event.at)
+        if event.kind not in _ADVICE or known.now - event.at > RECENT_S:
+            continue
+        about = next(filter(None, (getattr(event, name, "") for name in ("reason", "text", "other"))), "")
+        key, words = describe(event, known.labels)
+        alike.setdefault((event.kind, about), {})[key] = event, words
+    found = []
+    for (kind, _), told in alike.items():
+        event, what = list(told.values())[-1]
+        severity, advice = _ADVICE[kind]
+        what += f" ({len(told) - 1} more of late)" if len(told) > 1 else ""
+        peer = event.other if isinstance(event, ev.ContributionCapped) else event.peer
+        found.append(_trouble(peer, severity, what, advice, event.at))
+    return found

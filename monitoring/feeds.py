@@ -118,14 +118,10 @@ class JournalFeed(Feed):
 
 
 class RelayedFeed(Feed):
-    """A feed through a peer of this machine: its board asks, the peer passes the questions on.
-
-    The board's process has no libp2p and no torch; it speaks to its peer over ``relay``, its end of the
-    socket pair that the gate gave it; closed by ``close``. Law: it asks its own peer always, and the others
-    only while somebody looks (``watched``), so that a board which only answers a scraper costs the swarm
-    nothing. What comes back is signed by each peer and checked here like any observer's. ``gone`` is set when
-    the peer has ended: then there is nothing more to show.
-    """
+    """A feed through a peer of this machine: its board, which has no libp2p, asks over ``relay``, its end of
+    the gate's socket pair, and the peer passes the questions on. Law: it asks its own peer always, and the
+    others only while somebody looks (``watched``). What comes back is signed by each peer and checked here
+    like any observer's. ``gone`` is set when the peer has ended: then there is nothing more to show."""
 
     place = "this machine's peer"
     state = FeedState("connecting", "asking the peer of this machine")

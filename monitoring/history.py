@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 import sqlite3
 import threading
 import time
@@ -81,7 +82,7 @@ class History:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.trouble = ""
-        self._place = str(path) if path else f"file:board-{os.getpid()}-{id(self)}?mode=memory&cache=shared"
+        self._place = str(path) if path else f"file:{secrets.token_hex(8)}?mode=memory&cache=shared"
         self._writer = self._opened()
         self._reader = self._connect()
         if path is None:

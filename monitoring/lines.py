@@ -1,23 +1,22 @@
 """What emulated lines carried, exchange by exchange, and what the swarm made of them: for rehearsals.
 
 An exchange is a committed round from its BEGIN to the moment when its last member knew of the commit. Its
-bytes are what the lines' own counters say, packet headers and retransmissions included. ``goodput`` is the
-other side: the payload that the reduction needs (2 (1 - 1/M) times the fragment's bytes per peer and
-direction) over the same time. Its transfer is the part in which payload moves: until the last member holds
-all means; votes and the decision come after it.
+bytes are what the lines' own counters say, headers and retransmissions included. ``goodput``: the payload
+that the reduction needs (2 (1 - 1/M) times the fragment's bytes per peer and direction) over the same time.
+Its transfer is the part in which payload moves: until the last member holds all means.
 
-Law: a pure function of events, samples and profiles. Price: counters are read ten times a second and
-interpolated between, so an exchange of less than a second is measured coarsely. Exchanges that overlap share
-the lines, so they are held against them as one.
+Law: a pure function of events, samples and profiles; exchanges that overlap are held against the lines as
+one. Price: counters are read ten times a second, so an exchange of less than a second is measured coarsely.
 """
 
 from __future__ import annotations
 
-import bisect
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from monitoring.words import figure, percent
 from p2p_co2.planning.profiles import LinkProfile
@@ -96,39 +95,38 @@ def exchange_figures(
     moving = [
         _rate(each, [(one.began_at, one.began_at + one.transfer_s) for one in each]) for each in together
     ]
-    counters = _Counters(traffic) if len(traffic) > 1 else None
     busy_s = sum(end - start for start, end in busy)
+    moved = {name: _moved_bits(traffic, name, busy) for name in lines} if len(traffic) > 1 else {}
+    used = [
+        statistics.fmean(
+            max(moved[name][0][place] / line.up_bits_per_s, moved[name][1][place] / line.down_bits_per_s)
+            for name, line in lines.items()
+        )
+        / (end - start)
+        for place, (start, end) in enumerate(busy if moved else ())
+    ]
     return {
         "count": len(found),
         "duration_s": _spread([one.ended_at - one.began_at for one in found]),
-        "line_share": _spread([_line_share(span, counters, lines) for span in busy] if counters else []),
+        "line_share": _spread(used),
         "goodput_share": _spread([rate / upload for rate in whole if rate and upload]),
         "transfer_share": _spread([rate / upload for rate in moving if rate and upload]),
         "exchanging_share": round(busy_s / (busy[-1][1] - busy[0][0]), 4) if busy else None,
         "while_exchanging": {
-            name: _while(name, line, busy, counters) for name, line in lines.items() if counters
+            name: _while(line, sum(moved[name][0]), sum(moved[name][1]), busy_s)
+            for name, line in lines.items()
+            if moved
         },
     }
 
 
-class _Counters:
-    """Bytes of a line at any time, interpolated between samples."""
-
-    def __init__(self, traffic: Sequence[Sample]) -> None:
-        self._samples = list(traffic)
-        self._at = [at for at, _ in self._samples]
-
-    def between(self, name: str, start: float, end: float) -> tuple[float, float]:
-        """Bytes (up, down) of peer ``name`` from ``start`` to ``end`` (unix)."""
-        before, after = self._reading(name, start), self._reading(name, end)
-        return after[0] - before[0], after[1] - before[1]
-
-    def _reading(self, name: str, at: float) -> tuple[float, float]:
-        right = min(max(bisect.bisect_left(self._at, at), 1), len(self._at) - 1)
-        (start, first), (end, last) = self._samples[right - 1], self._samples[right]
-        part = min(1.0, max(0.0, (at - start) / (end - start))) if end > start else 0.0
-        (up_0, down_0), (up_1, down_1) = first[name], last[name]
-        return up_0 + part * (up_1 - up_0), down_0 + part * (down_1 - down_0)
+def _moved_bits(traffic: Sequence[Sample], name: str, spans: Spans) -> tuple[list[float], list[float]]:
+    """Bits of a peer's line (up, down) in each of ``spans``, interpolated between samples."""
+    at = [at for at, _ in traffic]
+    up, down = zip(*(moved[name] for _, moved in traffic), strict=True)
+    ends = np.array(spans).reshape(-1, 2)
+    sent, received = (8 * np.diff(np.interp(ends, at, column))[:, 0] for column in (up, down))
+    return sent.tolist(), received.tolist()
 
 
 def _rate(together: Sequence[Exchange], spans: Spans) -> float:
@@ -139,22 +137,10 @@ def _rate(together: Sequence[Exchange], spans: Spans) -> float:
     return sum(each.moved_bits for each in together) / sum(end - start for start, end in _union(spans))
 
 
-def _line_share(
-    span: tuple[float, float], counters: _Counters, lines: Mapping[str, LinkProfile]
-) -> float | None:
-    shares = []
-    for name, line in lines.items():
-        up, down = (8 * moved / (span[1] - span[0]) for moved in counters.between(name, *span))
-        shares.append(max(up / line.up_bits_per_s, down / line.down_bits_per_s))
-    return statistics.fmean(shares) if shares else None
-
-
-def _while(name: str, line: LinkProfile, busy: Spans, counters: _Counters | None) -> dict[str, float | None]:
-    busy_s = sum(end - start for start, end in busy)
-    if not busy_s or counters is None:
+def _while(line: LinkProfile, up_bits: float, down_bits: float, busy_s: float) -> dict[str, float | None]:
+    if not busy_s:
         return dict.fromkeys(("up_mbit_per_s", "down_mbit_per_s", "up_share", "down_share"))
-    moved = [counters.between(name, start, end) for start, end in busy]
-    up, down = (8 * sum(column) / busy_s for column in zip(*moved, strict=True))
+    up, down = up_bits / busy_s, down_bits / busy_s
     return {
         "up_mbit_per_s": round(up / 1e6, 3), "down_mbit_per_s": round(down / 1e6, 3),
         "up_share": round(up / line.up_bits_per_s, 4), "down_share": round(down / line.down_bits_per_s, 4),
@@ -171,12 +157,11 @@ def _union(spans: Spans) -> Spans:
     return merged
 
 
-def _spread(values: Sequence[float | None]) -> dict[str, float | None]:
-    known = sorted(value for value in values if value is not None)
-    if not known:
+def _spread(values: Sequence[float]) -> dict[str, float | None]:
+    if not values:
         return {"median": None, "lowest": None, "highest": None}
-    ends = {"lowest": round(known[0], 4), "highest": round(known[-1], 4)}
-    return {"median": round(statistics.median(known), 4), **ends}
+    figures = {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+    return {name: round(float(value), 4) for name, value in figures.items()}
 
 
 @dataclass

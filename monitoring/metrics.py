@@ -26,54 +26,31 @@ MAX_FRAGMENTS = 256
 PREFIX = "p2p_co2_"
 
 _PEER_COUNTERS = {
-    "peer_tokens": ("tokens", "Tokens trained; the peer's own word."),
-    "peer_counted_tokens": ("tokens_counted", "Tokens of work in committed means, by signed decisions."),
-    "peer_inner_steps": ("inner_steps", "Inner optimizer steps; own word."),
-    "peer_sent_bytes": ("up_bytes", "Bytes sent; own word."),
-    "peer_received_bytes": ("down_bytes", "Bytes received; own word."),
-    "peer_exposed_seconds": ("exposed_s", "Time training stood still for communication; own word."),
-    "peer_hidden_seconds": ("hidden_s", "Communication behind which training went on; own word."),
-    "peer_skipped_sends": ("skipped_sends", "Schedule points passed with the round before still in flight."),
-    "peer_refused_messages": ("refused", "Messages that the peer refused; own word."),
-    "peer_nonsense": ("nonsense", "What the peer told this reader and cannot be."),
-}
-"""Name: field of ``PeerFacts`` (of a table the sum), and what it is."""
+    "peer_tokens": "tokens", "peer_counted_tokens": "tokens_counted", "peer_inner_steps": "inner_steps",
+    "peer_sent_bytes": "up_bytes", "peer_received_bytes": "down_bytes", "peer_exposed_seconds": "exposed_s",
+    "peer_hidden_seconds": "hidden_s", "peer_skipped_sends": "skipped_sends",
+    "peer_refused_messages": "refused", "peer_nonsense": "nonsense",
+}  # fmt: skip
+"""By name, the field of ``PeerFacts`` (of a table the sum), whose description says what it is."""
 _PEER_GAUGES = {
-    "peer_up": ("state", "1 if the peer is online."),
-    "peer_tokens_per_second": ("tokens_per_s", "Tokens per second of late; own word."),
-    "peer_training_loss": ("loss", "Training loss, in the recipe's unit; own word."),
-    "peer_utilisation_ratio": ("utilisation", "Time in inner steps over wall time; own word."),
-    "peer_work_share_ratio": ("share_counted", "Part of all counted work."),
-    "peer_staleness_mean_steps": ("staleness_mean", "Mean staleness of applied outer steps."),
-    "peer_position_rounds": ("position", "Where the peer is, in rounds; own word."),
-    "peer_last_seen_timestamp_seconds": ("last_seen_at", "Newest event, unix time."),
-    "peer_upload_cap_bytes_per_second": ("upload_cap_bytes_per_s", "Its owner's cap."),
-    "peer_clock_offset_seconds": ("clock_offset_s", "Its clock minus this reader's."),
-}
+    "peer_up": "state", "peer_tokens_per_second": "tokens_per_s", "peer_training_loss": "loss",
+    "peer_utilisation_ratio": "utilisation", "peer_work_share_ratio": "share_counted",
+    "peer_staleness_mean_steps": "staleness_mean", "peer_position_rounds": "position",
+    "peer_last_seen_timestamp_seconds": "last_seen_at",
+    "peer_upload_cap_bytes_per_second": "upload_cap_bytes_per_s",
+    "peer_clock_offset_seconds": "clock_offset_s",
+}  # fmt: skip
 _SWARM_COUNTERS = {
-    "swarm_tokens": ("tokens", "Tokens trained, the peers' own words together."),
-    "swarm_counted_tokens": ("tokens_counted", "Tokens of work in committed means, by signed decisions."),
-    "swarm_sent_bytes": ("up_bytes", "Bytes sent by all peers."),
-    "swarm_rounds_committed": (
-        "rounds_committed",
-        "Rounds that several peers committed since the run began.",
-    ),
-    "swarm_rounds_alone": ("rounds_alone", "Rounds that one peer made with nobody else."),
-    "swarm_rounds_aborted": ("rounds_aborted", "Attempts aborted that this reader heard of."),
-}
+    "swarm_tokens": "tokens", "swarm_counted_tokens": "tokens_counted", "swarm_sent_bytes": "up_bytes",
+    "swarm_rounds_committed": "rounds_committed", "swarm_rounds_alone": "rounds_alone",
+    "swarm_rounds_aborted": "rounds_aborted",
+}  # fmt: skip
 _SWARM_GAUGES = {
-    "swarm_peers_online": ("peers_online", "Peers online."),
-    "swarm_peers_known": ("peers_known", "Peers heard of, those that left included."),
-    "swarm_tokens_per_second": ("tokens_per_s", "Tokens per second, all peers."),
-    "swarm_agreed_loss": ("loss_agreed", "Held-out loss of the agreed parameters, in the recipe's unit."),
-    "swarm_training_loss": (
-        "loss_training", "Mean training loss, in the recipe's unit, while anybody is online.",
-    ),
-    "swarm_utilisation_ratio": ("utilisation", "Mean compute utilisation, while anybody is online."),
-    "swarm_position_rounds": ("position", "Where the run is, in rounds."),
-    "swarm_staleness_mean_steps": ("staleness_mean", "Mean staleness of applied outer steps."),
-    "swarm_troubles": ("troubles", "Things that are wrong now."),
-    "reader_connected": ("connection", "1 if this reader reaches the swarm."),
+    "swarm_peers_online": "peers_online", "swarm_peers_known": "peers_known",
+    "swarm_tokens_per_second": "tokens_per_s", "swarm_agreed_loss": "loss_agreed",
+    "swarm_training_loss": "loss_training", "swarm_utilisation_ratio": "utilisation",
+    "swarm_position_rounds": "position", "swarm_staleness_mean_steps": "staleness_mean",
+    "swarm_troubles": "troubles", "reader_connected": "connection",
 }  # fmt: skip
 _WHILE_ONLINE = {"loss_training", "utilisation"}
 
@@ -89,22 +66,24 @@ class FactsCollector(Collector):
         facts, only = self._facts(), self._only()
         peers = [peer for peer in facts.peers if only in ("", peer.peer)][:MAX_PEERS]
         if not only:
-            yield from _of(CounterMetricFamily, _SWARM_COUNTERS, [facts], [])
-            yield from _of(GaugeMetricFamily, _SWARM_GAUGES, [facts], [])
+            yield from _of(CounterMetricFamily, _SWARM_COUNTERS, SwarmFacts, [facts])
+            yield from _of(GaugeMetricFamily, _SWARM_GAUGES, SwarmFacts, [facts])
             states = {(state,): sum(peer.state == state for peer in facts.peers) for state in STATES}
             yield _gauge("swarm_peers", "Peers by state.", ["state"], states)
             outcomes = {(kind,): sum(found.outcome == kind for found in facts.rounds) for kind in OUTCOMES}
             yield _gauge("swarm_recent_rounds", "The newest rounds by outcome.", ["outcome"], outcomes)
-        yield from _of(CounterMetricFamily, _PEER_COUNTERS, peers, ["peer", "name"])
-        yield from _of(GaugeMetricFamily, _PEER_GAUGES, peers, ["peer", "name"])
+        yield from _of(CounterMetricFamily, _PEER_COUNTERS, PeerFacts, peers, ["peer", "name"])
+        yield from _of(GaugeMetricFamily, _PEER_GAUGES, PeerFacts, peers, ["peer", "name"])
         yield _ages(peers)
         yield from _links(peers)
 
 
 def _of(
-    family: Any, table: Mapping[str, tuple[str, str]], told: Sequence[Any], labels: list[str]
-) -> Iterator[Metric]:
-    for name, (field, words) in table.items():
+    family: Any, table: Mapping[str, str], kind: type[PeerFacts | SwarmFacts], told: Sequence[Any],
+    labels: Sequence[str] = (),
+) -> Iterator[Metric]:  # fmt: skip
+    for name, field in table.items():
+        words = kind.model_fields[field].description or field.replace("_", " ")
         made = family(PREFIX + name, words, labels=labels or None)
         for facts in told:
             value = getattr(facts, field)

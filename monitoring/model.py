@@ -8,7 +8,6 @@ feed's news and the clock handed in; no I/O of its own. Bounded: rounds by ``ROU
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -18,17 +17,14 @@ from monitoring.words import describe
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, Sighting
-from p2p_co2.telemetry.view import SwarmView
+from p2p_co2.telemetry.view import PeerView, SwarmView
 
 ROUNDS_KEPT = 4096
 SAME_NEWS_S = 30.0
 """Members tell the same news within this."""
 MAX_SAID = 4096
-MAX_UNHEARD = 1024
-"""Peers that are listed and never said anything, newest: an identity costs nothing."""
-FORGET_AFTER_S = 86_400.0
-"""A peer of which nothing was heard or seen for so long, while others were heard, is listed no more; its
-history stays, and so does its part in the swarm's sums."""
+MAX_PEERS = 2048
+"""Peers that are listed: an identity costs nothing. Beyond it those go of which least was heard of late."""
 REPLAY_FROM_S = 10.0
 REPLAY_STEPS = 600
 
@@ -99,24 +95,17 @@ class Model:
         )  # fmt: skip
 
     def _forget(self) -> None:
-        """List no more the peers that are gone for long, nor a crowd that never said anything."""
-        unheard = [peer for peer in self.sightings if peer not in self.view.peers]
-        gone = unheard[: max(0, len(unheard) - MAX_UNHEARD)]
-        if not self.feed.is_whole:
-            since = (self.view.last_at or 0.0) - FORGET_AFTER_S
-            listed = itertools.chain(self.view.peers, unheard[len(gone) :])
-            gone += [peer for peer in listed if self._heard_at(peer) < since]
-        for peer in gone:
-            self.view.forget(peer)
-            for table in (self.sightings, self._sighted_at, self._received_at, self._paces):
+        listed = self.view.peers.keys() | self.sightings.keys()
+        most = max(0, len(listed) - MAX_PEERS) if not self.feed.is_whole else 0
+        for peer in sorted(listed, key=self._heard)[:most] if most else ():
+            for table in (self.view.peers, self.sightings, self._sighted_at, self._received_at, self._paces):
                 table.pop(peer, None)
 
-    def _heard_at(self, peer: str) -> float:
-        """When anything was last known of it, unix seconds."""
-        known, seen_at = self.view.peers.get(peer), self._sighted_at.get(peer, 0.0)
-        if known is None:
-            return seen_at
-        return max(seen_at, known.last_seen_at or 0.0, *(at for at, _ in known.seen_left.values()), 0.0)
+    def _heard(self, peer: str) -> tuple[bool, float]:
+        """Whether it wrote anything itself, and when anything was last known of it, unix seconds."""
+        known = self.view.peers.get(peer, PeerView(peer))
+        said = (at for at, _ in known.seen_left.values())
+        return known.started, max(known.last_seen_at or 0.0, self._sighted_at.get(peer, 0.0), *said)
 
 
 def _by_moment(events: Sequence[ev.Event]) -> Iterator[tuple[float, list[ev.Event]]]:

@@ -15,7 +15,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from monitoring import charts
-from monitoring.facts import PeerFacts, SwarmFacts
+from monitoring.facts import SwarmFacts
 from monitoring.feeds import JournalFeed
 from monitoring.history import AGREED, MEASURES, SWARM, History
 from monitoring.model import Model, Recorder
-from monitoring.words import UNKNOWN, clock, figure, percent, plain, size
+from monitoring.words import clock, figure, plain
 from p2p_co2.errors import EnvironmentFault
 
 Agreed = Sequence[tuple[float, float, float]]
@@ -41,12 +41,7 @@ _CARDS = (
     ("tokens", "Tokens per second", "all peers together"),
     ("traffic", "Traffic", "kB/s, all peers together"),
 )  # fmt: skip
-_STYLE = (
-    "body{margin:0}.b-table{border-collapse:collapse;width:100%;font-size:13px;margin-top:8px}"
-    ".b-table th{color:var(--soft);text-align:left;font-weight:600}"
-    ".b-table td,.b-table th{padding:6px 10px 6px 0;border-top:1px solid var(--line)}"
-    "summary{cursor:pointer}"
-)
+_STYLE = "body{margin:0}pre{overflow-x:auto;font-size:12.5px}"
 _DRAW = """
 const read = id => JSON.parse(document.getElementById(id).textContent);
 const url = URL.createObjectURL(new Blob([read('echarts')], {type: 'text/javascript'}));
@@ -64,34 +59,27 @@ import(url).then(module => {
 """
 
 
-def write_report(folder: Path, agreed: Agreed = ()) -> None:
-    """Write ``report.html`` and ``loss.png`` of the run whose journals lie in ``folder`` into it. Raises
-    ``EnvironmentFault`` if they cannot be written or there is no such folder."""
+def write_report(folder: Path, summary: str = "", agreed: Agreed = ()) -> None:
+    """Write ``report.html`` and ``loss.png`` of the run whose journals lie in ``folder`` into it.
+    ``summary``: it in words. Raises ``EnvironmentFault`` if they cannot be written or there is no such
+    folder."""
     model, history = Model(JournalFeed(folder)), History(None)
     try:
         Recorder(model, history).follow(time.time())
         facts, span = model.facts(), history.span()
         rows, measured = history.series(SWARM, *span), history.series(AGREED, *span)
         blank = dict.fromkeys(MEASURES, math.nan)
-        outside = [(at, *{**blank, "tokens": tokens, "loss": loss}.values()) for at, tokens, loss in agreed]
-        measured = sorted([*measured, *outside])
-        at, _, loss = max(agreed, default=(-math.inf, 0.0, 0.0))
-        if at > (facts.loss_agreed_at or 0.0):
-            facts = facts.model_copy(update={"loss": loss, "loss_kind": "held-out"})
+        measured += [(at, *{**blank, "tokens": tokens, "loss": loss}.values()) for at, tokens, loss in agreed]
+        measured.sort()
         options = {
-            theme: {
-                "loss": charts.loss(palette, rows, measured),
-                "over_tokens": charts.loss(palette, rows, measured, over_tokens=True),
-                "rounds": charts.rounds(palette, facts.rounds, facts.fragments),
-                "staleness": charts.staleness(palette, model.view.fragment_staleness),
-                **{
-                    name: charts.over_time(palette, rows, charts.TRENDS[name][2])
-                    for name in ("tokens", "traffic")
-                },
-            }
+            theme: _charts(palette, model, rows, measured)
             for theme, palette in (("light", charts.LIGHT), ("dark", charts.DARK))
         }
-        page = _page(facts, options, _happenings(history, model.view.started_at or 0.0))
+        start = model.view.started_at or 0.0
+        news = "\n".join(
+            f"{clock(line.at - start):>8}  {line.words}" for line in reversed(history.happenings(MAX_LINES))
+        )
+        page = _page(facts, options, {"Summary": summary, f"What happened, the newest {MAX_LINES}": news})
         (folder / "report.html").write_text(page, encoding="utf-8")
         _draw(folder / "loss.png", facts, rows, measured, model.view.staleness)
     except OSError as error:
@@ -100,7 +88,20 @@ def write_report(folder: Path, agreed: Agreed = ()) -> None:
         history.close()
 
 
-def _page(facts: SwarmFacts, options: dict[str, Any], happenings: str) -> str:
+def _charts(
+    palette: charts.Palette, model: Model, rows: charts.Series, agreed: charts.Series
+) -> dict[str, charts.Options]:
+    facts = model.facts()
+    return {
+        "loss": charts.loss(palette, rows, agreed),
+        "over_tokens": charts.loss(palette, rows, agreed, over_tokens=True),
+        "rounds": charts.rounds(palette, facts.rounds, facts.fragments),
+        "staleness": charts.staleness(palette, model.view.fragment_staleness),
+        **{name: charts.over_time(palette, rows, lines) for name, (_, _, lines) in charts.TRENDS.items()},
+    }
+
+
+def _page(facts: SwarmFacts, options: dict[str, Any], texts: dict[str, str]) -> str:
     title = f"p2p-co2: {plain(facts.run or 'a run', 64)}"
     legend = "".join(
         f'<span><i style="background:{one[0]}"></i>{one[2]}</span>' for one in charts.OUTCOMES.values()
@@ -112,11 +113,15 @@ def _page(facts: SwarmFacts, options: dict[str, Any], happenings: str) -> str:
         f'<div class="b-chart" data-chart="{key}"></div></div>'
         for key, name, hint in _CARDS
     )
+    told = "".join(
+        f'<div class="b-card"><div class="b-title">{title}</div><pre>{html.escape(words)}</pre></div>'
+        for title, words in texts.items()
+    )
     body = (
         f'<header class="b-top"><div class="b-bar"><span class="b-name">p2p-co2</span>'
         f'<span class="b-run">{_text(facts.run)} · written {time.strftime("%d %b %Y %H:%M")}</span>'
-        f'</div><div style="height:10px"></div></header><main class="b-page">{_tiles(facts)}'
-        f'<div class="b-two">{cards}</div>{_peer_table(facts.peers)}{happenings}'
+        '</div><div style="height:10px"></div></header><main class="b-page">'
+        f'<div class="b-two">{cards}</div>{told}'
         '<div class="b-foot">What peers say of themselves is their own word; work is counted from the '
         "group's signed decisions.</div></main>"
     )
@@ -132,58 +137,6 @@ def _page(facts: SwarmFacts, options: dict[str, Any], happenings: str) -> str:
         f'<script type="application/json" id=options>{data}</script>'
         f'<script type="application/json" id=echarts>{blob}</script>'
         f"<script>{_DRAW.replace('EXPORT', name)}</script></body></html>"
-    )
-
-
-def _tiles(facts: SwarmFacts) -> str:
-    alone = f"{facts.rounds_alone} alone, " if facts.rounds_alone else ""
-    cells = [
-        f'<div class="b-tile"><div class="b-cap">{caption}</div><div class="b-num">{_text(number)}'
-        f'</div><div class="b-sub">{_text(sub)}</div></div>'
-        for caption, number, sub in (
-            ("Loss", figure(facts.loss, 3), f"{facts.loss_kind}, {facts.loss_unit}"),
-            ("Peers", figure(facts.peers_known), f"{facts.peers_online} online at the end"),
-            ("Rounds committed", figure(facts.rounds_committed), f"{alone}{facts.rounds_aborted} aborted"),
-            ("Tokens trained", figure(facts.tokens), f"{figure(facts.tokens_counted)} counted by the group"),
-            ("Mean staleness", figure(facts.staleness_mean, 2), "outer steps, 0: within its own round"),
-            ("Send to apply", figure(facts.sync_delay_steps_mean, 1), "inner steps, mean"),
-            ("Sent", size(facts.up_bytes), "all peers"),
-            ("Parameters", figure(facts.parameters), f"in {facts.fragments} fragments"),
-        )
-    ]
-    return f'<div class="b-tiles four">{"".join(cells)}</div>'
-
-
-def _peer_table(peers: Sequence[PeerFacts]) -> str:
-    heads = ("peer", "state", "device", "tokens (own word)", "share (counted)", "loss", "staleness", "used",
-             "sent", "exposed", "why it left")  # fmt: skip
-    rows = [
-        (
-            peer.label, peer.state, peer.device, figure(peer.tokens), percent(peer.share_counted),
-            figure(peer.loss, 3), figure(peer.staleness_mean, 2), percent(peer.utilisation),
-            size(peer.up_bytes), f"{figure(peer.exposed_s, 1)} s", peer.reason or UNKNOWN,
-        )
-        for peer in peers
-    ]  # fmt: skip
-
-    def cells(tag: str, texts: Iterable[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{_text(text, 90)}</{tag}>" for text in texts) + "</tr>"
-
-    body = "".join(cells("td", row) for row in rows)
-    return (
-        '<div class="b-card"><div class="b-title">Peers</div><div style="overflow-x:auto"><table '
-        f'class="b-table"><thead>{cells("th", heads)}</thead><tbody>{body}</tbody></table></div></div>'
-    )
-
-
-def _happenings(history: History, start: float) -> str:
-    rows = "".join(
-        f"<tr><td>{clock(line.at - start)}</td><td>{_text(line.words)}</td></tr>"
-        for line in reversed(history.happenings(MAX_LINES))
-    )
-    return (
-        '<details class="b-card"><summary class="b-title">What happened, the newest lines</summary>'
-        f'<table class="b-table">{rows}</table></details>'
     )
 
 
@@ -225,13 +178,14 @@ def _draw(
     right.set_xlim(-0.75, max([3, *(min(value, 2**31) for value in values)]) + 0.75)
     right.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     for axes, title, across, up in (
-        (left, f"Loss {facts.loss_unit}", "minutes", ""),
+        (left, f"Loss, {facts.loss_unit}", "minutes", ""),
         (right, f"Staleness, mean {figure(facts.staleness_mean, 2)}", "outer steps behind", "updates (%)"),
     ):
         axes.set_title(title, loc="left", fontsize=13)
         axes.set_xlabel(across, fontsize=13)
         axes.set_ylabel(up, fontsize=13)
         axes.grid(True, axis="y", color="#DDDDDD")
+        axes.set_axisbelow(True)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     picture.savefig(path, format="png")

@@ -4,17 +4,17 @@
     pip install 'p2p-co2[wandb]'           p2p-co2 export TICKET --wandb PROJECT
 
 Law: a sink is a reader: it gets the swarm's facts once every ``EVERY_S`` and can change nothing. The step of
-every figure is the swarm's tokens, so runs of any speed lie on one axis. Price: both libraries bring their
-own dependencies, which is why neither is installed with p2p-co2.
+every figure is the swarm's tokens, so runs of any speed lie on one axis.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, cast
 
 from monitoring.facts import ONLINE, SwarmFacts
 from monitoring.model import Model
@@ -28,30 +28,15 @@ MAX_PEERS = 64
 """Peers that get lines of their own."""
 
 
-class Sink(Protocol):
-    """Takes figures by name at a step; ``close`` writes out the last ones."""
-
-    def write(self, figures: dict[str, float], step: int) -> None: ...
-    def close(self) -> None: ...
-
-
 class TensorBoardSink:
-    """Event files in ``folder``, made with the first figures. Raises ``ConfigError`` if tensorboardX is not
-    installed."""
+    """Event files in ``folder``, made with the first figures."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            import tensorboardX
-        except ImportError:
-            raise ConfigError(
-                "command line", "--tensorboard", "needs tensorboardX: pip install 'p2p-co2[tensorboard]'"
-            ) from None
-        self._make: Callable[[], Any] = lambda: tensorboardX.SummaryWriter(logdir=str(folder))
-        self._writer: Any = None
+        self._library = _library("tensorboardX", "tensorboard")
+        self._folder, self._writer = folder, cast(Any, None)
 
     def write(self, figures: dict[str, float], step: int) -> None:
-        if self._writer is None:
-            self._writer = self._make()
+        self._writer = self._writer or self._library.SummaryWriter(logdir=str(self._folder))
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
@@ -61,22 +46,27 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of ``project``, online or offline as wandb's own settings (``WANDB_MODE``) say. Raises
-    ``ConfigError`` if wandb is not installed."""
+    """A run of ``project``, online or offline as wandb's own settings (``WANDB_MODE``) say."""
 
     def __init__(self, project: str) -> None:
-        try:
-            import wandb
-        except ImportError:
-            words = "needs wandb: pip install 'p2p-co2[wandb]'"
-            raise ConfigError("command line", "--wandb", words) from None
-        self._run: Any = wandb.init(project=project)
+        self._run = _library("wandb", "wandb").init(project=project)
 
     def write(self, figures: dict[str, float], step: int) -> None:
         self._run.log({**figures, "tokens": step}, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+Sink = TensorBoardSink | WandbSink
+
+
+def _library(name: str, extra: str) -> Any:  # a library without types
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        words = f"needs {name}: pip install 'p2p-co2[{extra}]'"
+        raise ConfigError("command line", f"--{extra}", words) from None
 
 
 def open_sinks(tensorboard: Path | None, wandb: str) -> list[Sink]:
@@ -89,14 +79,11 @@ def open_sinks(tensorboard: Path | None, wandb: str) -> list[Sink]:
 
 def figures_of(facts: SwarmFacts) -> dict[str, float]:
     """What a sink gets: the swarm's figures, and some of each peer's, by name."""
-    online = [peer for peer in facts.peers if peer.state in ONLINE][:MAX_PEERS]
-    names = ("peers_online", "tokens_per_s", "up_bytes_per_s", "rounds_committed", "rounds_alone",
-             "rounds_aborted", "staleness_mean", "sync_delay_steps_mean")  # fmt: skip
+    names = ["peers_online", "tokens_per_s", "up_bytes_per_s", "rounds_committed", "rounds_alone",
+             "rounds_aborted", "staleness_mean", "sync_delay_steps_mean"]  # fmt: skip
+    names += ["loss_agreed", "loss_training", "utilisation"] if facts.peers_online else []
     found = {f"swarm/{name}": getattr(facts, name) for name in names}
-    if facts.peers_online:
-        of_peers = ("loss_agreed", "loss_training", "utilisation")
-        found |= {f"swarm/{name}": getattr(facts, name) for name in of_peers}
-    for peer in online:
+    for peer in [peer for peer in facts.peers if peer.state in ONLINE][:MAX_PEERS]:
         label = re.sub(r"[^\w.-]", "_", plain(peer.label, 40))
         for name in ("loss", "tokens_per_s", "utilisation", "exposed_s", "up_bytes"):
             found[f"peer/{label}/{name}"] = getattr(peer, name)

@@ -1,10 +1,8 @@
 """The figures of a run, each defined once: the content of ``summary.json``.
 
-Law: the summary is a pure function of the view and the facts, is plain JSON (no NaN: what was not measured is
-null), and two runs are compared by it alone. A figure "per peer" is keyed by the peer's label (its name;
-where two peers have the same name, the end of the peer id is added).
-
-Price: none of the bytes are split by purpose; what a peer sends to donors and to the DHT counts as sent.
+Law: a pure function of the view and the facts, plain JSON (what was not measured is null); two runs are
+compared by it alone. A figure "per peer" is keyed by the peer's label. None of the bytes are split by
+purpose.
 """
 
 from __future__ import annotations
@@ -41,17 +39,11 @@ class RunFacts:
 
 
 def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
-    """The content of ``summary.json``.
-
-    ``wall_s``: first to last event of any peer. ``tokens``: trained by all peers together. ``rounds``: see
-    ``_rounds``; ``bytes``: see ``_bytes``. ``staleness``, ``sync_delay_steps``: over all outer steps applied
-    by any peer; see ``events.FragmentApplied``. ``utilisation``: of a peer, seconds in inner steps over
-    seconds since its first inner step began; in the mean are those that were not behind the run when
-    they were last heard. ``exposed_s``: seconds the training thread stood still for communication.
-    ``digests_equal``: at least one peer finished and all that finished hold the same digest of
-    the agreed state. ``carriers``: open links by carrier, counted in each direction. ``versions``: software;
-    ``outer_versions``: newest outer version per fragment.
-    """
+    """The content of ``summary.json``. ``wall_s``: first to last event of any peer; ``staleness``,
+    ``sync_delay_steps``: over all outer steps applied by any peer; ``utilisation``: seconds in inner steps
+    over seconds since the first, its mean over the peers that were not behind the run when last heard;
+    ``digests_equal``: at least one peer finished and all that did hold the same digest of the agreed state;
+    ``carriers``: open links, counted in each direction; ``outer_versions``: newest per fragment."""
     labels, config = view.labels(), facts.config
     peers = {labels[peer.peer]: peer for peer in view.started_peers}
     used = {name: peer.utilisation for name, peer in peers.items()}
@@ -124,10 +116,8 @@ def verdict(summary: dict[str, Any], by_loss: bool = True) -> list[str]:
 
 
 def _rounds(view: SwarmView) -> dict[str, Any]:
-    """``committed``, ``aborted``: rounds of the swarm, each once; ``alone``: made by one peer, with nobody
-    else. ``partial``: committed with somebody missing from the mean of some part. ``missed``: committed, but
-    given up by some member. ``duration_s``: from a member's offer to its knowing of the commit, the slowest
-    member of each round."""
+    """Rounds of the swarm, each once. ``alone``: made by one peer; ``partial``: somebody is missing from some
+    part; ``missed``: some member gave it up; ``duration_s``: READY to commit, the slowest member of each."""
     committed = [known for known in view.rounds.values() if known.outcome == "committed"]
     durations_s = sorted(known.duration_s for known in committed if known.duration_s > 0)
     reasons = view.abort_reasons
@@ -148,16 +138,11 @@ def _rounds(view: SwarmView) -> dict[str, Any]:
 
 
 def _bytes(view: SwarmView, peers: Mapping[str, PeerView], config: RunConfig) -> dict[str, Any]:
-    """Bytes against synchronous data-parallel training.
-
-    A *sweep* is one committed round of every fragment: committed rounds / fragments.
-    ``per_parameter_per_round``: bytes a peer sent (mean over peers) per parameter and sweep.
-    ``fp32_data_parallel_per_parameter_per_step``: 4 bytes times 2 (1 - 1/M), what a bandwidth-optimal
-    all-reduce of fp32 gradients sends per parameter and *step* among M peers; it pays this for each of the
-    ``inner_steps_per_sweep`` (mean inner steps of a peer per sweep), and ``times_less_than_data_parallel`` is
-    that product over ``per_parameter_per_round``. ``encoded_bits_per_parameter``: size of one encoded outer
-    gradient of all fragments.
-    """
+    """Bytes against synchronous data-parallel training, per peer, parameter and sweep: one committed round of
+    every fragment. Data parallel: 4 bytes times 2 (1 - 1/M), a bandwidth-optimal all-reduce of fp32
+    gradients, for each of the ``inner_steps_per_sweep``; ``times_less_than_data_parallel`` is that product
+    over ``per_parameter_per_round``. ``encoded_bits_per_parameter``: of one outer gradient of all
+    fragments."""
     parameters, count = max((peer.start.parameters for peer in peers.values()), default=0), len(peers)
     # As the peers cut the model, which may be in more pieces than asked for.
     fragments = max((peer.start.fragments for peer in peers.values()), default=0) or config.fragments
@@ -183,36 +168,24 @@ def _bytes(view: SwarmView, peers: Mapping[str, PeerView], config: RunConfig) ->
 
 def _peer(peer: PeerView, labels: dict[str, str]) -> dict[str, Any]:
     totals, tally, end = peer.totals, peer.tally, peer.end
+    tables = {"skipped_sends": tally.skipped_sends, "caught_up": tally.caught_up, "refused": tally.refused}
+    seconds = ("train_s", "exposed_s", "wall_s")
     return {
-        "peer": peer.peer,
-        "pid": peer.start.pid,
-        "device": peer.start.device,
-        "software": peer.start.software,
-        "phase": peer.phase,
-        "finished": peer.finished,
-        "left_reason": peer.left_reason,
-        "digest": end.digest if end is not None else "",
-        "position": _rounded(peer.progress.position, 3),
-        "outer_versions": list(peer.versions),
-        "inner_steps": totals.inner_steps,
-        "tokens": totals.tokens,
+        "peer": peer.peer, "pid": peer.start.pid, "device": peer.start.device,
+        "software": peer.start.software, "phase": peer.phase, "finished": peer.finished,
+        "left_reason": peer.left_reason, "digest": end.digest if end is not None else "",
+        "position": _rounded(peer.progress.position, 3), "outer_versions": list(peer.versions),
+        "inner_steps": totals.inner_steps, "tokens": totals.tokens,
         "tokens_per_s": _rounded(totals.tokens / totals.wall_s, 1) if totals.wall_s > 0 else None,
-        "loss": _rounded(peer.loss, 5),
-        "up_bytes": totals.up_bytes,
-        "down_bytes": totals.down_bytes,
-        "train_s": _rounded(totals.train_s, 3),
-        "exposed_s": _rounded(totals.exposed_s, 3),
-        "wall_s": _rounded(totals.wall_s, 3),
+        "loss": _rounded(peer.loss, 5), "up_bytes": totals.up_bytes, "down_bytes": totals.down_bytes,
+        **{name: _rounded(getattr(totals, name), 3) for name in seconds},
         "utilisation": _rounded(peer.utilisation, 4),
         "staleness_mean": _rounded(mean_of(peer.staleness), 4),
-        "sync_delay_steps_mean": _rounded(mean_of(tally.sync_delay_steps), 3),
-        "sends": tally.sends,
-        "skipped_sends": dict(sorted(tally.skipped_sends.items())),
-        "caught_up": dict(sorted(tally.caught_up.items())),
-        "refused": dict(sorted(tally.refused.items())),
+        "sync_delay_steps_mean": _rounded(mean_of(tally.sync_delay_steps), 3), "sends": tally.sends,
+        **{name: dict(sorted(table.items())) for name, table in tables.items()},
         "carriers": {labels.get(other, other): carrier for other, carrier in sorted(peer.carriers.items())},
         "peak_memory_bytes": end.peak_memory_bytes if end is not None else 0,
-    }
+    }  # fmt: skip
 
 
 def _distribution(histogram: Counter[int]) -> dict[str, Any]:

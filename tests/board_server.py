@@ -11,8 +11,7 @@ import sys
 import time
 from collections import Counter
 
-from monitoring.board.run import run_board
-from monitoring.board.server import place_for
+from monitoring.board.server import place_for, run_board
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState, News, Sighting
 from tests.made_swarm import MadeFeed, MadeSwarm, peer_id

@@ -26,6 +26,7 @@ from p2p_co2.telemetry.events import Progress, RoundCommitted
 from p2p_co2.telemetry.view import fold
 from tests.board_server import EVIL
 from tests.browser import board, browser, errors, missing, text_of, wait_for
+from tests.made_swarm import peer_id
 from tests.swarms import Swarm, swarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -237,6 +238,7 @@ def check_peers(rows: dict[str, list[str]], summary: dict[str, Any], killed: str
 def test_a_hostile_peer_is_shown_as_text_and_breaks_no_page() -> None:
     with made_board("evil") as address, browser() as driver:
         others = {"round/3/12": "round-outcome", "peer/" + "x" * 60: "peer-title",
+                  f"peer/{peer_id(0)}": "peer-facts", f"peer/{peer_id(99)}": "peer-facts",
                   "round/0/999999": "round-outcome"}  # fmt: skip
         for page, ready in (READY | others).items():
             see(driver, address + page, ready)

@@ -119,13 +119,6 @@ def test_who_comes_when_all_others_have_left_trains_no_run_of_its_own(
     )
 
 
-def test_a_note_is_shown_with_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    events = [*story("ada", "bob"), *story("bob", "ada", finish=False)]
-    end = replace(end_of(tmp_path, killed=("bob",)), notes=("bob came too late",))
-    assert watched(tmp_path, events, end) == []
-    assert "note: bob came too late" in capsys.readouterr().out
-
-
 def test_the_terminal_is_given_back_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watch = RunWatch(FACTS.config, tmp_path)
     watch.close()

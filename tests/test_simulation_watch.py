@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from p2p_co2.cli.simulate import SimulationOptions, quantiles, read_churn, settings_of
+from p2p_co2.cli.simulate import SimulationOptions, read_churn, settings_of
 from p2p_co2.errors import ConfigError
-from p2p_co2.simnet import Churn, EventLog, Swarm
-from p2p_co2.simnet.campaign import replay_command, storm_settings
+from p2p_co2.simnet import Churn
 from p2p_co2.telemetry.journal import read_events
 from p2p_co2.telemetry.view import fold
 
@@ -105,13 +104,6 @@ def test_one_that_is_ended_early_tells_what_there_is(tmp_path: Path, number: sig
     assert told["violations"] == []  # that nobody finished is no fault of the swarm
 
 
-def test_one_that_is_ended_before_its_first_moment_tells_of_nothing() -> None:
-    swarm = Swarm(storm_settings(1, 4), EventLog())
-    swarm.stop()
-    result = swarm.run()
-    assert (result.ended_early, result.virtual_s, result.turns, result.violations) == (True, 0.0, 0, [])
-
-
 def test_a_mistake_is_named_with_its_option() -> None:
     base = options_of(None)
     with pytest.raises(ConfigError, match="--storm"):
@@ -145,25 +137,6 @@ def test_a_figure_that_no_simulation_ends_with_is_refused_with_its_value(
             settings_of(replace(base, **{field: value}))
 
 
-def test_figures_by_hand() -> None:
-    assert quantiles([]) == {"count": 0, "median": None, "p90": None, "max": None}
-    assert quantiles([3.0, 1.0, 2.0]) == {"count": 3, "median": 2.0, "p90": 3.0, "max": 3.0}
-    assert replay_command(9, 32) == "p2p-co2 simulate --storm --peers 32 --seed 9"
-
-
-def test_steps_that_nobody_names_are_slower_in_long_rounds(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    for clock, chosen_s in (
-        ('mode = "time"\nround_s = 600', 5.0),
-        ('mode = "time"\nround_s = 10', 0.5),
-        ('mode = "steps"\ninner_steps_per_round = 30', 0.5),
-    ):
-        path.write_text(f'name = "r"\n[clock]\n{clock}\n', encoding="utf-8")
-        for asked_s, step_s in ((0.0, chosen_s), (2.0, 2.0)):
-            options = options_of(path, step_s=asked_s)
-            assert settings_of(options).step_s == step_s
-
-
 @pytest.mark.parametrize(("hours", "rounds", "calm_at"), [(24.0, 6, 54.0), (0.01, 4, 32.4)])
 def test_a_run_that_has_an_end_is_not_played_beyond_it(
     tmp_path: Path, hours: float, rounds: int, calm_at: float
@@ -177,19 +150,3 @@ def test_a_run_that_has_an_end_is_not_played_beyond_it(
     assert settings.run.clock.rounds == rounds
     assert isinstance(settings.faults, Churn)
     assert settings.faults.calm_at == pytest.approx(calm_at)
-
-
-@pytest.mark.parametrize("seed", [1, 4])
-def test_three_peers_whose_lines_are_overloaded_make_no_two_states_of_one_version(
-    tmp_path: Path, seed: int
-) -> None:
-    """Exchanges take longer than rounds: means come late, states later, and there is no fault. But some
-    rounds are made, by two that have the time for it."""
-    run_file = tmp_path / "run.toml"
-    run_file.write_text("fragments = 2\n[clock]\nround_s = 30.0\nrounds = 12\n")
-    options = options_of(run_file, peers=3, profile="satellite", seed=seed, parameters=2_000_000, step_s=0.0)
-    result = Swarm(settings_of(options), EventLog()).run()
-    assert result.forks == 0
-    assert result.violations == []
-    assert result.counts["round_committed"] > 0
-    assert result.counts["round_aborted"] > 0  # they are overloaded

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry import events as ev
-from p2p_co2.telemetry.events import EVENT_TYPES, Event, PeerLeft, Progress, Warned
+from p2p_co2.telemetry.events import EVENT_TYPES, Event, PeerLeft, Warned
 from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, Tail, read_events
 from p2p_co2.telemetry.view import (
     MAX_DISTINCT,
@@ -43,29 +43,6 @@ def test_an_event_is_one_line_of_json_with_its_kind_first(tmp_path: Path) -> Non
     first, second = path.read_bytes().splitlines()
     assert first == b'{"kind":"warned","at":1.5,"peer":"a","text":"two\\nlines, \\u00fcn\\u00efcode"}'
     assert json.loads(second)["other"] == "b"
-
-
-def test_a_loss_that_is_not_a_number_is_written_as_null_and_read_as_nan(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    with Journal(path) as journal:
-        journal.write(progress("a", 1.0, loss=math.nan))
-        journal.write(progress("a", 2.0, loss=math.inf))
-    assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [None, None]
-    losses = [event.loss for event in read_events(path) if isinstance(event, Progress)]
-    assert len(losses) == 2
-    assert all(math.isnan(loss) for loss in losses)
-
-
-def test_a_tail_sees_each_event_once_and_waits_for_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    tail = Tail(path)
-    assert tail.new_events() == []
-    with Journal(path) as journal:
-        journal.write(started("a"))
-        assert tail.new_events() == [started("a")]
-        assert tail.new_events() == []
-        journal.write(progress("a", 1.0))
-        assert tail.new_events() == [progress("a", 1.0)]
 
 
 def test_a_journal_opened_again_appends_after_a_torn_line(tmp_path: Path) -> None:
@@ -294,12 +271,6 @@ def test_a_resumed_peer_keeps_the_counters_of_its_earlier_process() -> None:
     assert (peer.finished, peer.phase, peer.utilisation) == (False, "training", 0.9)
 
 
-def test_nobody_works_more_than_all_of_the_time() -> None:
-    """One that says so would set the mean of the swarm."""
-    told = dataclasses.replace(progress("a", 1.0, inner_steps=1), train_s=1e15, wall_s=1e-300)
-    assert fold([started("a"), told]).peers["a"].utilisation == 1.0
-
-
 def test_who_left_and_why() -> None:
     view = fold([started("a"), PeerLeft(at=5.0, peer="a", other="b", reason="silent for 6 s")])
     assert not view.peers["b"].started
@@ -323,13 +294,6 @@ def test_labels_are_unique_and_names_stay_where_they_can() -> None:
     names = {"id-000001": "ada", "id-000002": "bob", "id-000003": "bob", "id-000004": ""}
     labels = fold(started(peer, name=name) for peer, name in names.items()).labels()
     assert list(labels.values()) == ["ada", "bob~000002", "bob~000003", "~000004"]
-
-
-def test_what_is_not_a_number_is_as_it_was() -> None:
-    unknown = dataclasses.replace(progress("a", 2.0, loss=math.nan), position=math.nan, wall_s=math.nan)
-    peer = fold([progress("a", 1.0, loss=2.0), unknown]).peers["a"]
-    assert (peer.loss, peer.progress.position) == (2.0, 0.1)
-    assert peer.totals.wall_s == 10.0
 
 
 def test_what_is_recalled_folds_to_the_same_peer() -> None:
@@ -405,9 +369,3 @@ def test_the_view_of_rounds_is_bounded_and_its_totals_are_not() -> None:
         view.add(committed("a", number))
     assert len(view.rounds) == 10
     assert view.committed == 100
-
-
-def test_nothing_happened_is_a_view_too() -> None:
-    view = fold([])
-    assert (view.committed, view.abort_reasons.total(), view.started_at, view.last_at) == (0, 0, None, None)
-    assert (view.labels(), mean_of(view.staleness)) == ({}, None)

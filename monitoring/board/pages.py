@@ -10,7 +10,7 @@ from monitoring import charts
 from monitoring.board.shell import Chart, Frame, Page, Table, Trends, card, head, search_field, text, tiles
 from monitoring.facts import ONLINE, PeerFacts, SwarmFacts, Trouble
 from monitoring.history import AGREED, SWARM, Happening
-from monitoring.words import UNKNOWN, ago, clock, date, figure, links, percent, plain, size
+from monitoring.words import ago, clock, date, figure, links, percent, plain, size
 
 LINES = 200
 """Of what happened, that a page is sent."""
@@ -258,11 +258,11 @@ class PeerPage(Page):
             self._title = text("b-title", "peer-title")
             ui.label(peer[:80]).classes("b-hint b-words")
         self._trends = Trends("chart-peer")
-        with ui.element("div").classes("b-two"):
-            with card("What is known of it", "its own word, but for what is counted"):
-                self._known = Table("peer-facts", (("name", "", -1), ("value", "", -1)), rows_a_page=0)
-            with card("What happened at it"):
-                self._events = _events_table("peer-events", 15)
+        with card("What is known of it"):
+            columns = (("name", "", -1), ("value", "", -1), ("what", "", -1))
+            self._known = Table("peer-facts", columns, rows_a_page=0)
+        with card("What happened at it"):
+            self._events = _events_table("peer-events", 15)
 
     def refresh(self, facts: SwarmFacts) -> None:
         peer = next((peer for peer in facts.peers if peer.peer == self._peer), None)
@@ -273,33 +273,28 @@ class PeerPage(Page):
         for peer in facts.peers:
             if peer.peer == self._peer:
                 self._trends.set(self.frame.palette, history.series(peer.peer, *self.frame.span(facts)))
-                self._known.set([
-                    {"name": name, "value": plain(value, 200)} for name, value in _own_words(peer, facts)
-                ])  # fmt: skip
+                self._known.set(fact_rows(peer))
         self._events.set([_event_row(line) for line in history.happenings(LINES, self._peer)])
 
 
-def _own_words(peer: PeerFacts, facts: SwarmFacts) -> list[tuple[str, str]]:
-    offset_s, cap = peer.clock_offset_s, peer.upload_cap_bytes_per_s
-    pairs = [
-        ("state", f"{peer.state} {peer.reason}"), ("device", peer.device), ("software", peer.software),
-        ("joined", date(peer.joined_at)),
-        ("last seen", f"{clock(facts.at - peer.last_seen_at)} ago" if peer.last_seen_at else UNKNOWN),
-        ("clock", "not compared" if offset_s is None else f"{offset_s:+.2f} s against this reader's"),
-        ("tokens", figure(peer.tokens)), ("tokens counted by the group", figure(peer.tokens_counted)),
-        ("share of the work, counted", percent(peer.share_counted)),
-        ("training loss", f"{figure(peer.loss, 3)} {facts.loss_unit}"),
-        ("inner steps", figure(peer.inner_steps)), ("position", f"round {figure(peer.position, 2)}"),
-        ("outer versions", ", ".join(map(str, peer.versions))),
-        ("mean staleness", f"{figure(peer.staleness_mean, 2)} outer steps"),
-        ("sends skipped", figure(peer.skipped_sends)), ("compute utilisation", percent(peer.utilisation)),
-        ("stood still", f"{figure(peer.exposed_s, 1)} s, {figure(peer.hidden_s, 1)} s hidden"),
-        ("sent, received", f"{size(peer.up_bytes)}, {size(peer.down_bytes)}"),
-        ("open links", links(peer.carriers)), ("upload cap", f"{size(cap)}/s" if cap else "none"),
-    ]  # fmt: skip
-    for kind, told in (("refused", peer.refused), ("nonsense", peer.nonsense)):
-        pairs += [(f"{kind}: {plain(why, 40)}", figure(times)) for why, times in list(told.items())[:6]]
-    return pairs
+def fact_rows(peer: PeerFacts) -> list[dict[str, str]]:
+    """Every fact of a peer but its links, with what it is."""
+    rows = []
+    for name, field in PeerFacts.model_fields.items():
+        value = getattr(peer, name)
+        if name == "links":
+            continue
+        if name.endswith("_at"):
+            value = date(value)
+        elif isinstance(value, float | None):
+            value = figure(value, 3)
+        elif isinstance(value, dict):
+            value = ", ".join(f"{plain(key, 40)}: {times}" for key, times in list(value.items())[:6])
+        elif isinstance(value, tuple):
+            value = ", ".join(figure(one) for one in value[:16])
+        words = {"name": name.replace("_", " "), "value": plain(str(value), 80)}
+        rows.append({**words, "what": field.description or ""})
+    return rows
 
 
 class EventsPage(Page):

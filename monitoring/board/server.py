@@ -20,18 +20,23 @@ import json
 import re
 import secrets
 import socket
+import threading
 import time
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import parse_qs
 
 import uvicorn
 from fastapi import FastAPI, Response
 from fastapi import Path as PathParameter
 from nicegui import ui
+from starlette.requests import HTTPConnection
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from monitoring.board.pages import (
     BandwidthPage,
@@ -44,20 +49,29 @@ from monitoring.board.pages import (
 )
 from monitoring.board.shell import Frame, Page
 from monitoring.facts import SwarmFacts
-from monitoring.history import History
+from monitoring.feeds import PastFeed
+from monitoring.history import TIERS, History
 from monitoring.metrics import CONTENT_TYPE, FactsCollector, exposition
 from monitoring.model import Model, Recorder
+from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.system.process import StopSignals
+from p2p_co2.telemetry.feed import Feed
+from p2p_co2.telemetry.journal import read_events
 
 TICK_S = 1.0
+IDLE_S = 90.0
+"""A board behind a gate ends after this long without a request or an open page."""
+KNOWN_WITHIN_S = 5.0
+"""By then a board knows which peer it belongs to, or does without its past."""
+MAX_PAST_BYTES = 4 << 20
+"""Of a peer's journal, some three hours."""
+PAST_ROUNDS_KEPT = 192
+"""At a time: each step of the past looks at all of them."""
 COOKIE = "p2p_co2_board"
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]+")
 _RoundNumber = Annotated[int, PathParameter(ge=0, le=2**53)]
 """Larger ones are no round's, and more than the history can look for."""
-_Scope = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[Any]]
-_Send = Callable[[Any], Awaitable[None]]
-_App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,42 +150,37 @@ class Activity:
 class Guard:
     """ASGI middleware: the token, or on loopback the Host and Origin headers; and who is here."""
 
-    def __init__(self, app: _App, token: str, activity: Activity) -> None:
+    def __init__(self, app: ASGIApp, token: str, activity: Activity) -> None:
         self._activity, self._token = activity, token
         self.app = app  # NiceGUI looks for its own application behind `app`
 
-    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in {"http", "websocket"}:
             await self.app(scope, receive, send)
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        refusal = self._refusal(scope, headers)
-        if refusal:
-            await _refuse(scope, receive, send, refusal)
+        asked = HTTPConnection(scope)
+        if refusal := self._refusal(scope, asked):
+            is_page = scope["type"] == "websocket"
+            answer = WebSocketClose(4403) if is_page else PlainTextResponse(refusal, 403)
+            await answer(scope, receive, send)
             return
-        if self._token and _token_in(scope):
+        if self._token and "token" in asked.query_params:
             send = _with_cookie(send, self._token)
         with self._activity.during(is_page=scope["type"] == "websocket"):
             await self.app(scope, receive, send)
 
-    def _refusal(self, scope: _Scope, headers: dict[str, str]) -> str:
-        host = headers.get("host", "")
-        origin = headers.get("origin", "")
+    def _refusal(self, scope: Scope, asked: HTTPConnection) -> str:
+        host, origin = asked.headers.get("host", ""), asked.headers.get("origin", "")
         if scope["type"] == "websocket" and origin and origin.split("//", 1)[-1] != host:
             return "this page belongs to another site"
         if not self._token:
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
             return "" if _is_this_machine(name) else "this board is for this machine only"
-        bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        offered = (_token_in(scope), _cookie(headers.get("cookie", "")), bearer)
+        bearer = asked.headers.get("authorization", "").removeprefix("Bearer ")
+        offered = (asked.query_params.get("token", ""), asked.cookies.get(COOKIE, ""), bearer)
         if any(hmac.compare_digest(word.encode(), self._token.encode()) for word in offered):
             return ""
         return "the token is missing or wrong; open the address that the board printed"
-
-
-def _token_in(scope: _Scope) -> str:
-    """The token in the address; "" if it is not there."""
-    return str(parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0])
 
 
 def _is_this_machine(name: str) -> bool:
@@ -182,24 +191,7 @@ def _is_this_machine(name: str) -> bool:
         return False
 
 
-def _cookie(header: str) -> str:
-    """Our cookie; "" if it is not there. Cookies of other programs on this host come along, in any shape."""
-    pairs = (pair.strip().partition("=") for pair in header.split(";"))
-    return next((value for name, _, value in pairs if name == COOKIE), "")
-
-
-async def _refuse(scope: _Scope, receive: _Receive, send: _Send, words: str) -> None:
-    if scope["type"] == "websocket":
-        await receive()
-        await send({"type": "websocket.close", "code": 4403})
-        return
-    text = words.encode()
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(text)).encode())]
-    await send({"type": "http.response.start", "status": 403, "headers": headers})
-    await send({"type": "http.response.body", "body": text})
-
-
-def _with_cookie(send: _Send, token: str) -> _Send:
+def _with_cookie(send: Send, token: str) -> Send:
     cookie = f"{COOKIE}={token}; Path=/; HttpOnly; SameSite=Strict".encode()
 
     async def sending(message: Any) -> None:
@@ -210,22 +202,9 @@ def _with_cookie(send: _Send, token: str) -> _Send:
     return sending
 
 
-def make_app(model: Model, recorder: Recorder, broken: Callable[[BaseException], None]) -> FastAPI:
-    """The board's application; ``broken`` hears of an error that ended its ticking."""
-
-    def ticked(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            broken(error)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        ticking = asyncio.create_task(_keep_ticking(model, recorder), name="tick")
-        ticking.add_done_callback(ticked)
-        yield
-        ticking.cancel()
-        await asyncio.gather(ticking, return_exceptions=True)
-
-    app = FastAPI(title="p2p-co2", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+def make_app(model: Model, recorder: Recorder) -> FastAPI:
+    """The board's application."""
+    app = FastAPI(title="p2p-co2", docs_url=None, redoc_url=None, openapi_url=None)
     collector = FactsCollector(model.facts, lambda: model.feed.me)
 
     @app.get("/api/swarm")
@@ -273,17 +252,6 @@ def swarm_schema() -> dict[str, Any]:
     return SwarmFacts.model_json_schema()
 
 
-async def _keep_ticking(model: Model, recorder: Recorder) -> None:
-    """Fold what is new once a second, write history in a thread."""
-    while True:
-        started_at = time.monotonic()
-        for events in model.moments(time.time()):
-            recorder.see(events)
-            if batch := recorder.batch():
-                await asyncio.to_thread(recorder.write, batch)
-        await asyncio.sleep(max(0.05, TICK_S - (time.monotonic() - started_at)))
-
-
 class _Server(uvicorn.Server):
     """Leaves signals to the caller."""
 
@@ -300,38 +268,105 @@ async def serve(
     stop: asyncio.Event,
     is_over: Callable[[Activity], bool] = lambda activity: False,
 ) -> None:
-    """Serve until ``stop`` is set or ``is_over`` says so. ``bound`` is closed at the end.
-
-    An error of ours in the ticking ends the board and is raised: pages then say that they are disconnected,
-    instead of showing for good what was true once.
-    """
-    activity, errors = Activity(), list[BaseException]()
-
-    def broken(error: BaseException) -> None:
-        errors.append(error)
-        server.should_exit = True
-
-    async def until_over() -> None:
-        while not stop.is_set() and not is_over(activity):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await stop.wait()
-
-    app = Guard(make_app(model, Recorder(model, history), broken), place.token, activity)
+    """Serve until ``stop`` is set or ``is_over`` says so; fold what is new once a second, and write history
+    in a thread. ``bound`` is closed at the end. An error of ours ends the board and is raised, so that pages
+    say that they are disconnected, instead of showing for good what was true once."""
+    activity, recorder = Activity(), Recorder(model, history)
     config = uvicorn.Config(
-        app, log_level="warning", lifespan="on", ws="websockets-sansio", timeout_graceful_shutdown=2,
-        access_log=False,
+        Guard(make_app(model, recorder), place.token, activity), log_level="warning", lifespan="on",
+        ws="websockets-sansio", timeout_graceful_shutdown=2, access_log=False,
     )  # fmt: skip
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[bound]), name="serve")
-    stopping = asyncio.create_task(until_over(), name="stop")
-    await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = True
-    await asyncio.wait({serving}, timeout=5.0)
-    stopping.cancel()
-    serving.cancel()
-    ended = await asyncio.gather(serving, stopping, return_exceptions=True)
-    errors += [error for error in ended if isinstance(error, Exception)]
-    bound.close()
-    if errors:
-        raise errors[0]
+    try:
+        while not (stop.is_set() or serving.done() or is_over(activity)):
+            next_at = time.monotonic() + TICK_S
+            for events in model.moments(time.time()):
+                recorder.see(events)
+                if batch := recorder.batch():
+                    await asyncio.to_thread(recorder.write, batch)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.05, next_at - time.monotonic())):
+                    await stop.wait()
+    finally:
+        server.should_exit = True
+        await asyncio.wait({serving}, timeout=5.0)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        bound.close()
+
+
+def run_board(feed: Feed, place: Place, history: Path | None, say: Callable[[str], None] = print) -> int:
+    """Serve ``feed`` at ``place`` until SIGINT or SIGTERM; returns the exit status. Closes the feed.
+
+    ``history``: the SQLite file; None keeps it in memory, and so does a place that cannot be written, which
+    is said. Raises ``EnvironmentFault`` if the port is taken.
+    """
+    try:
+        bound = listening_socket(place)
+        say(f"board: {address(place, bound)}")
+        kept = History.or_in_memory(history)
+        if kept.trouble:
+            say(f"warning: {kept.trouble}")
+        _run(feed, place, bound, kept, lambda activity: False)
+    finally:
+        feed.close()
+    return 0
+
+
+def run_behind_gate(
+    feed: Feed,
+    bound: socket.socket,
+    history: Path | None,
+    gone: threading.Event | None = None,
+    journal: Path | None = None,
+) -> int:
+    """Serve on an inherited loopback socket until nobody looks, or ``gone`` is set. ``journal``: what the
+    feed's own peer wrote before anybody looked, to begin with."""
+
+    def is_over(activity: Activity) -> bool:
+        return activity.idle_s() > IDLE_S or (gone is not None and gone.is_set())
+
+    kept = History.or_in_memory(history)
+    try:
+        if journal is not None:
+            ends_at = time.monotonic() + KNOWN_WITHIN_S
+            while not feed.me and time.monotonic() < ends_at:
+                time.sleep(0.02)
+            recall_journal(journal, feed.me, feed.run, kept)
+        _run(feed, Place(), bound, kept, is_over)
+    finally:
+        feed.close()
+    return 0
+
+
+def recall_journal(journal: Path, me: str, run: RunConfig | None, history: History) -> None:
+    """Put what peer ``me`` wrote into ``journal`` since ``history`` ends into it, as if a board had been
+    there. Price: two or three seconds of CPU for a full journal, and only the peer's own word."""
+    now = time.time()
+    since = max(history.span()[1], now - TIERS[-1][1])
+    try:
+        told = read_events(journal, MAX_PAST_BYTES)
+    except EnvironmentFault:
+        return  # it was written by an own loop, or not at all
+    events = [event for event in told if event.peer == me and since < event.at <= now]
+    if events:
+        Recorder(Model(PastFeed(events, run, me), PAST_ROUNDS_KEPT), history).follow(now)
+
+
+def _run(
+    feed: Feed, place: Place, bound: socket.socket, history: History, is_over: Callable[[Activity], bool]
+) -> None:
+    async def until_stopped() -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+        def end() -> None:
+            loop.call_soon_threadsafe(stop.set)
+
+        with StopSignals(end):
+            await serve(Model(feed), history, place, bound, stop, is_over)
+
+    try:
+        asyncio.run(until_stopped())
+    finally:
+        history.close()

@@ -7,6 +7,7 @@ rehearsal is the demo's with the lines added, so that they can be compared figur
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -89,7 +90,9 @@ class RunWatch:
             (self._view.last_at, summary["tokens"], end.loss_end),
         )
         agreed = [(at, tokens, loss) for at, tokens, loss in ends if at is not None and loss is not None]
-        write_report(end.folder, agreed)
+        words = Console(file=io.StringIO(), width=120, record=True)
+        print_summary(summary, words)
+        write_report(end.folder, words.export_text(), agreed)
         print_summary(summary, self._console)
         if self._emulation:
             self._say(exchange_words(summary["exchanges"]))

@@ -40,8 +40,7 @@ def board(
 ) -> None:
     """Serve the dashboard of a run, seen from outside: no training, no change to the run."""
     take_back()  # nothing to give back yet, and these imports take a second
-    from monitoring.board.run import run_board
-    from monitoring.board.server import place_for
+    from monitoring.board.server import place_for, run_board
 
     hand_over()
     place = place_for(host, port, token)

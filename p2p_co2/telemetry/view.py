@@ -31,8 +31,6 @@ MAX_VALUES = 1024
 """Most distinct values of a histogram; others are left out of it."""
 MAX_NOTABLE = 256
 """Newest notable events kept in the view."""
-MAX_MENTIONED = 1024
-"""Peers that only others spoke of, newest: a name costs nothing, and one report has room for thousands."""
 _NOTABLE = (
     ev.PeerStarted, ev.PeerJoined, ev.PeerLeft, ev.LinkLost, ev.RoundAborted, ev.SendSkipped,
     ev.ContributionCapped, ev.CaughtUp, ev.MessageRefused, ev.Warned, ev.PeerFinished,
@@ -100,8 +98,7 @@ class Tally:
 
 @dataclass
 class LinkView:
-    """The link to one other peer: the last carrier, why it is lost ("" while it is open), its newest
-    measurement."""
+    """The link to one other peer; ``lost``: why, "" while it is open."""
 
     carrier: str = ""
     lost: str = ""
@@ -110,14 +107,10 @@ class LinkView:
 
 @dataclass
 class PeerView:
-    """One peer. ``start``, ``progress``, ``end``: its newest ``PeerStarted``, ``Progress`` (what is not a
-    number in it is as it was before) and ``PeerFinished``, of this process; empty ones before they came.
-
-    ``earlier``: counters of its earlier processes, as each counts from 0. ``sent``: newest by fragment;
-    ``arrived``: by fragment, what brought agreed parameters last; ``agreed``: newest held-out loss;
-    ``recent_sends``: (at, why it was skipped, "" if it was not). ``seen_left``: (at, reason) by the other
-    peer that said so: nothing else in here is the word of others.
-    """
+    """One peer. ``start``, ``progress``, ``end``: newest of this process (a figure that is no number is as
+    before); ``earlier``: counters of its earlier processes. ``sent``, ``arrived``: newest by fragment;
+    ``agreed``: newest held-out loss; ``recent_sends``: (at, why skipped, "" if not). ``seen_left``: (at,
+    reason) by the peer that said so: nothing else in here is the word of others."""
 
     peer: str
     first_seen_at: float | None = None
@@ -313,12 +306,8 @@ class RoundView:
 
     @property
     def aborts(self) -> Counter[str]:
-        """Aborted attempts by reason, each once.
-
-        Members see the same attempts, so the member that saw most is believed; of a committed round only
-        those that know of the commit are asked, since the others may have lost just the answer
-        (``missed_by``).
-        """
+        """Aborted attempts by reason, each once: the member that saw most is believed, of a committed round
+        one that knows of the commit, since the others may have lost just the answer (``missed_by``)."""
         asked = self.aborted.keys() & self.commits.keys() if self.commits else self.aborted.keys()
         best = min(asked, key=lambda peer: (-self.aborted[peer].total(), peer), default="")
         return Counter(self.aborted.get(best, ()))
@@ -350,17 +339,6 @@ class RoundView:
 
 
 @dataclass
-class Settled:
-    """What rounds and peers that are kept no more come to; ``outcomes``: rounds by outcome."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    aborts: Counter[str] = field(default_factory=Counter)
-    totals: Counters = field(default_factory=Counters)
-    staleness: Counter[int] = field(default_factory=Counter)
-    sync_delay_steps: Counter[int] = field(default_factory=Counter)
-
-
-@dataclass
 class SwarmView:
     """All peers and rounds. ``notable``: the newest ``MAX_NOTABLE`` events worth a line, oldest first.
     ``counted``: work by peer (tokens, summed over fragments) as signed decisions say, of ``counted_rounds``
@@ -375,20 +353,19 @@ class SwarmView:
     counted_rounds: int = 0
     counted_before: set[tuple[int, int]] = field(default_factory=set)
     rounds_kept: int = 0
-    _settled: Settled = field(default_factory=Settled)
-    _mentioned: dict[str, None] = field(default_factory=dict)
+    _old_outcomes: Counter[str] = field(default_factory=Counter)
+    _old_aborts: Counter[str] = field(default_factory=Counter)
 
     def add(self, event: ev.Event) -> None:
         """Take in one event; events of one peer must come in the order it wrote them."""
         if isinstance(event, ev.Recalled) and event.peer in self.peers:
             self.peers[event.peer] = PeerView(event.peer, seen_left=self.peers[event.peer].seen_left)
         self._peer(event.peer).add(event)
-        self._mentioned.pop(event.peer, None)
         match event:
             case ev.PeerJoined():
-                self._other(event.other).seen_left.pop(event.peer, None)
+                self._peer(event.other).seen_left.pop(event.peer, None)
             case ev.PeerLeft():
-                _keep(self._other(event.other).seen_left, event.peer, (event.at, event.reason))
+                _keep(self._peer(event.other).seen_left, event.peer, (event.at, event.reason))
             case ev.RoundBegan():
                 round_ = self._round(event.fragment, event.round)
                 begun = (event.at, event.peer, event.group)
@@ -417,21 +394,13 @@ class SwarmView:
             self.peers[peer] = PeerView(peer)
         return self.peers[peer]
 
-    def _other(self, peer: str) -> PeerView:
-        """A peer that another one speaks of."""
-        if peer not in self.peers:
-            self._mentioned[peer] = None
-            if len(self._mentioned) > MAX_MENTIONED:
-                self.forget(next(iter(self._mentioned)))
-        return self._peer(peer)
-
     def _round(self, fragment: int, number: int) -> RoundView:
         known = self.rounds.get((fragment, number))
         if known is None:
             if self.rounds_kept and len(self.rounds) >= self.rounds_kept:
                 old = self.rounds.pop(next(iter(self.rounds)))
-                self._settled.outcomes[old.outcome] += 1
-                self._settled.aborts += old.aborts
+                self._old_outcomes[old.outcome] += 1
+                self._old_aborts += old.aborts
             known = self.rounds[fragment, number] = RoundView(fragment, number)
         return known
 
@@ -447,15 +416,6 @@ class SwarmView:
         for peer, weight in event.weights.items():
             if math.isfinite(weight) and weight > 0:
                 _keep(self.counted, peer, self.counted.get(peer, 0.0) + weight)
-
-    def forget(self, peer: str) -> None:
-        """List ``peer`` no more. What it did stays in the swarm's sums; if it comes back it counts anew."""
-        self._mentioned.pop(peer, None)
-        known = self.peers.pop(peer, None)
-        if known is not None:
-            self._settled.totals = self._settled.totals.plus(known.totals)
-            self._settled.staleness.update(known.staleness)
-            self._settled.sync_delay_steps.update(known.tally.sync_delay_steps)
 
     @property
     def started_peers(self) -> list[PeerView]:
@@ -496,17 +456,17 @@ class SwarmView:
 
     def _made(self, outcome: str) -> int:
         seen = sum(view.outcome == outcome for view in self.rounds.values())
-        return self._settled.outcomes[outcome] + seen
+        return self._old_outcomes[outcome] + seen
 
     @property
     def abort_reasons(self) -> Counter[str]:
         """Aborted rounds of the swarm by reason, each counted once."""
-        return sum((view.aborts for view in self.rounds.values()), self._settled.aborts)
+        return sum((view.aborts for view in self.rounds.values()), self._old_aborts)
 
     @property
     def staleness(self) -> Counter[int]:
         """Applied outer steps by staleness, over all peers."""
-        return sum((peer.staleness for peer in self.peers.values()), self._settled.staleness)
+        return sum((peer.staleness for peer in self.peers.values()), Counter[int]())
 
     @property
     def fragment_staleness(self) -> dict[int, Counter[int]]:
@@ -521,12 +481,12 @@ class SwarmView:
     def sync_delay_steps(self) -> Counter[int]:
         """Applied outer steps by inner steps between send and apply, over all peers."""
         own = (peer.tally.sync_delay_steps for peer in self.peers.values())
-        return sum(own, self._settled.sync_delay_steps)
+        return sum(own, Counter[int]())
 
     @property
     def totals(self) -> Counters:
-        """What all peers did, those that are forgotten too."""
-        total = self._settled.totals
+        """What all peers did."""
+        total = Counters()
         for peer in self.peers.values():
             total = total.plus(peer.totals)
         return total

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.reports.reader import Opened, open_report, read_decision
+from p2p_co2.protocol.reports.reader import MAX_DECISIONS, CheckedReport, open_report, read_decision
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Decision, ReportRequest
 from p2p_co2.telemetry.events import Event, Recalled, RoundCommitted, RoundCounted
@@ -117,24 +117,23 @@ class Poller:
         asked = self._asked[peer]
         asked.in_flight = False
         try:
-            opened = open_report(data, peer, self._run)
+            report, _, refused = checked = open_report(data, peer, self._run)
         except RemoteProtocolError as error:
             self._put_off(asked, now)
             self._refuse(asked, Counter({error.reason: 1}), reason=f"sent a report that is none: {error}")
             return
         asked.failures = 0
-        interval_s = max(ASK_EVERY_S, len(self._asked) / ASKS_PER_S)
-        asked.next_at = now + max(interval_s, opened.again_in_s)
+        asked.next_at = now + max(ASK_EVERY_S, len(self._asked) / ASKS_PER_S, report.again_in_s)
         self._refuse(
-            asked, opened.refused, state="answering", reason="", clock_offset_s=opened.sent_at - unix_now,
+            asked, refused, state="answering", reason="", clock_offset_s=report.sent_at - unix_now,
             round_trip_s=now - asked.asked_at,
         )  # fmt: skip
-        if opened.again_in_s > 0:
+        if report.again_in_s > 0:
             return
-        if opened.last < opened.newest:
+        if report.last < report.newest:
             asked.next_at = now  # more than fits into one answer
-        self._take_events(asked, opened, unix_now)
-        for decision in opened.decisions:
+        self._take_events(asked, checked, unix_now)
+        for decision in report.decisions[:MAX_DECISIONS]:
             self._read(asked, decision, unix_now)
 
     def failed(self, peer: PeerId, reason: str, now: float) -> None:
@@ -160,15 +159,15 @@ class Poller:
     def _refuse(self, asked: _Asked, causes: Counter[str], **changes: Any) -> None:  # fields of Sighting
         self._see(asked, refused=asked.sighting.refused + causes, **changes)
 
-    def _take_events(self, asked: _Asked, opened: Opened, unix_now: float) -> None:
-        offset_s = opened.sent_at - unix_now
-        fresh = opened.process == asked.process and opened.first == asked.after + 1
-        restarts = any(isinstance(event, Recalled) for event in opened.events[:1])
-        if not fresh and not restarts and opened.first != 1:
-            return  # neither what follows nor a new start: the next question says again where we are
-        asked.process, asked.after = opened.process, max(opened.last, opened.first - 1)
-        for event in opened.events:
-            self._news.events.append(in_our_time(event, offset_s, unix_now))
+    def _take_events(self, asked: _Asked, checked: CheckedReport, unix_now: float) -> None:
+        report, events, _ = checked
+        follows = report.process == asked.process and report.first == asked.after + 1
+        restarts = report.first == 1 or any(isinstance(event, Recalled) for event in events[:1])
+        if not follows and not restarts:
+            return  # the next question says again where we are
+        asked.process, asked.after = report.process, max(report.last, report.first - 1)
+        for event in events:
+            self._news.events.append(in_our_time(event, report.sent_at - unix_now, unix_now))
             if isinstance(event, RoundCommitted):
                 self._told(event, asked.sighting.peer)
 

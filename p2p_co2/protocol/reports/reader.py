@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -51,22 +50,15 @@ OLDEST_S, NEWEST_S = 400 * 86400.0, 60.0
 """How far an event's time may lie before and after the moment in which its sender reports it."""
 
 
-@dataclass
-class Opened:
-    """A checked report; ``events`` carry the sender's times. ``refused``: dropped events by cause."""
+class CheckedReport(NamedTuple):
+    """``events``: those that passed, with the sender's times; ``refused``: the others by cause."""
 
-    process: int
-    first: int
-    last: int
-    newest: int
-    sent_at: float
-    again_in_s: float
-    events: list[Event] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
-    refused: Counter[str] = field(default_factory=Counter)
+    report: Report
+    events: list[Event]
+    refused: Counter[str]
 
 
-def open_report(data: bytes, peer: PeerId, run: bytes) -> Opened:
+def open_report(data: bytes, peer: PeerId, run: bytes) -> CheckedReport:
     """What ``peer`` answered. Raises ``RemoteProtocolError`` if the whole of it is worth nothing."""
     if len(data) > MAX_REPORT_BYTES:
         raise RemoteProtocolError("too large", f"a report of {len(data)} bytes")
@@ -81,19 +73,15 @@ def open_report(data: bytes, peer: PeerId, run: bytes) -> Opened:
     whole = math.isfinite(report.sent_at) and 0 <= report.again_in_s < 3600
     if not whole or max(report.first, report.last, report.newest) > MAX_COUNT:
         raise RemoteProtocolError("bad report", "numbers out of range")
-    opened = Opened(
-        report.process, report.first, report.last, report.newest, report.sent_at, report.again_in_s,
-        decisions=list(report.decisions[:MAX_DECISIONS]),
-    )  # fmt: skip
-    for line in _inflated(report.events).split(b"\n")[:MAX_EVENTS]:
+    checked = CheckedReport(report, [], Counter())
+    for line in filter(None, _inflated(report.events).split(b"\n")[:MAX_EVENTS]):
         try:
-            if line:
-                event = parse_event(line)
-                check_event(event, peer, opened.sent_at)
-                opened.events.append(event)
+            event = parse_event(line)
+            check_event(event, peer, report.sent_at)
+            checked.events.append(event)
         except ValueError as error:
-            opened.refused[str(error)] += 1
-    return opened
+            checked.refused[str(error)] += 1
+    return checked
 
 
 def _inflated(packed: bytes) -> bytes:
@@ -109,6 +97,10 @@ def _inflated(packed: bytes) -> bytes:
     return text
 
 
+_NAMING = PeerJoined | PeerLeft | LinkOpened | LinkLost | LinkMeasured | RoundBegan
+"""Events that name peers which exist."""
+
+
 def check_event(event: Event, peer: PeerId, sent_at: float) -> None:
     """Raise ``ValueError`` with a short cause unless ``peer`` can have written ``event`` by ``sent_at``."""
     if event.peer != peer:
@@ -120,12 +112,8 @@ def check_event(event: Event, peer: PeerId, sent_at: float) -> None:
     for name, value in vars(event).items():
         if name not in {"at", "peer"}:
             _check_value(name, value)
-    named: tuple[str, ...] = ()
-    if isinstance(event, PeerJoined | PeerLeft | LinkOpened | LinkLost | LinkMeasured):
-        named = (event.other,)
-    elif isinstance(event, RoundBegan):
-        named = event.group
-    if not all(_is_peer_id(name) for name in named):
+    others = getattr(event, "group", (getattr(event, "other", ""),))
+    if isinstance(event, _NAMING) and not all(_is_peer_id(name) for name in others):
         raise ValueError("a peer that cannot be")
 
 
@@ -165,30 +153,21 @@ def read_decision(decision: Decision, run: bytes, at: float) -> tuple[RoundCount
     votes = [(vote.member, vote.signature) for vote in decision.votes[: MAX_MEMBERS + 1]]
     outcome = check_certificate(decision.outcome, votes, run)
     weights = {member.peer: member.weight for member in outcome.members}
-    if not _is_peer_id(outcome.coordinator):
-        raise RemoteProtocolError("bad decision", "an impossible coordinator")
-    if not 0 < len(weights) <= MAX_MEMBERS or len(outcome.parts) > MAX_MEMBERS:
-        raise RemoteProtocolError("bad decision", "too many members or parts")
-    if not all(_is_peer_id(peer) and 0 < weight < MAX_REAL for peer, weight in weights.items()):
-        raise RemoteProtocolError("bad decision", "an impossible member")
+    right = _is_peer_id(outcome.coordinator) and 0 < len(weights) <= MAX_MEMBERS
+    right = right and len(outcome.parts) <= MAX_MEMBERS and outcome.key.fragment < MAX_FRAGMENTS
+    right = right and 0 < outcome.key.round <= MAX_ROUND
+    right = right and all(_is_peer_id(peer) and 0 < weight < MAX_REAL for peer, weight in weights.items())
     stop = 0
-    for part in outcome.parts:
-        shares = {contributor.peer: contributor.weight for contributor in part.contributors}
-        are_members = all(0 < weight <= weights.get(peer, 0.0) for peer, weight in shares.items())
-        if part.start_block != stop or part.stop_block <= stop or not are_members:
-            raise RemoteProtocolError(
-                "bad decision", "parts that are not the fragment's, or strangers in them"
-            )
-        if len(shares) != len(part.contributors):
-            raise RemoteProtocolError("bad decision", "a contributor named twice")
+    for part in outcome.parts if right else ():
+        shares = {one.peer: one.weight for one in part.contributors}
+        right = right and part.start_block == stop < part.stop_block
+        right = right and len(shares) == len(part.contributors)
+        right = right and all(0 < weight <= weights.get(peer, 0.0) for peer, weight in shares.items())
         stop = part.stop_block
-    if outcome.key.fragment >= MAX_FRAGMENTS or not 0 < outcome.key.round <= MAX_ROUND:
-        raise RemoteProtocolError("bad decision", "of no round")
+    if not right:
+        raise RemoteProtocolError("bad decision", "members, parts or a round that cannot be")
     counted = RoundCounted(
-        at=at,
-        peer=outcome.coordinator,
-        fragment=outcome.key.fragment,
-        round=outcome.key.round,
+        at=at, peer=outcome.coordinator, fragment=outcome.key.fragment, round=outcome.key.round,
         weights=counted_weights(outcome),
-    )
+    )  # fmt: skip
     return counted, frozenset(outcome.members[index].peer for index, _ in votes)
