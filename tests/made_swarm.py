@@ -128,8 +128,7 @@ class MadeSwarm:
                     at=now + took_s, coordinator=first, group_size=len(names), partial=partial, begun_s=0.22,
                     parts_s=0.45, means_s=took_s - 0.1,
                 ),
-                ev.FragmentSent(at=now + 0.001, peer=name, **key, payload_bytes=PAYLOAD_BYTES, weight=2000.0,
-                                relative_error=0.014),
+                ev.FragmentSent(at=now + 0.001, peer=name, **key, payload_bytes=PAYLOAD_BYTES, weight=2000.0),
                 replace(
                     applied(name, stale, 4 + 3 * stale + place % 3, 1.0 + 0.05 * stale + 0.01 * (number % 3)),
                     at=now + took_s + 0.05, fragment=fragment, version=number, sync_delay_s=took_s + 0.05,

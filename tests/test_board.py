@@ -103,7 +103,6 @@ class Told(Feed):
         for _ in range(made):
             self.events.append(ev.FragmentSent(
                 at=START + at, peer=peer, fragment=0, round=1, payload_bytes=1, weight=1.0,
-                relative_error=0.0,
             ))  # fmt: skip
         for _ in range(skipped):
             self.events.append(ev.SendSkipped(at=START + at, peer=peer, fragment=0, reason=REASON))

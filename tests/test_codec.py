@@ -20,7 +20,7 @@ from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.planning.traffic import payload_bytes
 from p2p_co2.tensors.aggregation import Part, clipped_mean, reduce_slices
-from p2p_co2.tensors.codec import Codec, get_codec, relative_error
+from p2p_co2.tensors.codec import Codec, get_codec
 from p2p_co2.tensors.codec.base import CHUNK_BLOCKS, SMALLEST, absmax
 from p2p_co2.tensors.codec.bitsandbytes_blocks import BitsAndBytesFourBit
 from p2p_co2.tensors.codec.fourbit import FourBitCodec
@@ -60,6 +60,10 @@ def hostile(codec: Codec, last_bytes: bytes, blocks: int = 3) -> Tensor:
     payload = codec.encode(gaussians(128 * blocks))
     payload[-len(last_bytes) :] = torch.tensor(list(last_bytes), dtype=torch.uint8)
     return payload
+
+
+def relative_error(values: Tensor, decoded: Tensor) -> float:
+    return float((values - decoded).double().square().sum() / values.double().square().sum())
 
 
 # ---- by hand

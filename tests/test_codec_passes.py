@@ -19,7 +19,6 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import mean_of_parts
 from p2p_co2.tensors.codec import Codec, get_codec, passes
-from p2p_co2.tensors.codec.base import error_energy
 from p2p_co2.tensors.codec.passes import Passes
 from tests.test_codec import int4_rows_of_every_scale
 
@@ -130,19 +129,14 @@ def test_what_is_not_finite_is_not_encoded(codec: Codec, bad: float, at: int, bo
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_difference_is_encoded_and_measured(
-    codec: Codec, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_difference_is_encoded(codec: Codec, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     base, live = values_of_all_sizes(size), values_of_all_sizes(size, seed=1) * 1e-5
     rows, wanted = torch.empty(codec.payload_bytes(size), dtype=torch.uint8), torch.empty(size)
-    measured = codec.encode_difference(base, live, rows, wanted)
-    assert measured is not None
+    assert codec.encode_difference(base, live, rows, wanted)
     assert torch.equal(bits(wanted), bits(base - live))
     assert torch.equal(rows, codec.encode(base - live))
-    lost, energy = error_energy((base - live).double(), codec.decode(rows)[:size].double())
-    assert measured == pytest.approx((lost, energy), rel=1e-9)
     monkeypatch.setattr(passes, "kernel", None)
-    assert codec.encode_difference(base, live, rows, wanted) is None
+    assert not codec.encode_difference(base, live, rows, wanted)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

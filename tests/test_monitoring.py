@@ -285,11 +285,7 @@ def told_exchange() -> ExchangeLog:
             at=0.0, peer=peer, name={"a": "ada", "b": "bob"}[peer], pid=1, software="", device="cpu",
             parameters=1, fragments=1, run="",
         ))  # fmt: skip
-    log.add(
-        ev.FragmentSent(
-            at=9.0, peer="a", fragment=0, round=1, payload_bytes=5_000_000, weight=1.0, relative_error=0.0
-        )
-    )
+    log.add(ev.FragmentSent(at=9.0, peer="a", fragment=0, round=1, payload_bytes=5_000_000, weight=1.0))
     log.add(ev.RoundBegan(at=10.0, peer="a", fragment=0, round=1, group=("a", "b"), waited_s=1, deadline_s=1))
     for peer, at, begun_s, means_s in (("a", 13.0, 0.0, 2.0), ("b", 14.0, 1.0, 3.5)):
         log.add(ev.RoundCommitted(

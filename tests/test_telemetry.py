@@ -337,7 +337,7 @@ def test_what_is_not_a_number_is_as_it_was() -> None:
 def test_what_is_recalled_folds_to_the_same_peer() -> None:
     caught = ev.CaughtUp(at=3.0, peer="a", fragment=1, from_version=0, to_version=1, how="state", donor="b",
                          bytes=1, duration_s=0.1)  # fmt: skip
-    sent = ev.FragmentSent(at=1, peer="a", fragment=0, round=1, payload_bytes=9, weight=1, relative_error=0)
+    sent = ev.FragmentSent(at=1, peer="a", fragment=0, round=1, payload_bytes=9, weight=1)
     told = [started("a"), progress("a", 1.0), sent, sent, applied("a", 1, 4), applied("a", 0, 4), caught,
             ev.LinkOpened(at=0, peer="a", other="b", carrier="grpc")]  # fmt: skip
     early = fold(told)

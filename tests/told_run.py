@@ -51,7 +51,7 @@ def story(
         key: dict[str, Any] = {"at": 101.0 + 6 * number + fragment, "fragment": fragment}
         round_ = committed(me, number, duration_s=0.5)
         events += [
-            ev.FragmentSent(**key, peer=me, round=number, payload_bytes=266, weight=1, relative_error=0.01),
+            ev.FragmentSent(**key, peer=me, round=number, payload_bytes=266, weight=1),
             replace(round_, **key, group_size=2, contributors=2, partial=0),
             replace(applied(me, number // 3, 2 * number), **key, version=number),
         ]

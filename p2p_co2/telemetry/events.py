@@ -123,14 +123,12 @@ class Progress(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FragmentSent(Event):
-    """This peer offered its outer gradient for a round. ``relative_error`` is ||x - q||^2 / ||x||^2 of the
-    encode."""
+    """This peer offered its outer gradient for a round."""
 
     fragment: int
     round: int
     payload_bytes: int
     weight: float
-    relative_error: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint import Values
 from p2p_co2.tensors.codec import Codec
-from p2p_co2.tensors.codec.base import PIECE_VALUES, error_energy, error_ratio, pieces
+from p2p_co2.tensors.codec.base import PIECE_VALUES, pieces
 from p2p_co2.tensors.fragments.large_tensor import large_tensor
 from p2p_co2.tensors.outer import Merge, OuterState, StepReport
 from p2p_co2.trainer.kept import (
@@ -64,7 +64,6 @@ class EncodedOffer:
     round: int
     base_version: int
     payload: Buffer
-    relative_error: float
     merge: Merge | None
 
 
@@ -216,7 +215,7 @@ class FragmentState:
             lost = None if self._codec.name == "fp32" else room_of(self._codec, self.numel, 4)
         elif not self._is_delayed and 8 * self._codec.block_bytes < COARSE_BITS * self._codec.block_values:
             room = room_of(self._codec, self.numel, 16)
-        values, error = self._encoded(snapshot, room, lost)
+        values = self._encoded(snapshot, room, lost)
         payload = values.numpy().data
         sent = Encoded(self._codec, payload, self.numel)
         gradient: Kept = sent  # what comes back, if it does: what was sent
@@ -232,11 +231,11 @@ class FragmentState:
                 merge = self._boundary_merge(snapshot, sent)
             self.residual = lost
         self.open = mine
-        return EncodedOffer(mine.round, base_version, payload, error, merge)
+        return EncodedOffer(mine.round, base_version, payload, merge)
 
-    def _encoded(self, snapshot: Tensor, room: Compact | None, lost: Compact | None) -> tuple[Tensor, float]:
-        """The payload of ``state.params + offset - snapshot``, plus the decayed residual, and its relative
-        error. ``room`` takes the gradient, ``lost`` what the codec loses of it and the residual.
+    def _encoded(self, snapshot: Tensor, room: Compact | None, lost: Compact | None) -> Tensor:
+        """The payload of ``state.params + offset - snapshot``, plus the decayed residual. ``room`` takes the
+        gradient, ``lost`` what the codec loses of it and the residual.
 
         Piece by piece: nothing of the fragment's size is made that is not kept.
         """
@@ -244,29 +243,27 @@ class FragmentState:
         payload = large_tensor(codec.payload_bytes(size), torch.uint8)
         most = codec.blocks(min(PIECE_VALUES, size)) * codec.block_values
         scratch = torch.empty(most, dtype=torch.float32, device="cpu")
-        decay, error, energy = self._run.codec.error_feedback_decay, 0.0, 0.0
+        decay = self._run.codec.error_feedback_decay
         for at in pieces(size):
             first, blocks = at.start // codec.block_values, codec.blocks(at.stop - at.start)
             rows = payload[first * codec.block_bytes : (first + blocks) * codec.block_bytes]
             origin = self.state.params[at]
             if self.departure.offset:
                 origin = origin + added(self.departure.offset, at)
-            values, done = scratch[: at.stop - at.start], None
+            values, is_done = scratch[: at.stop - at.start], False
             if self.residual is None:
                 wanted = values if room is not None or lost is not None else None
-                done = codec.encode_difference(origin, snapshot[at], rows, wanted)
-            if done is None:
+                is_done = codec.encode_difference(origin, snapshot[at], rows, wanted)
+            if not is_done:
                 torch.sub(origin, snapshot[at], out=values)
                 if self.residual is not None:
                     values.add_(self.residual[at].mul_(decay))
                 codec.encode(values, rows)
-                done = error_energy(values, codec.decode(rows))
             if room is not None:
                 room.set_(at, values)
             if lost is not None:
                 lost.set_(at, values.sub_(codec.decode(rows)[: len(values)]))
-            error, energy = error + done[0], energy + done[1]
-        return payload, error_ratio(error, energy)
+        return payload
 
     def _boundary_merge(self, snapshot: Tensor, fresh: Encoded) -> Merge:
         """Rules "co2" and "eager": the live parameters set out from the newest agreed ones. ``snapshot`` is

@@ -247,7 +247,6 @@ class Synchroniser:
             )
             self._report(
                 ev.FragmentSent, fragment=index, round=offer.round, payload_bytes=len(payload), weight=weight,
-                relative_error=offer.relative_error,
             )  # fmt: skip
 
         snapshot, taken = self._model.live.snapshot(fragment), self.account.taken[fragment]
