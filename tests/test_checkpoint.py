@@ -327,7 +327,7 @@ def test_what_only_pickle_could_save_is_left_out_whole_and_named(
 
 
 TENSORS = {
-    str(dtype).removeprefix("torch."): torch.arange(6).reshape(2, 3).to(dtype) for dtype in tensorfile._NAMES
+    str(dtype).removeprefix("torch."): torch.arange(6).reshape(2, 3).to(dtype) for dtype in tensorfile.NAMES
 } | {
     "0-dim": torch.tensor(2.5),
     "empty": torch.zeros(0, 3),

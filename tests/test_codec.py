@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import pytest
@@ -127,7 +127,7 @@ def test_nearest_code_by_exhaustive_search(name: str, spread: float) -> None:
     assert isinstance(codec, FourBitCodec)
     values = gaussians(128 * 300) * torch.exp(spread * gaussians(128 * 300, seed=1))
     payload = codec.encode(values)
-    scales = codec._scales(payload.view(-1, codec.block_bytes)).double()
+    scales = codec.scales(payload.view(-1, codec.block_bytes)).double()
     steps = [step for step in codec.steps_of_codes if step != -8]  # which int4 never writes
     candidates = scales.view(-1, 1, 1) * codec.unit * torch.tensor(steps).double()
     distance = (values.double().view(-1, 128, 1) - candidates).abs()
@@ -274,6 +274,29 @@ class TestConformance:
         with suppress(RemoteProtocolError):
             codec.check(payload)
             assert bool(torch.isfinite(codec.decode(payload)).all())
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.usefixtures("restored")
+def test_the_bytes_are_the_same_whatever_torch_makes_by_default(name: str, dtype: torch.dtype) -> None:
+    def bits(codec: Codec) -> tuple[bytes, bytes]:
+        payload = codec.encode(values)
+        return bytes(payload.numpy()), bytes(codec.decode(payload).view(torch.uint8).numpy())
+
+    values, codec = gaussians(128 * 33 + 5), get_codec(name)
+    expected = bits(codec)
+    torch.set_default_dtype(dtype)
+    torch.set_default_device("meta")
+    assert bits(type(codec)(codec.spec)) == expected  # with what it holds computed now
 
 
 @pytest.mark.parametrize("name", ["int4", "e3m0", "int8", *PLAIN])

@@ -101,7 +101,7 @@ def test_decoding_of_every_code(codec: Codec, both_ways: BothWays) -> None:
         .view(-1, codec.block_bytes)
     )
     if codec.name in {"int8", "e3m0"}:
-        limit = torch.tensor(codec._scale_limit_bits, dtype=torch.int32).view(1, 1)
+        limit = torch.tensor(codec.scale_limit_bits, dtype=torch.int32).view(1, 1)
         scales = torch.tensor([0.0, 1e-44, 2.0**-110, 0.1, 1.0]).view(torch.int32).view(-1, 1)
         rows[:, -4:] = torch.cat([scales, limit]).repeat(86, 1)[:512].view(torch.uint8)
     if codec.name == "int4":

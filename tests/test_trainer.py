@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from p2p_co2.config import ClockConfig, CodecConfig, RunConfig
-from p2p_co2.node.ledger import AgreedMean, PartWeights
-from p2p_co2.protocol.schedule import DISTINCT, FIRST_ROUND_BOUND_S
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
+from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
+from p2p_co2.protocol.rounds import Offer
+from p2p_co2.protocol.schedule import (
+    DISTINCT,
+    FIRST_ROUND_BOUND_S,
+    FLUSH_FLOOR_S,
+    LOADS_CAP_S,
+    SETTLE_S,
+    STILL_LOADS,
+)
+from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
+from p2p_co2.tensors.checkpoint import state_digest, state_view
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.fragment_state import FragmentState
+from p2p_co2.trainer.network_thread import NodeView
 from p2p_co2.trainer.worker import TensorWorker
 from tests.trainer_bench import Bench, bench_on_virtual_time
 
@@ -43,7 +56,7 @@ def test_a_snapshot_that_would_wait_behind_another_is_taken_later_and_training_d
     bench: Bench,
 ) -> None:
     release = threading.Event()
-    bench.ledger._thread.submit(release.wait)
+    bench.ledger.thread.submit(release.wait)
 
     def train(steps: int) -> None:
         for _ in range(steps):
@@ -79,7 +92,7 @@ def test_no_fragment_loses_its_rounds_where_more_are_due_than_steps_are_made() -
 
 def test_at_most_half_of_the_fragments_wait_behind_a_snapshot() -> None:
     bench, release = Bench(4), threading.Event()
-    bench.ledger._thread.submit(release.wait)
+    bench.ledger.thread.submit(release.wait)
     for _ in range(4):
         bench.sync.after_step(tokens=10, loss=1.0)
     sent = list(bench.sync.account.in_flight)
@@ -122,14 +135,14 @@ def test_what_an_accelerator_had_to_compute_before_a_copy_is_trainings_time(
 
     def queued_for_two_seconds(index: int) -> torch.Tensor:
         now_s[0] += 2.0
-        bench.exchanged.live._computing_s += 1.5  # the rest is the copy
+        bench.exchanged.live.computing_s += 1.5  # the rest is the copy
         return snapshot(index)
 
     monkeypatch.setattr(bench.exchanged.live, "snapshot", queued_for_two_seconds)
     bench.step(2)
     assert len(bench.wire.offers) == 1
     assert (bench.sync.figures.exposed_s, bench.sync.figures.train_s) == (0.5, 1.5)
-    bench.exchanged.live._computing_s += 1.0  # before a checkpoint, whose time is neither's
+    bench.exchanged.live.computing_s += 1.0  # before a checkpoint, whose time is neither's
     now_s[0] += 3.0
     bench.sync.pause(3.0)
     bench.step(1)
@@ -316,3 +329,219 @@ async def test_an_outcome_ends_no_offer_that_is_still_to_be_measured() -> None:
     told = [ledger.outcomes.get_nowait() for _ in range(ledger.outcomes.qsize())]
     assert [outcome.ends_offer for outcome in told if outcome.report is not None] == [False, True]
     ledger.close()
+
+
+@pytest.mark.parametrize("starts_again", [True, False])
+def test_what_is_held_back_is_met_before_a_state_that_is_loaded(starts_again: bool) -> None:
+    """It was met after it: a second time, and the parameters counted as those of an older version."""
+    made = Bench(sync_delay_steps=3)
+    made.step(2)  # fragment 1 is sent
+    made.commit(1)
+    made.step()
+    assert made.sync.versions == [0, 0]
+    if starts_again:
+        asyncio.run(made.ledger.doubt(1))
+    state = made.ledger.states()[1]
+    newer = state._replace(version=state.version + 1, params=state.params + 100.0)
+    agreed = AgreedVersion(newer.version, state_digest(newer, LEAST_CHUNK_BYTES))
+    asyncio.run(made.ledger.adopt(1, bytes(state_view(newer)), agreed))
+    made.step()
+    own_steps = 0.0 if starts_again else 2.0  # since the offer, all of which is in the mean
+    assert made.sync.versions == [0, 2]
+    made.step(3)
+    assert made.sync.versions == [0, 2]
+    assert torch.allclose(made.exchanged.live.snapshot(1), newer.params + own_steps + 3.0, atol=1e-2)
+    made.ledger.close()
+
+
+# ---- the end of a run
+
+
+def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench_on_virtual_time(monkeypatch)
+    made.step(1)
+    made.sync.flush(finished=True)  # nobody answers
+    assert made.sync.figures.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S)
+    (ended,) = made.wire.seen(ev.TrainingEnded)
+    assert ended == {
+        "fragments": (0, 1), "offers_within_s": FLUSH_FLOOR_S, "settles_within_s": FLUSH_FLOOR_S + SETTLE_S,
+    }  # fmt: skip
+    told = [(said["phase"], said["exposed_s"]) for said in made.wire.seen(ev.Progress)]
+    assert {phase for phase, _ in told} == {"draining"}
+    assert [exposed_s for _, exposed_s in told] == sorted(exposed_s for _, exposed_s in told)
+    assert len(told) > FLUSH_FLOOR_S  # once a second, though nothing happens
+    assert made.wire.seen(ev.Warned) == []  # nothing is on its way
+    made.ledger.states()
+    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1]
+    assert made.wire.shown[-1].phase == Status.DRAINING
+    assert made.wire.seen(ev.Progress)[-1]["phase"] == "draining"
+    made.ledger.close()
+
+
+def test_an_offer_that_ends_while_a_peer_only_waits_for_the_others_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They count on its part in that round as long as they hear that it is open."""
+    made = bench_on_virtual_time(monkeypatch)
+    made.step(1)
+    told: list[frozenset[int]] = []
+
+    def settled(versions: Sequence[int]) -> bool:
+        told.append(made.wire.shown[-1].finished)
+        if len(told) == 1:
+            made.abort(0)
+            made.abort(1)
+        return len(told) > 4
+
+    monkeypatch.setattr(made.wire, "settled", settled)
+    made.sync.flush(finished=True)
+    assert told[0] == frozenset()
+    assert told[-1] == {0, 1}
+    made.ledger.close()
+
+
+def test_the_final_flush_offers_half_of_the_fragments_at_a_time_and_holds_one_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Bench(fragments=4)
+    in_flight: list[int] = []
+    waiting: list[int] = []
+    snapshot = made.exchanged.live.snapshot
+
+    def take(fragment: int) -> torch.Tensor:
+        waiting.append(len(waiting) - len(made.wire.offers))
+        return snapshot(fragment)
+
+    def answer(offer: Offer) -> None:
+        in_flight.append(len(made.sync.account.in_flight))
+        made.wire.offers.append(offer)
+        if len(made.wire.offers) % 2 == 0:
+            for one in made.wire.offers[-2:]:
+                threading.Thread(target=made.commit, args=(one.fragment,)).start()
+
+    monkeypatch.setattr(made.exchanged.live, "snapshot", take)
+    monkeypatch.setattr(made.wire, "offer", answer)
+    made.wire.is_settled = True
+    made.step(1)
+    made.sync.flush(finished=True)
+    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1, 2, 3]
+    assert max(in_flight) == 2
+    assert waiting == [0] * 4  # each is taken when the one before has been encoded
+    assert made.sync.versions == [1, 1, 1, 1]
+    made.ledger.close()
+
+
+def test_who_joins_when_the_run_is_over_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop takes its first step before it is told. Of three, one had gone by then, and the two others ended
+    in versions that the late one's single step had made."""
+    clock = ClockConfig(mode="steps", inner_steps_per_round=4, rounds=1)
+    made = bench_on_virtual_time(monkeypatch, clock=clock)
+    made.sync.position = 1.0
+    made.sync.clock.start(1.0, 0.0)
+    made.step(2)  # past the other fragment's point
+    assert made.sync.position == 1.5
+    made.wire.is_settled = True
+    made.sync.flush(finished=True)
+    made.ledger.states()
+    assert (made.wire.offers, made.sync.inner_steps, made.sync.tokens) == ([], 2, 0)
+    assert made.wire.seen(ev.TrainingEnded)[0]["fragments"] == ()
+    assert made.wire.shown[-1].finished == {0, 1}
+    assert made.sync.figures.exposed_s < 1.0
+    made.ledger.close()
+
+
+def test_peers_that_flush_different_fragments_meet_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench_on_virtual_time(monkeypatch, fragments=4)
+    made.step(1)
+    made.sync.flush(finished=True)  # nobody answers the first two
+    made.ledger.states()
+    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1, 2, 3]
+    made.ledger.close()
+
+
+def test_who_loads_a_state_or_gives_one_stays_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three on slow lines one was two states behind, and had half of one when the others went."""
+    made = bench_on_virtual_time(monkeypatch)
+    made.step(1)
+    bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S
+    made.wire.loads_until = bound_s + 200.0
+    made.sync.flush(finished=True)
+    assert made.sync.figures.exposed_s == pytest.approx(bound_s + 200.0, abs=2.0)
+    assert [fields["text"] for fields in made.wire.seen(ev.Warned)] == [STILL_LOADS]
+    made.ledger.close()
+
+
+def test_when_all_agree_only_a_newcomer_that_still_loads_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It joined in the last minute, and was told that the others left before it had their state."""
+    for newcomers, stays_s in ((True, 200.0), (False, FLUSH_FLOOR_S)):
+        made = bench_on_virtual_time(monkeypatch)
+        made.step(1)
+        made.wire.is_settled, made.wire.newcomers, made.wire.loads_until = True, newcomers, 200.0
+        made.sync.flush(finished=True)
+        assert made.sync.figures.exposed_s == pytest.approx(stays_s, abs=2.0)
+        made.ledger.close()
+
+
+def test_a_load_without_end_is_left_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench_on_virtual_time(monkeypatch)
+    made.step(1)
+    made.wire.loads_until = math.inf
+    made.sync.flush(finished=True)
+    assert made.sync.figures.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S + LOADS_CAP_S)
+    made.ledger.close()
+
+
+def test_what_others_hold_and_a_peer_leaves_without_is_told_after_the_last_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, told, said = bench_on_virtual_time(monkeypatch), list[float](), list[object]()
+    made.step(1)
+    monkeypatch.setattr(made.wire, "loads", lambda settled: True)
+    monkeypatch.setattr(made.wire, "tell_what_is_missing", lambda: told.append(made.wire.now()))
+    made.sync.flush(finished=False)
+    assert told == []
+    made.sync.flush(finished=True)
+    assert told == [pytest.approx(made.wire.now(), abs=0.1)]
+    made.sync.stopped = True
+    made.sync.flush(finished=True)  # a Ctrl-C: that it did not come in time would not be true
+    assert len(told) == 1
+    made.ledger.close()
+
+    for words in ("", "what it lacks"):
+        node: Any = SimpleNamespace(progress=SimpleNamespace(missing=lambda words=words: words))
+        view = NodeView(node, cast(Any, None), lambda kind, fields: said.append((kind, fields)), lambda: None)
+        view.tell_what_is_missing()
+    assert said == [(ev.Warned, {"text": "what it lacks"})]
+
+
+def test_who_is_stopped_does_not_stay_for_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C ends the wait at once, and without one the load would keep it."""
+    made, asked = bench_on_virtual_time(monkeypatch), list[float]()
+    made.step(1)
+    bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S
+
+    def loads(settled: bool) -> bool:
+        asked.append(made.wire.now())
+        if made.wire.now() >= bound_s + 100.0:
+            made.sync.stopped = True
+        return True
+
+    monkeypatch.setattr(made.wire, "loads", loads)
+    made.sync.flush(finished=True)
+    assert made.sync.figures.exposed_s == pytest.approx(bound_s + 100.0, abs=1.0)
+    assert min(asked) == pytest.approx(bound_s, abs=1.0)
+    made.ledger.close()
+
+
+def test_who_agrees_with_all_goes_though_a_state_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody joins a load that ends while others go on holds nobody."""
+    made = bench_on_virtual_time(monkeypatch)
+    made.step(1)
+    bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S
+    made.wire.loads_until = math.inf
+    monkeypatch.setattr(made.wire, "settled", lambda versions: made.wire.now() >= bound_s + 50.0)
+    made.sync.flush(finished=True)
+    assert made.sync.figures.exposed_s == pytest.approx(bound_s + 50.0, abs=1.0)
+    made.ledger.close()

@@ -24,6 +24,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint import load
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.figures import mean_loss, tokens_of
+from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.rates import TWO_SCHEDULES
 from tests.peer_bench import STEPS, Lone, impatient, meet
 
@@ -486,3 +487,17 @@ def test_what_is_agreed_loads_into_the_module_inside_a_compiled_one(tmp_path: Pa
     assert not inner.load_state_dict(agreed, strict=False).unexpected_keys
     assert all(torch.equal(values, agreed[name]) for name, values in inner.state_dict().items())
     lone.peer.leave()
+
+
+def test_a_callback_that_fails_ends_the_training_and_not_only_a_line_of_a_log(tmp_path: Path) -> None:
+    def on_event(event: ev.Event) -> None:
+        raise ValueError("the caller's disk is full")
+
+    me = Identity.load_or_create(tmp_path / "identity").peer_id
+    ticket = Ticket(bytes(32), me, (f"/ip4/127.0.0.1/tcp/1/p2p/{me}",))
+    thread = NetworkThread(ticket, PeerConfig(folder=tmp_path), on_event)
+    with pytest.raises(ValueError, match="disk is full"):
+        thread.on_event(ev.Warned(at=0.0, peer=me, text="something"))
+    with pytest.raises(ValueError, match="disk is full"):
+        thread.check()
+    thread.close()

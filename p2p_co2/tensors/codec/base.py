@@ -50,7 +50,7 @@ class Codec(ABC):
 
     in_passes: int | None = None
     """What ``passes`` calls this codec, if it has it."""
-    _scale_limit_bits = 0
+    scale_limit_bits = 0
 
     def __init__(self, spec: CodecSpec) -> None:
         self.name, self.spec = spec.name, spec
@@ -184,7 +184,7 @@ class Codec(ABC):
         fits = all(tensor.is_contiguous() for tensor in tensors)
         if passes.kernel is None or self.in_passes is None or not fits:
             return None
-        return passes.kernel.of(self.in_passes, self._scale_limit_bits)
+        return passes.kernel.of(self.in_passes, self.scale_limit_bits)
 
     @abstractmethod
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
@@ -231,18 +231,18 @@ class ScaledCodec(Codec):
         if limit.double() * self.largest_code > LARGEST:
             limit = torch.nextafter(limit, torch.zeros((), dtype=torch.float32, device="cpu"))
         self.scale_limit = limit.item()
-        self._scale_limit_bits = int(limit.view(torch.int32))
+        self.scale_limit_bits = int(limit.view(torch.int32))
 
     def _finite(self, rows: Tensor) -> bool:
         # As integers, non-negative finite floats keep their order, and everything else is outside of it.
-        least, most = torch.aminmax(self._scales(rows).view(torch.int32))
-        return int(least) >= 0 and int(most) <= self._scale_limit_bits
+        least, most = torch.aminmax(self.scales(rows).view(torch.int32))
+        return int(least) >= 0 and int(most) <= self.scale_limit_bits
 
     def _codes(self, rows: Tensor) -> Tensor:
         """The codes of uint8 [b, block_bytes], a view of it."""
         return rows[:, :-SCALE_BYTES]
 
-    def _scales(self, rows: Tensor) -> Tensor:
+    def scales(self, rows: Tensor) -> Tensor:
         """The scales of uint8 [b, block_bytes] as fp32 [b, 1]."""
         return rows[:, -SCALE_BYTES:].contiguous().view(torch.float32)
 
