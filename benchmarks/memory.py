@@ -297,7 +297,7 @@ def _held(peer: Peer) -> dict[str, int]:
             _size(one.gradient) for one in in_flight
         ),
         "rounds: payloads": sum(len(offer.payload) for offer in offers),
-        "rounds: means": sum(len(part.mean or b"") for member in members for part in member._parts),
+        "rounds: means": sum(len(member.exchange.mean) for member in members),
         "catchup: past means": node.catchup.donor.history.held_bytes,
         "catchup: states being given": sum(
             len(one.data) for one in list(node.catchup.donor.exports.values())

@@ -154,7 +154,8 @@ class FragmentState:
         self._run, self._codec, self._peer, self._index = run, codec, peer, index
         self.state = state
         self.guard = PoisonGuard()
-        self._is_lent = self._is_borrowed = False
+        self._readers = set[str]()
+        """Who the state was lent to."""
         self.residual: Compact | None = None
         """Of error feedback, once an offer was counted; under "co2" and "eager" once one was made."""
         self.open: OfferState | None = None
@@ -170,29 +171,19 @@ class FragmentState:
         return self.state.params.numel()
 
     @property
-    def _is_held(self) -> bool:
-        """Whether somebody reads the state's memory."""
-        return self._is_lent or self._is_borrowed
-
-    @property
     def _is_delayed(self) -> bool:
         return self._run.outer.rule in {"co2", "eager"}
 
-    def lend(self) -> OuterState:
-        """The state, for somebody who holds it while the swarm goes on: its memory is not written to."""
+    def lend(self, to: str = "others") -> OuterState:
+        """The state, for somebody who reads it while the swarm goes on: its memory is not written to."""
         self.guard.check()
-        self._is_lent = True
+        self._readers.add(to)
         return self.state
 
-    def borrow(self) -> OuterState:
-        """As ``lend``, until it is given back."""
-        self.guard.check()
-        self._is_borrowed = True
-        return self.state
-
-    def give_back(self, version: int) -> None:
-        """Nobody reads the state of ``version`` any more, but who it was lent to."""
-        self._is_borrowed = self._is_borrowed and version != self.state.version
+    def give_back(self, version: int, reader: str) -> None:
+        """``reader`` is through with the state of ``version``."""
+        if version == self.state.version:
+            self._readers.discard(reader)
 
     def set_residual(self, values: Values) -> None:
         """Go on from what a checkpoint holds (fp32 [n])."""
@@ -313,7 +304,12 @@ class FragmentState:
     ) -> Outcome:
         old, refused, had_offer = self.state, "", self.open is not None
         try:
-            new, report = self._step(min(base_version, old.version), mean)
+            # In the old memory where nobody needs it: "keep" and "blend" need the old parameters.
+            reuse = "" if self._readers else "all" if self._is_delayed else "momentum"
+            base_version, largest = min(base_version, old.version), mean.largest()
+            new, report = outer.step(
+                self._run.outer, old, mean, base_version, largest=largest, reuse=reuse, new=large_tensor
+            )
         except RemoteProtocolError as error:
             # Every peer holds the same bits, so every peer skips this step and stays agreed.
             refused = str(error)
@@ -332,18 +328,9 @@ class FragmentState:
         self.open = self._withdrawn = None
         self.state = new
         # A merge to the new parameters themselves, or the old ones again, is in somebody else's hands now.
-        self._is_borrowed = self._is_borrowed and new.params is old.params
-        self._is_lent = bool(refused) or (merge is not None and merge.addend is new.params)
+        self._readers = {"others"} if refused or (merge and merge.addend is new.params) else set()
         lost = sum(part.stop - part.start for part in missed) / self.numel
         return self._outcome(merge, report, 0.0 if mine is None else 1.0 - lost, had_offer, refused)
-
-    def _step(self, base_version: int, mean: Encoded) -> tuple[OuterState, StepReport]:
-        """In the old state's memory where nobody needs it: "keep" and "blend" need the old parameters."""
-        reuse = "" if self._is_held else "all" if self._is_delayed else "momentum"
-        return outer.step(
-            self._run.outer, self.state, mean, base_version,
-            largest=mean.largest(), reuse=reuse, new=large_tensor,
-        )  # fmt: skip
 
     def _hold_offset(self) -> None:
         """The state is about to move on, and with it the momentum that the offset may be read from."""
@@ -365,7 +352,7 @@ class FragmentState:
             return self._work_returned(mine, missed)
         if mine is None:
             return outer.merge(self._run.outer, old, new, None, missed)
-        out = None if self._is_held or new.params is old.params else old.params
+        out = None if self._readers or new.params is old.params else old.params
         return outer.merge(self._run.outer, old, new, mine.gradient.__getitem__, missed, out)
 
     def _work_returned(self, mine: OfferState | None, missed: Sequence[slice]) -> Merge | None:
@@ -422,14 +409,13 @@ class FragmentState:
         self.open = self._withdrawn = None
         self.state = state
         self.departure = Departure(state.version)
-        self._is_borrowed = False
-        self._is_lent = True  # its tensors may lie in one block: it goes when both have been replaced
+        self._readers = {"others"}  # its tensors may lie in one block: it goes when both have been replaced
         return merge
 
     def _rebased_on(self, state: OuterState) -> Tensor:
         """What is added to live parameters so that they keep all work of this peer, measured from ``state``.
         In the old parameters' memory if nothing needs them any more."""
-        addend = large_tensor(self.numel) if self._is_held else self.state.params
+        addend = large_tensor(self.numel) if self._readers else self.state.params
         gone = list(self.departure.offset)
         if self._is_delayed and self.open is not None:
             gone.append(self.open.gradient)  # it was taken out of them, and is in flight

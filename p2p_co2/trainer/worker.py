@@ -99,14 +99,14 @@ class TensorWorker:
         given back. Waits for the worker. Raises as ``PoisonGuard.check``."""
 
         def work() -> tuple[list[OuterState], dict[int, Values]]:
-            states = [fragment.borrow() for fragment in self.fragments]
+            states = [fragment.lend("saver") for fragment in self.fragments]
             return states, {i: one.residual for i, one in enumerate(self.fragments) if one.residual}
 
         return self.thread.submit(work).result()
 
     def give_back(self, fragment: int, version: int) -> None:
         """What was borrowed of it at ``version`` is read."""
-        self.thread.submit(self.fragments[fragment].give_back, version)
+        self.thread.submit(self.fragments[fragment].give_back, version, "saver")
 
     def restore(self, residuals: Mapping[int, Values]) -> None:
         """Go on from a checkpoint, before the node runs: put saved residuals back. What the process before
