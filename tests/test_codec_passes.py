@@ -176,21 +176,6 @@ def test_int4_with_every_scale(factor: float, both_ways: BothWays) -> None:
     assert torch.equal(payload, expected)
 
 
-@pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize("sign", [-1.0, 1.0])
-@pytest.mark.parametrize("beside", [0.0, 1e6])
-def test_int4_half_way_beyond_its_largest_value(
-    at: int, sign: float, beside: float, both_ways: BothWays
-) -> None:
-    """A tie goes to the even neighbour, which is no code: whatever else is encoded beside it."""
-    codec, values = get_codec("int4"), torch.zeros(2 * WIDTH)
-    values[at], values[WIDTH] = sign * 7.5 * 8188.0, beside
-    payload, expected = both_ways(lambda: codec.encode(values))
-    assert torch.equal(payload, expected)
-    assert codec.decode(payload)[:2].tolist()[at] == sign * 57316.0
-    assert codec.decode(payload)[1 - at] == 0.0
-
-
 @pytest.mark.parametrize("name", ["int4", "int8", "e3m0"])
 def test_what_is_sound_is_what_passes_the_check(name: str) -> None:
     codec = get_codec(name)
@@ -267,13 +252,4 @@ def test_a_mean_that_is_not_finite_is_refused_alike(bad: float, both_ways: BothW
 
     first, second = both_ways(refused)
     assert first == second
-    assert outer.exact_norm(mean) == math.inf
-
-
-def test_a_library_that_does_not_load_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "libraries", lambda: [])
-    assert passes.load() is None, "there is none"
-    broken = tmp_path / "_native.so"
-    broken.write_bytes(b"of another machine")
-    monkeypatch.setattr(passes, "libraries", lambda: [broken])
-    assert passes.load() is None
+    assert outer.magnitude(mean) == math.inf

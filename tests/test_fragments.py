@@ -94,17 +94,6 @@ def test_a_large_embedding_is_split() -> None:
     assert max(sizes) <= 1.5 * sum(sizes) / 4
 
 
-def test_a_small_rest_rides_along() -> None:
-    plan = plan_fragments(Transformer(width=32, blocks=4, vocabulary=2), 2)
-    assert [blocks_of(plan, index) for index in range(2)] == [{0, 2}, {1, 3}]
-
-
-def test_one_fragment_holds_everything() -> None:
-    module = Transformer()
-    plan = plan_fragments(module, 1)
-    assert plan.numel == sum(parameter.numel() for parameter in module.parameters())
-
-
 def test_a_module_without_blocks_is_cut_in_order() -> None:
     plan = plan_fragments(nn.Linear(3, 3), 4)
     ranges = [[(s.name, s.start, s.stop) for s in fragment.slices] for fragment in plan.fragments]
@@ -223,18 +212,6 @@ def test_a_merge_is_affine_and_touches_one_fragment_only(keep: float) -> None:
         at = stop
     for index in (0, 2):
         assert torch.equal(live.snapshot(index), before[index])
-
-
-def test_a_snapshot_is_a_copy_and_fills_a_given_buffer() -> None:
-    module = nn.Linear(4, 4)
-    live = LiveParameters(module, plan_fragments(module, 1))
-    buffer = torch.empty(20)
-    assert live.snapshot(0, buffer) is buffer
-    kept = buffer.clone()
-    with torch.no_grad():
-        module.weight.add_(1.0)
-    assert torch.equal(buffer, kept)
-    assert not buffer.requires_grad
 
 
 def test_a_merge_leaves_the_inner_optimizer_working() -> None:

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -175,12 +174,6 @@ def test_the_largest_moment_is_forgotten() -> None:
     assert len(places) <= 8  # and no pages were made for it
 
 
-@pytest.mark.parametrize("size", [0, 1, SIZE, SIZE + 1])
-def test_zeros_hold_nothing_of_before(size: int) -> None:
-    memory.large_buffer(size)[:] = bytes([7]) * size
-    assert bytes(memory.zeros(size)) == bytes(size)
-
-
 def test_what_is_needed_once_is_not_kept() -> None:
     pool = Pool()
     pages = [pool.take(SIZE) for _ in range(3)]
@@ -219,13 +212,3 @@ for _ in range(8):  # one after the other, and all are there to the end
 print((resident_bytes() - before) / (12 << 20))
 over.set()
 """
-
-
-def test_threads_use_each_others_memory_again() -> None:
-    def kept(setting: str) -> float:
-        """In moments of one of eight threads."""
-        run = [sys.executable, "-c", MANY_THREADS, setting]
-        return float(subprocess.run(run, capture_output=True, text=True, check=True, timeout=60).stdout)
-
-    assert kept("ours") < 2.0
-    assert kept("glibc's") > 4.0  # what the setting is for: if this fails, it is not needed any more

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,6 @@ from p2p_co2.protocol.schedule import (
     DISTINCT,
     FIRST_ROUND_BOUND_S,
     FLUSH_FLOOR_S,
-    LOADS_CAP_S,
     SETTLE_S,
     STILL_LOADS,
 )
@@ -88,17 +86,6 @@ def test_no_fragment_loses_its_rounds_where_more_are_due_than_steps_are_made() -
     sent = Counter(offer.fragment for offer in bench.wire.offers)
     assert set(sent) == set(range(8))
     assert min(sent.values()) >= 9
-
-
-def test_at_most_half_of_the_fragments_wait_behind_a_snapshot() -> None:
-    bench, release = Bench(4), threading.Event()
-    bench.ledger.thread.submit(release.wait)
-    for _ in range(4):
-        bench.sync.after_step(tokens=10, loss=1.0)
-    sent = list(bench.sync.account.in_flight)
-    release.set()
-    bench.ledger.close()
-    assert sent == [1, 2]
 
 
 def test_two_processes_of_a_peer_offer_the_same_work_with_different_weights() -> None:
@@ -193,19 +180,6 @@ def test_on_a_full_line_a_point_that_passed_in_flight_is_made_up_when_the_round_
     assert step(1) == [1, 0, 1, 1, 1, 1]
 
 
-def test_a_peer_whose_work_is_in_no_mean_is_told_once_after_five_rounds() -> None:
-    """One was partial in 54 of 56 rounds, and nobody saw it."""
-    bench = Bench(fragments=1)
-    for round_, by in enumerate([*(6 * ["other"]), "me", "other"]):
-        bench.step(4)
-        assert len(bench.wire.offers) == round_ + 1
-        assert len(bench.wire.seen(ev.Warned)) == (round_ >= 5)
-        bench.commit(0, by)
-    bench.step(1)
-    assert [fields["text"] for fields in bench.wire.seen(ev.Warned)] == [synchroniser.PARTIAL]
-    bench.ledger.close()
-
-
 def test_on_a_full_line_the_next_fragment_is_sent_when_the_slices_of_the_last_have_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -296,14 +270,6 @@ def test_training_does_not_wait_but_for_the_first_rounds_and_those_are_bounded(
     exposed_s = made.sync.figures.exposed_s
     made.step(4)
     assert made.sync.figures.exposed_s == exposed_s
-    made.ledger.close()
-
-
-def test_what_is_sent_when_the_run_is_over_is_said_to_be_the_last() -> None:
-    """The others wait longer for it: who ends its last step a little later is in the same round."""
-    made = Bench(clock=ClockConfig(mode="steps", inner_steps_per_round=4, rounds=1))
-    made.step(4)
-    assert [(offer.fragment, offer.is_last) for offer in made.wire.offers] == [(1, False), (0, True)]
     made.ledger.close()
 
 
@@ -484,15 +450,6 @@ def test_when_all_agree_only_a_newcomer_that_still_loads_is_waited_for(
         made.ledger.close()
 
 
-def test_a_load_without_end_is_left_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = bench_on_virtual_time(monkeypatch)
-    made.step(1)
-    made.wire.loads_until = math.inf
-    made.sync.flush(finished=True)
-    assert made.sync.figures.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S + LOADS_CAP_S)
-    made.ledger.close()
-
-
 def test_what_others_hold_and_a_peer_leaves_without_is_told_after_the_last_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -532,16 +489,4 @@ def test_who_is_stopped_does_not_stay_for_a_state(monkeypatch: pytest.MonkeyPatc
     made.sync.flush(finished=True)
     assert made.sync.figures.exposed_s == pytest.approx(bound_s + 100.0, abs=1.0)
     assert min(asked) == pytest.approx(bound_s, abs=1.0)
-    made.ledger.close()
-
-
-def test_who_agrees_with_all_goes_though_a_state_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody joins a load that ends while others go on holds nobody."""
-    made = bench_on_virtual_time(monkeypatch)
-    made.step(1)
-    bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S
-    made.wire.loads_until = math.inf
-    monkeypatch.setattr(made.wire, "settled", lambda versions: made.wire.now() >= bound_s + 50.0)
-    made.sync.flush(finished=True)
-    assert made.sync.figures.exposed_s == pytest.approx(bound_s + 50.0, abs=1.0)
     made.ledger.close()

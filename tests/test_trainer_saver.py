@@ -4,7 +4,6 @@ training, and disks that refuse."""
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -192,17 +191,6 @@ def test_each_parameters_state_is_of_one_step_and_a_step_copies_a_share(
     made.close()
 
 
-def test_a_large_copy_is_spread_over_so_many_steps_and_no_more() -> None:
-    parts = [{f"{number}": torch.zeros(1000)} for number in range(1000)]
-    shares = saver_module.shares_of(parts)
-    assert len(shares) == 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver_module, "AT_ONCE_BYTES", 4000)
-        shares = saver_module.shares_of(parts)
-    assert saver_module.MOST_STEPS <= len(shares) <= saver_module.MOST_STEPS + 4
-    assert [name for share in shares for name in share] == [str(number) for number in range(1000)]
-
-
 def test_rounds_that_commit_while_a_disk_is_slow_step_in_the_old_memory_and_the_checkpoint_is_as_it_was(
     saving: Saving,
 ) -> None:
@@ -215,12 +203,6 @@ def test_rounds_that_commit_while_a_disk_is_slow_step_in_the_old_memory_and_the_
     saved = load(saving.folder)
     assert [state.version for state in saved.states] == [0, 0]
     assert float(saved.states[0].momentum.abs().max()) == 0.0
-
-
-def test_what_had_committed_by_then_is_in_the_checkpoint(saving: Saving) -> None:
-    saving.others_move(0, by=100.0)
-    saving.save()
-    assert [state.version for state in load(saving.folder).states] == [1, 0]
 
 
 def test_the_copy_counts_as_standing_still(saving: Saving) -> None:
@@ -328,30 +310,6 @@ def test_what_turns_out_later_to_be_odd_is_told_then_and_the_rest_saved(tmp_path
     made.close()
 
 
-def test_no_memory_for_a_copy_is_told_and_training_goes_on(
-    saving: Saving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> Tensor:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(saver_module, "large_tensor", fail)
-        saving.save()
-    assert saving.warnings == [
-        "no checkpoint was written: the inner optimizer's state cannot be copied (MemoryError)"
-    ]
-    with monkeypatch.context() as patch:
-        patch.setattr(Tensor, "copy_", fail_to_copy)
-        saving.save()
-    assert "the inner optimizer's state cannot be copied (not this one)" in saving.warnings[1]
-    saving.saver.save()
-    assert load(saving.folder).inner_steps == 0
-
-
-def fail_to_copy(*_: object) -> Tensor:
-    raise RuntimeError("not this one")
-
-
 def test_a_peer_that_ends_in_the_middle_of_a_checkpoint_does_not_wait_for_it(saving: Saving) -> None:
     saving.ask()
     saving.saver.close()
@@ -372,25 +330,6 @@ def test_a_disk_that_refuses_is_told_and_training_goes_on(tmp_path: Path) -> Non
     made.folder.unlink()
     made.saver.save()
     assert load(made.folder).inner_steps == 0
-    made.close()
-
-
-def test_a_disk_that_refuses_at_the_end_of_the_writing_is_told_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Saving(tmp_path)
-    made.saver.save()
-
-    def fail(descriptor: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fail)
-        made.bench.step()
-        made.save()
-    (warned,) = made.warnings
-    assert "Input/output error" in warned
-    assert [path.name for path in made.folder.iterdir()] == ["state-000000000000.safetensors"]
     made.close()
 
 

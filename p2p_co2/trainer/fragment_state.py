@@ -1,8 +1,8 @@
 """The agreed state of one fragment, and what this peer has in flight for it. Tensors only: no thread, no
 network, no clock.
 
-A ``FragmentState`` turns a snapshot of live parameters into an offer, and a committed mean into the next
-agreed state and an ``Outcome``: a ``Merge`` that the training thread applies when it next passes by.
+A snapshot of live parameters becomes an offer; a committed mean becomes the next agreed state and an
+``Outcome``, whose ``Merge`` the training thread applies when it next passes by.
 
     offer -> open -> commit (counted, or in part) -> none
                   -> abort (withdrawn: a commit may still hold it) -> none
@@ -69,12 +69,9 @@ class EncodedOffer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """News for the training thread: how live parameters change, and what became of an offer.
-
-    ``report``: of the outer step, if one was taken. ``share``: how much of this peer's offer is in its mean,
-    0 to 1. ``ends_offer``: the offer that was open has ended; one that is yet to be encoded is another.
-    ``trouble``: in words, why the mean was not applied, or the live parameters start again.
-    """
+    """News for the training thread: how live parameters change, and what became of an offer. ``report``: of
+    the outer step, if one was taken. ``share``: how much of this peer's offer is in its mean, 0 to 1.
+    ``ends_offer``: the offer that was open has ended. ``trouble``: in words, why the mean was not applied."""
 
     fragment: int
     version: int
@@ -113,11 +110,8 @@ class Departure(NamedTuple):
 
 class PoisonGuard:
     """Whether a fragment is consistent: a change that fails in its middle leaves neither the old state nor
-    the new one.
-
-    Law: from then on it is not saved, not given to anybody and no round follows it; whoever asks hears why.
-    The peer ends, and goes on from its last checkpoint. Price: its own work since then.
-    """
+    the new one. From then on it is not saved, not given to anybody and no round follows it; whoever asks
+    hears why, and the peer goes on from its last checkpoint."""
 
     def __init__(self) -> None:
         self._poison: EnvironmentFault | LocalProtocolError | None = None
@@ -260,7 +254,7 @@ class FragmentState:
         """Rules "co2" and "eager": the live parameters set out from the newest agreed ones. ``snapshot`` is
         used up; ``fresh``: what is offered."""
         stale, self.departure = self.departure.stale, Departure(self.state.version)
-        merge = outer.boundary_merge(self._run.outer, self.state, snapshot, out=snapshot)
+        merge = Merge(1.0, torch.sub(self.state.params, snapshot, out=snapshot))
         if stale is not None:
             was, gap, share = stale
             kept = room_of(self._codec, self.numel, 4)
@@ -366,9 +360,9 @@ class FragmentState:
         addend = large_tensor(self.numel)
         for at in pieces(self.numel):
             gradient = mine.gradient[at]
-            back = outer.lost_work_of(gradient, [within(part, at) for part in missed]).neg_()
-            if is_late:
-                back.add_(gradient)
+            back = gradient.clone() if is_late else torch.zeros_like(gradient)
+            for part in missed:
+                back[within(part, at)] -= gradient[within(part, at)]
             if later is not None:
                 back.sub_(later[at])
             addend[at] = back
@@ -380,9 +374,8 @@ class FragmentState:
         """Replace the agreed state by a donor's; what this peer learned and nobody counted stays in its live
         parameters. ``parts``: who is in the round after our state, None if its outcome is not known.
 
-        A newer state may hold this peer's last offers. Where the outcome does not say, they are taken for
-        counted: that costs at most the work of one offer, once. The other guess would count it twice. Where
-        our work may be counted in a history that we do not see (``in_doubt``), nothing is kept.
+        Where it is not, this peer's last offers are taken for counted: that costs the work of one offer, and
+        the other guess would count it twice. ``in_doubt``, nothing is kept.
         """
         had_offer = self.open is not None
         with self.guard.changing(f"taking over the others' version {state.version}"):
