@@ -50,7 +50,7 @@ HIVEMIND: dict[str, dict[str, Any]] = {
     "hivemind-default": {"min_matchmaking_time": 5.0, "request_timeout": 3.0, "target_group_size": None},
 }
 OURS = ("grpc", "libp2p")
-NOT_AVERAGING = ("step", "merge", "merge_", "state_digest", "error_energy")
+NOT_AVERAGING = ("step", "merge", "merge_", "state_digest")
 """Watched work of ours that hivemind's averager does not do."""
 
 
@@ -146,7 +146,6 @@ def _watched() -> Watch:
     watch.put_on(Encoded, "largest")  # the agreed mean is decoded, before its step is taken
     for owner, name in (
         (outer, "step"), (outer, "merge"), (LiveParameters, "merge_"), (worker, "state_digest"),
-        (fragment_state, "error_energy"),
     ):  # fmt: skip
         watch.put_on(owner, name)
     return watch

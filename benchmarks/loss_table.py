@@ -200,7 +200,7 @@ class FragmentLab:
 
     def _measured(self, live: Tensor, correction: Tensor | None) -> Tensor:
         """What was corrected at the last boundary has been offered already."""
-        gradient = outer.outer_gradient(self.state, live)
+        gradient = self.state.params - live
         return gradient if correction is None else gradient - correction
 
     def _step(self) -> tuple[outer.OuterState, float]:
@@ -223,11 +223,11 @@ class FragmentLab:
                     # the next offer.
                     fresh, stale = old.params - live[peer], self._gradients[peer]
                     fix = outer.eager_correction(self._config, gap, 1 / PEERS, fresh, stale)
-                change = outer.boundary_merge(self._config, self.state, live[peer])
+                change = outer.Merge(1.0, self.state.params - live[peer])
                 if fix is not None:
                     change.addend.sub_(fix)
             else:
-                gradient = outer.outer_gradient(old, self._snapshots[peer])
+                gradient = old.params - self._snapshots[peer]
                 change = outer.merge(self._config, old, self.state, gradient.__getitem__, [])
             live[peer] = live[peer] * change.keep + change.addend
         unflatten_(self._params, self._names, live)
@@ -248,7 +248,7 @@ class FragmentLab:
             if self._row.rule == "eager" and mean is not None:
                 fix = outer.eager_correction(self._config, gap, 1 / PEERS, fresh[peer], stale[peer])
             self._corrections[peer] = fix
-            change = outer.boundary_merge(self._config, self.state, live[peer])
+            change = outer.Merge(1.0, self.state.params - live[peer])
             if fix is not None:
                 change.addend.sub_(fix)
             merged[peer] = live[peer] * change.keep + change.addend

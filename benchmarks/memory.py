@@ -278,7 +278,7 @@ def _status_bytes(field: str) -> int:
 
 def _held(peer: Peer) -> dict[str, int]:
     """Bytes that are held right now, by room; the network thread goes on meanwhile."""
-    fragments, node = peer._ledger._fragments, peer._thread.view.node
+    fragments, node = peer._ledger.fragments, peer._thread.view.node
     in_flight = [one.open for one in fragments if one.open is not None]
     lanes = node.links._lanes.values()
     offers = [one.offer for one in node.rounds._fragments if one.offer is not None]
@@ -297,7 +297,7 @@ def _held(peer: Peer) -> dict[str, int]:
             _size(one.gradient) for one in in_flight
         ),
         "rounds: payloads": sum(len(offer.payload) for offer in offers),
-        "rounds: means": sum(len(part.mean or b"") for member in members for part in member._parts),
+        "rounds: means": sum(len(member.exchange.mean) for member in members),
         "catchup: past means": node.catchup.donor.history.held_bytes,
         "catchup: states being given": sum(
             len(one.data) for one in list(node.catchup.donor.exports.values())

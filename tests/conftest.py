@@ -46,11 +46,6 @@ settings.register_profile(
 )
 settings.load_profile("suite")  # the same examples every time, however long a machine stands still
 
-if "P2P_CO2_TEST_DEFAULT_DTYPE" in os.environ:  # imports torch
-    from tests.default_dtype import set_from_environment
-
-    set_from_environment()
-
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would only wait for each other
     os.environ["OMP_NUM_THREADS"] = "1"
 

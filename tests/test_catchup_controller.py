@@ -335,7 +335,7 @@ def test_a_commit_with_one_signature_stops_nobody_and_names_its_sender() -> None
 async def go_astray(liar: Trainer, ahead: int) -> AgreedVersion:
     """The liar holds a state of its own making, ``ahead`` versions beyond what all hold."""
     agreed, data = await liar.ledger.export(0)
-    state = state_from_bytes(data[0 : len(data)], liar.ledger._fragments[0].state.params.numel())
+    state = state_from_bytes(data[0 : len(data)], liar.ledger.fragments[0].state.params.numel())
     wrong = state._replace(version=agreed.version + ahead, params=state.params + 1000.0)
     held = AgreedVersion(wrong.version, state_digest(wrong, LEAST_CHUNK_BYTES))
     await liar.node.outer.adopt(0, state_view(wrong)[0 : len(data)], held)

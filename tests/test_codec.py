@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import pytest
@@ -14,18 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from p2p_co2.codec_specs import SPECS, CodecSpec, codec_names
-from p2p_co2.config import CodecConfig, RunConfig
-from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from p2p_co2.node.ledger import PartWeights
-from p2p_co2.planning.traffic import payload_bytes
-from p2p_co2.tensors.aggregation import Part, clipped_mean, reduce_slices
-from p2p_co2.tensors.codec import Codec, get_codec, relative_error
-from p2p_co2.tensors.codec.base import CHUNK_BLOCKS, SMALLEST, absmax
+from p2p_co2.codec_specs import SPECS
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.tensors.codec import Codec, get_codec
+from p2p_co2.tensors.codec.base import SMALLEST
 from p2p_co2.tensors.codec.bitsandbytes_blocks import BitsAndBytesFourBit
 from p2p_co2.tensors.codec.fourbit import FourBitCodec
-from tests.test_fragment_state import PLAIN as PLAIN_OUTER
-from tests.test_fragment_state import Simulated
 
 NAMES: tuple[str, ...] = tuple(SPECS)
 SCALED: tuple[str, ...] = ("int8", "fp4", "nf4", "e3m0")
@@ -60,6 +54,10 @@ def hostile(codec: Codec, last_bytes: bytes, blocks: int = 3) -> Tensor:
     payload = codec.encode(gaussians(128 * blocks))
     payload[-len(last_bytes) :] = torch.tensor(list(last_bytes), dtype=torch.uint8)
     return payload
+
+
+def relative_error(values: Tensor, decoded: Tensor) -> float:
+    return float((values - decoded).double().square().sum() / values.double().square().sum())
 
 
 # ---- by hand
@@ -123,7 +121,7 @@ def test_nearest_code_by_exhaustive_search(name: str, spread: float) -> None:
     assert isinstance(codec, FourBitCodec)
     values = gaussians(128 * 300) * torch.exp(spread * gaussians(128 * 300, seed=1))
     payload = codec.encode(values)
-    scales = codec._scales(payload.view(-1, codec.block_bytes)).double()
+    scales = codec.scales(payload.view(-1, codec.block_bytes)).double()
     steps = [step for step in codec.steps_of_codes if step != -8]  # which int4 never writes
     candidates = scales.view(-1, 1, 1) * codec.unit * torch.tensor(steps).double()
     distance = (values.double().view(-1, 128, 1) - candidates).abs()
@@ -144,26 +142,6 @@ def test_tables_and_packing_agree_with_bitsandbytes(name: str) -> None:
     packed, state = functional.quantize_4bit(values, blocksize=128, quant_type=name)
     decoded = functional.dequantize_4bit(packed, state).view(-1)
     torch.testing.assert_close(codec.decode(codec.encode(values)), decoded, rtol=1e-6, atol=0.0)
-
-
-def test_int8_agrees_with_bitsandbytes_within_one_code() -> None:
-    from bitsandbytes import functional
-
-    values = gaussians(128 * 4096)
-    table = (torch.arange(256, dtype=torch.float32).clamp_max_(254) - 127.0) / 127.0
-    codes, state = functional.quantize_blockwise(values, code=table, blocksize=128)
-    theirs = functional.dequantize_blockwise(codes, state)
-    codec = get_codec("int8")
-    payload = codec.encode(values)
-    rows = payload.view(-1, codec.block_bytes)
-    apart = (rows[:, :128].int() - codes.view(-1, 128).int()).abs()
-    assert int(apart.max()) <= 1
-    assert int(apart.sum()) <= values.numel() // 500  # values about half-way between two entries
-    ours = codec.decode(payload)
-    same = apart.view(-1) == 0
-    torch.testing.assert_close(ours[same], theirs[same], rtol=1e-6, atol=0.0)
-    assert relative_error(values, ours) <= 4.2e-5
-    assert relative_error(values, ours) == pytest.approx(relative_error(values, theirs), rel=1e-3)
 
 
 # ---- laws: every codec passes all of these
@@ -202,14 +180,6 @@ class TestConformance:
         piece = payload[cut * codec.block_bytes : stop * codec.block_bytes]
         assert torch.equal(codec.encode(values[cut * 128 : stop * 128]), piece)
         assert torch.equal(codec.decode(piece), codec.decode(payload)[cut * 128 : stop * 128])
-
-    def test_chunks_of_work_do_not_show(self, name: str) -> None:
-        codec = get_codec(name)
-        values = gaussians((CHUNK_BLOCKS + 3) * 128 + 5)
-        tail = values[CHUNK_BLOCKS * 128 :]
-        payload = codec.encode(values)
-        assert torch.equal(payload[CHUNK_BLOCKS * codec.block_bytes :], codec.encode(tail))
-        assert torch.equal(codec.decode(payload)[CHUNK_BLOCKS * 128 :], codec.decode(codec.encode(tail)))
 
     def test_writes_into_given_memory(self, name: str) -> None:
         codec = get_codec(name)
@@ -272,6 +242,29 @@ class TestConformance:
             assert bool(torch.isfinite(codec.decode(payload)).all())
 
 
+@pytest.fixture
+def restored() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.usefixtures("restored")
+def test_the_bytes_are_the_same_whatever_torch_makes_by_default(name: str, dtype: torch.dtype) -> None:
+    def bits(codec: Codec) -> tuple[bytes, bytes]:
+        payload = codec.encode(values)
+        return bytes(payload.numpy()), bytes(codec.decode(payload).view(torch.uint8).numpy())
+
+    values, codec = gaussians(128 * 33 + 5), get_codec(name)
+    expected = bits(codec)
+    torch.set_default_dtype(dtype)
+    torch.set_default_device("meta")
+    assert bits(type(codec)(codec.spec)) == expected  # with what it holds computed now
+
+
 @pytest.mark.parametrize("name", ["int4", "e3m0", "int8", *PLAIN])
 def test_encoding_what_was_decoded_gives_the_same_bytes(name: str) -> None:
     codec = get_codec(name)
@@ -303,17 +296,6 @@ def test_hostile_scales_are_refused(name: str, scale: float) -> None:
     with pytest.raises(RemoteProtocolError) as refusal:
         codec.check(payload)
     assert refusal.value.reason == "not finite"
-
-
-@pytest.mark.parametrize("name", SCALED)
-def test_the_largest_admitted_scale_never_overflows(name: str) -> None:
-    codec = get_codec(name)
-    limit = getattr(codec, "scale_limit")  # noqa: B009
-    payload = hostile(codec, struct.pack("<f", limit), blocks=1)
-    for byte in range(256):
-        payload[:-4] = byte
-        codec.check(payload)
-        assert bool(torch.isfinite(codec.decode(payload)).all())
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -394,37 +376,3 @@ def test_hostile_int4_scales_are_refused(scale: float, bias: float) -> None:
 
 
 # ---- one more codec
-
-
-class Thirds(Codec):
-    """A byte for each value of 64, in thirds: what a codec has to say."""
-
-    def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
-        absmax(values)
-        rows.copy_((3.0 * values).round().clamp(-100, 100) + 100.0)
-
-    def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
-        values.copy_((rows.float() - 100.0) / 3.0)
-
-    def _finite(self, rows: Tensor) -> bool:
-        return bool((rows <= 200).all())
-
-
-def test_a_codec_is_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Config, planner and help know it; two peers train with it."""
-    with pytest.raises(ConfigError, match=r"codec.name: no codec is called that"):
-        RunConfig.from_canonical_bytes(RunConfig().canonical_bytes().replace(b'"int4"', b'"thirds"'))
-    spec = CodecSpec("thirds", 64, f"{__name__}:Thirds", block_values=64)
-    monkeypatch.setitem(SPECS, "thirds", spec)
-    assert (spec.bits, payload_bytes("thirds", 65)) == (8.0, 128)
-    assert codec_names().endswith("or thirds")
-    run = RunConfig(codec=CodecConfig(name="thirds", error_feedback=True), outer=PLAIN_OUTER)
-    peers = [Simulated(name, run, torch.zeros(130)) for name in "ab"]
-    for peer, learned in zip(peers, (2.0, 4.0), strict=True):
-        peer.live = peer.live + learned
-    payloads: list[Part] = [(peer.name, 1.0, peer.offer()) for peer in peers]
-    mean = reduce_slices(clipped_mean, peers[0].codec, payloads)
-    assert mean.weights == (1.0, 0.5)
-    for peer in peers:
-        peer.commit(bytes(mean.encoded), [PartWeights(0, 3, {"a": 1.0, "b": 0.5})])
-        torch.testing.assert_close(peer.ledger.state.params, torch.full((130,), 8 / 3))

@@ -19,7 +19,6 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import mean_of_parts
 from p2p_co2.tensors.codec import Codec, get_codec, passes
-from p2p_co2.tensors.codec.base import error_energy
 from p2p_co2.tensors.codec.passes import Passes
 from tests.test_codec import int4_rows_of_every_scale
 
@@ -102,7 +101,7 @@ def test_decoding_of_every_code(codec: Codec, both_ways: BothWays) -> None:
         .view(-1, codec.block_bytes)
     )
     if codec.name in {"int8", "e3m0"}:
-        limit = torch.tensor(codec._scale_limit_bits, dtype=torch.int32).view(1, 1)
+        limit = torch.tensor(codec.scale_limit_bits, dtype=torch.int32).view(1, 1)
         scales = torch.tensor([0.0, 1e-44, 2.0**-110, 0.1, 1.0]).view(torch.int32).view(-1, 1)
         rows[:, -4:] = torch.cat([scales, limit]).repeat(86, 1)[:512].view(torch.uint8)
     if codec.name == "int4":
@@ -130,19 +129,14 @@ def test_what_is_not_finite_is_not_encoded(codec: Codec, bad: float, at: int, bo
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_difference_is_encoded_and_measured(
-    codec: Codec, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_difference_is_encoded(codec: Codec, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     base, live = values_of_all_sizes(size), values_of_all_sizes(size, seed=1) * 1e-5
     rows, wanted = torch.empty(codec.payload_bytes(size), dtype=torch.uint8), torch.empty(size)
-    measured = codec.encode_difference(base, live, rows, wanted)
-    assert measured is not None
+    assert codec.encode_difference(base, live, rows, wanted)
     assert torch.equal(bits(wanted), bits(base - live))
     assert torch.equal(rows, codec.encode(base - live))
-    lost, energy = error_energy((base - live).double(), codec.decode(rows)[:size].double())
-    assert measured == pytest.approx((lost, energy), rel=1e-9)
     monkeypatch.setattr(passes, "kernel", None)
-    assert codec.encode_difference(base, live, rows, wanted) is None
+    assert not codec.encode_difference(base, live, rows, wanted)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -180,21 +174,6 @@ def test_int4_with_every_scale(factor: float, both_ways: BothWays) -> None:
     values[0, 0] = factor * 2.0**-25
     payload, expected = both_ways(lambda: codec.encode(values.view(-1)))
     assert torch.equal(payload, expected)
-
-
-@pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize("sign", [-1.0, 1.0])
-@pytest.mark.parametrize("beside", [0.0, 1e6])
-def test_int4_half_way_beyond_its_largest_value(
-    at: int, sign: float, beside: float, both_ways: BothWays
-) -> None:
-    """A tie goes to the even neighbour, which is no code: whatever else is encoded beside it."""
-    codec, values = get_codec("int4"), torch.zeros(2 * WIDTH)
-    values[at], values[WIDTH] = sign * 7.5 * 8188.0, beside
-    payload, expected = both_ways(lambda: codec.encode(values))
-    assert torch.equal(payload, expected)
-    assert codec.decode(payload)[:2].tolist()[at] == sign * 57316.0
-    assert codec.decode(payload)[1 - at] == 0.0
 
 
 @pytest.mark.parametrize("name", ["int4", "int8", "e3m0"])
@@ -273,13 +252,4 @@ def test_a_mean_that_is_not_finite_is_refused_alike(bad: float, both_ways: BothW
 
     first, second = both_ways(refused)
     assert first == second
-    assert outer.exact_norm(mean) == math.inf
-
-
-def test_a_library_that_does_not_load_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "libraries", lambda: [])
-    assert passes.load() is None, "there is none"
-    broken = tmp_path / "_native.so"
-    broken.write_bytes(b"of another machine")
-    monkeypatch.setattr(passes, "libraries", lambda: [broken])
-    assert passes.load() is None
+    assert outer.magnitude(mean) == math.inf

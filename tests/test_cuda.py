@@ -106,16 +106,6 @@ def test_a_snapshot_is_there_when_it_is_returned() -> None:
             assert bool((taken == turn).all())
 
 
-def test_a_model_that_lies_on_two_devices() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    expected = torch.cat([parameter.detach().reshape(-1).clone() for parameter in model.parameters()])
-    model[1].cuda()
-    live = LiveParameters(model, plan_fragments(model, 1))
-    assert torch.equal(live.snapshot(0), expected)
-    live.merge_(0, Merge(1.0, torch.ones(len(expected))))
-    assert torch.equal(live.snapshot(0), expected + 1.0)
-
-
 def test_a_checkpoint_of_a_gpu_is_that_of_the_host(tmp_path: Path) -> None:
     model = module()
     optimizer = adamw(model.parameters())

@@ -21,11 +21,10 @@ from p2p_co2.node.network import Network
 from p2p_co2.node.reach import leads_as_far, leads_elsewhere, require_others_can_dial
 from p2p_co2.protocol import strangers as strangers_room
 from p2p_co2.protocol.membership import (
-    SILENCE_CAP_S,
     Left,
     Membership,
 )
-from p2p_co2.protocol.strangers import STRANGER_TOLD_S, TABLE_WITHIN_S, OtherModel, Stranger
+from p2p_co2.protocol.strangers import STRANGER_TOLD_S, OtherModel, Stranger
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import (
     Leave,
@@ -40,7 +39,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.fragments.plan import plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.connection import connect
-from p2p_co2.trainer.summary import summarise, values_digest
+from p2p_co2.trainer.summary import summarise
 from tests.test_discovery import CONFIG, DEAD, RECIPE, RUN, open_member
 from tests.test_membership import deliver, drain
 
@@ -144,25 +143,6 @@ def test_the_same_model_is_the_same_whatever_lies_round_it_and_however_it_lies_i
     assert summary(wrapped).rows == summary(plain).rows
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_default_dtype_changes_no_summary(dtype: torch.dtype) -> None:
-    model = trunk()
-    before = summary(model).digest
-    torch.set_default_dtype(dtype)
-    try:
-        assert summary(model).digest == before
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_values_are_digested_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.randn(40, 30, generator=torch.Generator().manual_seed(1))
-    whole, turned = values_digest(values), values_digest(values.t())
-    monkeypatch.setattr("p2p_co2.trainer.summary.PIECE_BYTES", 100)
-    assert values_digest(values) == values_digest(values.t().contiguous().t()) == whole
-    assert values_digest(values.t()) == turned != whole
-
-
 def test_a_long_table_is_cut_short_and_still_compared() -> None:
     rows = tuple(Row(f"layers.{number}.weight", (number,), "float32", True) for number in range(20_000))
     here = ModelSummary(rows, bytes(32), 1)
@@ -238,15 +218,6 @@ def test_of_those_who_train_one_counts_more_than_any_that_join() -> None:
     assert outnumbered(machine) is None
 
 
-def test_one_that_sends_no_table_is_told_of_all_the_same() -> None:
-    machine = Membership(A, model=RIGHT)
-    machine.receive(Ping(status=Status(model=7)), B, 100.0)
-    machine.handle_timer(100.0 + TABLE_WITHIN_S / 2)
-    assert drain(machine) == []
-    machine.handle_timer(100.0 + 2 * TABLE_WITHIN_S)
-    assert drain(machine) == [OtherModel(B, None)]
-
-
 def test_a_peer_that_comes_back_with_another_model_is_no_member_and_with_the_right_one_is() -> None:
     machine = Membership(A, model=RIGHT)
     right, wrong = Status(model=RIGHT.digest, process=1), Status(model=WRONG.digest, process=2)
@@ -277,16 +248,6 @@ def test_a_stranger_that_says_another_thing_each_time_is_told_once_in_a_while() 
     assert warnings <= len(tables)
 
 
-def test_a_stranger_that_began_anew_is_told_a_moment_later() -> None:
-    machine = Membership(A, model=RIGHT)
-    for at, process, tables in ((100.0, 1, 1), (104.0, 2, 0), (114.0, 2, 0), (116.0, 2, 1), (120.0, 2, 0)):
-        machine.receive(Ping(status=Status(model=WRONG.digest, process=process)), B, at)
-        if process == 2:
-            assert machine.strangers.known[B].status.process == 2
-        sent = machine.messages_to_send()
-        assert sum(isinstance(message, ModelTable) for _, message in sent) == tables
-
-
 def test_no_more_strangers_are_told_in_a_minute_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strangers_room, "MAX_PEERS", 3)
     machine = Membership(A, model=RIGHT)
@@ -295,15 +256,6 @@ def test_no_more_strangers_are_told_in_a_minute_than_the_bound(monkeypatch: pyte
         machine.receive(Leave(), PeerId(f"stranger {number}"), 100.0)
         assert all(count <= bound for count, bound in machine.held().values()), machine.held()
     assert sum(isinstance(message, ModelTable) for _, message in machine.messages_to_send()) == 3
-
-
-def test_strangers_that_leave_or_are_listed_no_more_are_forgotten() -> None:
-    machine = Membership(A, model=RIGHT)
-    for peer in (B, C, D):
-        machine.receive(Ping(status=Status(model=7)), peer, 100.0)
-    machine.receive(Leave(), B, 101.0)
-    machine.found([C], 101.0 + SILENCE_CAP_S)
-    assert set(machine.strangers.known) == {C}
 
 
 def test_a_table_that_nobody_waits_for_is_counted() -> None:

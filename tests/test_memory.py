@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from p2p_co2.system import memory
 
 SIZE = 3 * memory.HUGE_PAGE_BYTES
+Pool = memory._Pool
 
 HOLD = f"""
 import sys
@@ -94,7 +94,7 @@ def place_of(buffer: memoryview) -> int:
 
 
 def test_pages_are_used_again_once_nothing_refers_to_them() -> None:
-    pool = memory._Pool()
+    pool = Pool()
     buffer = pool.take(SIZE)
     place, piece = place_of(buffer), buffer[5:9]
     tensor = torch.frombuffer(buffer, dtype=torch.uint8)[9:12]
@@ -112,7 +112,7 @@ def test_pages_are_used_again_once_nothing_refers_to_them() -> None:
 )
 def test_keeping_pages_raises_no_peak(turns: list[tuple[int, list[int]]]) -> None:
     """Held is never more than the most that was in use at once, whatever is taken and given back."""
-    pool = memory._Pool()
+    pool = Pool()
     used: list[memoryview] = []
     most_bytes = 0
     for size, dropped in turns:
@@ -127,7 +127,7 @@ def test_keeping_pages_raises_no_peak(turns: list[tuple[int, list[int]]]) -> Non
 
 
 def test_threads_share_the_pool() -> None:
-    pool = memory._Pool()
+    pool = Pool()
 
     def work(number: int) -> bool:
         for _ in range(50):
@@ -144,7 +144,7 @@ def test_threads_share_the_pool() -> None:
 
 def test_a_large_buffer_asks_for_huge_pages_where_kernels_give_them() -> None:
     """Most kernels give none to shared memory, whatever it is advised."""
-    buffer = memory._Pool().take(SIZE)
+    buffer = Pool().take(SIZE)
     at = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     permissions, flags, is_here = "", set[str](), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -162,7 +162,7 @@ def test_a_large_buffer_asks_for_huge_pages_where_kernels_give_them() -> None:
 
 def test_the_largest_moment_is_forgotten() -> None:
     """A state that was loaded once must not stay in memory for the run."""
-    pool = memory._Pool()
+    pool = Pool()
     large = [pool.take(SIZE) for _ in range(8)]
     del large
     assert pool.held_bytes == 8 * SIZE
@@ -174,14 +174,8 @@ def test_the_largest_moment_is_forgotten() -> None:
     assert len(places) <= 8  # and no pages were made for it
 
 
-@pytest.mark.parametrize("size", [0, 1, SIZE, SIZE + 1])
-def test_zeros_hold_nothing_of_before(size: int) -> None:
-    memory.large_buffer(size)[:] = bytes([7]) * size
-    assert bytes(memory.zeros(size)) == bytes(size)
-
-
 def test_what_is_needed_once_is_not_kept() -> None:
-    pool = memory._Pool()
+    pool = Pool()
     pages = [pool.take(SIZE) for _ in range(3)]
     state = pool.take(4 * SIZE, once=True)
     assert pool.held_bytes == 7 * SIZE
@@ -218,13 +212,3 @@ for _ in range(8):  # one after the other, and all are there to the end
 print((resident_bytes() - before) / (12 << 20))
 over.set()
 """
-
-
-def test_threads_use_each_others_memory_again() -> None:
-    def kept(setting: str) -> float:
-        """In moments of one of eight threads."""
-        run = [sys.executable, "-c", MANY_THREADS, setting]
-        return float(subprocess.run(run, capture_output=True, text=True, check=True, timeout=60).stdout)
-
-    assert kept("ours") < 2.0
-    assert kept("glibc's") > 4.0  # what the setting is for: if this fails, it is not needed any more

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from p2p_co2.config import OuterConfig
-from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint import state_bytes
 from p2p_co2.tensors.codec import get_codec, passes
@@ -34,17 +34,16 @@ def values(tensor: Tensor) -> list[float]:
     return [float(value) for value in tensor]
 
 
+def norm(flat: Tensor) -> float:
+    return outer.norm_of_pieces(outer.magnitude(flat), (flat,))
+
+
 def offered(state: outer.OuterState, snapshot: Tensor) -> Callable[[slice], Tensor]:
     """What a peer offered at ``snapshot``."""
-    return lambda at: outer.outer_gradient(state, snapshot)[at]
+    return lambda at: (state.params - snapshot)[at]
 
 
 # ---- by hand
-
-
-def test_outer_gradient_points_from_the_live_to_the_agreed_parameters() -> None:
-    state = outer.init(numbers(1, 2, 3))
-    assert values(outer.outer_gradient(state, numbers(0, 2, 5))) == [1, 0, -2]
 
 
 def test_heavy_ball_by_hand() -> None:
@@ -61,13 +60,6 @@ def test_heavy_ball_by_hand() -> None:
     assert second.moved_norms == pytest.approx((math.sqrt(1.25), math.sqrt(0.75**2 + 0.25 + 0.25)))
 
 
-def test_nesterov_by_hand() -> None:
-    config = plain(lr=0.5, momentum=0.5, nesterov=True)
-    first, _ = outer.step(config, outer.init(numbers(1, 2, 3)), numbers(1, 0, -2), 0)
-    assert values(first.params) == [0.25, 2, 4.5]
-    assert values(first.momentum) == [1, 0, -2]
-
-
 def test_gap_is_one_plus_the_distance_moved_over_the_gradient() -> None:
     config = plain(gap_penalty=True)
     first, _ = outer.step(config, outer.init(numbers(0, 0, 0)), numbers(3, 0, 4), 0)
@@ -79,22 +71,6 @@ def test_gap_is_one_plus_the_distance_moved_over_the_gradient() -> None:
     assert fresh.gap == 1.0
     _, without = outer.step(plain(), first, numbers(0, 5, 0), 0)
     assert without.gap == 1.0
-
-
-def test_gap_beyond_the_remembered_steps_is_charged_at_their_average() -> None:
-    config = plain(gap_penalty=True)
-    state = outer.init(numbers(0))
-    for version in range(6):
-        state, _ = outer.step(config, state, numbers(1), version)
-    assert state.moved_norms == (1.0,) * outer.MOVED_NORMS_KEPT
-    _, report = outer.step(config, state, numbers(1), 0)
-    assert report.gap == pytest.approx(1 + 6)
-
-
-def test_a_zero_mean_has_no_gap() -> None:
-    config = plain(gap_penalty=True)
-    first, _ = outer.step(config, outer.init(numbers(0, 0)), numbers(1, 1), 0)
-    assert outer.step(config, first, numbers(0, 0), 0)[1].gap == 1.0
 
 
 def test_the_elementwise_clip_is_what_is_stored_and_what_is_applied() -> None:
@@ -141,15 +117,6 @@ def test_blend_and_its_fall_back_when_work_was_missed() -> None:
     missed = outer.merge(config, old, new, offered(old, numbers(1, 1)), [slice(0, 1)])
     assert missed.keep == 1.0
     assert values(missed.addend) == [4, -9]
-
-
-def test_the_boundary_merge_overwrites_up_to_the_drift_since_its_snapshot() -> None:
-    config = plain(rule="co2")
-    new = outer.init(numbers(10, 20))
-    merge = outer.boundary_merge(config, new, numbers(3, 4))
-    live = merge.keep * numbers(3.125, 4.125) + merge.addend
-    assert values(live) == [10.125, 20.125]
-    assert values(outer.lost_work_of(numbers(1, 2), [slice(0, 1)])) == [1, 0]
 
 
 def test_stability_warning_speaks_only_of_settings_that_diverge() -> None:
@@ -201,7 +168,7 @@ def test_equal_peers_without_delay_are_diloco() -> None:
                 theirs[peer] -= 0.1 * (theirs[peer] - target)
         weight.grad = torch.stack([weight.detach() - one for one in theirs]).mean(0)
         reference.step()
-        mean = torch.stack([outer.outer_gradient(state, live) for live in lives]).mean(0)
+        mean = torch.stack([state.params - live for live in lives]).mean(0)
         new, _ = outer.step(config, state, mean, version)
         for peer, live in enumerate(lives):
             merge = outer.merge(config, state, new, offered(state, live), [])
@@ -210,21 +177,15 @@ def test_equal_peers_without_delay_are_diloco() -> None:
         torch.testing.assert_close(state.params, weight.detach(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-42, 1e-20, 3e37])
-def test_exact_norm_is_close_to_torchs(scale: float) -> None:
-    tensor = torch.randn(300_000, generator=torch.Generator().manual_seed(5)) * scale
-    assert outer.exact_norm(tensor) == pytest.approx(float(tensor.double().norm()), rel=1e-5)
-
-
 def test_exact_norm_at_its_edges() -> None:
-    assert outer.exact_norm(torch.zeros(0)) == 0.0
-    assert outer.exact_norm(torch.zeros(5)) == 0.0
-    assert outer.exact_norm(numbers(3, -4)) == 5.0
-    assert outer.exact_norm(numbers(-(2.0**-149))) == 2.0**-149
-    assert outer.exact_norm(numbers(1, math.inf)) == math.inf
-    assert outer.exact_norm(numbers(1, math.nan)) == math.inf
+    assert norm(torch.zeros(0)) == 0.0
+    assert norm(torch.zeros(5)) == 0.0
+    assert norm(numbers(3, -4)) == 5.0
+    assert norm(numbers(-(2.0**-149))) == 2.0**-149
+    assert norm(numbers(1, math.inf)) == math.inf
+    assert norm(numbers(1, math.nan)) == math.inf
     # The worst case for the integer sum: every value at the top of the scale.
-    assert outer.exact_norm(torch.full((1 << 19,), 1 - 2.0**-24)) == pytest.approx(math.sqrt(1 << 19))
+    assert norm(torch.full((1 << 19,), 1 - 2.0**-24)) == pytest.approx(math.sqrt(1 << 19))
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -246,9 +207,9 @@ def test_the_eager_correction_is_the_step_with_its_own_fresh_share(nesterov: boo
 def test_exact_norm_has_no_order(items: list[float], random: Any) -> None:
     shuffled = list(items)
     random.shuffle(shuffled)
-    norm = outer.exact_norm(numbers(*items))
-    assert norm == outer.exact_norm(numbers(*shuffled))
-    assert norm == pytest.approx(float(numbers(*items).double().norm()), rel=1e-5)
+    found = norm(numbers(*items))
+    assert found == norm(numbers(*shuffled))
+    assert found == pytest.approx(float(numbers(*items).double().norm()), rel=1e-5)
 
 
 def test_agreed_state_has_the_same_bits_whatever_the_number_of_threads() -> None:
@@ -271,33 +232,6 @@ def test_agreed_state_has_the_same_bits_whatever_the_number_of_threads() -> None
         assert (end.mean_square, end.moved_norms) == (ends[0].mean_square, ends[0].moved_norms)
 
 
-def contraction(config: OuterConfig, delta: float, rounds: int, delayed: bool) -> float:
-    """|distance to the optimum| after ``rounds``, from 1: each round a peer walks the share ``delta`` of
-    its way."""
-    state = outer.init(numbers(1))
-    flight: tuple[Tensor, int] | None = None
-    for _ in range(rounds):
-        gradient = (state.params * delta, state.version)
-        apply = flight if delayed else gradient
-        if apply is not None:
-            state, _ = outer.step(config, state, *apply)
-        flight = gradient
-        if abs(float(state.params)) > 1e6:
-            break
-    return abs(float(state.params))
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.2, 0.5, 0.9])
-def test_the_stability_bounds_of_the_linear_model(beta: float) -> None:
-    config = plain(rule="co2", momentum=beta, lr=1.0)
-    late = 1.0 - beta
-    assert contraction(config, 0.9 * late, 800, delayed=True) < 0.1
-    assert contraction(config, 1.1 * late, 800, delayed=True) > 10
-    on_time = 2.0 * (1.0 + beta)
-    assert contraction(config, 0.9 * on_time, 400, delayed=False) < 1e-3
-    assert contraction(config, 1.1 * on_time, 400, delayed=False) > 10
-
-
 # ---- faults
 
 
@@ -309,7 +243,6 @@ def test_an_aborted_round_and_a_step_leave_the_old_state_as_it_was() -> None:
     mean, snapshot = numbers(5, 5, 5), numbers(0, 0, 0)
     new, _ = outer.step(config, state, mean, 0)
     outer.merge(config, state, new, offered(state, snapshot), [slice(0, 2)])
-    outer.boundary_merge(config.model_copy(update={"rule": "co2"}), new, snapshot)
     assert torch.equal(state.params, params)
     assert torch.equal(state.momentum, momentum)
     assert values(mean) == [5, 5, 5]
@@ -322,20 +255,6 @@ def test_a_mean_that_would_leave_fp32_is_refused_by_everybody_alike(bad: float) 
     with pytest.raises(RemoteProtocolError, match="not_finite"):
         outer.step(plain(momentum=0.5, nesterov=True), state, numbers(bad, 0), 0)
     assert state.version == 0
-
-
-def test_our_own_mistakes_are_loud() -> None:
-    state = outer.init(numbers(1, 2))
-    with pytest.raises(LocalProtocolError, match="base version"):
-        outer.step(PLAIN, state, numbers(1, 2), 1)
-    with pytest.raises(LocalProtocolError, match="the state float32"):
-        outer.step(PLAIN, state, numbers(1), 0)
-    with pytest.raises(LocalProtocolError, match="the state float32"):
-        outer.step(PLAIN, state, numbers(1, 2).double(), 0)
-    with pytest.raises(LocalProtocolError, match="boundary_merge"):
-        outer.merge(plain(rule="co2"), state, state, None, [])
-    with pytest.raises(LocalProtocolError, match="use merge"):
-        outer.boundary_merge(PLAIN, state, numbers(1, 2))
 
 
 # ---- in the old state's memory, of a mean as it travelled

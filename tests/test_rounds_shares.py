@@ -188,7 +188,7 @@ class Books:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._codec = trainer, trainer.ledger._codec
-        self._fragments = trainer.ledger._fragments
+        self._fragments = trainer.ledger.fragments
         sizes = [ledger.state.params.numel() for ledger in self._fragments]
         self.counted = [torch.zeros(size, dtype=torch.float64) for size in sizes]
         self.partly = 0

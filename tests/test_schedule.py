@@ -427,13 +427,3 @@ def test_the_end_offers_few_at_once_then_all_then_nothing() -> None:
     assert ending.next([0, 2, 3], [0, 2], 115.0) == ([3], 15.0)
     assert ending.next([0], [0], 130.0) is None
     assert ending.next([], [0], 120.0) is None
-
-
-def test_rounds_without_the_whole_work_of_a_peer_are_counted_until_one_has_it_all() -> None:
-    made = account()
-    for share, so_far in ((0.5, 1), (0.0, 2), (0.9, 3), (1.0, 0), (0.5, 1)):
-        send(made, 1, 0.5, 140)
-        made.step(1, made.meet(1, 1, True), share, position=0.9, inner_steps=9, now=9.0)
-        assert made.partial_in_a_row == so_far
-    made.step(1, None, 0.0, position=0.9, inner_steps=9, now=9.0)
-    assert made.partial_in_a_row == 1  # a round for which it offered nothing

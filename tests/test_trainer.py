@@ -5,22 +5,33 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from p2p_co2.config import ClockConfig, CodecConfig, RunConfig
-from p2p_co2.node.ledger import AgreedMean, PartWeights
-from p2p_co2.protocol.schedule import DISTINCT, FIRST_ROUND_BOUND_S
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
+from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
+from p2p_co2.protocol.rounds import Offer
+from p2p_co2.protocol.schedule import (
+    DISTINCT,
+    FIRST_ROUND_BOUND_S,
+    FLUSH_FLOOR_S,
+    SETTLE_S,
+    STILL_LOADS,
+)
+from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
+from p2p_co2.tensors.checkpoint import state_digest, state_view
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.fragment_state import FragmentState
+from p2p_co2.trainer.network_thread import NodeView
 from p2p_co2.trainer.worker import TensorWorker
 from tests.trainer_bench import Bench, bench_on_virtual_time
 
@@ -43,7 +54,7 @@ def test_a_snapshot_that_would_wait_behind_another_is_taken_later_and_training_d
     bench: Bench,
 ) -> None:
     release = threading.Event()
-    bench.ledger._thread.submit(release.wait)
+    bench.ledger.thread.submit(release.wait)
 
     def train(steps: int) -> None:
         for _ in range(steps):
@@ -75,17 +86,6 @@ def test_no_fragment_loses_its_rounds_where_more_are_due_than_steps_are_made() -
     sent = Counter(offer.fragment for offer in bench.wire.offers)
     assert set(sent) == set(range(8))
     assert min(sent.values()) >= 9
-
-
-def test_at_most_half_of_the_fragments_wait_behind_a_snapshot() -> None:
-    bench, release = Bench(4), threading.Event()
-    bench.ledger._thread.submit(release.wait)
-    for _ in range(4):
-        bench.sync.after_step(tokens=10, loss=1.0)
-    sent = list(bench.sync.account.in_flight)
-    release.set()
-    bench.ledger.close()
-    assert sent == [1, 2]
 
 
 def test_two_processes_of_a_peer_offer_the_same_work_with_different_weights() -> None:
@@ -122,14 +122,14 @@ def test_what_an_accelerator_had_to_compute_before_a_copy_is_trainings_time(
 
     def queued_for_two_seconds(index: int) -> torch.Tensor:
         now_s[0] += 2.0
-        bench.exchanged.live._computing_s += 1.5  # the rest is the copy
+        bench.exchanged.live.computing_s += 1.5  # the rest is the copy
         return snapshot(index)
 
     monkeypatch.setattr(bench.exchanged.live, "snapshot", queued_for_two_seconds)
     bench.step(2)
     assert len(bench.wire.offers) == 1
     assert (bench.sync.figures.exposed_s, bench.sync.figures.train_s) == (0.5, 1.5)
-    bench.exchanged.live._computing_s += 1.0  # before a checkpoint, whose time is neither's
+    bench.exchanged.live.computing_s += 1.0  # before a checkpoint, whose time is neither's
     now_s[0] += 3.0
     bench.sync.pause(3.0)
     bench.step(1)
@@ -178,19 +178,6 @@ def test_on_a_full_line_a_point_that_passed_in_flight_is_made_up_when_the_round_
     bench.commit(1)
     assert step(2) == [1, 0, 1, 1, 1]  # at 26 and 30 s it waited for those who sent theirs then
     assert step(1) == [1, 0, 1, 1, 1, 1]
-
-
-def test_a_peer_whose_work_is_in_no_mean_is_told_once_after_five_rounds() -> None:
-    """One was partial in 54 of 56 rounds, and nobody saw it."""
-    bench = Bench(fragments=1)
-    for round_, by in enumerate([*(6 * ["other"]), "me", "other"]):
-        bench.step(4)
-        assert len(bench.wire.offers) == round_ + 1
-        assert len(bench.wire.seen(ev.Warned)) == (round_ >= 5)
-        bench.commit(0, by)
-    bench.step(1)
-    assert [fields["text"] for fields in bench.wire.seen(ev.Warned)] == [synchroniser.PARTIAL]
-    bench.ledger.close()
 
 
 def test_on_a_full_line_the_next_fragment_is_sent_when_the_slices_of_the_last_have_left(
@@ -286,14 +273,6 @@ def test_training_does_not_wait_but_for_the_first_rounds_and_those_are_bounded(
     made.ledger.close()
 
 
-def test_what_is_sent_when_the_run_is_over_is_said_to_be_the_last() -> None:
-    """The others wait longer for it: who ends its last step a little later is in the same round."""
-    made = Bench(clock=ClockConfig(mode="steps", inner_steps_per_round=4, rounds=1))
-    made.step(4)
-    assert [(offer.fragment, offer.is_last) for offer in made.wire.offers] == [(1, False), (0, True)]
-    made.ledger.close()
-
-
 def test_a_fault_of_the_network_thread_comes_up_in_the_next_step(bench: Bench) -> None:
     bench.wire.broken = OSError("the network thread died")
     with pytest.raises(OSError, match="network thread"):
@@ -316,3 +295,198 @@ async def test_an_outcome_ends_no_offer_that_is_still_to_be_measured() -> None:
     told = [ledger.outcomes.get_nowait() for _ in range(ledger.outcomes.qsize())]
     assert [outcome.ends_offer for outcome in told if outcome.report is not None] == [False, True]
     ledger.close()
+
+
+@pytest.mark.parametrize("starts_again", [True, False])
+def test_what_is_held_back_is_met_before_a_state_that_is_loaded(starts_again: bool) -> None:
+    """It was met after it: a second time, and the parameters counted as those of an older version."""
+    made = Bench(sync_delay_steps=3)
+    made.step(2)  # fragment 1 is sent
+    made.commit(1)
+    made.step()
+    assert made.sync.versions == [0, 0]
+    if starts_again:
+        asyncio.run(made.ledger.doubt(1))
+    state = made.ledger.states()[1]
+    newer = state._replace(version=state.version + 1, params=state.params + 100.0)
+    agreed = AgreedVersion(newer.version, state_digest(newer, LEAST_CHUNK_BYTES))
+    asyncio.run(made.ledger.adopt(1, bytes(state_view(newer)), agreed))
+    made.step()
+    own_steps = 0.0 if starts_again else 2.0  # since the offer, all of which is in the mean
+    assert made.sync.versions == [0, 2]
+    made.step(3)
+    assert made.sync.versions == [0, 2]
+    assert torch.allclose(made.exchanged.live.snapshot(1), newer.params + own_steps + 3.0, atol=1e-2)
+    made.ledger.close()
+
+
+# ---- the end of a run
+
+
+def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench_on_virtual_time(monkeypatch)
+    made.step(1)
+    made.sync.flush(finished=True)  # nobody answers
+    assert made.sync.figures.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S)
+    (ended,) = made.wire.seen(ev.TrainingEnded)
+    assert ended == {
+        "fragments": (0, 1), "offers_within_s": FLUSH_FLOOR_S, "settles_within_s": FLUSH_FLOOR_S + SETTLE_S,
+    }  # fmt: skip
+    told = [(said["phase"], said["exposed_s"]) for said in made.wire.seen(ev.Progress)]
+    assert {phase for phase, _ in told} == {"draining"}
+    assert [exposed_s for _, exposed_s in told] == sorted(exposed_s for _, exposed_s in told)
+    assert len(told) > FLUSH_FLOOR_S  # once a second, though nothing happens
+    assert made.wire.seen(ev.Warned) == []  # nothing is on its way
+    made.ledger.states()
+    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1]
+    assert made.wire.shown[-1].phase == Status.DRAINING
+    assert made.wire.seen(ev.Progress)[-1]["phase"] == "draining"
+    made.ledger.close()
+
+
+def test_an_offer_that_ends_while_a_peer_only_waits_for_the_others_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They count on its part in that round as long as they hear that it is open."""
+    made = bench_on_virtual_time(monkeypatch)
+    made.step(1)
+    told: list[frozenset[int]] = []
+
+    def settled(versions: Sequence[int]) -> bool:
+        told.append(made.wire.shown[-1].finished)
+        if len(told) == 1:
+            made.abort(0)
+            made.abort(1)
+        return len(told) > 4
+
+    monkeypatch.setattr(made.wire, "settled", settled)
+    made.sync.flush(finished=True)
+    assert told[0] == frozenset()
+    assert told[-1] == {0, 1}
+    made.ledger.close()
+
+
+def test_the_final_flush_offers_half_of_the_fragments_at_a_time_and_holds_one_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Bench(fragments=4)
+    in_flight: list[int] = []
+    waiting: list[int] = []
+    snapshot = made.exchanged.live.snapshot
+
+    def take(fragment: int) -> torch.Tensor:
+        waiting.append(len(waiting) - len(made.wire.offers))
+        return snapshot(fragment)
+
+    def answer(offer: Offer) -> None:
+        in_flight.append(len(made.sync.account.in_flight))
+        made.wire.offers.append(offer)
+        if len(made.wire.offers) % 2 == 0:
+            for one in made.wire.offers[-2:]:
+                threading.Thread(target=made.commit, args=(one.fragment,)).start()
+
+    monkeypatch.setattr(made.exchanged.live, "snapshot", take)
+    monkeypatch.setattr(made.wire, "offer", answer)
+    made.wire.is_settled = True
+    made.step(1)
+    made.sync.flush(finished=True)
+    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1, 2, 3]
+    assert max(in_flight) == 2
+    assert waiting == [0] * 4  # each is taken when the one before has been encoded
+    assert made.sync.versions == [1, 1, 1, 1]
+    made.ledger.close()
+
+
+def test_who_joins_when_the_run_is_over_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop takes its first step before it is told. Of three, one had gone by then, and the two others ended
+    in versions that the late one's single step had made."""
+    clock = ClockConfig(mode="steps", inner_steps_per_round=4, rounds=1)
+    made = bench_on_virtual_time(monkeypatch, clock=clock)
+    made.sync.position = 1.0
+    made.sync.clock.start(1.0, 0.0)
+    made.step(2)  # past the other fragment's point
+    assert made.sync.position == 1.5
+    made.wire.is_settled = True
+    made.sync.flush(finished=True)
+    made.ledger.states()
+    assert (made.wire.offers, made.sync.inner_steps, made.sync.tokens) == ([], 2, 0)
+    assert made.wire.seen(ev.TrainingEnded)[0]["fragments"] == ()
+    assert made.wire.shown[-1].finished == {0, 1}
+    assert made.sync.figures.exposed_s < 1.0
+    made.ledger.close()
+
+
+def test_peers_that_flush_different_fragments_meet_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench_on_virtual_time(monkeypatch, fragments=4)
+    made.step(1)
+    made.sync.flush(finished=True)  # nobody answers the first two
+    made.ledger.states()
+    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1, 2, 3]
+    made.ledger.close()
+
+
+def test_who_loads_a_state_or_gives_one_stays_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three on slow lines one was two states behind, and had half of one when the others went."""
+    made = bench_on_virtual_time(monkeypatch)
+    made.step(1)
+    bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S
+    made.wire.loads_until = bound_s + 200.0
+    made.sync.flush(finished=True)
+    assert made.sync.figures.exposed_s == pytest.approx(bound_s + 200.0, abs=2.0)
+    assert [fields["text"] for fields in made.wire.seen(ev.Warned)] == [STILL_LOADS]
+    made.ledger.close()
+
+
+def test_when_all_agree_only_a_newcomer_that_still_loads_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It joined in the last minute, and was told that the others left before it had their state."""
+    for newcomers, stays_s in ((True, 200.0), (False, FLUSH_FLOOR_S)):
+        made = bench_on_virtual_time(monkeypatch)
+        made.step(1)
+        made.wire.is_settled, made.wire.newcomers, made.wire.loads_until = True, newcomers, 200.0
+        made.sync.flush(finished=True)
+        assert made.sync.figures.exposed_s == pytest.approx(stays_s, abs=2.0)
+        made.ledger.close()
+
+
+def test_what_others_hold_and_a_peer_leaves_without_is_told_after_the_last_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, told, said = bench_on_virtual_time(monkeypatch), list[float](), list[object]()
+    made.step(1)
+    monkeypatch.setattr(made.wire, "loads", lambda settled: True)
+    monkeypatch.setattr(made.wire, "tell_what_is_missing", lambda: told.append(made.wire.now()))
+    made.sync.flush(finished=False)
+    assert told == []
+    made.sync.flush(finished=True)
+    assert told == [pytest.approx(made.wire.now(), abs=0.1)]
+    made.sync.stopped = True
+    made.sync.flush(finished=True)  # a Ctrl-C: that it did not come in time would not be true
+    assert len(told) == 1
+    made.ledger.close()
+
+    for words in ("", "what it lacks"):
+        node: Any = SimpleNamespace(progress=SimpleNamespace(missing=lambda words=words: words))
+        view = NodeView(node, cast(Any, None), lambda kind, fields: said.append((kind, fields)), lambda: None)
+        view.tell_what_is_missing()
+    assert said == [(ev.Warned, {"text": "what it lacks"})]
+
+
+def test_who_is_stopped_does_not_stay_for_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C ends the wait at once, and without one the load would keep it."""
+    made, asked = bench_on_virtual_time(monkeypatch), list[float]()
+    made.step(1)
+    bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S
+
+    def loads(settled: bool) -> bool:
+        asked.append(made.wire.now())
+        if made.wire.now() >= bound_s + 100.0:
+            made.sync.stopped = True
+        return True
+
+    monkeypatch.setattr(made.wire, "loads", loads)
+    made.sync.flush(finished=True)
+    assert made.sync.figures.exposed_s == pytest.approx(bound_s + 100.0, abs=1.0)
+    assert min(asked) == pytest.approx(bound_s, abs=1.0)
+    made.ledger.close()

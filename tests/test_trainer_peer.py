@@ -24,6 +24,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint import load
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.figures import mean_loss, tokens_of
+from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.rates import TWO_SCHEDULES
 from tests.peer_bench import STEPS, Lone, impatient, meet
 
@@ -413,21 +414,6 @@ def test_a_group_that_is_added_later_has_its_own_rate(tmp_path: Path) -> None:
     lone.peer.leave()
 
 
-def test_a_rate_that_is_a_tensor_stays_the_same_tensor(tmp_path: Path) -> None:
-    model = plain()
-    model[0].requires_grad_(False)
-    rate = torch.tensor(0.5)
-    optimizer = torch.optim.Adam(model[2].parameters(), lr=rate, foreach=False)
-    lone = Lone(tmp_path, model, optimizer, learning_rate=lambda position: 0.5)
-    assert optimizer.param_groups[0]["lr"] is rate
-    assert rates(lone) == [0.25]
-    optimizer.add_param_group({"params": list(model[0].parameters())})
-    lone.tell()
-    lone.tell()
-    assert rates(lone) == [0.25, 0.25]
-    lone.peer.leave()
-
-
 def test_a_second_schedule_is_told_once(tmp_path: Path) -> None:
     model = plain()
     optimizer = sgd(model)
@@ -437,16 +423,6 @@ def test_a_second_schedule_is_told_once(tmp_path: Path) -> None:
         lone.train()
         scheduler.step()
     assert [fields["text"] for fields in lone.wire.seen(ev.Warned)] == [TWO_SCHEDULES]
-    lone.peer.leave()
-
-
-def test_a_schedule_that_goes_wrong_later_is_told_with_its_position(tmp_path: Path) -> None:
-    model = plain()
-    lone = Lone(tmp_path, model, sgd(model), learning_rate=lambda position: 1.0 - position)
-    for _ in range(STEPS):
-        lone.tell()
-    with pytest.raises(ConfigError, match=r"learning_rate: gives -0.25 at position 1.25"):
-        lone.tell()
     lone.peer.leave()
 
 
@@ -477,12 +453,15 @@ def test_a_loop_of_ones_own_listens_where_the_command_line_does(tmp_path: Path, 
     assert peer_config(None, {}).host == "127.0.0.1"
 
 
-def test_what_is_agreed_loads_into_the_module_inside_a_compiled_one(tmp_path: Path) -> None:
-    model = torch.compile(plain(), backend="eager")
-    lone = Lone(tmp_path, model, sgd(model))  # type: ignore[arg-type]
-    agreed = {name: values + 1.0 for name, values in lone.peer.agreed_parameters().items()}
-    assert model.load_state_dict(agreed, strict=False).unexpected_keys  # type: ignore[attr-defined]
-    inner = getattr(model, "_orig_mod", model)
-    assert not inner.load_state_dict(agreed, strict=False).unexpected_keys
-    assert all(torch.equal(values, agreed[name]) for name, values in inner.state_dict().items())
-    lone.peer.leave()
+def test_a_callback_that_fails_ends_the_training_and_not_only_a_line_of_a_log(tmp_path: Path) -> None:
+    def on_event(event: ev.Event) -> None:
+        raise ValueError("the caller's disk is full")
+
+    me = Identity.load_or_create(tmp_path / "identity").peer_id
+    ticket = Ticket(bytes(32), me, (f"/ip4/127.0.0.1/tcp/1/p2p/{me}",))
+    thread = NetworkThread(ticket, PeerConfig(folder=tmp_path), on_event)
+    with pytest.raises(ValueError, match="disk is full"):
+        thread.on_event(ev.Warned(at=0.0, peer=me, text="something"))
+    with pytest.raises(ValueError, match="disk is full"):
+        thread.check()
+    thread.close()

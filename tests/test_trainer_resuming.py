@@ -174,32 +174,6 @@ def test_a_compiled_model_and_a_plain_one_go_on_from_each_other(tmp_path: Path, 
     assert torch.equal(model.norm.running_mean, again.norm.running_mean)
 
 
-def test_a_model_of_another_dtype_goes_on(tmp_path: Path) -> None:
-    model, again = Net(), Net().bfloat16()
-    optimizer, other = adam(model), adam(again)
-    train(model, optimizer)
-    write(tmp_path, model, optimizer)
-    assert resume(tmp_path, again, other) == []
-    train(again, other)
-    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
-
-
-def test_what_was_left_out_of_a_group_stays_the_programs_own(tmp_path: Path) -> None:
-    model, again = Net(), Net()
-    optimizer, other = adam(model), adam(again)
-    optimizer.param_groups[0]["callback"] = print
-    other.param_groups[0]["callback"] = len
-    train(model, optimizer)
-    write(tmp_path, model, optimizer)
-    assert resume(tmp_path, again, other) == []
-    assert other.param_groups[0]["callback"] is len
-    assert torch.equal(moment(other), moment(optimizer))
-
-
-def moment(optimizer: Optimizer) -> Tensor:
-    return torch.as_tensor(next(iter(optimizer.state.values()))["exp_avg"])
-
-
 def test_frozen_parameters_stay_where_the_model_came_from(tmp_path: Path) -> None:
     model, again = Net(), Net()
     for net in (model, again):
@@ -270,16 +244,6 @@ def test_where_the_swarm_schedules_the_rate_the_programs_is_its_base(tmp_path: P
     assert other.param_groups[0]["lr"] == 0.7
 
 
-def test_an_optimizer_without_a_rate_is_restored(tmp_path: Path) -> None:
-    model, again = Net(), Net()
-    optimizer, other = adam(model), adam(again)
-    for one in (optimizer, other):
-        del one.param_groups[0]["lr"]
-    write(tmp_path, model, optimizer)
-    for keeps_rate in (True, False):
-        assert resume(tmp_path, again, other, keeps_rate) == []
-
-
 # ---- what does not fit is said
 
 
@@ -326,14 +290,6 @@ def test_an_optimizer_that_does_not_take_its_state_back_begins_anew(tmp_path: Pa
     write(tmp_path, model, optimizer)
     (line,) = resume(tmp_path, again, Refusing(again.parameters()))
     assert f"does not take the checkpoint's ({type(error).__name__}: " in line
-
-
-def test_a_checkpoint_without_an_inner_optimizer_says_so(tmp_path: Path) -> None:
-    model, again = Net(), Net()
-    save(tmp_path, replace(write(tmp_path, model, adam(model)), optimizer={}))
-    assert resume(tmp_path, again, adam(again)) == [
-        "the checkpoint is without an inner optimizer, which begins anew"
-    ]
 
 
 def test_buffers_that_do_not_fit_stay_and_are_named(tmp_path: Path) -> None:

@@ -162,6 +162,6 @@ def test_parameters_that_are_not_finite_are_reset_to_the_agreed_ones() -> None:
 def test_the_worker_is_one_thread_and_close_ends_it() -> None:
     ledger = make_ledger()
     asyncio.run(ledger.export(0))
-    worker = ledger._thread
+    worker = ledger.thread
     ledger.close()
     assert not any(thread.is_alive() for thread in worker._threads)

@@ -122,7 +122,7 @@ class CountingLedger:
                 return
             offer = self._offer(fragment, snapshot.units, weight, offer_id)
             self.audit.offered(fragment, mine.state, snapshot.met_version, offer)
-            encoded = EncodedOffer(offer.round, offer.round - 1, offer.payload, 0.0, None)
+            encoded = EncodedOffer(offer.round, offer.round - 1, offer.payload, None)
             done(fragment, encoded, mine.state.agreed)
 
         self._unencoded += 1

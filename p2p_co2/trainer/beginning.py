@@ -1,10 +1,9 @@
 """Whether a peer that meets nobody may begin the run: only if nobody has trained it before.
 
-Law: who meets a peer that trains asks nothing. Who meets none, and has no checkpoint, goes by what peers left
-word of (``discovery.records``): a run that is over is refused, and so is one that all have left. Newcomers
-that meet only each other are as good as alone. Who goes on from a checkpoint of a round or more before that
-may, and is told that rounds are lost. Price: records are claims, so a liar can keep newcomers out of
-a run in which nobody trains, until one says ``start_over``.
+Law: a peer that meets one that trains asks nothing. One that meets none, and has no checkpoint, goes by what
+peers left word of (``discovery.records``): a run that is over is refused, and so is one that all have left.
+One that goes on from a checkpoint may begin, and is told which rounds are lost. Price: records are claims, so
+a liar can keep newcomers out of a run in which nobody trains, until one says ``start_over``.
 """
 
 from __future__ import annotations

@@ -152,15 +152,15 @@ class Connection:
         ``model``'s parameters must be those that every peer starts from (same recipe, same seed); they are
         overwritten by the swarm's if it is further on. ``learning_rate`` maps the swarm's position (rounds)
         to a factor on each group's own learning rate (``initial_lr``, if a torch scheduler was made); without
-        it a resumed peer's rates are the saved ones, and a torch scheduler needs its own state loaded, or
-        begins anew from them. ``resume``: None goes on from the folder's checkpoint if
-        it has one; True: it must, False: anew. ``start_over``: begin anew, whatever others have trained and
-        left, and although the folder has a checkpoint, which is set aside.
+        it a resumed peer's rates are the saved ones, and a torch scheduler needs its own state loaded.
+        ``resume``: None goes on from the folder's checkpoint if it has one; True: it must, False: anew.
+        ``start_over``: begin anew, whatever others have trained and left; the folder's checkpoint is set
+        aside.
 
         Blocks, bounded. Raises ``RunOver`` (the run has had its last round), ``ConfigError`` (a model or
-        optimizer that a swarm cannot train, as ``model_check`` says; a model too small for the fragments, or
-        not the one that the run's peers train; no checkpoint to resume from, or one of another run or model),
-        ``TransportError`` (not enough peers, none that can help, or all that trained this run have left).
+        optimizer that a swarm cannot train, or not the one that the run's peers train; no checkpoint to
+        resume from, or one of another run or model), ``TransportError`` (not enough peers, none that can
+        help, or all that trained this run have left).
         """
         if start_over and resume:
             problem = "begins anew, and resume=True asks for a checkpoint; leave one out"

@@ -1,8 +1,8 @@
 """The agreed state of one fragment, and what this peer has in flight for it. Tensors only: no thread, no
 network, no clock.
 
-A ``FragmentState`` turns a snapshot of live parameters into an offer, and a committed mean into the next
-agreed state and an ``Outcome``: a ``Merge`` that the training thread applies when it next passes by.
+A snapshot of live parameters becomes an offer; a committed mean becomes the next agreed state and an
+``Outcome``, whose ``Merge`` the training thread applies when it next passes by.
 
     offer -> open -> commit (counted, or in part) -> none
                   -> abort (withdrawn: a commit may still hold it) -> none
@@ -35,7 +35,7 @@ from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint import Values
 from p2p_co2.tensors.codec import Codec
-from p2p_co2.tensors.codec.base import PIECE_VALUES, error_energy, error_ratio, pieces
+from p2p_co2.tensors.codec.base import PIECE_VALUES, pieces
 from p2p_co2.tensors.fragments.large_tensor import large_tensor
 from p2p_co2.tensors.outer import Merge, OuterState, StepReport
 from p2p_co2.trainer.kept import (
@@ -64,18 +64,14 @@ class EncodedOffer:
     round: int
     base_version: int
     payload: Buffer
-    relative_error: float
     merge: Merge | None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """News for the training thread: how live parameters change, and what became of an offer.
-
-    ``report``: of the outer step, if one was taken. ``share``: how much of this peer's offer is in its mean,
-    0 to 1. ``ends_offer``: the offer that was open has ended; one that is yet to be encoded is another.
-    ``trouble``: in words, why the mean was not applied, or the live parameters start again.
-    """
+    """News for the training thread: how live parameters change, and what became of an offer. ``report``: of
+    the outer step, if one was taken. ``share``: how much of this peer's offer is in its mean, 0 to 1.
+    ``ends_offer``: the offer that was open has ended. ``trouble``: in words, why the mean was not applied."""
 
     fragment: int
     version: int
@@ -114,11 +110,8 @@ class Departure(NamedTuple):
 
 class PoisonGuard:
     """Whether a fragment is consistent: a change that fails in its middle leaves neither the old state nor
-    the new one.
-
-    Law: from then on it is not saved, not given to anybody and no round follows it; whoever asks hears why.
-    The peer ends, and goes on from its last checkpoint. Price: its own work since then.
-    """
+    the new one. From then on it is not saved, not given to anybody and no round follows it; whoever asks
+    hears why, and the peer goes on from its last checkpoint."""
 
     def __init__(self) -> None:
         self._poison: EnvironmentFault | LocalProtocolError | None = None
@@ -155,7 +148,8 @@ class FragmentState:
         self._run, self._codec, self._peer, self._index = run, codec, peer, index
         self.state = state
         self.guard = PoisonGuard()
-        self._is_lent = self._is_borrowed = False
+        self._readers = set[str]()
+        """Who the state was lent to."""
         self.residual: Compact | None = None
         """Of error feedback, once an offer was counted; under "co2" and "eager" once one was made."""
         self.open: OfferState | None = None
@@ -171,29 +165,19 @@ class FragmentState:
         return self.state.params.numel()
 
     @property
-    def _is_held(self) -> bool:
-        """Whether somebody reads the state's memory."""
-        return self._is_lent or self._is_borrowed
-
-    @property
     def _is_delayed(self) -> bool:
         return self._run.outer.rule in {"co2", "eager"}
 
-    def lend(self) -> OuterState:
-        """The state, for somebody who holds it while the swarm goes on: its memory is not written to."""
+    def lend(self, to: str = "others") -> OuterState:
+        """The state, for somebody who reads it while the swarm goes on: its memory is not written to."""
         self.guard.check()
-        self._is_lent = True
+        self._readers.add(to)
         return self.state
 
-    def borrow(self) -> OuterState:
-        """As ``lend``, until it is given back."""
-        self.guard.check()
-        self._is_borrowed = True
-        return self.state
-
-    def give_back(self, version: int) -> None:
-        """Nobody reads the state of ``version`` any more, but who it was lent to."""
-        self._is_borrowed = self._is_borrowed and version != self.state.version
+    def give_back(self, version: int, reader: str) -> None:
+        """``reader`` is through with the state of ``version``."""
+        if version == self.state.version:
+            self._readers.discard(reader)
 
     def set_residual(self, values: Values) -> None:
         """Go on from what a checkpoint holds (fp32 [n])."""
@@ -216,7 +200,7 @@ class FragmentState:
             lost = None if self._codec.name == "fp32" else room_of(self._codec, self.numel, 4)
         elif not self._is_delayed and 8 * self._codec.block_bytes < COARSE_BITS * self._codec.block_values:
             room = room_of(self._codec, self.numel, 16)
-        values, error = self._encoded(snapshot, room, lost)
+        values = self._encoded(snapshot, room, lost)
         payload = values.numpy().data
         sent = Encoded(self._codec, payload, self.numel)
         gradient: Kept = sent  # what comes back, if it does: what was sent
@@ -232,11 +216,11 @@ class FragmentState:
                 merge = self._boundary_merge(snapshot, sent)
             self.residual = lost
         self.open = mine
-        return EncodedOffer(mine.round, base_version, payload, error, merge)
+        return EncodedOffer(mine.round, base_version, payload, merge)
 
-    def _encoded(self, snapshot: Tensor, room: Compact | None, lost: Compact | None) -> tuple[Tensor, float]:
-        """The payload of ``state.params + offset - snapshot``, plus the decayed residual, and its relative
-        error. ``room`` takes the gradient, ``lost`` what the codec loses of it and the residual.
+    def _encoded(self, snapshot: Tensor, room: Compact | None, lost: Compact | None) -> Tensor:
+        """The payload of ``state.params + offset - snapshot``, plus the decayed residual. ``room`` takes the
+        gradient, ``lost`` what the codec loses of it and the residual.
 
         Piece by piece: nothing of the fragment's size is made that is not kept.
         """
@@ -244,35 +228,33 @@ class FragmentState:
         payload = large_tensor(codec.payload_bytes(size), torch.uint8)
         most = codec.blocks(min(PIECE_VALUES, size)) * codec.block_values
         scratch = torch.empty(most, dtype=torch.float32, device="cpu")
-        decay, error, energy = self._run.codec.error_feedback_decay, 0.0, 0.0
+        decay = self._run.codec.error_feedback_decay
         for at in pieces(size):
             first, blocks = at.start // codec.block_values, codec.blocks(at.stop - at.start)
             rows = payload[first * codec.block_bytes : (first + blocks) * codec.block_bytes]
             origin = self.state.params[at]
             if self.departure.offset:
                 origin = origin + added(self.departure.offset, at)
-            values, done = scratch[: at.stop - at.start], None
+            values, is_done = scratch[: at.stop - at.start], False
             if self.residual is None:
                 wanted = values if room is not None or lost is not None else None
-                done = codec.encode_difference(origin, snapshot[at], rows, wanted)
-            if done is None:
+                is_done = codec.encode_difference(origin, snapshot[at], rows, wanted)
+            if not is_done:
                 torch.sub(origin, snapshot[at], out=values)
                 if self.residual is not None:
                     values.add_(self.residual[at].mul_(decay))
                 codec.encode(values, rows)
-                done = error_energy(values, codec.decode(rows))
             if room is not None:
                 room.set_(at, values)
             if lost is not None:
                 lost.set_(at, values.sub_(codec.decode(rows)[: len(values)]))
-            error, energy = error + done[0], energy + done[1]
-        return payload, error_ratio(error, energy)
+        return payload
 
     def _boundary_merge(self, snapshot: Tensor, fresh: Encoded) -> Merge:
         """Rules "co2" and "eager": the live parameters set out from the newest agreed ones. ``snapshot`` is
         used up; ``fresh``: what is offered."""
         stale, self.departure = self.departure.stale, Departure(self.state.version)
-        merge = outer.boundary_merge(self._run.outer, self.state, snapshot, out=snapshot)
+        merge = Merge(1.0, torch.sub(self.state.params, snapshot, out=snapshot))
         if stale is not None:
             was, gap, share = stale
             kept = room_of(self._codec, self.numel, 4)
@@ -316,7 +298,12 @@ class FragmentState:
     ) -> Outcome:
         old, refused, had_offer = self.state, "", self.open is not None
         try:
-            new, report = self._step(min(base_version, old.version), mean)
+            # In the old memory where nobody needs it: "keep" and "blend" need the old parameters.
+            reuse = "" if self._readers else "all" if self._is_delayed else "momentum"
+            base_version, largest = min(base_version, old.version), mean.largest()
+            new, report = outer.step(
+                self._run.outer, old, mean, base_version, largest=largest, reuse=reuse, new=large_tensor
+            )
         except RemoteProtocolError as error:
             # Every peer holds the same bits, so every peer skips this step and stays agreed.
             refused = str(error)
@@ -335,18 +322,9 @@ class FragmentState:
         self.open = self._withdrawn = None
         self.state = new
         # A merge to the new parameters themselves, or the old ones again, is in somebody else's hands now.
-        self._is_borrowed = self._is_borrowed and new.params is old.params
-        self._is_lent = bool(refused) or (merge is not None and merge.addend is new.params)
+        self._readers = {"others"} if refused or (merge and merge.addend is new.params) else set()
         lost = sum(part.stop - part.start for part in missed) / self.numel
         return self._outcome(merge, report, 0.0 if mine is None else 1.0 - lost, had_offer, refused)
-
-    def _step(self, base_version: int, mean: Encoded) -> tuple[OuterState, StepReport]:
-        """In the old state's memory where nobody needs it: "keep" and "blend" need the old parameters."""
-        reuse = "" if self._is_held else "all" if self._is_delayed else "momentum"
-        return outer.step(
-            self._run.outer, self.state, mean, base_version,
-            largest=mean.largest(), reuse=reuse, new=large_tensor,
-        )  # fmt: skip
 
     def _hold_offset(self) -> None:
         """The state is about to move on, and with it the momentum that the offset may be read from."""
@@ -368,7 +346,7 @@ class FragmentState:
             return self._work_returned(mine, missed)
         if mine is None:
             return outer.merge(self._run.outer, old, new, None, missed)
-        out = None if self._is_held or new.params is old.params else old.params
+        out = None if self._readers or new.params is old.params else old.params
         return outer.merge(self._run.outer, old, new, mine.gradient.__getitem__, missed, out)
 
     def _work_returned(self, mine: OfferState | None, missed: Sequence[slice]) -> Merge | None:
@@ -382,9 +360,9 @@ class FragmentState:
         addend = large_tensor(self.numel)
         for at in pieces(self.numel):
             gradient = mine.gradient[at]
-            back = outer.lost_work_of(gradient, [within(part, at) for part in missed]).neg_()
-            if is_late:
-                back.add_(gradient)
+            back = gradient.clone() if is_late else torch.zeros_like(gradient)
+            for part in missed:
+                back[within(part, at)] -= gradient[within(part, at)]
             if later is not None:
                 back.sub_(later[at])
             addend[at] = back
@@ -396,9 +374,8 @@ class FragmentState:
         """Replace the agreed state by a donor's; what this peer learned and nobody counted stays in its live
         parameters. ``parts``: who is in the round after our state, None if its outcome is not known.
 
-        A newer state may hold this peer's last offers. Where the outcome does not say, they are taken for
-        counted: that costs at most the work of one offer, once. The other guess would count it twice. Where
-        our work may be counted in a history that we do not see (``in_doubt``), nothing is kept.
+        Where it is not, this peer's last offers are taken for counted: that costs the work of one offer, and
+        the other guess would count it twice. ``in_doubt``, nothing is kept.
         """
         had_offer = self.open is not None
         with self.guard.changing(f"taking over the others' version {state.version}"):
@@ -425,14 +402,13 @@ class FragmentState:
         self.open = self._withdrawn = None
         self.state = state
         self.departure = Departure(state.version)
-        self._is_borrowed = False
-        self._is_lent = True  # its tensors may lie in one block: it goes when both have been replaced
+        self._readers = {"others"}  # its tensors may lie in one block: it goes when both have been replaced
         return merge
 
     def _rebased_on(self, state: OuterState) -> Tensor:
         """What is added to live parameters so that they keep all work of this peer, measured from ``state``.
         In the old parameters' memory if nothing needs them any more."""
-        addend = large_tensor(self.numel) if self._is_held else self.state.params
+        addend = large_tensor(self.numel) if self._readers else self.state.params
         gone = list(self.departure.offset)
         if self._is_delayed and self.open is not None:
             gone.append(self.open.gradient)  # it was taken out of them, and is in flight

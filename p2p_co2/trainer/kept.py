@@ -1,7 +1,7 @@
 """What a peer keeps of an offer until its round has ended: fp32 values, held in as little as they need.
 
-The payload is in the round anyway and holds the outer gradient but for what the codec lost, so almost
-nothing is kept beside it. In copies of the fragment in fp32:
+The payload is in the round anyway and holds the outer gradient but for what the codec lost. Kept beside it,
+in copies of the fragment in fp32:
 
 - "co2" and "eager": nothing. What comes back of an offer that was not counted is what was sent.
 - "keep" and "blend" with error feedback: what the codec lost, in four bits (1/8): the next residual.

@@ -58,37 +58,37 @@ class Saver:
         live: LiveParameters,
         report: Callable[[type[ev.Event], Mapping[str, Any]], None],
     ) -> None:
-        self._plan, self._ledger, self._sync, self._report = plan, ledger, sync, report
+        self.plan, self._ledger, self._sync, self._report = plan, ledger, sync, report
         self._live = live
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="p2p-co2 checkpoint")
-        self._under_way: Future[None] | None = None
+        self.under_way: Future[None] | None = None
         """Nothing else writes to the folder meanwhile."""
-        self._copies: _Copies | None = None
+        self.copies: ShareQueue | None = None
         self._folder = plan.config.folder / "checkpoint"
         self._refused: EnvironmentFault | None = None
         """Why the last one was not written."""
-        self._began_at = time.monotonic()
+        self.began_at = time.monotonic()
         self._told = set[str]()
-        self._size_bytes = 0
+        self.size_bytes = 0
         self._look()
 
     @property
     def every_s(self) -> float:
         """Between two checkpoints: as configured, or as often as the budget of writes allows."""
-        budget_s = DAY_S * self._size_bytes / CHECKPOINT_BYTES_PER_DAY
-        return self._plan.config.checkpoint_every_s or max(CHECKPOINT_LEAST_S, budget_s)
+        budget_s = DAY_S * self.size_bytes / CHECKPOINT_BYTES_PER_DAY
+        return self.plan.config.checkpoint_every_s or max(CHECKPOINT_LEAST_S, budget_s)
 
     def keep_up(self) -> None:
         """Begin a checkpoint if one is due, and do a step's share of the one under way; at once. Raises what
         is a bug."""
-        if self._under_way is not None and self._under_way.done():
+        if self.under_way is not None and self.under_way.done():
             self._end()
             if self._refused is not None:
                 self._report(ev.Warned, {"text": f"no checkpoint was written: {self._refused}"})
-        if self._under_way is None and time.monotonic() - self._began_at >= self.every_s:
+        if self.under_way is None and time.monotonic() - self.began_at >= self.every_s:
             self._begin()
-        if self._copies is not None:
-            self._copies.copy()
+        if self.copies is not None:
+            self.copies.copy()
 
     def save(self) -> None:
         """Write a checkpoint of this moment and wait until it is whole. Raises ``EnvironmentFault`` if the
@@ -101,22 +101,22 @@ class Saver:
 
     def close(self) -> None:
         """End the thread; what is under way is given up. May be called twice."""
-        if self._copies is not None:
-            self._copies.give_up("the peer ended")
+        if self.copies is not None:
+            self.copies.give_up("the peer ended")
         self._thread.shutdown(wait=True)
 
     def _finish(self) -> None:
         """Wait for what is under way, if anything is."""
-        while self._under_way is not None:
-            if self._copies is not None:
-                self._copies.copy(_BEAT_S)
-            if self._under_way.done():
+        while self.under_way is not None:
+            if self.copies is not None:
+                self.copies.copy(_BEAT_S)
+            if self.under_way.done():
                 self._end()
 
     def _end(self) -> None:
-        assert self._under_way is not None
-        self._refused, ended, self._copies = None, self._under_way, None
-        self._under_way = None
+        assert self.under_way is not None
+        self._refused, ended, self.copies = None, self.under_way, None
+        self.under_way = None
         try:
             ended.result()
         except EnvironmentFault as error:
@@ -125,8 +125,8 @@ class Saver:
             self._refused = EnvironmentFault(f"{type(error).__name__}: {error}")
 
     def _begin(self) -> None:
-        began_at = self._began_at = time.monotonic()
-        plan, sync = self._plan, self._sync
+        began_at = self.began_at = time.monotonic()
+        plan, sync = self.plan, self._sync
         said, buffers = self._look()
         checkpoint = Checkpoint(
             run_config_json=plan.run.canonical_bytes().decode(),
@@ -141,19 +141,19 @@ class Saver:
             parameters=trained_parameters(plan.model),
         )
         stopped_s = time.monotonic() - began_at
-        self._copies = copies = _Copies(parts(checkpoint, said), self._live.await_computed, stopped_s)
-        self._under_way = self._thread.submit(self._write, checkpoint, said, copies, began_at)
+        self.copies = copies = ShareQueue(parts(checkpoint, said), self._live.await_computed, stopped_s)
+        self.under_way = self._thread.submit(self._write, checkpoint, said, copies, began_at)
 
     def _look(self) -> tuple[Said, dict[str, Tensor]]:
         """What of the inner optimizer's state and of the buffers can be saved. Tells, once, what cannot."""
         troubles, buffers = [], {}
-        for name, buffer in kept_buffers(self._plan.model).items():
+        for name, buffer in kept_buffers(self.plan.model).items():
             if trouble := trouble_with(buffer):
                 troubles.append(f"the buffer {name} ({trouble})")
             else:
                 buffers[name] = buffer.detach()
         try:
-            said = say(self._plan.optimizer.state_dict())
+            said = say(self.plan.optimizer.state_dict())
         except FAULTS as error:
             why = f"the inner optimizer (its state_dict raises {type(error).__name__}: {error})"
             said = Said({"dict": []}, (), (why,))
@@ -163,10 +163,10 @@ class Saver:
             text = f"checkpoints are without {'; '.join(new)}: after a resume that begins anew"
             self._report(ev.Warned, {"text": text})
         changing = [buffers, *said.tensors]
-        self._size_bytes = 8 * self._plan.fragments.numel + sum(map(_size_bytes, changing))
+        self.size_bytes = 8 * self.plan.fragments.numel + sum(map(size_bytes_of, changing))
         return said, buffers
 
-    def _write(self, checkpoint: Checkpoint, said: Said, copies: _Copies, began_at: float) -> None:
+    def _write(self, checkpoint: Checkpoint, said: Said, copies: ShareQueue, began_at: float) -> None:
         """On the saver's thread: the whole of a checkpoint."""
         saving = None
         states, residuals = self._ledger.borrow()
@@ -185,7 +185,7 @@ class Saver:
         self._report(ev.CheckpointSaved, {**fields, "written_s": time.monotonic() - began_at})
 
 
-class _Copies:
+class ShareQueue:
     """What training changes, on its way from the training thread, which copies a share between two steps, to
     the saver's, which asks for the next when it has written the last.
 
@@ -194,11 +194,11 @@ class _Copies:
     def __init__(
         self, all_of_it: Sequence[Part], await_computed: Callable[[set[torch.device]], None], stopped_s: float
     ) -> None:
-        self._shares, self._await_computed = _shares(all_of_it), await_computed
-        self.count = len(self._shares)
+        self.shares, self._await_computed = shares_of(all_of_it), await_computed
+        self.count = len(self.shares)
         self.stopped_s = stopped_s
         """How long the training thread stood still for it."""
-        self._wanted = self._given = -1
+        self._wanted = self.given = -1
         """Numbers of shares."""
         self._news = threading.Event()
         self._ways: queue.SimpleQueue[tuple[int, Part | str]] = queue.SimpleQueue()
@@ -217,13 +217,13 @@ class _Copies:
 
     def copy(self, within_s: float = 0.0) -> None:
         """Copy the next share, if it is wanted ``within_s`` from now. The training thread."""
-        if within_s and self._wanted == self._given:
+        if within_s and self._wanted == self.given:
             self._news.wait(within_s)
             self._news.clear()
         number = self._wanted
-        if number == self._given:
+        if number == self.given:
             return
-        share = self._shares[number]
+        share = self.shares[number]
         self._await_computed({tensor.device for tensor in share.values()})
         began_at, at = time.monotonic(), 0
         given: dict[str, Tensor] = {}
@@ -237,7 +237,7 @@ class _Copies:
             why = str(error) or type(error).__name__
             self.give_up(f"the inner optimizer's state cannot be copied ({why})")
         self._ways.put((number, given))
-        self._given = number
+        self.given = number
         self.stopped_s += time.monotonic() - began_at
 
     def give_up(self, why: str) -> None:
@@ -250,13 +250,13 @@ def _room_bytes(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // 16) * 16
 
 
-def _size_bytes(part: Part) -> int:
+def size_bytes_of(part: Part) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in part.values())
 
 
-def _shares(all_of_it: Sequence[Part]) -> list[dict[str, Tensor]]:
+def shares_of(all_of_it: Sequence[Part]) -> list[dict[str, Tensor]]:
     """What is copied at once: whole parts."""
-    sizes = list(map(_size_bytes, all_of_it))
+    sizes = list(map(size_bytes_of, all_of_it))
     most_bytes = max(AT_ONCE_BYTES, sum(sizes) // MOST_STEPS)
     shares: list[dict[str, Tensor]] = []
     room = 0

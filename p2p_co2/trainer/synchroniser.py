@@ -50,13 +50,6 @@ WAIT_BEAT_S = 0.01
 """While standing still: how soon what the network thread has concluded is seen. Outcomes are at once."""
 PUT_OFF_BELOW_S = 1.0
 """Where steps take longer, one that two fragments are due in takes both snapshots."""
-PARTIAL_IN_A_ROW = 5
-PARTIAL = (
-    f"the last {PARTIAL_IN_A_ROW} rounds counted only a part of this peer's work, or none: it came too late, "
-    "or the others take this line for a slow one. The rest is in later rounds; if this goes on, see what "
-    "else uploads here"
-)
-"""Said once, until a round has counted all of it."""
 
 
 class Wire(Protocol):
@@ -212,9 +205,8 @@ class Synchroniser:
     def _send_due(self, due: Sequence[int], is_encoded: bool, step_s: float) -> list[int]:
         """Offer what is due and has its turn. Returns what was sent.
 
-        A snapshot that would wait behind another (not ``is_encoded``) is taken some steps later instead: of
-        fresher work, and without room of its own. At most half of the fragments wait so: one that waits for
-        its next point has lost a round."""
+        A snapshot that would wait behind another (not ``is_encoded``) is taken some steps later, at most half
+        of the fragments so: one that waits for its next point has lost a round."""
         sent = list[int]()
         one_by_one = step_s < PUT_OFF_BELOW_S and not self.account.awaited(due)
         for waiting, fragment in zip(range(len(due), 0, -1), due, strict=True):
@@ -296,8 +288,6 @@ class Synchroniser:
             fragment, sent, outcome.share,
             position=self.position, inner_steps=self.inner_steps, now=self._source.now(),
         )  # fmt: skip
-        if sent is not None and self.account.partial_in_a_row == PARTIAL_IN_A_ROW:
-            self._report(ev.Warned, text=PARTIAL)
         self._report(
             ev.FragmentApplied, fragment=fragment, version=outcome.version,
             contributed=outcome.share == 1.0, gap=outcome.report.gap,
@@ -335,10 +325,7 @@ class Synchroniser:
 
     def rest(self, reason: Callable[[], str], beat_s: float = REST_BEAT_S) -> None:
         """Stand still as long as ``reason`` gives one, and say so; what comes in is merged, nothing is sent.
-
-        The swarm does not wait for a peer that rests. Its time is in no figure, and points that pass
-        meanwhile are not made up: the work done before goes into the next offers.
-        """
+        Its time is in no figure; the work done before goes into the next offers."""
         began_at, why = self._source.now(), reason()
         if not why:
             return

@@ -51,25 +51,25 @@ class TensorWorker:
         thread: ThreadPoolExecutor | None = None,
     ) -> None:
         self._codec, self._rule = codec, rule
-        self._fragments = list(fragments)
-        self._thread = thread or ThreadPoolExecutor(
+        self.fragments = list(fragments)
+        self.thread = thread or ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="p2p-co2 tensors", initializer=_compute_as_all_do
         )
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._told = [0] * len(self._fragments)
+        self._told = [0] * len(self.fragments)
         """Outcomes of each fragment so far."""
         self.failure: BaseException | None = None
         """A bug in work that nobody awaits; the training thread raises it."""
-        self.chunk_bytes = chunk_bytes_of([state_size_bytes(one.numel) for one in self._fragments])
+        self.chunk_bytes = chunk_bytes_of([state_size_bytes(one.numel) for one in self.fragments])
         """Of a state's chunks: its digest is that of theirs."""
-        self._digests = [state_digest(fragment.state, self.chunk_bytes) for fragment in self._fragments]
+        self._digests = [state_digest(fragment.state, self.chunk_bytes) for fragment in self.fragments]
         self._is_closed = False
         self._encoding: Future[None] | None = None
         """Of the last snapshot."""
 
     def close(self) -> None:
         """End the worker; the agreed states stay, and change no more."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self.thread.shutdown(wait=True, cancel_futures=True)
         self._is_closed = True
 
     # ---- any thread
@@ -79,41 +79,41 @@ class TensorWorker:
         ``PoisonGuard.check``."""
 
         def read() -> list[AgreedVersion]:
-            for fragment in self._fragments:
+            for fragment in self.fragments:
                 fragment.guard.check()
-            return [self._agreed(fragment) for fragment in range(len(self._fragments))]
+            return [self._agreed(fragment) for fragment in range(len(self.fragments))]
 
-        return self._thread.submit(read).result()
+        return self.thread.submit(read).result()
 
     def states(self) -> list[OuterState]:
         """The agreed states, consistent with each other. Waits for the worker; after ``close`` the last
         ones."""
 
         def read() -> list[OuterState]:
-            return [fragment.lend() for fragment in self._fragments]
+            return [fragment.lend() for fragment in self.fragments]
 
-        return read() if self._is_closed else self._thread.submit(read).result()
+        return read() if self._is_closed else self.thread.submit(read).result()
 
     def borrow(self) -> tuple[list[OuterState], dict[int, Values]]:
         """The agreed states and the residuals of one moment, for a checkpoint: not written to until each is
         given back. Waits for the worker. Raises as ``PoisonGuard.check``."""
 
         def work() -> tuple[list[OuterState], dict[int, Values]]:
-            states = [fragment.borrow() for fragment in self._fragments]
-            return states, {i: one.residual for i, one in enumerate(self._fragments) if one.residual}
+            states = [fragment.lend("saver") for fragment in self.fragments]
+            return states, {i: one.residual for i, one in enumerate(self.fragments) if one.residual}
 
-        return self._thread.submit(work).result()
+        return self.thread.submit(work).result()
 
     def give_back(self, fragment: int, version: int) -> None:
         """What was borrowed of it at ``version`` is read."""
-        self._thread.submit(self._fragments[fragment].give_back, version)
+        self.thread.submit(self.fragments[fragment].give_back, version, "saver")
 
     def restore(self, residuals: Mapping[int, Values]) -> None:
         """Go on from a checkpoint, before the node runs: put saved residuals back. What the process before
         had offered is in doubt from now on."""
         for index, residual in residuals.items():
-            self._fragments[index].set_residual(residual)
-        for fragment in self._fragments:
+            self.fragments[index].set_residual(residual)
+        for fragment in self.fragments:
             fragment.in_doubt = True
 
     def submit_offer(
@@ -129,7 +129,7 @@ class TensorWorker:
 
         def encode() -> None:
             return_holes()  # the snapshot is there, and more is about to be made
-            mine, agreed = self._fragments[fragment], self._agreed(fragment)
+            mine, agreed = self.fragments[fragment], self._agreed(fragment)
             if outcomes_taken != self._told[fragment]:
                 self._tell(Outcome(fragment, agreed.version, None))
                 return
@@ -144,7 +144,7 @@ class TensorWorker:
                 self._tell(Outcome(fragment, agreed.version, offer.merge, ends_offer=False))
             done(fragment, offer, agreed)
 
-        future = self._thread.submit(encode)
+        future = self.thread.submit(encode)
         future.add_done_callback(self._note_failure)
         self._encoding = future
         return future
@@ -171,7 +171,7 @@ class TensorWorker:
             before = self._agreed(mean.fragment)
             if before != AgreedVersion(mean.round - 1, mean.state_digest):
                 return before
-            fragment = self._fragments[mean.fragment]
+            fragment = self.fragments[mean.fragment]
             return self._moved(
                 mean.fragment, fragment.commit(mean.round, mean.base_version, mean.mean, mean.parts)
             )
@@ -180,7 +180,7 @@ class TensorWorker:
 
     async def abort(self, fragment: int, offer_id: bytes) -> None:
         def work() -> None:
-            outcome = self._fragments[fragment].abort(offer_id)
+            outcome = self.fragments[fragment].abort(offer_id)
             if outcome is not None:
                 self._tell(outcome)
 
@@ -188,13 +188,13 @@ class TensorWorker:
 
     async def doubt(self, fragment: int) -> None:
         def work() -> None:
-            self._fragments[fragment].in_doubt = True
+            self.fragments[fragment].in_doubt = True
 
         await self._ask(work)
 
     async def export(self, fragment: int) -> tuple[AgreedVersion, Joined]:
         def work() -> tuple[AgreedVersion, Joined]:
-            return self._agreed(fragment), state_view(self._fragments[fragment].lend())
+            return self._agreed(fragment), state_view(self.fragments[fragment].lend())
 
         return await self._ask(work)
 
@@ -207,7 +207,7 @@ class TensorWorker:
         goes_back: bool = False,
     ) -> AgreedVersion:
         def work() -> AgreedVersion:
-            mine = self._fragments[fragment]
+            mine = self.fragments[fragment]
             if agreed == self._agreed(fragment):
                 return agreed
             state = state_from_bytes(data, mine.numel)
@@ -225,11 +225,11 @@ class TensorWorker:
     # ---- the worker thread
 
     def _agreed(self, fragment: int) -> AgreedVersion:
-        return AgreedVersion(self._fragments[fragment].state.version, self._digests[fragment])
+        return AgreedVersion(self.fragments[fragment].state.version, self._digests[fragment])
 
     def _moved(self, fragment: int, outcome: Outcome) -> AgreedVersion:
         # The training thread need not wait for the digest: its next offer queues up behind this work.
-        mine = self._fragments[fragment]
+        mine = self.fragments[fragment]
         with mine.guard.changing(f"telling of version {outcome.version}"):
             self._tell(outcome)
             self._digests[fragment] = state_digest(mine.state, self.chunk_bytes)
@@ -244,4 +244,4 @@ class TensorWorker:
             self.failure = self.failure or future.exception()
 
     async def _ask(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work)

@@ -105,8 +105,6 @@ class WorkAccount:
         self._line = FullLine(self._count, run.clock.mode == "time")
         self._tick = 0
         """The last point that has passed."""
-        self.partial_in_a_row = 0
-        """Means of late that lack some of what this peer offered for them."""
         self._has_offered = [False] * self._count
         self._delays_s: deque[float] = deque(maxlen=2 * self._count)
         """From the offer to the mean, of the last rounds."""
@@ -208,7 +206,6 @@ class WorkAccount:
             return Lag(0, 0, 0.0)
         if not share:
             self.left_out(fragment)
-        self.partial_in_a_row = 0 if share >= 1 else self.partial_in_a_row + 1
         known = self._contributed_tokens[fragment]
         self._contributed_tokens[fragment] = known + share * (sent.tokens - known)
         self._delays_s.append(now - sent.at)

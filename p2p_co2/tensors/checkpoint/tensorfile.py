@@ -56,7 +56,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "C64": torch.complex64,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _DIGEST_KEY = "sha256"
 _NO_DIGEST = "0" * 64
 _MAX_HEADER_BYTES = 100_000_000
@@ -85,7 +85,7 @@ def trouble_with(tensor: Tensor) -> str:
         return f"a {type(tensor).__name__}"
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
-    if tensor.dtype not in _NAMES:
+    if tensor.dtype not in NAMES:
         return f"a tensor of {str(tensor.dtype).removeprefix('torch.')}"
     return "a tensor without values" if tensor.is_meta else ""
 
@@ -186,10 +186,10 @@ def _header(order: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[s
     at = 0
     for name in order:
         tensor = tensors[name]
-        if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
+        if tensor.dtype not in NAMES or tensor.layout != torch.strided:
             raise ConfigError("checkpoint", name, f"{trouble_with(tensor)} cannot be saved")
         stop = at + tensor.numel() * tensor.element_size()
-        table[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}
+        table[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}
         at = stop
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -13,7 +13,6 @@ neither scales nor decoded values are ever subnormal, which some processors roun
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
@@ -36,7 +35,6 @@ CHUNK_BLOCKS = 2048
 enough to hide what each torch call costs."""
 PIECE_VALUES = CHUNK_BLOCKS * BLOCK_VALUES
 """The same in values; a whole number of any codec's blocks."""
-_ENERGY_VALUES, _SMALLEST_ENERGY = 1 << 16, 1e-20
 _NOT_FINITE = "values to encode are not finite: training has diverged; lower the learning rates"
 
 
@@ -52,7 +50,7 @@ class Codec(ABC):
 
     in_passes: int | None = None
     """What ``passes`` calls this codec, if it has it."""
-    _scale_limit_bits = 0
+    scale_limit_bits = 0
 
     def __init__(self, spec: CodecSpec) -> None:
         self.name, self.spec = spec.name, spec
@@ -82,7 +80,7 @@ class Codec(ABC):
         must_fit(out, torch.uint8, self.payload_bytes(numel))
         rows, whole = out.view(-1, self.block_bytes), numel // width
         if (kernel := self._kernel(values)) is not None:
-            if kernel.encode(None, values, None, out, whole, is_measured=False).blocks < whole:
+            if kernel.encode(None, values, None, out, whole) < whole:
                 raise ValueError(_NOT_FINITE)
         else:
             blocks = values[: whole * width].view(whole, width)
@@ -144,31 +142,20 @@ class Codec(ABC):
 
     def encode_difference(
         self, base: Tensor, values: Tensor, rows: Tensor, wanted: Tensor | None = None
-    ) -> tuple[float, float] | None:
-        """Encode ``base - values`` (fp32 [n] each) and measure what that loses, in one pass: None,
-        and nothing done, where there is none for this codec.
-
-        ``wanted`` (fp32 [n]) takes what was encoded. Returns ``||wanted - decoded||**2`` and
-        ``||wanted||**2``. Raises ``ValueError`` as ``encode``.
-        """
+    ) -> bool:
+        """Encode ``base - values`` (fp32 [n] each) in one pass: False, and nothing done, where there is none
+        for this codec. ``wanted`` (fp32 [n]) takes what was encoded. Raises ``ValueError`` as ``encode``."""
         kernel, whole = self._kernel(base, values), len(values) // self.block_values
         if kernel is None:
-            return None
-        done = kernel.encode(base, values, wanted, rows, whole)
-        if done.blocks < whole:
+            return False
+        if kernel.encode(base, values, wanted, rows, whole) < whole:
             raise ValueError(_NOT_FINITE)
-        at = whole * self.block_values
-        if at == len(values):
-            return done.lost, done.energy
-        last = base[at:] - values[at:]
-        if wanted is not None:
-            wanted[at:] = last
-        row = rows[whole * self.block_bytes :]
-        difference = (last - self.decode(self.encode(last, row))[: len(last)]).double()
-        return (
-            done.lost + float(difference.dot(difference)),
-            done.energy + float(last.double().dot(last.double())),
-        )
+        if (at := whole * self.block_values) < len(values):
+            last = base[at:] - values[at:]
+            self.encode(last, rows[whole * self.block_bytes :])
+            if wanted is not None:
+                wanted[at:] = last
+        return True
 
     def decode_sound(self, payload: Buffer, values: Tensor) -> bool:
         """Decode what a peer sent into ``values`` (fp32 [n]) in one pass. False, with ``values``
@@ -197,7 +184,7 @@ class Codec(ABC):
         fits = all(tensor.is_contiguous() for tensor in tensors)
         if passes.kernel is None or self.in_passes is None or not fits:
             return None
-        return passes.kernel.of(self.in_passes, self._scale_limit_bits)
+        return passes.kernel.of(self.in_passes, self.scale_limit_bits)
 
     @abstractmethod
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
@@ -244,18 +231,18 @@ class ScaledCodec(Codec):
         if limit.double() * self.largest_code > LARGEST:
             limit = torch.nextafter(limit, torch.zeros((), dtype=torch.float32, device="cpu"))
         self.scale_limit = limit.item()
-        self._scale_limit_bits = int(limit.view(torch.int32))
+        self.scale_limit_bits = int(limit.view(torch.int32))
 
     def _finite(self, rows: Tensor) -> bool:
         # As integers, non-negative finite floats keep their order, and everything else is outside of it.
-        least, most = torch.aminmax(self._scales(rows).view(torch.int32))
-        return int(least) >= 0 and int(most) <= self._scale_limit_bits
+        least, most = torch.aminmax(self.scales(rows).view(torch.int32))
+        return int(least) >= 0 and int(most) <= self.scale_limit_bits
 
     def _codes(self, rows: Tensor) -> Tensor:
         """The codes of uint8 [b, block_bytes], a view of it."""
         return rows[:, :-SCALE_BYTES]
 
-    def _scales(self, rows: Tensor) -> Tensor:
+    def scales(self, rows: Tensor) -> Tensor:
         """The scales of uint8 [b, block_bytes] as fp32 [b, 1]."""
         return rows[:, -SCALE_BYTES:].contiguous().view(torch.float32)
 
@@ -287,31 +274,3 @@ def must_fit(out: Tensor, dtype: torch.dtype, numel: int) -> None:
     if (out.dtype, out.shape, out.device.type, out.is_contiguous()) != (dtype, (numel,), "cpu", True):
         what = f"{out.dtype} {tuple(out.shape)} on {out.device}"
         raise LocalProtocolError(f"out must be contiguous {dtype} [{numel}] in host memory, not {what}")
-
-
-def error_energy(values: Tensor, decoded: Tensor) -> tuple[float, float]:
-    """``||values - decoded||**2`` and ``||values||**2``, to be added up over pieces: in fp32 per piece, in
-    fp64 over pieces. ``values``: fp32 [n]; ``decoded``: fp32 [at least n], the rest is padding."""
-    lost = energy = 0.0
-    for start in range(0, values.numel(), _ENERGY_VALUES):
-        wanted = values[start : start + _ENERGY_VALUES]
-        difference = wanted - decoded[start : start + len(wanted)]
-        here = torch.dot(wanted, wanted).item()
-        if not _SMALLEST_ENERGY < here < math.inf:  # squares beyond fp32's range
-            wanted, difference = wanted.double(), difference.double()
-            here = torch.dot(wanted, wanted).item()
-        energy += here
-        lost += torch.dot(difference, difference).item()
-    return lost, energy
-
-
-def error_ratio(lost: float, energy: float) -> float:
-    """``lost / energy``; 0 if both are zero, Inf if only ``energy`` is."""
-    if energy == 0.0:
-        return 0.0 if lost == 0.0 else math.inf
-    return lost / energy
-
-
-def relative_error(values: Tensor, decoded: Tensor) -> float:
-    """``||values - decoded||**2 / ||values||**2``; as ``error_energy``."""
-    return error_ratio(*error_energy(values, decoded))

@@ -67,7 +67,7 @@ class BitsAndBytesFourBit(ScaledCodec):
         packed = self._codes(rows)
         codes = torch.empty(packed.shape, dtype=torch.int32, device="cpu").copy_(packed)
         pairs = torch.index_select(_pair_table(self.values_of_codes), 0, codes.view(-1))
-        torch.mul(pairs.view(torch.float32).view(values.shape), self._scales(rows), out=values)
+        torch.mul(pairs.view(torch.float32).view(values.shape), self.scales(rows), out=values)
 
 
 class Int8(ScaledCodec):
@@ -89,7 +89,7 @@ class Int8(ScaledCodec):
     def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
         # The table of 256 integers, computed: exact in fp32.
         integers = torch.empty_like(values).copy_(self._codes(rows)).clamp_max_(254.0)
-        torch.mul(integers.sub_(127.0), self._scales(rows), out=values)
+        torch.mul(integers.sub_(127.0), self.scales(rows), out=values)
 
 
 def _flushed(most: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class FourBitCodec(ScaledCodec):
         quads = torch.empty(words.shape, dtype=torch.int32, device="cpu").copy_(words)
         table = _quad_table(self.steps_of_codes)
         steps = torch.index_select(table, 0, quads.view(-1)).view(torch.int8)
-        values.copy_(steps.view(values.shape)).mul_(self._scales(rows) * self.unit)
+        values.copy_(steps.view(values.shape)).mul_(self.scales(rows) * self.unit)
 
     def _pack(self, codes: Tensor, rows: Tensor) -> None:
         """Pack uint8 codes [b, block_values], each below 16, into ``rows``: first value in the low nibble."""

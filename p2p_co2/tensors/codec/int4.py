@@ -52,13 +52,13 @@ class Int4(FourBitCodec):
         values.add_(0.0)  # no negative zeros, which hostile codes make of a scale of 0
 
     def _finite(self, rows: Tensor) -> bool:
-        field = super()._scales(rows)
+        field = super().scales(rows)
         half = field.view(torch.float16)[:, :1]
         as_written = _field(half).view(torch.int32) == field.view(torch.int32)
         return bool((as_written & (half.view(torch.int16) >= 0) & (half <= _LARGEST_SCALE)).all())
 
-    def _scales(self, rows: Tensor) -> Tensor:
-        return super()._scales(rows).view(torch.float16)[:, :1].float()
+    def scales(self, rows: Tensor) -> Tensor:
+        return super().scales(rows).view(torch.float16)[:, :1].float()
 
 
 def _scale_of(most: Tensor) -> Tensor:

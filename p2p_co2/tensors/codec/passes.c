@@ -272,15 +272,13 @@ INLINE double total_of(__m256d sum) {
 /* ---- codecs */
 
 /* Encode `blocks` blocks of `base - values` (of `values` where `base` is null). `wanted`, if not null, takes
-   what was encoded; `sums`, if not null, gains the squares of what was lost and of what was wanted. Returns
-   the number of blocks done: less than `blocks` if the next one is not finite. */
+   what was encoded. Returns the number of blocks done: less than `blocks` if the next one is not finite. */
 INLINE ptrdiff_t encode(int codec, const float *base, const float *values, ptrdiff_t blocks, float *wanted,
-                        uint8_t *rows, int32_t limit_bits, double *sums) {
+                        uint8_t *rows, int32_t limit_bits) {
     const ptrdiff_t width = width_of(codec);
-    __m256d lost = _mm256_setzero_pd(), energy = _mm256_setzero_pd();
     ptrdiff_t block;
     for (block = 0; block < blocks; block++) {
-        __m256 mine[EIGHTS], back[EIGHTS];
+        __m256 mine[EIGHTS];
         for (int i = 0; i < EIGHTS; i++) {
             const ptrdiff_t at = block * BLOCK + 8 * i;
             mine[i] = _mm256_loadu_ps(values + at);
@@ -291,30 +289,19 @@ INLINE ptrdiff_t encode(int codec, const float *base, const float *values, ptrdi
         }
         if (!encode_block(codec, mine, rows + block * width, limit_bits))
             break;
-        if (!sums)
-            continue;
-        decode_block(codec, rows + block * width, back, limit_bits);
-        for (int i = 0; i < EIGHTS; i++) {
-            lost = square_sum_of(lost, _mm256_sub_ps(mine[i], back[i]));
-            energy = square_sum_of(energy, mine[i]);
-        }
-    }
-    if (sums) {
-        sums[0] += total_of(lost);
-        sums[1] += total_of(energy);
     }
     return block;
 }
 
-VECTORS ptrdiff_t encode_blocks(int codec, const float *base, const float *values, ptrdiff_t blocks,
-                                float *wanted, uint8_t *rows, int32_t limit_bits, double *sums) {
+VECTORS ptrdiff_t encode_rows(int codec, const float *base, const float *values, ptrdiff_t blocks,
+                              float *wanted, uint8_t *rows, int32_t limit_bits) {
     if (codec == FP16)
-        return encode(FP16, base, values, blocks, wanted, rows, limit_bits, sums);
+        return encode(FP16, base, values, blocks, wanted, rows, limit_bits);
     if (codec == INT8)
-        return encode(INT8, base, values, blocks, wanted, rows, limit_bits, sums);
+        return encode(INT8, base, values, blocks, wanted, rows, limit_bits);
     if (codec == INT4)
-        return encode(INT4, base, values, blocks, wanted, rows, limit_bits, sums);
-    return encode(E3M0, base, values, blocks, wanted, rows, limit_bits, sums);
+        return encode(INT4, base, values, blocks, wanted, rows, limit_bits);
+    return encode(E3M0, base, values, blocks, wanted, rows, limit_bits);
 }
 
 INLINE ptrdiff_t decode(int codec, const uint8_t *rows, ptrdiff_t blocks, float *values, int32_t limit_bits) {

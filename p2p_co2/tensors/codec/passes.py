@@ -6,7 +6,7 @@ fifteen of them, a mean of four slices eighteen. And each of torch's operations 
 anew, for which it waits while another thread has it; a call here takes it once.
 
 Law: the same bits as the torch operations that it stands for, in everything that peers agree on or send (the
-figures for people, energies and errors, are summed in another order). So a peer without a compiler, or with
+momentum's energy, a figure for people, is summed in another order). So a peer without a compiler, or with
 another processor, agrees with all others: ``kernel`` is None there, and callers go torch's way. A call holds
 no interpreter lock, so a training thread goes on meanwhile.
 
@@ -33,15 +33,6 @@ FP16, INT8, INT4, E3M0 = range(4)
 MOST_SQUARES = 1 << 26
 """Of that many integers of 18 bits the sum of squares fits 64 bits, whatever the vectors."""
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_ssize_t
-
-
-class Encoded(NamedTuple):
-    """``blocks`` done: fewer than asked for if the next one is not finite. ``lost`` and ``energy``: squares
-    of what the codec lost, and of what it was given."""
-
-    blocks: int
-    lost: float
-    energy: float
 
 
 class Changed(NamedTuple):
@@ -127,7 +118,7 @@ class CodecPasses:
         self._codec, self._limit_bits = codec, limit_bits
         whole, bits = ctypes.c_int, ctypes.c_int32
         self._encode = _function(
-            native.encode_blocks, _SIZE, whole, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, bits, _POINTER
+            native.encode_rows, _SIZE, whole, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, bits
         )
         self._decode = _function(native.decode_blocks, _SIZE, whole, _POINTER, _SIZE, _POINTER, bits)
         self._mean = _function(
@@ -135,18 +126,16 @@ class CodecPasses:
         )
 
     def encode(
-        self, base: Tensor | None, values: Tensor, wanted: Tensor | None, rows: Tensor, blocks: int,
-        is_measured: bool = True,
-    ) -> Encoded:  # fmt: skip
+        self, base: Tensor | None, values: Tensor, wanted: Tensor | None, rows: Tensor, blocks: int
+    ) -> int:
         """Encode ``base - values`` (``values`` without a base), fp32 [blocks * 128], into ``rows``, uint8;
-        ``wanted`` takes what was encoded."""
-        sums = (ctypes.c_double * 2)()
-        done = self._encode(
+        ``wanted`` takes what was encoded. How many blocks were done: fewer than ``blocks`` if the next one is
+        not finite."""
+        done: int = self._encode(
             self._codec, None if base is None else base.data_ptr(), values.data_ptr(), blocks,
             None if wanted is None else wanted.data_ptr(), rows.data_ptr(), self._limit_bits,
-            sums if is_measured else None,
         )  # fmt: skip
-        return Encoded(done, sums[0], sums[1])
+        return done
 
     def decode(self, payload: Buffer | Tensor, values: Tensor, blocks: int) -> int:
         """Decode whole blocks into ``values``, fp32; how many of them hold only finite values."""

@@ -37,7 +37,7 @@ class LiveParameters:
 
     def __init__(self, module: nn.Module, plan: FragmentPlan) -> None:
         self._plan = plan
-        self._computing_s = 0.0
+        self.computing_s = 0.0
         self._waited_for = set[torch.device]()
         """Since that was taken: what is queued there now is the copies' own work."""
         self._parameters = named_parameters(module)
@@ -124,7 +124,7 @@ class LiveParameters:
     def take_computing_s(self) -> float:
         """Seconds since this was asked last for which copies waited until accelerators had computed what
         training had queued there: time that training used, not the exchange."""
-        taken_s, self._computing_s = self._computing_s, 0.0
+        taken_s, self.computing_s = self.computing_s, 0.0
         self._waited_for.clear()
         return taken_s
 
@@ -140,7 +140,7 @@ class LiveParameters:
             if device.type != "cpu" and device not in self._waited_for:
                 began_at = time.monotonic()
                 torch.accelerator.current_stream(device).synchronize()
-                self._computing_s += time.monotonic() - began_at
+                self.computing_s += time.monotonic() - began_at
                 self._waited_for.add(device)
 
     def _check(self, index: int, values: Tensor) -> None:

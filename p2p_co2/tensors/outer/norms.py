@@ -13,32 +13,19 @@ from p2p_co2.tensors.codec.passes import Passes
 
 _NORM_BITS = 18
 PIECE = 1 << 16
-"""Elements worked on at once, few enough for a cache. Also few enough for ``exact_norm``: this many squares
-of integers of at most 2^_NORM_BITS stay below 2^53, so fp64 adds them exactly, in any order."""
-
-
-def exact_norm(values: Tensor) -> float:
-    """L2 norm of ``values`` (any shape; fp32 or narrower) that has no reduction order: the same bits on every
-    machine.
-
-    A float sum depends on its order, so on thread count, vector width and device. Here the largest
-    magnitude (no order in a maximum) gives a power of two that scales all values to at most 2^18; they are
-    rounded to integers, and integers are squared and summed, exactly. The rounding is at most 2^-18 of the
-    largest magnitude per value.
-
-    This replaces scalars that part owners would send with their means: a peer computes these bits itself
-    from the agreed mean and the agreed state, so no peer has to be believed about a number that steers
-    everybody's step.
-
-    Returns inf if any value is not finite, 0 for no values.
-    """
-    flat = values.detach().reshape(-1)
-    return norm_of_pieces(magnitude(flat), (flat,))
+"""Elements worked on at once, few enough for a cache, and for ``square_sum``: this many squares of
+integers of at most 2^_NORM_BITS stay below 2^53, so fp64 adds them exactly, in any order."""
 
 
 def norm_of_pieces(largest: float, pieces: Iterable[Tensor]) -> float:
-    """``exact_norm`` of values that come in flat pieces, with their ``largest`` magnitude: the same bits,
-    however they are cut."""
+    """The L2 norm of flat pieces (fp32 or narrower) whose ``largest`` magnitude is given: the same bits on
+    every machine, however they are cut. Inf if a value is not finite, 0 for no values.
+
+    A float sum depends on its order, so on thread count, vector width and device. Here the largest magnitude
+    (no order in a maximum) gives a power of two that scales all values to at most 2^18; they are rounded to
+    integers, and integers are squared and summed, exactly. The rounding is at most 2^-18 of the largest
+    magnitude per value. So a peer computes these bits itself, and believes nobody about them.
+    """
     if largest in {0.0, math.inf}:
         return largest
     shift = norm_shift(largest)
