@@ -64,20 +64,6 @@ def test_nothing_survives_a_child_that_does_not_listen(tmp_path: Path) -> None:
     assert _gone(below)
 
 
-def test_nothing_survives_an_error_in_the_parent(tmp_path: Path) -> None:
-    started = []
-
-    def fail() -> None:
-        with LocalSwarm(tmp_path, grace_s=BOUND_S) as swarm:
-            started.append(swarm.start("polite", [*PYTHON, POLITE]))
-            swarm.wait_for_line(started[0], "ready:", BOUND_S)
-            raise RuntimeError("the parent failed")
-
-    with pytest.raises(RuntimeError, match="the parent failed"):
-        fail()
-    assert not psutil.pid_exists(started[0].pid)
-
-
 def test_a_grandchild_left_behind_by_a_dead_child_is_ended(tmp_path: Path) -> None:
     orphaning = (
         "import subprocess, sys;"
