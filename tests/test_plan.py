@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from bootstrap.plan.links import GivenLink, read_links
-from bootstrap.plan.plan import PlanOptions, make_plan, run_plan
-from bootstrap.plan.report import print_plan
+from bootstrap.plan.plan import PlanOptions, make_plan
+from bootstrap.plan.report import print_plan, run_plan
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning import Link
 from p2p_co2.recipes import load_recipe
