@@ -204,6 +204,7 @@ def test_seeds_die_and_come_back_and_who_has_another_recipe_or_no_seed_is_told(
     assert "no seed can be reached" in stranded.last_lines()
     assert "Traceback" not in stranded.last_lines(100)
 
+    swarm.ticket = str(ticket)  # which says where it was
     back = swarm.start_seed(run)
     again = Ticket.parse(swarm.wait_for_line(back, "ticket:", START_S))
     assert (again.run, again.run_key) == (ticket.run, ticket.run_key)
