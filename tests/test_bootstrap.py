@@ -18,11 +18,12 @@ from bootstrap.stage import exit_status_of
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.net.discovery import Discovery
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.system.ctrl_c import hand_over
 from p2p_co2.system.process import processes_below
 from p2p_co2.ticket import Ticket
-from tests.transport_peers import open_peer, until
+from tests.transport_peers import until
 
 PYTHON = [sys.executable, "-c"]
 BOUND_S = 120.0
@@ -106,23 +107,25 @@ async def test_a_seed_brings_its_libp2p_daemon_back_where_it_was(tmp_path: Path)
     options = SeedOptions(folder=tmp_path, host="127.0.0.1")
     others = set(processes_below(os.getpid()))
     serving = asyncio.create_task(Seed(options, run, None, said.append).serve())
+    peer = Identity.generate()
+    (tmp_path / "peer").write_bytes(peer.libp2p_bytes())
+    p2p = await start_p2p(tmp_path / "peer")
+    discovery = Discovery(p2p, peer, run.digest(), lambda *_: None)
     try:
-        async with open_peer("libp2p", tmp_path / "peer", run=run.digest()) as peer:
-            p2p = peer.carrier._p2p  # type: ignore[attr-defined]
-            discovery = Discovery(p2p, peer.identity, run.digest(), lambda *_: None)
-            await until(lambda: serving.done() or any("join with" in line for line in said))
-            before = next(line for line in said if line.startswith("ticket: "))
-            await discovery.start(Ticket.parse(before.removeprefix("ticket: ")).seeds)
-            (daemon,) = set(processes_below(os.getpid())) - others - {p2p.daemon.process.pid}
-            os.kill(daemon, signal.SIGKILL)
-            await until(lambda: serving.done() or any("started again" in line for line in said))
-            await discovery.rebootstrap(Ticket.parse(before.removeprefix("ticket: ")).seeds)
-            assert (await discovery.fetch_manifest(identity.peer_id)).config == run.canonical_bytes()
-            assert [line for line in said if line.startswith("ticket: ")] == [before]
-            await discovery.close()
+        await until(lambda: serving.done() or any("join with" in line for line in said))
+        before = next(line for line in said if line.startswith("ticket: "))
+        await discovery.start(Ticket.parse(before.removeprefix("ticket: ")).seeds)
+        (daemon,) = set(processes_below(os.getpid())) - others - {p2p.daemon.process.pid}
+        os.kill(daemon, signal.SIGKILL)
+        await until(lambda: serving.done() or any("started again" in line for line in said))
+        await discovery.rebootstrap(Ticket.parse(before.removeprefix("ticket: ")).seeds)
+        assert (await discovery.fetch_manifest(identity.peer_id)).config == run.canonical_bytes()
+        assert [line for line in said if line.startswith("ticket: ")] == [before]
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
+        await discovery.close()
+        await stop_p2p(p2p)
 
 
 @pytest.mark.parametrize(
