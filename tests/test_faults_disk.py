@@ -48,12 +48,11 @@ def test_a_peer_trains_on_with_a_full_disk_and_saves_again_when_there_is_room(
     saved = swarm.wait_for("full", CheckpointSaved)
     fill(disk)
     filled_at = time.time()
-    swarm.wait_until("it says so", lambda: "the disk is full" in full.last_lines(200))
+    told = "the disk is full; free some space or give another folder"
+    swarm.wait_until("it says so", lambda: told in full.last_lines(200))
     swarm.wait_for_commits("calm", count=4, since=filled_at, group=2)  # in which it takes part
     before = checkpoint.load(disk / "checkpoint")
     assert sum(state.version for state in before.states) >= sum(saved.versions)
-    said = [text for text in full.last_lines(500).splitlines() if "warning: " in text]
-    assert sum("the disk is full" in text for text in said) == 1
     (disk / "filling").unlink()
     freed_at = time.time()
     after = swarm.wait_for("full", CheckpointSaved, since=freed_at)
