@@ -41,6 +41,7 @@ from p2p_co2.tensors import outer
 from p2p_co2.tensors.fragments.live import LiveParameters
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import Peer, connect, fragment_state, worker
+from p2p_co2.trainer.kept import Encoded
 
 PEERS, TENSORS = 4, 8
 NOISE = 1e-2
@@ -142,6 +143,7 @@ def _watched() -> Watch:
     watch = Watch()
     watch.put_on(fragment_state.FragmentState, "offer")  # encode
     watch.put_on(Exchange, "start")  # the group is known
+    watch.put_on(Encoded, "largest")  # the agreed mean is decoded, before its step is taken
     for owner, name in (
         (outer, "step"), (outer, "merge"), (LiveParameters, "merge_"), (worker, "state_digest"),
         (fragment_state, "error_energy"),
@@ -182,7 +184,7 @@ def _peer(values: int, codec: str, carrier: CarrierName, index: str, folder: str
             {
                 "group": committed[0],
                 "grouped_at": watch.began_at["start"],
-                "averaged_at": watch.ended_at["_decode"],
+                "averaged_at": watch.ended_at["largest"],
                 "ended_at": time.monotonic(),
                 "encode_s": watch.ended_at["offer"] - watch.began_at["offer"],
                 "sent_bytes": network.traffic_bytes()[0] - sent_bytes,

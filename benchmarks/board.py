@@ -23,8 +23,7 @@ from typing import Any
 
 import psutil
 
-from monitoring.facts import RoundFacts
-from monitoring.history import FRAGMENT_MEASURES, MEASURES, SWARM, Batch, Happening, History, fragment_key
+from monitoring.history import MEASURES, SWARM, Batch, Happening, History
 from monitoring.model import Model, Recorder
 from tests.browser import browser, missing, wait_for
 from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
@@ -51,7 +50,6 @@ def history() -> dict[str, Any]:
         left_s = WEEK_S - at
         at += 60 if left_s > 5 * 3600 else 20 if left_s > 1500 else 2
     wrote_s = time.monotonic() - started_at
-    size_bytes = kept.size_bytes()
     kept.close()
     opened_at = time.monotonic()
     again = History(path)
@@ -62,7 +60,7 @@ def history() -> dict[str, Any]:
     opened_s = time.monotonic() - opened_at
     rows = {
         table: again._reader.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
-        for table in ("samples", "rounds", "happenings")
+        for table in ("samples", "counted_rounds", "happenings")
     }
     again.close()
     on_disk = sum(file.stat().st_size for file in folder.iterdir())
@@ -70,7 +68,7 @@ def history() -> dict[str, Any]:
         file.unlink()
     folder.rmdir()
     return {
-        "size_mb": round(size_bytes / 1e6, 1), "on_disk_mb": round(on_disk / 1e6, 1), "bar_mb": 200,
+        "on_disk_mb": round(on_disk / 1e6, 1), "bar_mb": 200,
         "open_s": round(opened_s, 3), "bar_s": 2.0, "series_points": points, "rounds": rounds, "lines": lines,
         "rows": rows, "writing_s": round(wrote_s, 1), "span_days": round((until - since) / 86400, 2),
     }  # fmt: skip
@@ -82,26 +80,17 @@ def _batch(at: int, names: list[str], *, with_round: bool) -> Batch:
         name: tuple(float((at * 7 + place * 13 + number) % 9973) for place in range(len(MEASURES)))
         for number, name in enumerate(names)
     }
-    samples |= {fragment_key(f): tuple(float(at % 97) for _ in FRAGMENT_MEASURES) for f in range(FRAGMENTS)}
     if not with_round:
         return Batch(at=now, samples=samples)
     number = at // ROUND_S + 1
-    times = {"ready_at": now, "begin_s": 0.21, "parts_s": 0.53, "mean_s": 0.9, "commit_s": 1.21}
-    line = json.dumps({name: times for name in names[:-1]}, separators=(",", ":"))
-    rounds = [
-        RoundFacts(
-            fragment=f, round=number, at=now, outcome="committed", group_size=PEERS, contributors=PEERS,
-            staleness=0, duration_s=1.2, reason="", counted=True,
-        )
-        for f in range(FRAGMENTS)
-    ]  # fmt: skip
     happenings = [
         Happening(now, "round_committed", names[f], f, number,
                   f"round {number} of fragment {f} committed: 64 of 64", f"commit {f} {number}")
         for f in range(FRAGMENTS)
     ]  # fmt: skip
     return Batch(
-        at=now, samples=samples, rounds=[(facts, line) for facts in rounds], happenings=happenings,
+        at=now, samples=samples, happenings=happenings,
+        counted_rounds={(f, number) for f in range(FRAGMENTS)},
         counted={name: float(at) for name in names[:-1]},
     )  # fmt: skip
 

@@ -261,7 +261,7 @@ def _newcomer(ticket: str, folder: str, width: str, donors: str, how: str) -> No
     if how == "states":
         replayable = CatchupController._replayable
         CatchupController._replayable = lambda self, fragment: (  # type: ignore[method-assign]
-            replayable(self, fragment) if self._agreed[fragment].version else 0
+            replayable(self, fragment) if self._state.agreed[fragment].version else 0
         )
     model, optimizer = _model(int(width))
     fetched: list[tuple[float, Fetched]] = []

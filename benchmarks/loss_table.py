@@ -51,7 +51,7 @@ from p2p_co2.node.ledger import PartWeights
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import mean_of_parts
-from p2p_co2.tensors.codec import encode_with_residual, get_codec
+from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer.fragment_state import FragmentState
 
 PEERS, H = 4, 30
@@ -183,10 +183,10 @@ class FragmentLab:
         if not self._row.feedback:
             return self._transfer(gradient)
         decay = self._row.codec_config.error_feedback_decay
-        encoded, self._residuals[peer] = encode_with_residual(
-            self._codec, gradient, self._residuals[peer], decay
-        )
-        return self._codec.decode(encoded)[: gradient.numel()]
+        wanted = gradient if self._residuals[peer] is None else gradient + self._residuals[peer] * decay
+        sent = self._codec.decode(self._codec.encode(wanted))[: gradient.numel()]
+        self._residuals[peer] = wanted - sent
+        return sent
 
     def _send(self) -> None:
         self._snapshots = flatten(self._params, self._names)

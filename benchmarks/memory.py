@@ -280,7 +280,7 @@ def _held(peer: Peer) -> dict[str, int]:
     """Bytes that are held right now, by room; the network thread goes on meanwhile."""
     fragments, node = peer._ledger._fragments, peer._thread.view.node
     in_flight = [one.open for one in fragments if one.open is not None]
-    lanes = node._links._lanes.values() if node._links is not None else ()
+    lanes = node.links._lanes.values()
     offers = [one.offer for one in node.rounds._fragments if one.offer is not None]
     members = [one.member for one in node.rounds._fragments if one.member is not None]
     return {

@@ -1,12 +1,11 @@
-"""What a board remembers: figures over time, rounds and happenings in one SQLite file, rolled up as they age.
+"""What a board remembers: figures over time, what happened and whose work counted, in one SQLite file.
 
-Laws: the file is bounded (``TIERS``, ``MAX_ROUNDS`` and its like), whatever a swarm does; a board that
-is started again goes on where the last one stopped; a damaged file is set aside under another name, never a
-reason not to look at the swarm, and neither is a place that cannot be written (``or_in_memory``). One thread
-writes, in one transaction per ``write``; readers have a connection of their own (write-ahead log), so a page
-never waits for a write.
+Laws: the file is bounded (``TIERS``, ``MAX_HAPPENINGS``, ``MAX_COUNTED_ROUNDS``) whatever a swarm does. A
+board that is started again goes on where the last one stopped. A damaged file is set aside under another
+name, and a place that cannot be written is replaced by memory (``or_in_memory``). One thread writes, in one
+transaction per ``write``; readers have a connection of their own, so a page never waits for a write.
 
-Price: a week of 64 peers takes some 100 MB (``benchmarks/board.py`` measures it); what is older than a tier
+Price: a week of 64 peers takes some 100 MB (``benchmarks/board.py`` measures it). What is older than a tier
 is the mean over the next tier's step, so a short dip is not seen for ever.
 """
 
@@ -18,55 +17,35 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from monitoring.facts import RoundFacts
 from p2p_co2.errors import EnvironmentFault
 
 TIERS = ((2, 1200), (20, 4 * 3600), (120, 48 * 3600), (900, 90 * 86400))
 """(seconds per sample, seconds that such samples are kept), finest first."""
-SWARM = ""
-"""In the place of a peer id: the whole swarm."""
-MEASURES = (
-    "tokens", "tokens_per_s", "loss", "utilisation", "up_bytes_per_s", "down_bytes_per_s", "exposed_s",
-    "in_flight_s", "peers",
-)  # fmt: skip
-"""Of a peer or of the swarm, in the columns' order."""
-FRAGMENT_MEASURES = ("gap", "momentum_norm", "staleness")
-"""Of a fragment (``fragment_key``), in the first columns."""
-MAX_ROUNDS = 200_000
+SWARM, AGREED = "", "agreed"
+"""In the place of a peer id: the whole swarm; the agreed parameters, of which tokens and loss are known."""
+MEASURES = ("tokens", "tokens_per_s", "loss", "utilisation", "up_bytes_per_s", "down_bytes_per_s")
+"""The columns of a sample, in their order."""
 MAX_HAPPENINGS = 100_000
-MAX_AGREED = 20_000
-"""Newest measurements of the agreed parameters."""
-MAX_TIME_LINES = 2_000
-"""Newest rounds whose members' times are kept."""
+MAX_COUNTED_ROUNDS = 20_000
 MAX_POINTS = 720
-_COLUMNS = tuple(f"v{place}" for place in range(len(MEASURES)))
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS samples (
-    step INTEGER, key TEXT, at INTEGER, {", ".join(f"{name} REAL" for name in _COLUMNS)},
+    step INTEGER, key TEXT, at INTEGER, {", ".join(f"{name} REAL" for name in MEASURES)},
     PRIMARY KEY (step, key, at)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS rounds (
-    fragment INTEGER, round INTEGER, at REAL, outcome TEXT, group_size INTEGER, contributors INTEGER,
-    staleness INTEGER, duration_s REAL, reason TEXT, counted INTEGER, members TEXT,
-    PRIMARY KEY (fragment, round)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS rounds_by_time ON rounds (at);
 CREATE TABLE IF NOT EXISTS happenings (
     id INTEGER PRIMARY KEY, at REAL, kind TEXT, peer TEXT, fragment INTEGER, round INTEGER, words TEXT,
     key TEXT UNIQUE);
 CREATE INDEX IF NOT EXISTS happenings_by_time ON happenings (at);
 CREATE TABLE IF NOT EXISTS counted (peer TEXT PRIMARY KEY, weight REAL);
-CREATE TABLE IF NOT EXISTS agreed (at REAL PRIMARY KEY, tokens REAL, loss REAL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS counted_rounds (id INTEGER PRIMARY KEY, fragment INTEGER, round INTEGER,
+    UNIQUE (fragment, round));
 """
-_FORMAT = 2
-
-
-def fragment_key(fragment: int) -> str:
-    """In the place of a peer id: a fragment, over all peers."""
-    return f"#{fragment}"
+_FORMAT = 3
 
 
 class Happening(NamedTuple):
@@ -84,16 +63,15 @@ class Happening(NamedTuple):
 
 @dataclass
 class Batch:
-    """What one ``write`` takes. ``samples``: by peer, ``SWARM`` or ``fragment_key``, values in the order of
-    their measures (NaN: not known); ``rounds``: with the members' times as JSON; ``counted``: new totals by
-    peer; ``agreed``: (at, tokens, loss)."""
+    """What one ``write`` takes. ``samples``: by peer, ``SWARM`` or ``AGREED``, values in the order of
+    ``MEASURES`` (NaN: not known); ``counted``: new totals of work by peer; ``counted_rounds``: (fragment,
+    round) that they hold newly."""
 
     at: float
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    rounds: Sequence[tuple[RoundFacts, str]] = ()
     happenings: Sequence[Happening] = ()
     counted: Mapping[str, float] = field(default_factory=dict)
-    agreed: Sequence[tuple[float, float, float]] = ()
+    counted_rounds: Iterable[tuple[int, int]] = ()
 
 
 class History:
@@ -189,31 +167,25 @@ class History:
 
     def _write(self, batch: Batch) -> None:
         step = TIERS[0][0]
-        at = int(batch.at // step * step)
-        for key, row in batch.samples.items():
-            names, marks = ", ".join(_COLUMNS[: len(row)]), ",".join("?" * (3 + len(row)))
-            self._writer.execute(
-                f"INSERT OR REPLACE INTO samples (step, key, at, {names}) VALUES ({marks})",
-                (step, key, at, *(value if math.isfinite(value) else None for value in row)),
-            )
-        self._writer.executemany(
-            "INSERT OR REPLACE INTO rounds VALUES (?,?,?,?,?,?,?,?,?,?,?)",
+        at, many = int(batch.at // step * step), self._writer.executemany
+        many(
+            f"INSERT OR REPLACE INTO samples VALUES ({step},?,{at}{',?' * len(MEASURES)})",
             [
-                (*(getattr(one, name) for name in RoundFacts.model_fields), times)
-                for one, times in batch.rounds
+                (key, *(value if math.isfinite(value) else None for value in row))
+                for key, row in batch.samples.items()
             ],
         )
-        self._writer.executemany(
+        many(
             "INSERT OR IGNORE INTO happenings (at, kind, peer, fragment, round, words, key) "
             "VALUES (?,?,?,?,?,?,?)",
             batch.happenings,
         )
-        self._writer.executemany("INSERT OR REPLACE INTO counted VALUES (?,?)", list(batch.counted.items()))
-        self._writer.executemany("INSERT OR REPLACE INTO agreed VALUES (?,?,?)", batch.agreed)
+        many("INSERT OR REPLACE INTO counted VALUES (?,?)", list(batch.counted.items()))
+        many("INSERT OR IGNORE INTO counted_rounds (fragment, round) VALUES (?,?)", batch.counted_rounds)
 
     def _roll_up(self, now: float) -> None:
         """Make the samples of each coarser tier from the finer one below it, for every step that is over."""
-        means = ", ".join(f"{'max' if name == _COLUMNS[0] else 'avg'}({name})" for name in _COLUMNS)
+        means = ", ".join(f"{'max' if name == 'tokens' else 'avg'}({name})" for name in MEASURES)
         for tier in range(1, len(TIERS)):
             step, finer = TIERS[tier][0], TIERS[tier - 1][0]
             until = int(now // step * step)
@@ -231,62 +203,35 @@ class History:
         self._pruned_at = now
         for step, kept_s in TIERS:
             self._writer.execute("DELETE FROM samples WHERE step = ? AND at < ?", (step, int(now - kept_s)))
-        for table, most in (("rounds", MAX_ROUNDS), ("happenings", MAX_HAPPENINGS), ("agreed", MAX_AGREED)):
-            self._writer.execute(f"DELETE FROM {table} WHERE at < {_nth_newest(table, most)}")
-        old = _nth_newest("rounds", MAX_TIME_LINES)
-        self._writer.execute(f"UPDATE rounds SET members = '' WHERE members != '' AND at < {old}")
+        for table, most in (("happenings", MAX_HAPPENINGS), ("counted_rounds", MAX_COUNTED_ROUNDS)):
+            newest = f"SELECT id FROM {table} ORDER BY id DESC LIMIT 1 OFFSET {most}"
+            self._writer.execute(f"DELETE FROM {table} WHERE id < ({newest})")
 
     # ---- reading
 
     def series(self, key: str, since: float, until: float) -> list[tuple[float, ...]]:
-        """(at, values in the order of the measures) of a peer, ``SWARM`` or a fragment, oldest first, at most
+        """(at, values in the order of ``MEASURES``) of a peer, ``SWARM`` or ``AGREED``, oldest first, at most
         about ``MAX_POINTS``; NaN where nothing was known."""
         span_s = until - since
         fitting = (step for step, kept_s in TIERS if span_s / step <= MAX_POINTS and span_s <= kept_s)
         step = next(fitting, TIERS[-1][0])
         found = self._reader.execute(
-            f"SELECT at, {', '.join(_COLUMNS)} FROM samples "
+            f"SELECT at, {', '.join(MEASURES)} FROM samples "
             "WHERE step = ? AND key = ? AND at >= ? AND at <= ? ORDER BY at",
             (step, key, int(since) - step, int(until)),
         )
         return [tuple(math.nan if value is None else float(value) for value in row) for row in found]
 
-    def round(self, fragment: int, number: int) -> tuple[RoundFacts, str] | None:
-        """A round and its members' times as JSON ("" if they are not kept); None if it is not kept."""
-        row = self._reader.execute(
-            "SELECT * FROM rounds WHERE fragment = ? AND round = ?", (fragment, number)
-        ).fetchone()
-        if row is None:
-            return None
-        *values, members = row
-        return RoundFacts(**dict(zip(RoundFacts.model_fields, values, strict=True))), str(members)
-
     def counted_rounds(self) -> set[tuple[int, int]]:
-        """(fragment, round) of the newest rounds that ``counted`` has been told of."""
-        return set(
-            self._reader.execute(
-                "SELECT fragment, round FROM rounds WHERE counted = 1 ORDER BY at DESC LIMIT 20000"
-            )
-        )
+        """(fragment, round) of the newest rounds that ``counted`` holds."""
+        return set(self._reader.execute("SELECT fragment, round FROM counted_rounds"))
 
-    def happenings(
-        self, newest: int, *, peer: str = "", fragment: int | None = None, kinds: Sequence[str] = ()
-    ) -> list[Happening]:
-        """The newest happenings that fit, newest first."""
-        terms, values = ["1"], list[object]()
-        if peer:
-            terms.append("peer = ?")
-            values.append(peer)
-        if fragment is not None:
-            terms.append("fragment = ?")
-            values.append(fragment)
-        if kinds:
-            terms.append(f"kind IN ({','.join('?' * len(kinds))})")
-            values += kinds
+    def happenings(self, newest: int, peer: str = "") -> list[Happening]:
+        """The newest happenings, of ``peer`` or ("") of all, newest first."""
         found = self._reader.execute(
-            f"SELECT at, kind, peer, fragment, round, words, key FROM happenings WHERE {' AND '.join(terms)} "
+            "SELECT at, kind, peer, fragment, round, words, key FROM happenings WHERE ? IN ('', peer) "
             "ORDER BY at DESC, id DESC LIMIT ?",
-            (*values, newest),
+            (peer, newest),
         )
         return [Happening(*row) for row in found]
 
@@ -294,24 +239,9 @@ class History:
         """Work by peer as it was last kept."""
         return dict(self._reader.execute("SELECT peer, weight FROM counted").fetchall())
 
-    def agreed(self) -> list[tuple[float, float, float]]:
-        """(at, tokens of the swarm, held-out loss) of the agreed parameters, oldest first, thinned to about
-        ``MAX_POINTS``."""
-        rows = self._reader.execute("SELECT at, tokens, loss FROM agreed ORDER BY at").fetchall()
-        return rows[:: max(1, len(rows) // MAX_POINTS)]
-
     def span(self) -> tuple[float, float]:
         """From when to when there are samples; (0, 0) if there are none."""
         steps = ", ".join(str(step) for step, _ in TIERS)
         ends = f"SELECT min(at), max(at) FROM samples WHERE step IN ({steps}) AND key = ?"
         first, last = self._reader.execute(ends, (SWARM,)).fetchone()
         return (float(first), float(last)) if first is not None else (0.0, 0.0)
-
-    def size_bytes(self) -> int:
-        """Of the file, without the write-ahead log."""
-        pages = self._reader.execute("PRAGMA page_count").fetchone()[0]
-        return int(pages) * int(self._reader.execute("PRAGMA page_size").fetchone()[0])
-
-
-def _nth_newest(table: str, number: int) -> str:
-    return f"(SELECT at FROM {table} ORDER BY at DESC LIMIT 1 OFFSET {number})"

@@ -19,12 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from monitoring.terminal import fitting_table
-from monitoring.words import figure, links, percent, plain
+from monitoring.words import figure, percent
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.telemetry import events as ev
 
@@ -33,11 +28,6 @@ Sample = tuple[float, Mapping[str, tuple[int, int]]]
 Place = tuple[int, int]
 """(fragment, round)"""
 Spans = list[tuple[float, float]]
-NAT_WORDS = {
-    "open": "none, can be dialled",
-    "cone": "keeps ports (cone)",
-    "symmetric": "new port each time (symmetric)",
-}
 
 
 @dataclass(frozen=True)
@@ -261,58 +251,14 @@ class SteadyState:
         }
 
 
-# ---- in words
-
-
-def lines_table(lines: Sequence[tuple[str, LinkProfile, str]], width: int) -> Table:
-    """The emulated lines: (peer, profile, address as others see it)."""
-    headings = (
-        "peer", "profile", "up\nMbit/s", "down\nMbit/s", "one way\nms", "jitter\nms", "loss", "router",
-        "seen as",
-    )  # fmt: skip
-    rows = [
-        (
-            peer, line.name, f"{line.up_bits_per_s / 1e6:g}", f"{line.down_bits_per_s / 1e6:g}",
-            f"{line.latency_ms:g}", f"{line.jitter_ms:g}", f"{100 * line.loss:g} %", NAT_WORDS[line.nat],
-            address or "-",
-        )
-        for peer, line, address in lines
-    ]  # fmt: skip
-    title = "emulated lines (one way and loss: between two peers of this profile)"
-    return _table(title, headings, rows, width)
-
-
-def print_exchanges(summary: dict[str, Any], console: Console) -> None:
-    """What each peer's line carried during exchanges, and how well its processor was used meanwhile; then the
-    exchanges in a sentence."""
-    headings = (
-        "peer", "router", "links", "up while\nexchanging, Mbit/s", "of the\nline", "down while\nexchanging",
-        "of the\nline", "compute\nused", "after the\nfirst rounds", "staleness",
-    )  # fmt: skip
-    exchanges, rows = summary["exchanges"], []
-    for name, line in summary["lines"].items():
-        used, peer = exchanges["while_exchanging"].get(name, {}), summary["peer_table"].get(name, {})
-        carriers = sorted((peer.get("carriers") or {}).values())
-        rows.append((
-            name, NAT_WORDS[line["nat"]], links({kind: carriers.count(kind) for kind in carriers}),
-            figure(used.get("up_mbit_per_s"), 1), percent(used.get("up_share")),
-            figure(used.get("down_mbit_per_s"), 1), percent(used.get("down_share")),
-            percent(peer.get("utilisation")), percent(summary["steady"]["utilisation"].get(name)),
-            figure(peer.get("staleness_mean"), 2),
-        ))  # fmt: skip
-    console.print(_table("lines in use", headings, rows, console.width))
+def exchange_words(exchanges: dict[str, Any]) -> str:
+    """The ``exchanges`` of a rehearsal's summary in a sentence."""
     duration = exchanges["duration_s"]
-    console.print(Text(
+    return (
         f"{exchanges['count']} exchanges, median {figure(duration['median'], 2)} s "
         f"({figure(duration['lowest'], 2)} to {figure(duration['highest'], 2)}); "
         f"line used in an exchange: median {percent(exchanges['line_share']['median'])}, "
         f"payload alone {percent(exchanges['goodput_share']['median'])}, "
         f"until all means had come {percent(exchanges['transfer_share']['median'])}; "
         f"an exchange was going on {percent(exchanges['exchanging_share'])} of the time"
-    ))  # fmt: skip
-
-
-def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
-    return fitting_table(
-        title, headings, [[Text(plain(cell, 40)) for cell in row] for row in rows], width, ()
     )

@@ -69,9 +69,6 @@ _SWARM_GAUGES = {
     "swarm_training_loss": (
         "loss_training", "Mean training loss, in the recipe's unit, while anybody is online.",
     ),
-    "swarm_predicted_utilisation_ratio": (
-        "utilisation_predicted", "Compute utilisation that the planner expects of these links.",
-    ),
     "swarm_utilisation_ratio": ("utilisation", "Mean compute utilisation, while anybody is online."),
     "swarm_position_rounds": ("position", "Where the run is, in rounds."),
     "swarm_staleness_mean_steps": ("staleness_mean", "Mean staleness of applied outer steps."),

@@ -9,26 +9,16 @@ feed's news and the clock handed in; no I/O of its own. Bounded: rounds by ``ROU
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Sequence
 
-from monitoring.facts import ONLINE, PeerFacts, SwarmFacts
-from monitoring.history import MEASURES, SWARM, TIERS, Batch, Happening, History, fragment_key
-from monitoring.known import (
-    Known,
-    Pace,
-    fragment_measures,
-    is_behind,
-    predicted_utilisation,
-    round_facts,
-    swarm_facts,
-)  # fmt: skip
+from monitoring.facts import ONLINE, Known, Pace, SwarmFacts, is_behind, swarm_facts
+from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, Happening, History
 from monitoring.words import describe
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, Sighting
-from p2p_co2.telemetry.view import RoundView, SwarmView
+from p2p_co2.telemetry.view import SwarmView
 
 ROUNDS_KEPT = 4096
 SAME_NEWS_S = 30.0
@@ -39,27 +29,23 @@ MAX_UNHEARD = 1024
 FORGET_AFTER_S = 86_400.0
 """A peer of which nothing was heard or seen for so long, while others were heard, is listed no more; its
 history stays, and so does its part in the swarm's sums."""
-PREDICT_EVERY_S = 10.0
 REPLAY_FROM_S = 10.0
 REPLAY_STEPS = 600
 
 
 class Model:
-    """One swarm. ``rounds_kept``: in the view."""
+    """One swarm. ``rounds_kept``: in the view. ``known``: all that is known at the last moment."""
 
     def __init__(self, feed: Feed, rounds_kept: int = ROUNDS_KEPT) -> None:
         self.feed = feed
         self.view = SwarmView(rounds_kept=rounds_kept)
         self.sightings: dict[str, Sighting] = {}
-        self.now = 0.0
-        """Of the last moment, unix seconds."""
+        self.known = Known(self.view, 0.0, feed.run, feed.state, feed.place)
         self._sighted_at: dict[str, float] = {}
         self._received_at: dict[str, float] = {}
         """When events of a peer last came, however old: a reader of a past is not told of silence."""
         self._paces: dict[str, Pace] = {}
-        self._known: Known | None = None
         self._facts: SwarmFacts | None = None
-        self._predicted: tuple[float, float | None] = (-math.inf, None)
 
     def moments(self, now: float) -> Iterator[list[ev.Event]]:
         """Take in what is new by ``now`` (unix seconds): yields the events of each moment that there is to
@@ -75,16 +61,17 @@ class Model:
             fresh = [] if is_whole else [event for event in fresh if event.peer != self.feed.me]
             for at, events in _by_moment(own):
                 if at < math.inf:
-                    yield self._moment(at, events, is_replay=True)
+                    self._moment(at, events)
+                    yield events
                 else:
                     fresh = events + fresh
         if not is_whole:
             self._received_at.update(dict.fromkeys((event.peer for event in fresh), now))
-        ended = self.feed.state.phase == "ended"
+        has_ended = self.feed.state.phase == "ended"
         for event in fresh:
             self.view.add(event)
         self._forget()
-        self._moment((self.view.last_at or now) if ended else now, [], is_replay=False)
+        self._moment((self.view.last_at or now) if has_ended else now, [], has_ended)
         yield fresh
 
     def step(self, now: float) -> None:
@@ -92,20 +79,24 @@ class Model:
         for _ in self.moments(now):
             continue
 
-    def _moment(self, at: float, events: list[ev.Event], *, is_replay: bool) -> list[ev.Event]:
+    def facts(self) -> SwarmFacts:
+        """The swarm at the last moment."""
+        if self._facts is None:
+            self._facts = swarm_facts(self.known)
+        return self._facts
+
+    def _moment(self, at: float, events: Sequence[ev.Event], is_over: bool = False) -> None:
         for event in events:
             self.view.add(event)
-        self.now = at
         for peer in self.view.peers.values():
             if peer.last_seen_at is not None:
                 pace, totals = self._paces.setdefault(peer.peer, Pace()), peer.totals
                 pace.add(peer.last_seen_at, totals.up_bytes, totals.down_bytes)
-        is_over = self.feed.state.phase == "ended" and not is_replay
-        self._facts, self._known = None, Known(
-            self.view, at, self.feed.run, self.feed.state, self.feed.place, self.view.labels(),
-            self.sightings, self._paces, self._received_at, is_over,
+        feed = self.feed
+        self._facts, self.known = None, Known(
+            self.view, at, feed.run, feed.state, feed.place, self.sightings, self._paces, self._received_at,
+            is_over,
         )  # fmt: skip
-        return events
 
     def _forget(self) -> None:
         """List no more the peers that are gone for long, nor a crowd that never said anything."""
@@ -126,21 +117,6 @@ class Model:
         if known is None:
             return seen_at
         return max(seen_at, known.last_seen_at or 0.0, *(at for at, _ in known.seen_left.values()), 0.0)
-
-    def known(self) -> Known:
-        """All that is known at the last moment."""
-        return self._known or Known(self.view, self.now, self.feed.run, self.feed.state, self.feed.place)
-
-    def facts(self) -> SwarmFacts:
-        """The swarm at the last moment."""
-        if self._facts is None:
-            known = self.known()
-            known.predicted = self._predicted[1]
-            self._facts = facts = swarm_facts(known)
-            if abs(self.now - self._predicted[0]) >= PREDICT_EVERY_S:
-                of = (facts.parameters, facts.fragments, facts.peers)
-                self._predicted = self.now, predicted_utilisation(known.run, *of)
-        return self._facts
 
 
 def _by_moment(events: Sequence[ev.Event]) -> Iterator[tuple[float, list[ev.Event]]]:
@@ -171,8 +147,8 @@ class Recorder:
         self._position = 0.0
         self._said_at: dict[str, float] = {}
         self._happenings: list[Happening] = []
-        self._agreed: list[tuple[float, float, float]] = []
-        self._changed: set[tuple[int, int]] = set()
+        self._agreed: float | None = None
+        self._counted_rounds: set[tuple[int, int]] = set()
         self._written_at = -math.inf
         self._sampled_until = history.span()[1]
         """Samples up to then (unix seconds) are kept already: a feed tells old events again."""
@@ -183,14 +159,12 @@ class Recorder:
 
     def see(self, events: Sequence[ev.Event]) -> None:
         """The events of one of the model's moments."""
-        labels, tokens = self._model.view.labels(), -1
+        labels = self._model.known.labels
         for event in events:
-            if isinstance(event, ev.RoundBegan | ev.RoundCommitted | ev.RoundAborted | ev.RoundCounted):
-                self._changed.add((event.fragment, event.round))
-            elif isinstance(event, ev.AgreedMeasured) and math.isfinite(event.loss):
-                tokens = self._model.view.totals.tokens if tokens < 0 else tokens
-                if not is_behind(event.position, self._position):
-                    self._agreed.append((event.at, float(tokens), event.loss))
+            if isinstance(event, ev.RoundCounted):
+                self._counted_rounds.add((event.fragment, event.round))
+            elif isinstance(event, ev.AgreedMeasured) and not is_behind(event.position, self._position):
+                self._agreed = event.loss
             key, words = describe(event, labels)
             if words and event.at - self._said_at.get(key, -1e9) > SAME_NEWS_S:
                 self._said_at[key] = event.at
@@ -200,26 +174,22 @@ class Recorder:
 
     def batch(self) -> Batch | None:
         """What is to be written now, if anything; for ``write``, in any thread, before asking again."""
-        model = self._model
-        if model.now - self._written_at < TIERS[0][0]:
+        now = self._model.known.now
+        if now - self._written_at < TIERS[0][0]:
             return None
-        self._written_at, known, facts = model.now, model.known(), model.facts()
-        self._position = facts.position
-        rounds = [model.view.rounds[key] for key in self._changed if key in model.view.rounds]
-        is_old = model.now <= self._sampled_until or (known.is_over and self._sampled_until > 0)
-        samples: dict[str, Sequence[float]] = {} if is_old else _samples(facts)
+        facts = self._model.facts()
+        self._written_at, self._position = now, facts.position
+        is_old = now <= self._sampled_until or (self._model.known.is_over and self._sampled_until > 0)
+        samples: dict[str, Sequence[float]] = {}
         if not is_old:
-            self._sampled_until = model.now
-            samples |= {fragment_key(fragment): row for fragment, row in fragment_measures(known).items()}
+            self._sampled_until, samples = now, _samples(facts)
+            if self._agreed is not None:
+                samples[AGREED] = _row(tokens=facts.tokens, loss=self._agreed)
         made = Batch(
-            at=model.now or 1.0, samples=samples, happenings=self._happenings, agreed=self._agreed,
-            counted=dict(model.view.counted),
-            rounds=[
-                (round_facts(known, one), json.dumps(time_line(one), separators=(",", ":"))) for one in rounds
-            ],
+            at=now or 1.0, samples=samples, happenings=self._happenings,
+            counted=dict(self._model.view.counted), counted_rounds=self._counted_rounds,
         )  # fmt: skip
-        self._happenings, self._agreed = [], []
-        self._changed.clear()
+        self._happenings, self._agreed, self._counted_rounds = [], None, set()
         return made
 
     def write(self, batch: Batch) -> None:
@@ -247,38 +217,21 @@ def _happening(event: ev.Event, key: str, words: str) -> Happening:
 
 def _samples(facts: SwarmFacts) -> dict[str, Sequence[float]]:
     """A row for each peer online and for the swarm; where nothing is heard lines end."""
-    rows: dict[str, Sequence[float]] = {peer.peer: _row(peer) for peer in facts.peers if peer.state in ONLINE}
-    if not rows or facts.connection == "lost":
-        return {SWARM: (float(facts.tokens), *[math.nan] * (len(MEASURES) - 1))}
     online = [peer for peer in facts.peers if peer.state in ONLINE]
-    rows[SWARM] = (
-        float(facts.tokens), facts.tokens_per_s, _nan(facts.loss_training), _nan(facts.utilisation),
-        facts.up_bytes_per_s, sum(peer.down_bytes_per_s or 0.0 for peer in facts.peers),
-        sum(peer.exposed_s for peer in online), sum(peer.hidden_s for peer in online),
-        float(facts.peers_online),
+    if not online or facts.connection == "lost":
+        return {SWARM: _row(tokens=facts.tokens)}
+    rows: dict[str, Sequence[float]] = {
+        peer.peer: _row(**{name: getattr(peer, name) for name in MEASURES}) for peer in online
+    }
+    rows[SWARM] = _row(
+        tokens=facts.tokens, tokens_per_s=facts.tokens_per_s, loss=facts.loss_training,
+        utilisation=facts.utilisation, up_bytes_per_s=facts.up_bytes_per_s,
+        down_bytes_per_s=sum(peer.down_bytes_per_s or 0.0 for peer in facts.peers),
     )  # fmt: skip
     return rows
 
 
-def _row(peer: PeerFacts) -> tuple[float, ...]:
-    return (
-        float(peer.tokens), peer.tokens_per_s, _nan(peer.loss), _nan(peer.utilisation),
-        _nan(peer.up_bytes_per_s), _nan(peer.down_bytes_per_s), peer.exposed_s, peer.hidden_s, 1.0,
-    )  # fmt: skip
-
-
-def _nan(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def time_line(view: RoundView) -> dict[str, dict[str, float]]:
-    """By member: seconds from its READY to BEGIN, PARTS, MEAN and COMMIT, and READY in unix seconds."""
-    return {
-        commit.peer: {
-            "ready_at": round(commit.at - commit.duration_s, 3), "begin_s": round(commit.begun_s, 4),
-            "parts_s": round(commit.parts_s, 4), "mean_s": round(commit.means_s, 4),
-            "commit_s": round(commit.duration_s, 4),
-        }
-        for commit in view.commits.values()
-        if commit.duration_s > 0
-    }  # fmt: skip
+def _row(**measured: float | None) -> tuple[float, ...]:
+    """A sample; NaN for what is not measured."""
+    known = (measured.get(name) for name in MEASURES)
+    return tuple(math.nan if value is None else float(value) for value in known)

@@ -1,9 +1,9 @@
-"""``report.html``: a run on one page that needs nothing but a browser, neither server nor internet.
+"""A run that is over, as files: ``report.html``, one page that needs nothing but a browser, and ``loss.png``.
 
-Made from the same facts and charts as the board; ECharts' own program (from NiceGUI's wheel) and the data lie
-inside the file. Law: data is JSON in a script element that cannot be left (every "<" is escaped), text enters
-the page as text, and the content policy allows no request to anywhere. Price: 1.2 MB, nearly all of it
-ECharts.
+The page is made from the facts and charts of the board; ECharts' own program (from NiceGUI's wheel) and the
+data lie inside the file. Law: data is JSON in a script element that cannot be left (every "<" is escaped),
+text enters the page as text, and the content policy allows no request to anywhere. Price: 1.2 MB, nearly all
+of it ECharts; a second of CPU for the picture.
 """
 
 from __future__ import annotations
@@ -14,33 +14,37 @@ import json
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
 from monitoring import charts
 from monitoring.facts import PeerFacts, SwarmFacts
 from monitoring.feeds import JournalFeed
-from monitoring.history import SWARM, Batch, History
+from monitoring.history import AGREED, MEASURES, SWARM, History
 from monitoring.model import Model, Recorder
-from monitoring.words import UNKNOWN, clock, date, figure, percent, plain, size
+from monitoring.words import UNKNOWN, clock, figure, percent, plain, size
 from p2p_co2.errors import EnvironmentFault
 
+Agreed = Sequence[tuple[float, float, float]]
+"""(at, tokens, held-out loss) of the agreed parameters, measured outside of the run."""
 MAX_LINES = 200
 _ECHARTS = "elements/echart/dist"
 _CARDS = (
-    ("loss", "Loss over time", "UNIT", ""), ("tokens", "Loss over tokens", "UNIT", ""),
-    ("rounds", "Rounds", "group size inside, why on hover", "wide"),
-    ("staleness", "Staleness", "outer steps", ""), ("speed", "Tokens per second", "all peers together", ""),
-    ("links", "Links", "row sends to column: Mbit/s, below it the round trip in ms; R: relayed", ""),
-    ("hidden", "Hidden and exposed communication",
-     "seconds: behind training, and with training standing still", ""),
-    ("traffic", "Traffic", "kB/s, all peers together", "wide"),
+    ("loss", "Loss over time", "UNIT"), ("over_tokens", "Loss over tokens", "UNIT"),
+    ("rounds", "Rounds", "group size inside, why on hover"), ("staleness", "Staleness", "outer steps"),
+    ("tokens", "Tokens per second", "all peers together"),
+    ("traffic", "Traffic", "kB/s, all peers together"),
 )  # fmt: skip
 _STYLE = (
     "body{margin:0}.b-table{border-collapse:collapse;width:100%;font-size:13px;margin-top:8px}"
     ".b-table th{color:var(--soft);text-align:left;font-weight:600}"
-    ".b-table td,.b-table th{padding:6px 10px 6px 0;border-top:1px solid var(--line);white-space:nowrap}"
+    ".b-table td,.b-table th{padding:6px 10px 6px 0;border-top:1px solid var(--line)}"
     "summary{cursor:pointer}"
 )
 _DRAW = """
@@ -60,46 +64,62 @@ import(url).then(module => {
 """
 
 
-def write_report(folder: Path, target: Path, agreed: Sequence[tuple[float, float, float]] = ()) -> None:
-    """Write the report of the run whose journals lie in ``folder``. ``agreed``: (at, tokens, held-out loss)
-    of the agreed parameters that were measured outside of the run. Raises ``EnvironmentFault`` if ``target``
-    cannot be written or there is no such folder."""
+def write_report(folder: Path, agreed: Agreed = ()) -> None:
+    """Write ``report.html`` and ``loss.png`` of the run whose journals lie in ``folder`` into it. Raises
+    ``EnvironmentFault`` if they cannot be written or there is no such folder."""
     model, history = Model(JournalFeed(folder)), History(None)
     try:
         Recorder(model, history).follow(time.time())
-        history.write(Batch(at=model.now, agreed=agreed))
-        page = _page(model, history, _at_the_end(model.facts(), agreed))
-        target.write_text(page, encoding="utf-8")
+        facts, span = model.facts(), history.span()
+        rows, measured = history.series(SWARM, *span), history.series(AGREED, *span)
+        blank = dict.fromkeys(MEASURES, math.nan)
+        outside = [(at, *{**blank, "tokens": tokens, "loss": loss}.values()) for at, tokens, loss in agreed]
+        measured = sorted([*measured, *outside])
+        at, _, loss = max(agreed, default=(-math.inf, 0.0, 0.0))
+        if at > (facts.loss_agreed_at or 0.0):
+            facts = facts.model_copy(update={"loss": loss, "loss_kind": "held-out"})
+        options = {
+            theme: {
+                "loss": charts.loss(palette, rows, measured),
+                "over_tokens": charts.loss(palette, rows, measured, over_tokens=True),
+                "rounds": charts.rounds(palette, facts.rounds, facts.fragments),
+                "staleness": charts.staleness(palette, model.view.fragment_staleness),
+                **{
+                    name: charts.over_time(palette, rows, charts.TRENDS[name][2])
+                    for name in ("tokens", "traffic")
+                },
+            }
+            for theme, palette in (("light", charts.LIGHT), ("dark", charts.DARK))
+        }
+        page = _page(facts, options, _happenings(history, model.view.started_at or 0.0))
+        (folder / "report.html").write_text(page, encoding="utf-8")
+        _draw(folder / "loss.png", facts, rows, measured, model.view.staleness)
     except OSError as error:
-        raise EnvironmentFault(f"cannot write the report {target}: {error.strerror}") from None
+        raise EnvironmentFault(f"cannot write the report in {folder}: {error.strerror}") from None
     finally:
         history.close()
 
 
-def _at_the_end(facts: SwarmFacts, agreed: Sequence[tuple[float, float, float]]) -> SwarmFacts:
-    """The facts with the newest held-out loss, whoever measured it."""
-    at, _, loss = max(agreed, default=(-math.inf, 0.0, 0.0))
-    if at <= (facts.loss_agreed_at or 0.0):
-        return facts
-    headline = {"loss": loss, "loss_kind": "held-out"}
-    return facts.model_copy(update={"loss_agreed": loss, "loss_agreed_at": at, **headline})
-
-
-def _page(model: Model, history: History, facts: SwarmFacts) -> str:
+def _page(facts: SwarmFacts, options: dict[str, Any], happenings: str) -> str:
     title = f"p2p-co2: {plain(facts.run or 'a run', 64)}"
-    options = {
-        theme: _options(model, history, facts, palette)
-        for theme, palette in (("light", charts.LIGHT), ("dark", charts.DARK))
-    }
-    body = "".join((
+    legend = "".join(
+        f'<span><i style="background:{one[0]}"></i>{one[2]}</span>' for one in charts.OUTCOMES.values()
+    )
+    cards = "".join(
+        f'<div class="b-card"><div class="b-head"><span class="b-title">{name}</span><span class="b-hint">'
+        f"{hint.replace('UNIT', facts.loss_unit)}</span></div>"
+        f'{f"""<div class="b-legend">{legend}</div>""" if key == "rounds" else ""}'
+        f'<div class="b-chart" data-chart="{key}"></div></div>'
+        for key, name, hint in _CARDS
+    )
+    body = (
         f'<header class="b-top"><div class="b-bar"><span class="b-name">p2p-co2</span>'
         f'<span class="b-run">{_text(facts.run)} · written {time.strftime("%d %b %Y %H:%M")}</span>'
-        '</div><div style="height:10px"></div></header><main class="b-page">',
-        _tiles(facts), _troubles(facts), _charts(facts.loss_unit), _peer_table(facts.peers),
-        _happenings(history, model.view.started_at or 0.0),
+        f'</div><div style="height:10px"></div></header><main class="b-page">{_tiles(facts)}'
+        f'<div class="b-two">{cards}</div>{_peer_table(facts.peers)}{happenings}'
         '<div class="b-foot">What peers say of themselves is their own word; work is counted from the '
-        "group's signed decisions.</div></main>",
-    ))  # fmt: skip
+        "group's signed decisions.</div></main>"
+    )
     program, name = _echarts()
     data, blob = (json.dumps(one).replace("<", "\\u003c") for one in (options, program))
     style = importlib.resources.files("monitoring.board") / "style.css"
@@ -115,62 +135,23 @@ def _page(model: Model, history: History, facts: SwarmFacts) -> str:
     )
 
 
-def _options(model: Model, history: History, facts: SwarmFacts, palette: charts.Palette) -> dict[str, Any]:
-    rows, agreed = history.series(SWARM, *history.span()), history.agreed()
-    return {
-        "loss": charts.loss(palette, rows, agreed, over_tokens=False),
-        "tokens": charts.loss(palette, rows, agreed, over_tokens=True),
-        "speed": charts.over_time(palette, rows, {"tokens/s": ("tokens_per_s", charts.GREEN, 1.0)}),
-        "traffic": charts.over_time(palette, rows, charts.TRAFFIC),
-        "rounds": charts.rounds(palette, facts.rounds, facts.fragments),
-        "staleness": charts.staleness(palette, model.view.fragment_staleness),
-        "links": charts.link_matrix(palette, facts.peers),
-        "hidden": charts.hidden_and_exposed(palette, facts.peers),
-    }
-
-
-def _charts(unit: str) -> str:
-    colours = [
-        f'<span><i style="background:{one[0]}"></i>{one[2]}</span>' for one in charts.OUTCOMES.values()
-    ]
-    legend = f'<div class="b-legend">{"".join(colours)}</div>'
-    cards = [
-        f'<div class="b-card" style="{"grid-column:1/-1" if wide else ""}"><div class="b-head">'
-        f'<span class="b-title">{title}</span><span class="b-hint">{hint.replace("UNIT", unit)}</span></div>'
-        f'{legend if name == "rounds" else ""}<div class="b-chart" data-chart="{name}"></div></div>'
-        for name, title, hint, wide in _CARDS
-    ]
-    return f'<div class="b-two">{"".join(cards)}</div>'
-
-
 def _tiles(facts: SwarmFacts) -> str:
-    kind = "held-out, agreed parameters" if facts.loss_kind == "held-out" else "training, mean of peers"
     alone = f"{facts.rounds_alone} alone, " if facts.rounds_alone else ""
-    tiles = (
-        ("Loss", figure(facts.loss, 3), facts.loss_unit.replace(" per ", "/"), kind),
-        ("Peers", figure(facts.peers_known), "", f"{facts.peers_online} online at the end"),
-        ("Rounds committed", figure(facts.rounds_committed), "", f"{alone}{facts.rounds_aborted} aborted"),
-        ("Tokens trained", figure(facts.tokens), "", f"{figure(facts.tokens_counted)} counted by the group"),
-        ("Mean staleness", figure(facts.staleness_mean, 2), "outer steps", "0: within its own round"),
-        ("Send to apply", figure(facts.sync_delay_steps_mean, 1), "inner steps", "mean"),
-        ("Sent", size(facts.up_bytes), "", "all peers"),
-        ("Parameters", figure(facts.parameters), "", f"in {facts.fragments} fragments"),
-    )
     cells = [
         f'<div class="b-tile"><div class="b-cap">{caption}</div><div class="b-num">{_text(number)}'
-        f'<span class="b-unit">{unit}</span></div><div class="b-sub">{_text(sub)}</div></div>'
-        for caption, number, unit, sub in tiles
+        f'</div><div class="b-sub">{_text(sub)}</div></div>'
+        for caption, number, sub in (
+            ("Loss", figure(facts.loss, 3), f"{facts.loss_kind}, {facts.loss_unit}"),
+            ("Peers", figure(facts.peers_known), f"{facts.peers_online} online at the end"),
+            ("Rounds committed", figure(facts.rounds_committed), f"{alone}{facts.rounds_aborted} aborted"),
+            ("Tokens trained", figure(facts.tokens), f"{figure(facts.tokens_counted)} counted by the group"),
+            ("Mean staleness", figure(facts.staleness_mean, 2), "outer steps, 0: within its own round"),
+            ("Send to apply", figure(facts.sync_delay_steps_mean, 1), "inner steps, mean"),
+            ("Sent", size(facts.up_bytes), "all peers"),
+            ("Parameters", figure(facts.parameters), f"in {facts.fragments} fragments"),
+        )
     ]
     return f'<div class="b-tiles four">{"".join(cells)}</div>'
-
-
-def _troubles(facts: SwarmFacts) -> str:
-    rows = [
-        f'<div class="b-row {trouble.severity}"><span class="b-words">{_text(trouble.words)}</span></div>'
-        for trouble in facts.troubles
-    ]
-    inside = "".join(rows) or '<div class="b-fine">Nothing was wrong at the end.</div>'
-    return f'<div class="b-card"><div class="b-title">What was wrong at the end</div>{inside}</div>'
 
 
 def _peer_table(peers: Sequence[PeerFacts]) -> str:
@@ -178,16 +159,15 @@ def _peer_table(peers: Sequence[PeerFacts]) -> str:
              "sent", "exposed", "why it left")  # fmt: skip
     rows = [
         (
-            plain(peer.label, 40), peer.state, plain(peer.device, 20), figure(peer.tokens),
-            percent(peer.share_counted), figure(peer.loss, 3), figure(peer.staleness_mean, 2),
-            percent(peer.utilisation), size(peer.up_bytes), f"{figure(peer.exposed_s, 1)} s",
-            plain(peer.reason, 90) or UNKNOWN,
+            peer.label, peer.state, peer.device, figure(peer.tokens), percent(peer.share_counted),
+            figure(peer.loss, 3), figure(peer.staleness_mean, 2), percent(peer.utilisation),
+            size(peer.up_bytes), f"{figure(peer.exposed_s, 1)} s", peer.reason or UNKNOWN,
         )
         for peer in peers
     ]  # fmt: skip
 
     def cells(tag: str, texts: Iterable[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{_text(text)}</{tag}>" for text in texts) + "</tr>"
+        return "<tr>" + "".join(f"<{tag}>{_text(text, 90)}</{tag}>" for text in texts) + "</tr>"
 
     body = "".join(cells("td", row) for row in rows)
     return (
@@ -197,22 +177,18 @@ def _peer_table(peers: Sequence[PeerFacts]) -> str:
 
 
 def _happenings(history: History, start: float) -> str:
-    found = history.happenings(MAX_LINES)
-    rows = [
-        f'<div class="b-line"><span class="b-when">{clock(line.at - start)}</span>'
-        f'<span class="b-kind">{_text(line.kind.replace("_", " "))}</span>'
-        f'<span class="b-words">{_text(line.words)}</span></div>'
-        for line in reversed(found)
-    ]
-    newest = f"the newest {MAX_LINES}, " if len(found) == MAX_LINES else ""
+    rows = "".join(
+        f"<tr><td>{clock(line.at - start)}</td><td>{_text(line.words)}</td></tr>"
+        for line in reversed(history.happenings(MAX_LINES))
+    )
     return (
-        '<details class="b-card"><summary class="b-title">What happened '
-        f'<span class="b-hint">{newest}from {date(start)} on</span></summary>{"".join(rows)}</details>'
+        '<details class="b-card"><summary class="b-title">What happened, the newest lines</summary>'
+        f'<table class="b-table">{rows}</table></details>'
     )
 
 
-def _text(text: str) -> str:
-    return html.escape(plain(text, 400))
+def _text(text: str, limit: int = 400) -> str:
+    return html.escape(plain(text, limit))
 
 
 def _echarts() -> tuple[str, str]:
@@ -223,3 +199,39 @@ def _echarts() -> tuple[str, str]:
     if found is None:
         raise EnvironmentFault("this version of NiceGUI packs ECharts otherwise; install the pinned one")
     return (folder / found[3]).read_text(encoding="utf-8"), found[1]
+
+
+def _draw(
+    path: Path, facts: SwarmFacts, rows: charts.Series, agreed: charts.Series, staleness: Counter[int]
+) -> None:
+    """The loss over time, and how stale the outer steps were (PNG, 1400 x 560)."""
+    picture = Figure(figsize=(14, 5.6), dpi=100)
+    FigureCanvasAgg(picture)
+    picture.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
+    left, right = picture.subplots(1, 2, width_ratios=(1.75, 1))
+    start, place = min((row[0] for row in (*rows, *agreed)), default=0.0), charts.column("loss")
+    for found, colour, style, name in (
+        (rows, charts.ORANGE, "-", "training, mean of the peers"),
+        (agreed, charts.BLUE, "o", "agreed parameters, held-out"),
+    ):
+        if found:
+            at, loss = [(row[0] - start) / 60 for row in found], [row[place] for row in found]
+            left.plot(at, loss, style, color=colour, label=name)
+            left.legend(frameon=False, fontsize=12)
+    values = sorted(staleness)[:32]
+    total = staleness.total() or 1
+    right.bar([min(value, 2**31) for value in values], [100 * staleness[value] / total for value in values],
+              color=charts.GREEN)  # fmt: skip
+    right.set_xlim(-0.75, max([3, *(min(value, 2**31) for value in values)]) + 0.75)
+    right.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    for axes, title, across, up in (
+        (left, f"Loss {facts.loss_unit}", "minutes", ""),
+        (right, f"Staleness, mean {figure(facts.staleness_mean, 2)}", "outer steps behind", "updates (%)"),
+    ):
+        axes.set_title(title, loc="left", fontsize=13)
+        axes.set_xlabel(across, fontsize=13)
+        axes.set_ylabel(up, fontsize=13)
+        axes.grid(True, axis="y", color="#DDDDDD")
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    picture.savefig(path, format="png")

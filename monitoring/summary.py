@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from monitoring.known import in_the_run
+from monitoring.facts import in_the_run
 from monitoring.words import loss_unit
 from p2p_co2.config import RunConfig
 from p2p_co2.telemetry.view import PeerView, SwarmView, mean_of

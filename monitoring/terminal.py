@@ -8,18 +8,16 @@ markup or control characters. Price: a frame twice a second at most, some millis
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from monitoring.facts import ONLINE, PeerFacts, SwarmFacts
-from monitoring.known import Known, swarm_facts
+from monitoring.facts import ONLINE, Known, PeerFacts, SwarmFacts, swarm_facts
 from monitoring.model import Model
 from monitoring.words import UNKNOWN, ago, clock, figure, links, news, percent, plain, size
 from p2p_co2.system.process import StopSignals
@@ -27,8 +25,7 @@ from p2p_co2.telemetry.feed import Feed
 
 FRAME_S, PLAIN_EVERY_S = 0.5, 10.0
 NEWS_LINES = 6
-_LINES_BESIDE_PEERS = 24
-_BAR_CELLS = 30
+_LINES_BESIDE_PEERS = 20
 _STATE_STYLES = {"training": "green", "finished": "cyan", "left": "cyan", "gone": "red", "silent": "red",
                  "unreachable": "red"}  # fmt: skip
 _CONNECTION_STYLES = {"connected": "green", "connecting": "yellow", "ended": "cyan"}
@@ -80,29 +77,16 @@ class LiveTerminal:
         if self._live:
             told = news(known.view, NEWS_LINES)
             picture = frame(facts, console.width, console.height, news=told, own=self._own)
-            self._live.update(Group(picture, self._progress(known.now)), refresh=True)
+            self._live.update(Group(picture, Text(self._times(known.now))), refresh=True)
         else:
             console.print(f"[{self._times(known.now)}] {line(facts)}", markup=False, highlight=False)
 
-    def _trained_s(self, now: float) -> float:
-        trained_s = 0.0 if self._trains_since is None else max(0.0, now - self._trains_since)
-        return min(trained_s, self._expected_s or trained_s)
-
     def _times(self, now: float) -> str:
-        of = f", trained {clock(self._trained_s(now))} of {clock(self._expected_s)}"
-        return clock(now - self.started_at) + (of if self._expected_s is not None else "")
-
-    def _progress(self, now: float) -> RenderableType:
-        elapsed = Text(f"{clock(now - self.started_at)} elapsed")
-        if not self._expected_s:
+        elapsed = clock(now - self.started_at)
+        if self._expected_s is None:
             return elapsed
-        grid, done_s = Table.grid(padding=(0, 1)), self._trained_s(now)
-        words = (
-            f"about {clock(self._expected_s - done_s)} to go" if done_s < self._expected_s else "finishing"
-        )
-        bar = ProgressBar(total=self._expected_s, completed=done_s, width=40, finished_style="green")
-        grid.add_row(elapsed, bar, Text("starting" if self._trains_since is None else words))
-        return grid
+        trained_s = 0.0 if self._trains_since is None else max(0.0, now - self._trains_since)
+        return f"{elapsed}, trained {clock(min(trained_s, self._expected_s))} of {clock(self._expected_s)}"
 
 
 def watch_feed(feed: Feed, seconds: float = 0.0, console: Console | None = None) -> int:
@@ -115,7 +99,7 @@ def watch_feed(feed: Feed, seconds: float = 0.0, console: Console | None = None)
             while not stop.asked and time.monotonic() < ends_at:
                 feed.watched(time.monotonic())
                 model.step(time.time())
-                terminal.show(model.known())
+                terminal.show(model.known)
                 time.sleep(1.0 if not stop.asked else 0.0)
     finally:
         feed.close()
@@ -244,13 +228,13 @@ def _reached(mine: Sequence[PeerFacts]) -> Text:
 
 
 def _staleness(facts: SwarmFacts, width: int) -> RenderableType:
-    """Histogram of staleness, and the newest rounds of each fragment as one letter each."""
-    mean = f" mean {figure(facts.staleness_mean, 2)} outer steps; send to apply "
+    """Staleness as numbers, and the newest rounds of each fragment as one letter each."""
+    mean = (
+        f" mean {figure(facts.staleness_mean, 2)} outer steps ({_histogram(facts.staleness)}); send to apply "
+    )
     rows = [
         Text.assemble(("staleness", "bold"), mean, f"{figure(facts.sync_delay_steps_mean, 1)} inner steps")
     ]
-    histogram = {int(value): times for value, times in facts.staleness.items()}
-    rows += histogram_bars(histogram, 3)
     online = [peer for peer in facts.peers if peer.state in ONLINE]
     oldest = max((age or 0.0 for peer in online for age in peer.fragment_age_s), default=0.0)
     rows.append(
@@ -269,24 +253,10 @@ def _staleness(facts: SwarmFacts, width: int) -> RenderableType:
     return Group(*rows, *([Text(f"aborted: {reasons}")] if reasons else []))
 
 
-def histogram_bars(counts: dict[int, int], most_bars: int) -> list[Text]:
-    """A histogram as bars; more than ``most_bars`` values are put in equal classes."""
-    if not counts:
-        return []
-    low = min(counts)
-    width = -(-(max(counts) - low + 1) // most_bars)
-    classes: dict[int, int] = {}
-    for value, times in sorted(counts.items()):
-        first = low + (value - low) // width * width
-        classes[first] = classes.get(first, 0) + times
-    most = max(classes.values())
-    return [
-        Text.assemble(
-            f"{first if width == 1 else f'{first} to {first + width - 1}':>12} ",
-            ("█" * max(1, round(_BAR_CELLS * times / most)), "blue"), f" {times}",
-        )
-        for first, times in classes.items()
-    ]  # fmt: skip
+def _histogram(counts: Mapping[str, int]) -> str:
+    """How often each value was; only some of many."""
+    shown = sorted(counts.items(), key=lambda item: int(item[0]))[:6]
+    return ", ".join(f"{value}: {times}" for value, times in shown) + (", ..." if len(counts) > 6 else "")
 
 
 # ---- the end
@@ -296,13 +266,6 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     """The summary of ``monitoring.summary.summarise`` for a reader."""
     console.print(_summary_table(summary))
     console.print(_per_peer_table(summary, console.width))
-    console.print()
-    for title, key in (("staleness (outer steps)", "staleness"),
-                       ("delay from send to apply (inner steps)", "sync_delay_steps")):  # fmt: skip
-        told = summary[key]
-        counts = {int(value): times for value, times in told["histogram"].items()}
-        mean = f"mean {figure(told['mean'], 2)}, max {figure(told['max'])}" if counts else "none applied"
-        console.print(Group(Text.assemble((title, "bold"), f"   {mean}"), *histogram_bars(counts, 12)))
     if summary["text"]:
         console.print(Text("text generated by the trained model", style="bold"))
         text = "".join(char if char.isprintable() or char in "\n\t" else "?" for char in summary["text"])
@@ -332,10 +295,17 @@ def _summary_table(summary: dict[str, Any]) -> Table:
         ("exposed, worst peer", f"{figure(summary['exposed_s']['max'], 2)} s"),
         ("sent per parameter and round", f"{figure(sent['per_parameter_per_round'], 3)} bytes"),
         ("fp32 data-parallel would send", _data_parallel(sent)),
+        ("staleness, outer steps", _spread(summary["staleness"])),
+        ("send to apply, inner steps", _spread(summary["sync_delay_steps"])),
         ("codec, apply rule, links", f"{summary['codec']}, {summary['apply_rule']}, {carriers or UNKNOWN}"),
     ):
         table.add_row(name, value if isinstance(value, Text) else Text(value))
     return table
+
+
+def _spread(told: dict[str, Any]) -> str:
+    mean = f"mean {figure(told['mean'], 2)}, max {figure(told['max'])}"
+    return f"{mean} ({_histogram(told['histogram'])})" if told["histogram"] else "none applied"
 
 
 def _data_parallel(sent: dict[str, Any]) -> str:

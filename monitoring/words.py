@@ -98,10 +98,10 @@ def news(view: SwarmView, newest: int) -> list[tuple[float, str]]:
     """The ``newest`` lines of what happened, oldest first: (at, words). What every member reports is said
     once."""
     labels, lines = view.labels(), dict[str, tuple[float, str]]()
-    for at, _, _, event in reversed(view.notable):
+    for event in reversed(view.notable):
         key, words = describe(event, labels)
         if words and key not in lines:
-            lines[key] = at, words
+            lines[key] = event.at, words
         if len(lines) == newest:
             break
     return list(lines.values())[::-1]

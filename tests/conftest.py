@@ -31,7 +31,7 @@ SWARMS = ("test_swarm", "test_cells", "test_hostile", "test_leaks", "test_exampl
 """Start processes and wait for conditions; the longest first. Other files marked ``swarm`` follow them."""
 WAITING = (
     "test_flood", "test_transport", "test_transport_libp2p", "test_discovery", "test_board_history",
-    "test_network", "test_gate",
+    "test_network", "test_socket_activation",
 )  # fmt: skip
 """Wait more than they work; short ones, which even out the end."""
 LONGEST_FIRST = ("test_campaign", "test_simnet", "test_simulation_watch", "test_fuzz")

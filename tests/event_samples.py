@@ -23,8 +23,7 @@ def progress(peer: str, at: float, *, loss: float = 2.0, inner_steps: int = 10) 
 def applied(peer: str, staleness: int, delay: int, gap: float = 1.0) -> FragmentApplied:
     return FragmentApplied(
         at=1.0, peer=peer, fragment=0, version=1, contributed=True, staleness=staleness,
-        sync_delay_steps=delay, sync_delay_s=0.5, gap=gap, gradient_norm=1.0, momentum_norm=1.0,
-        clipped_share=0.0,
+        sync_delay_steps=delay, sync_delay_s=0.5, gap=gap, momentum_norm=1.0,
     )  # fmt: skip
 
 

@@ -2,68 +2,68 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 from p2p_co2.node.agreement import Agreement
-from p2p_co2.node.environment import Clock
 from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.node.progress import SwarmProgress
+from p2p_co2.node.progress import Conclusions, Fetches, SwarmProgress
+from p2p_co2.node.state import LocalProgress, PeerState
+from p2p_co2.node.status import Host, StatusWriter, Times
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Leave, Ping, Status
 
-OTHER, NEWCOMER = PeerId("other"), PeerId("newcomer")
+ME, OTHER, NEWCOMER = PeerId("me"), PeerId("other"), PeerId("newcomer")
+DONE = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))
+ALL_FINISHED = bytes([3])
 
 
-NO_ROUND = {"is_over": lambda fragment: False}
+def at(version: int) -> AgreedVersion:
+    return AgreedVersion(version, bytes([version]) * 32)
 
 
 class Place:
-    """A peer that joins, with two fragments, and what it hears."""
+    """A peer that joins, with two fragments, and what it hears. ``moves``: whether chunks come or go;
+    ``busy``: whether anything is fetched."""
 
-    def __init__(self, *versions: int, rounds: int = 0) -> None:
-        self.now = 0.0
-        self.node: Any = SimpleNamespace(
-            agreed=[AgreedVersion(version, bytes([version]) * 32) for version in versions],
-            clock=Clock(lambda: self.now, lambda: self.now),
-            now=lambda: self.now,
-            membership=Membership(PeerId("me")),
-            catching=None,
-            me=PeerId("me"),
-            rounds=SimpleNamespace(**NO_ROUND),
-            catchup=SimpleNamespace(
-                ask_swarm=lambda vouch: None, donor=SimpleNamespace(takers=lambda now, within_s: [])
-            ),
-            refresh=lambda: None,
-            pump=lambda: None,
-            upload_bytes_per_s=lambda: 0.0,
-            download_bytes_per_s=0.0,
-            software="",
-            process=1,
-            most_peers=64,
+    def __init__(self, *versions: int, rounds: int = 0, listed: tuple[PeerId, ...] = ()) -> None:
+        self.now, self.moves, self.busy = 0.0, False, False
+        self.membership = Membership(ME)
+        self.state = PeerState(ME, [at(version) for version in versions])
+        self.agreement = Agreement(self.membership, self.state)
+        times = Times(lambda: self.now, lambda: self.now, 0.25, rounds)
+        self.writer = StatusWriter(self.state, self.membership, times, Host("", 1, 0.0, lambda: 0.0))
+        fetches = Fetches(lambda: self.busy, lambda now, within_s: self.moves)
+        self.progress = SwarmProgress(
+            self.state, self.membership, self.agreement, self.writer, times, fetches, most_peers=64
         )
-        self.progress = self.node.progress = SwarmProgress(cast(Any, self.node), 0.25, rounds)
-        majority = Agreement(PeerId("me"), self.node.membership, self.node.agreed, self._standing)
-        self.node.catching = SimpleNamespace(majority=majority, busy=lambda: False)
-        self.node.membership.found([], self.now)
+        self.membership.found(listed, self.now)
 
-    def _standing(self) -> tuple[Status.Phase, frozenset[int]]:
-        return self.progress.local.phase, self.progress.local.finished
+    @property
+    def known(self) -> Conclusions:
+        return self.progress.conclusions
 
-    def hear(self, peer: PeerId, phase: Status.Phase, *versions: int, settled: bool = False) -> None:
-        digests = [bytes([version]) * 32 for version in versions]
-        finished = bytes([(1 << len(versions)) - 1]) if phase == Status.DRAINING else b""
-        status = Status(phase=phase, versions=versions, digests=digests, settled=settled, finished=finished)
-        self.node.membership.receive(Ping(nonce=1, sent_at=self.now, status=status), peer, self.now)
+    def say(self, peer: PeerId, status: Status) -> None:
+        self.membership.receive(Ping(nonce=1, sent_at=self.now, status=status), peer, self.now)
         self.conclude()
 
+    def hear(
+        self, peer: PeerId, phase: Status.Phase, *versions: int, settled: bool = False,
+        finished: bytes | None = None,
+    ) -> None:  # fmt: skip
+        if finished is None:
+            finished = ALL_FINISHED if phase == Status.DRAINING else b""
+        digests = [at(version).digest for version in versions]
+        self.say(
+            peer,
+            Status(phase=phase, versions=versions, digests=digests, settled=settled, finished=finished),
+        )
+
     def lose(self, peer: PeerId) -> None:
-        self.node.membership.receive(Leave(reason="the run is over"), peer, self.now)
+        self.membership.receive(Leave(reason="the run is over"), peer, self.now)
         self.conclude()
 
     def move(self, *versions: int) -> None:
-        self.node.agreed[:] = [AgreedVersion(version, bytes([version]) * 32) for version in versions]
+        for fragment, version in enumerate(versions):
+            self.state.move(fragment, at(version), None)
         self.conclude()
 
     def conclude(self) -> None:

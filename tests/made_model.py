@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from monitoring import charts
-from monitoring.history import SWARM, History, fragment_key
+from monitoring.history import AGREED, SWARM, History
 from monitoring.model import Model, Recorder
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, Sighting
@@ -52,8 +52,8 @@ def evil_model() -> tuple[Model, History]:
                         round_trip_s=1e15,
                         bytes_per_s=1e15, sent_bytes=2**53),
         ev.FragmentApplied(at=START + 1, peer=bad, fragment=255, version=2**40, contributed=True,
-                           staleness=2**53, sync_delay_steps=2**53, sync_delay_s=1e15, gap=1e15,
-                           gradient_norm=0.0, momentum_norm=1e15, clipped_share=1e15),
+                           staleness=2**53, sync_delay_steps=2**53, sync_delay_s=1e15,
+                           gap=1e15, momentum_norm=1e15),
         ev.RoundCommitted(at=START + 1, peer=bad, fragment=255, round=2**40, coordinator=EVIL,
                           group_size=2**53,
                           contributors=0, partial=2**53, duration_s=1e15),
@@ -68,20 +68,12 @@ def evil_model() -> tuple[Model, History]:
 
 def all_charts(model: Model, history: History) -> list[charts.Options]:
     facts, palette = model.facts(), charts.DARK
-    rows = history.series(SWARM, *history.span())
-    fragments = {f: history.series(fragment_key(f), *history.span()) for f in range(min(4, facts.fragments))}
-    members = {peer_id(0): {"ready_at": 5.0, "begin_s": 0.1, "parts_s": 0.3, "mean_s": 0.2, "commit_s": 0.6}}
+    rows, agreed = (history.series(key, *history.span()) for key in (SWARM, AGREED))
     return [
-        charts.loss(palette, rows, history.agreed(), over_tokens=True),
-        charts.loss(palette, rows, history.agreed(), over_tokens=False),
-        charts.over_time(palette, rows, {"tokens/s": ("tokens_per_s", charts.GREEN, 1.0)}),
+        charts.loss(palette, rows, agreed, over_tokens=True),
+        charts.loss(palette, rows, agreed),
+        *(charts.over_time(palette, rows, lines) for _, _, lines in charts.TRENDS.values()),
         charts.rounds(palette, facts.rounds, facts.fragments),
         charts.staleness(palette, {f: {0: 3, 7: 1} for f in range(3)}),
         charts.staleness(palette, {0: {2**53: 1}}),
-        charts.ages(palette, facts.peers, facts.fragments),
-        charts.link_matrix(palette, facts.peers),
-        charts.hidden_and_exposed(palette, facts.peers),
-        charts.fragment_lines(palette, fragments, 1),
-        *(charts.peer_traffic(palette, rows, peer) for peer in facts.peers),
-        charts.round_time_line(palette, members, {peer_id(0): EVIL}),
     ]

@@ -113,9 +113,7 @@ class MadeSwarm:
         names = tuple(sorted(peer_id(peer) for peer in group))
         first = names[(fragment * 31 + number) % len(names)]
         key: dict[str, Any] = {"fragment": fragment, "round": number}
-        found: list[ev.Event] = [
-            ev.RoundBegan(at=now, peer=first, **key, group=names, waited_s=0.2, deadline_s=2.0)
-        ]
+        found: list[ev.Event] = [ev.RoundBegan(at=now, peer=first, **key, group=names)]
         if self.dead >= 0 and 0 <= t - self.half_s < 5 and fragment % 2 == 0:
             reason = "the owner of part 2 fell silent"
             return found + [replace(aborted(name, number, reason), at=now + 0.9, **key) for name in names]
@@ -128,8 +126,7 @@ class MadeSwarm:
                     at=now + took_s, coordinator=first, group_size=len(names), partial=partial, begun_s=0.22,
                     parts_s=0.45, means_s=took_s - 0.1,
                 ),
-                ev.FragmentSent(at=now + 0.001, peer=name, **key, payload_bytes=PAYLOAD_BYTES, weight=2000.0,
-                                relative_error=0.014),
+                ev.FragmentSent(at=now + 0.001, peer=name, **key, payload_bytes=PAYLOAD_BYTES, weight=2000.0),
                 replace(
                     applied(name, stale, 4 + 3 * stale + place % 3, 1.0 + 0.05 * stale + 0.01 * (number % 3)),
                     at=now + took_s + 0.05, fragment=fragment, version=number, sync_delay_s=took_s + 0.05,
@@ -137,7 +134,7 @@ class MadeSwarm:
                 ),
             ]  # fmt: skip
         weights = {name: 1800.0 + 100 * place for place, name in enumerate(names)}
-        found.append(ev.RoundCounted(at=now + 0.7, peer=first, **key, decided_by=first, weights=weights))
+        found.append(ev.RoundCounted(at=now + 0.7, peer=first, **key, weights=weights))
         if fragment == 0 and number % 2 == 1:
             found.append(ev.AgreedMeasured(
                 at=now + 0.8, peer=first, loss=1.45 + 4.0 / (1 + t / 20) ** 0.6, position=t / self.round_s,

@@ -20,7 +20,6 @@ from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments.live import LiveParameters
 from p2p_co2.tensors.fragments.plan import plan_fragments
 from p2p_co2.trainer import synchroniser
-from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.exchanged_model import Plan
 from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.model_check import check_model
@@ -43,8 +42,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class NoNetwork(RecordingWire):
     """What a peer asks of its network thread, and nobody on the line."""
-
-    wants_buffers = False
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -90,9 +87,8 @@ class Lone:
         self.wire = NoNetwork(name)
         config = PeerConfig(folder=folder, checkpoint_every_s=1e9)
         plan = Plan(self.run, config, fragments, model, optimizer, learning_rate, base_lr)
-        self.peer = Peer(
-            cast(NetworkThread, self.wire), self.ledger, plan, Progressed(), ModelBuffers(self.model)
-        )
+        self.peer = Peer(cast(NetworkThread, self.wire), self.ledger, plan, Progressed())
+        self.sync, self.folder = self.peer._sync, folder
         self.draw = torch.Generator().manual_seed(sum(name.encode()))
 
     def train(self, tokens: Any = 64, loss: Any = 1.0) -> bool:

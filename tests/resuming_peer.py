@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +41,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = Adapted(int(width))
     optimizer = torch.optim.Adam(model.parameters(), lr=float(np.float32(RATE)))
-    optimizer.param_groups[0].update(norms=deque([np.float32(1.0)], maxlen=5), state_dtype=torch.bfloat16)
+    optimizer.param_groups[0].update(norms=[np.float32(1.0)], state_dtype=torch.bfloat16)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, GAMMA)
     config = p2p_co2.PeerConfig(folder=Path(folder), board=False, checkpoint_every_s=1.0)
     with p2p_co2.join(ticket, model, optimizer, config, start_over=bool(over)) as peer:

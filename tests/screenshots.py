@@ -117,21 +117,19 @@ def _deeper(driver: WebDriver, address: str, folder: Path, mode: str) -> None:
     """A peer's page and a round's."""
     driver.get(f"{address}events")
     wait_for(driver, "events")
-    links = driver.execute_script(
-        "return [...document.querySelectorAll('a[href*=\"/round/\"]')].map(a => a.href)"
+    rows = '[data-testid="events"] tbody tr'
+    open_round = (
+        f"[...document.querySelectorAll('{rows}')].find(row => row.innerText.includes('commit'))?.click()"
     )
-    if links:
-        _picture(
-            driver,
-            links[min(8, len(links) - 1)],
-            "round-outcome",
-            folder / f"round-{mode}.png",
-            mode == "phone",
-        )
+    time.sleep(2.5)
+    driver.execute_script(open_round)
+    wait_for(driver, "round-outcome")
+    time.sleep(2.5)
+    whole_page(driver, folder / f"round-{mode}.png", phone=mode == "phone")
     driver.get(f"{address}peers")
     wait_for(driver, "peers-count")
     driver.execute_script("document.querySelector('[data-testid=\"peers-table\"] tbody tr').click()")
-    wait_for(driver, "peer-state")
+    wait_for(driver, "peer-title")
     time.sleep(2.5)
     whole_page(driver, folder / f"peer-{mode}.png", phone=mode == "phone")
 

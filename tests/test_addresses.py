@@ -17,6 +17,7 @@ from p2p_co2.net.transport.addresses import (
     is_public_maddr,
     network_of,
 )
+from p2p_co2.net.transport.admission import network_at
 from tests.test_libp2p import BY_SEED, DIRECT
 
 
@@ -27,6 +28,8 @@ def test_addresses() -> None:
         assert not is_near(far), far
     assert is_public_maddr(DIRECT)
     assert not any(map(is_public_maddr, (BY_SEED, "/ip4/192.168.1.2/tcp/1", "/dns/x/tcp/1", "", "/ip4")))
+    assert network_of("2001:db8:0:1::5") == network_of("2001:db8:0:1:ffff::9") == "2001:db8:0:1::/64"
+    assert network_at("127.0.0.1") == network_at("::1") == ""
     assert is_own("127.0.0.1")
     assert not is_own("203.0.113.5")
     assert is_loopback("127.0.0.1")
@@ -48,12 +51,6 @@ def test_addresses() -> None:
 )
 def test_only_a_direct_tcp_connection_has_an_address(maddr: str, place: tuple[str, int] | None) -> None:
     assert address_of(maddr) == place
-
-
-def test_addresses_of_one_ipv6_network_are_one_asker() -> None:
-    assert (
-        network_of("2001:db8:0:1::5") == network_of("2001:db8:0:1:ffff::9") != network_of("2001:db8:0:2::5")
-    )
 
 
 LONG_S = 60.0

@@ -20,7 +20,6 @@ from p2p_co2.net.transport.admission import (
     SPREAD_LINKS,
     SPREAD_STRANGERS,
     Admission,
-    network_at,
 )
 from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S
@@ -136,12 +135,6 @@ def test_dials_of_a_crowd_do_not_keep_out_those_who_work(monkeypatch: pytest.Mon
         admission.leave(admission.admit(other.hello(us.peer_id, b""), b""))
     with pytest.raises(RemoteProtocolError, match="too often"):
         admission.admit(other.hello(us.peer_id, b""), b"")
-
-
-def test_this_machine_is_no_network() -> None:
-    assert network_at("127.0.0.1") == network_at("::1") == ""
-    assert network_at("192.0.2.7") == "192.0.2.7"
-    assert network_at("2001:db8::1") == network_at("2001:db8::2") != network_at("2001:db8:1::1")
 
 
 @given(st.binary(max_size=200))

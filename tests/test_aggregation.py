@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import random
 import struct
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -21,9 +20,7 @@ from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.system import memory
 from p2p_co2.tensors.aggregation import (
     HostileSlice,
-    Mean,
     Rule,
-    Slices,
     clipped_mean,
     mean_of_parts,
     median_clipped,
@@ -231,28 +228,7 @@ def test_a_mean_is_by_the_weights_that_its_rule_returns(name: str, rule: Rule) -
     assert reversed_weights == weights[::-1]
 
 
-def middle(slices: Slices, weights: Sequence[float]) -> Mean:
-    """A rule of one's own: the median of each value, in which the extremes of three count nothing."""
-    norms = slices.norms()
-    counted = (norm == sorted(norms)[len(norms) // 2] for norm in norms)
-    effective = tuple(weight * is_counted for weight, is_counted in zip(weights, counted, strict=True))
-    return Mean(slices.combined(lambda values: values.median(dim=0).values), effective)
-
-
-@pytest.mark.parametrize("name", ["fp32", "int4"])
-def test_a_rule_of_ones_own_sees_all_slices_in_the_order_of_peers(name: str) -> None:
-    codec, values = get_codec(name), {"c": 9.0, "a": -7.0, "b": 1.0}
-    parts: list[Part] = [
-        (peer, 1.0, encoded(name, torch.full(((CHUNK_BLOCKS + 1) * 128,), value)))
-        for peer, value in values.items()
-    ]
-    mean, weights = reduce_slices(middle, codec, parts)
-    assert decoded(name, mean).unique().tolist() == pytest.approx([1.0], rel=1e-3)
-    assert sum(weights) == 1.0
-    assert reduce_slices(middle, codec, parts[::-1]) == (mean, weights[::-1])
-
-
-@pytest.mark.parametrize("rule", [weighted_mean, clipped_mean, middle])
+@pytest.mark.parametrize("rule", [weighted_mean, clipped_mean])
 @pytest.mark.parametrize("name", NAMES)
 def test_hostile_slices_are_refused_and_named(name: str, rule: Rule) -> None:
     codec, parts = get_codec(name), some_parts(name, 3, 2)

@@ -44,15 +44,10 @@ NO_TORCH = MESSAGE_WING | {
 MACHINES = {"protocol.membership", "protocol.rounds", "protocol.catchup", "protocol.reports"}
 
 IN_CIRCLES = {
-    "p2p_co2.node.deciding",
-    "p2p_co2.node.node",
-    "p2p_co2.node.progress",
     "p2p_co2.protocol.rounds.listening",
     "p2p_co2.protocol.rounds.member",
 }
 TOO_LARGE = {
-    "p2p_co2.node.node.Node",
-    "p2p_co2.node.progress.SwarmProgress",
     "p2p_co2.protocol.rounds.asking.Asking",
     "p2p_co2.protocol.rounds.coordination.Coordination",
     "p2p_co2.protocol.rounds.fragment.FragmentRounds",
@@ -63,10 +58,7 @@ TOO_LARGE = {
     "p2p_co2.protocol.rounds.swarm.Swarm",
     "p2p_co2.protocol.rounds.exchange.Exchange",
 }
-WHOLES_GIVEN_AWAY = {
-    "p2p_co2.node.node.Node: Deciding(self)",
-    "p2p_co2.node.node.Node: SwarmProgress(self)",
-}
+WHOLES_GIVEN_AWAY: set[str] = set()
 TIME_CONSTANTS = 200
 
 

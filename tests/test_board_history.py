@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from monitoring.facts import RoundFacts
 from monitoring.feeds import QUIET_S, JournalFeed, RelayedFeed
-from monitoring.history import MAX_AGREED, MEASURES, SWARM, TIERS, Batch, Happening, History, fragment_key
+from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, Happening, History
 from monitoring.model import MAX_UNHEARD, Model, Recorder
 from p2p_co2.config import read_run_config
 from p2p_co2.errors import EnvironmentFault
@@ -41,7 +40,7 @@ def sample(value: float) -> tuple[float, ...]:
 
 def filled(history: History, seconds: int, step_s: int = 2) -> None:
     for t in range(0, seconds, step_s):
-        rows = {"a": sample(float(t)), SWARM: sample(float(-t)), fragment_key(0): (1.0, 2.0, float(t % 3))}
+        rows = {"a": sample(float(t)), SWARM: sample(float(-t)), AGREED: sample(1.0)}
         history.write(Batch(at=START + t, samples=rows))
 
 
@@ -52,7 +51,6 @@ def test_samples_come_back_in_order(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == [START + t for t in range(0, 20, 2)]
     assert rows[3][1:] == sample(6.0)
     assert history.series("nobody", START, START + 20) == []
-    assert history.series(fragment_key(0), START, START + 20)[0][1:4] == (1.0, 2.0, 0.0)
     assert history.span() == (START, START + 18)
     history.close()
 
@@ -84,43 +82,26 @@ def test_a_board_started_again_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "board.sqlite"
     first = History(path)
     filled(first, 10)
-    row = RoundFacts(
-        fragment=0, round=3, at=START + 5, outcome="partial", group_size=4, contributors=3, staleness=1,
-        duration_s=0.7, reason="peer b was late", counted=True,
-    )  # fmt: skip
     line = Happening(START + 6, "peer_left", "b", -1, -1, "b left: stopped", "left b")
-    more = Batch(
-        at=START + 10, rounds=[(row, '{"a":1}')], happenings=[line, line], counted={"a": 12.5},
-        agreed=[(START, 100.0, 3.0)],
-    )  # fmt: skip
+    more = Batch(at=START + 10, happenings=[line, line], counted={"a": 12.5}, counted_rounds={(0, 3)})
     first.write(more)
     first.close()
     again = History(path)
-    assert again.round(0, 3) == (row, '{"a":1}')
-    assert again.round(0, 4) is None
     assert again.counted_rounds() == {(0, 3)}
     assert again.happenings(10) == [line]
     assert again.counted() == {"a": 12.5}
-    assert again.agreed() == [(START, 100.0, 3.0)]
     filled(again, 4)
     assert len(again.series("a", START, START + 20)) == 5
     again.close()
 
 
-def test_happenings_are_found_by_peer_fragment_and_kind() -> None:
+def test_happenings_are_found_by_peer() -> None:
     history = History(None)
-    lines = [
-        Happening(START + n, kind, peer, fragment, n, f"{n}", f"{n}")
-        for n, (kind, peer, fragment) in enumerate(
-            [("round_aborted", "a", 0), ("warned", "a", -1), ("round_aborted", "b", 1)]
-        )
-    ]
+    lines = [Happening(START + n, "warned", peer, -1, -1, f"{n}", f"{n}") for n, peer in enumerate("aab")]
     history.write(Batch(at=START, happenings=lines))
-    assert [line.words for line in history.happenings(9)] == ["2", "1", "0"]
-    assert [line.words for line in history.happenings(9, peer="a")] == ["1", "0"]
-    assert [line.words for line in history.happenings(9, fragment=1)] == ["2"]
-    assert [line.words for line in history.happenings(9, kinds=("warned",))] == ["1"]
-    assert history.happenings(9, peer="nobody") == []
+    assert [line.words for line in history.happenings(2)] == ["2", "1"]
+    assert [line.words for line in history.happenings(9, "a")] == ["1", "0"]
+    assert history.happenings(9, "nobody") == []
     history.close()
 
 
@@ -155,17 +136,6 @@ def test_a_file_that_was_damaged_in_the_middle_is_set_aside(tmp_path: Path) -> N
     history.close()
     with contextlib.closing(History(path)) as again:
         assert len(again.series("a", START, START + 99)) == 2
-
-
-def test_measurements_of_the_agreed_parameters_are_bounded() -> None:
-    """A peer may tell thousands a second."""
-    history = History(None)
-    told = [(START + number / 1000, 1.0, 2.0) for number in range(MAX_AGREED + 500)]
-    history.write(Batch(at=START + 60, agreed=told))
-    kept = history.agreed()
-    assert kept[0][0] >= told[-1][0] - MAX_AGREED / 1000
-    assert kept[-1][0] > told[-1][0] - 1
-    history.close()
 
 
 def test_a_number_that_it_cannot_hold_is_told_and_forgotten() -> None:

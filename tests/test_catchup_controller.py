@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.node.agreement import PAST_KEPT, Agreement
-from p2p_co2.node.catchup import ROUND_AGAIN, CatchupController, CatchupEffects
+from p2p_co2.node.agreement import Agreement
+from p2p_co2.node.catchup import CatchupController
 from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.node.progress import LocalProgress
+from p2p_co2.node.state import Effects, LocalProgress, PeerState
 from p2p_co2.protocol.catchup import ROUND, STATE, Fetched, FetchFailed, Goal
 from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S
@@ -25,28 +24,20 @@ from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import (
     Behind,
-    Contributor,
     Decision,
     Envelope,
-    Member,
-    Outcome,
-    PartOutcome,
-    RoundKey,
     Status,
 )
 from p2p_co2.protocol.wire.status import PeerStatus, finished_bits
 from p2p_co2.telemetry.events import CaughtUp, Warned
 from p2p_co2.tensors.checkpoint import state_digest, state_from_bytes, state_view
-from tests.certificates import certify
 from tests.fuzz.world import STEP_S, Trainer, World, run_virtual
 from tests.round_network import RUN, forged_commit, make_identity
+from tests.test_commits import MEAN, MEMBERS, START, decision_of
 
 GOOD, BAD, NONE = b"g" * 32, b"b" * 32, b"n" * 32
 ME, A, B, C = (PeerId(name) for name in ("me", "a", "b", "c"))
 SHAPE = PayloadShape(8, (4,))
-MEAN = bytes(32)
-SIGNERS = [make_identity(index) for index in (1, 2)]
-MEMBERS = sorted(one.peer_id for one in SIGNERS)
 OTHERS = [make_identity(index).peer_id for index in range(4, 12)]
 TRAINS, FINISHES = Status.TRAINING, Status.DRAINING
 
@@ -55,33 +46,40 @@ class Place:
     """A controller at version 3 of one fragment, and all that it does."""
 
     def __init__(self, phase: Status.Phase = TRAINS) -> None:
-        self.now, self.phase, self.agreed = 10.0, phase, [AgreedVersion(3, GOOD)]
+        self.now = 10.0
+        self.state = PeerState(ME, [AgreedVersion(3, GOOD)])
+        self.state.local = LocalProgress(phase)
         self.wanted: list[Goal] = []
         self.done: list[tuple[Any, ...]] = []
-        self.takers: list[PeerId] = []
         self.fault: Exception | None = None
         self.membership = SimpleNamespace(live={}, revision=0)
         machine = SimpleNamespace(
             ask_swarm=lambda vouch: None, add_donors=lambda *of: None, fetching=lambda fragment: True,
             want=lambda goal, now: self.wanted.append(goal), shape=SimpleNamespace(replayable=lambda _: 8),
             forget=lambda *of: self._note("forget", *of), quarantine=lambda peer, *of: None,
-            donor=SimpleNamespace(takers=lambda now, within_s: self.takers),
         )  # fmt: skip
         rounds = SimpleNamespace(
             is_completing=lambda fragment: False,
             forget_outcome=lambda fragment, round_: self._note("forget", round_),
         )
-        effects = CatchupEffects(
+        effects = Effects(
             now=lambda: self.now, report=lambda kind, **fields: self._note(kind, fields),
             spawn=lambda work: work.close(), refuse=lambda peer, *why: self._note("refuse", peer),
-            give_up_offer=lambda fragment: self._note("give up", fragment),
-            settle_offer=lambda fragment: None, take=self._take, adopt=self._adopt,
-            export=self._export, pump=lambda: None,
+            pump=lambda: None,
         )  # fmt: skip
+        offers: Any = SimpleNamespace(
+            give_up=lambda fragment: self._note("give up", fragment), settle=lambda fragment: None
+        )
+        outer: Any = SimpleNamespace(take=self._take, adopt=self._adopt)
         membership: Any = self.membership
-        self.majority = Agreement(ME, membership, self.agreed, lambda: (self.phase, ()))
+        self.agreement = Agreement(membership, self.state)
         parts: Any = machine, rounds
-        self.controller = CatchupController(*parts, self.majority, self.agreed, RUN, SHAPE, effects)
+        self.controller = CatchupController(
+            *parts, self.agreement, self.state, outer, offers, RUN, SHAPE, effects
+        )
+
+    def move(self, version: int, group: list[PeerId] | None = None) -> None:
+        self.state.move(0, AgreedVersion(version, GOOD), group)
 
     def hear(self, phase: Status.Phase = TRAINS, **held: tuple[int, bytes]) -> None:
         for name, (version, held_digest) in held.items():
@@ -109,11 +107,7 @@ class Place:
         if self.fault is not None:
             raise self.fault
         self._note("adopt", goes_back)
-        self.majority.moved(fragment, agreed, None)
-        self.agreed[fragment] = agreed
-
-    async def _export(self, fragment: int) -> None:
-        return
+        self.state.move(fragment, agreed, None)
 
 
 def fetched(goal: Goal, version: int, digest: bytes = GOOD) -> Fetched:
@@ -137,7 +131,7 @@ def test_who_rests_goes_nowhere_and_at_once_when_it_wakes() -> None:
     place.hear(a=(4, GOOD), b=(4, GOOD))
     place.look(0.0, 10.0)
     assert not place.wanted
-    place.phase = TRAINS
+    place.state.local = LocalProgress(TRAINS)
     place.controller.wake(place.now)
     assert len(place.wanted) == 1
 
@@ -147,10 +141,9 @@ def test_who_went_on_while_a_fetch_ended_is_looked_for_though_all_are_silent() -
     place = Place(FINISHES)
     place.hear(FINISHES, a=(4, GOOD))
     assert place.controller.go_to(0, 4, GOOD, (A,))
-    place.agreed[0] = AgreedVersion(4, GOOD)
     place.hear(FINISHES, a=(5, GOOD))
     place.look(0.0)
-    place.controller.overtaken(0)
+    place.move(4)
     assert not place.controller.busy()
     place.look(0.1, NOTICE_AFTER_S)
     assert [goal.version for goal in place.wanted] == [4, 5]
@@ -176,7 +169,7 @@ def test_that_a_fragment_could_not_be_brought_up_is_told_once_for_each_state() -
     place, counts = Place(), []
     place.hear(a=(5, GOOD), b=(5, GOOD))
     for version, here in ((4, 3), (4, 3), (5, 3), (5, 3), (5, 4), (5, 4)):
-        place.agreed[0] = AgreedVersion(here, GOOD)
+        place.move(here)
         assert place.controller.go_to(0, version, b"", ())
         place.controller.handle(FetchFailed(Goal(ROUND, 0, version, ()), "a: round not kept", 0))
         counts.append(len(place.of(Warned)))
@@ -184,30 +177,20 @@ def test_that_a_fragment_could_not_be_brought_up_is_told_once_for_each_state() -
     assert place.of(Warned)[0]["text"] == "fragment 0 could not catch up yet: a: round not kept"
 
 
-@pytest.mark.parametrize(
-    ("chunks_given", "newest_version", "rounds"), [(0, 0, 1), (5, 4, 1), (5, 0, 1 + ROUND_AGAIN)]
-)
-def test_a_round_that_came_in_part_is_asked_for_again(
-    chunks_given: int, newest_version: int, rounds: int
-) -> None:
-    """A whole state is many times as large. Who gave no part, or says that it is gone, gives none later."""
+def test_a_round_that_nobody_gives_whole_becomes_a_state() -> None:
     place = Place()
     place.hear(a=(4, GOOD), b=(4, GOOD))
     assert place.controller.go_to(0, 4, b"", (A, B))
-    while place.wanted[-1].what == ROUND:
-        event = FetchFailed(place.wanted[-1], "silent", newest_version, chunks_given)
-        place.controller.handle(event)
-    assert [goal.what for goal in place.wanted] == [ROUND] * rounds + [STATE]
+    place.controller.handle(FetchFailed(place.wanted[-1], "silent", 0, 5))
+    assert [goal.what for goal in place.wanted] == [ROUND, STATE]
 
 
 def test_what_a_round_of_ours_has_overtaken_is_fetched_no_more() -> None:
     place = Place()
     place.hear(a=(7, GOOD), b=(7, GOOD))
-    place.controller.overtaken(0)  # nothing is fetched
     assert place.controller.go_to(0, 7, b"", (A, B))
     for version, is_busy in ((6, True), (7, False)):
-        place.agreed[0] = AgreedVersion(version, GOOD)
-        place.controller.overtaken(0)
+        place.move(version)
         assert place.controller.busy() is is_busy
     assert place.of("forget") == [0]
 
@@ -215,14 +198,9 @@ def test_what_a_round_of_ours_has_overtaken_is_fetched_no_more() -> None:
 async def test_the_loser_of_two_histories_loads_the_others_and_says_what_is_lost() -> None:
     place = Place()
     for version in (4, 5):
-        place.majority.moved(0, AgreedVersion(version, GOOD), [ME])
-        place.agreed[0] = AgreedVersion(version, GOOD)
+        place.move(version, [ME])
     place.hear(a=(4, BAD), b=(4, BAD))
-    place.takers = [C]
     place.look(0.0, 2 * NOTICE_AFTER_S)
-    assert not place.wanted  # somebody takes what we hold: it comes to us
-    place.takers = []
-    place.look(0.1)
     (goal,) = place.wanted
     assert (goal.what, goal.version, goal.digest, goal.donors) == (STATE, 4, BAD, (A, B))
     assert "2 rounds of this peer alone among it" in place.of(Warned)[0]["text"]
@@ -247,7 +225,7 @@ async def test_who_gave_a_state_that_rounds_overtook_is_not_blamed(version: int,
     place.fault = RemoteProtocolError("bad state", "older than ours")
     place.hear(a=(6, GOOD), b=(6, GOOD))
     assert place.controller.go_to(0, 6, GOOD, (A,))
-    place.agreed[0] = AgreedVersion(6, GOOD)
+    place.state.agreed[0] = AgreedVersion(6, GOOD)
     await place.controller._take(fetched(Goal(STATE, 0, 6, (A,), GOOD, 5), version))
     assert place.of("refuse") == ([A] if is_blamed else [])
     assert not place.controller.busy()
@@ -263,40 +241,13 @@ async def test_a_state_that_most_contradict_by_now_is_not_adopted() -> None:
     assert not place.of("adopt")
 
 
-def test_a_peer_remembers_a_bounded_past_and_none_of_a_state_that_it_loaded() -> None:
-    place = Place()
-    for version in range(4, PAST_KEPT + 10):
-        place.majority.moved(0, AgreedVersion(version, GOOD), [A, ME])
-        place.agreed[0] = AgreedVersion(version, GOOD)
-    assert len(place.majority.mine(0).past) == PAST_KEPT
-    place.majority.moved(0, AgreedVersion(999, GOOD), None)
-    assert place.majority.mine(0).past == {999: GOOD}
-
-
 # ---- rounds that are replayed
 
 
 def round_of(members: list[PeerId]) -> Fetched:
-    """Round 4 as a donor gives it, signed by both members."""
-    outcome = Outcome(
-        key=RoundKey(fragment=0, round=4, attempt=bytes(16)),
-        run=RUN,
-        coordinator=members[0],
-        live=len(members),
-        state_digest=GOOD,
-        members=[Member(peer=peer, weight=1.0, base_version=3) for peer in members],
-        parts=[
-            PartOutcome(
-                start_block=0,
-                stop_block=4,
-                digest=digest(MEAN),
-                contributors=[Contributor(peer=peer, weight=1.0) for peer in members],
-            )
-        ],
-    )
-    decision = certify(outcome, *SIGNERS)
-    goal = Goal(ROUND, 0, 4, (members[0],))
-    return Fetched(goal, 4, bytearray(MEAN), decision, b"", tuple(members[:1]), 0.1, 0)
+    """Round 5 as a donor gives it."""
+    decision, goal = decision_of(members), Goal(ROUND, 0, 5, (members[0],))
+    return Fetched(goal, 5, bytearray(MEAN), decision, b"", tuple(members[:1]), 0.1, 0)
 
 
 @pytest.mark.parametrize(
@@ -308,14 +259,15 @@ def round_of(members: list[PeerId]) -> Fetched:
 )
 def test_a_round_is_replayed_that_those_made_that_this_peer_is_with(live: list[PeerId], reason: str) -> None:
     place = Place()
-    place.hear(**dict.fromkeys(live, (4, GOOD)))
+    place.state.agreed[0] = AgreedVersion(4, START)
+    place.hear(**dict.fromkeys(live, (5, GOOD)))
     if reason:
         with pytest.raises(RemoteProtocolError, match=reason):
             place.controller._checked_mean(round_of(MEMBERS))
     else:
         mean = place.controller._checked_mean(round_of(MEMBERS))
         assert mean is not None
-        assert mean.round == 4
+        assert mean.round == 5
 
 
 # ---- whole nodes
@@ -337,7 +289,7 @@ def test_many_that_join_at_once_do_not_take_each_other_for_the_swarm() -> None:
         assert min(world.versions()[0]) >= 4
         assert len(set(world.versions())) == 1
         for newcomer in world.trainers[2:]:
-            assert newcomer.node.progress.abreast
+            assert newcomer.node.progress.conclusions.abreast
             assert not newcomer.refused
         await world.close()
 
@@ -361,9 +313,9 @@ def test_a_commit_with_one_signature_stops_nobody_and_names_its_sender() -> None
                     agreed = trainer.node.agreed[0]
                     decision = forged_commit(
                         liar.identity, agreed.version + 1, agreed.digest, names,
-                        run=trainer.node.run_digest, blocks=trainer.node.shape.blocks[0],
+                        run=trainer.group, blocks=trainer.shape.blocks[0],
                     )  # fmt: skip
-                    envelope = Envelope(version=PROTOCOL_VERSION, run=trainer.node.run_digest)
+                    envelope = Envelope(version=PROTOCOL_VERSION, run=trainer.group)
                     envelope.decision.CopyFrom(decision)
                     await world.deliver(liar.me, trainer.me, envelope.SerializeToString())
                 await asyncio.sleep(1)
@@ -386,7 +338,7 @@ async def go_astray(liar: Trainer, ahead: int) -> AgreedVersion:
     state = state_from_bytes(data[0 : len(data)], liar.ledger._fragments[0].state.params.numel())
     wrong = state._replace(version=agreed.version + ahead, params=state.params + 1000.0)
     held = AgreedVersion(wrong.version, state_digest(wrong, LEAST_CHUNK_BYTES))
-    await liar.node.deciding.adopt(0, state_view(wrong)[0 : len(data)], held)
+    await liar.node.outer.adopt(0, state_view(wrong)[0 : len(data)], held)
     return held
 
 
@@ -395,7 +347,7 @@ def decision(liar: Trainer, honest: Trainer, lie: AgreedVersion) -> dict[str, Me
     return {
         "decision": forged_commit(
             liar.identity, agreed.version + 1, agreed.digest, [liar.me],
-            run=honest.node.run_digest, blocks=honest.node.shape.blocks[0],
+            run=honest.group, blocks=honest.shape.blocks[0],
         )
     }  # fmt: skip
 
@@ -420,7 +372,7 @@ def test_a_state_that_only_one_holds_is_nobodys(lie: Callable[..., dict[str, Mes
         before, held = min(world.versions())[0], await go_astray(liar, 1)
         for _ in range(250):
             for trainer in honest:
-                envelope = Envelope(version=PROTOCOL_VERSION, run=trainer.node.run_digest)
+                envelope = Envelope(version=PROTOCOL_VERSION, run=trainer.group)
                 envelope.MergeFrom(Envelope(**lie(liar, trainer, held)))
                 await world.deliver(liar.me, trainer.me, envelope.SerializeToString())
                 trainer.step()

@@ -11,7 +11,7 @@ import pickle
 import resource
 import signal
 import struct
-from collections import deque, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +29,7 @@ from torch import nn
 
 from p2p_co2.config import OuterConfig, RunConfig
 from p2p_co2.digest import digest
-from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
 from p2p_co2.tensors import checkpoint as rooms
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint import Checkpoint, load, load_agreed, save, tensorfile
@@ -259,22 +259,16 @@ def test_optimizer_state_keeps_its_types(tmp_path: Path) -> None:
         "state": {0: {"step": 3, "tiny": 5e-324, "inf": math.inf, "on": True, "none": None, "word": "w"}},
         "param_groups": [{"betas": (0.9, 0.999), "empty": [], "nested": [(), {}, [torch.tensor(7)]]}],
         "dtype": torch.bfloat16,
-        "window": deque([1, 2.5], maxlen=5),
-        "seen": {3},
-        "fixed": frozenset({"a"}),
-        "phase": 1 - 2j,
-        "array": np.array([[1, 2]], dtype=np.int16),
     }
     model = module()
     save(tmp_path, replace(checkpoint_of(model, adamw(model.parameters()), 1), optimizer=odd))
     read = load(tmp_path).optimizer
     assert repr(read) == repr(odd)
-    assert read["array"].dtype == np.int16
 
 
 def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     model = module()
-    values = {"lr": np.float32(0.1), "k": np.int64(3), "on": np.bool_(True), "z": np.complex64(1j)}
+    values = {"lr": np.float32(0.1), "k": np.int64(3), "on": np.bool_(True)}
     save(tmp_path, replace(checkpoint_of(model, adamw(model.parameters()), 1), optimizer=values))
     assert repr(load(tmp_path).optimizer) == repr({k: v.item() for k, v in values.items()})
 
@@ -299,8 +293,8 @@ Point = namedtuple("Point", "x y")
         (len, "a builtin_function_or_method"),
         (b"bytes", "a bytes"),
         (Point(1, 2), "a Point"),
-        (np.array([None]), "an array of object"),
-        (np.array(["a"]), "an array of <U1"),
+        (np.array([1.0]), "a ndarray"),
+        ({3}, "a set"),
         ({(1, 2): 3}, "a key of type tuple"),
         (torch.zeros(2, dtype=torch.complex128), "a tensor of complex128"),
         (torch.eye(2).to_sparse(), "a tensor of layout sparse_coo"),
@@ -411,27 +405,6 @@ def test_a_file_that_cannot_be_read_falls_back_to_the_previous(tmp_path: Path) -
         load(tmp_path)
 
 
-def test_a_missing_file_is_no_damage(tmp_path: Path) -> None:
-    _, newest = saved(tmp_path, 10, 20)
-    newest.unlink()
-    assert (load(tmp_path).inner_steps, load(tmp_path).passed_over) == (10, ())
-
-
-def test_swapped_files_are_whole_and_none_is_lost(tmp_path: Path) -> None:
-    older, newest = saved(tmp_path, 10, 20)
-    older.rename(tmp_path / "spare")
-    newest.rename(older)
-    (tmp_path / "spare").rename(newest)
-    assert load(tmp_path).inner_steps == 10
-    saved(tmp_path, 15)
-    assert names(tmp_path) == [
-        "state-000000000010.safetensors",
-        "state-000000000015.safetensors",
-        "state-000000000020.set-aside",
-    ]
-    assert load(older).inner_steps == 20
-
-
 def test_a_longer_file_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
     (path,) = saved(tmp_path, 10)
     path.write_bytes(path.read_bytes() + b"\0")
@@ -508,6 +481,47 @@ def test_a_checkpoint_of_another_format_is_refused_in_one_line(tmp_path: Path) -
     model = module()
     path = save(tmp_path, checkpoint_of(model, adamw(model.parameters()), 2))
     tensors, metadata = tensorfile.read(path, lambda name: True)
-    tensorfile.write(path, tensors, {**metadata, "format": "p2p-co2 checkpoint 1"})
+    writing = tensorfile.Writing(path, tensors, {**metadata, "format": "p2p-co2 checkpoint 1"})
+    for name, values in tensors.items():
+        writing.put(name, values)
+    writing.finish()
     with pytest.raises(ConfigError, match=r"no whole checkpoint there: .* not a checkpoint of this version"):
         load(tmp_path)
+
+
+# ---- what donors send
+
+
+def change(data: bytes, at: int, new: bytes) -> bytes:
+    return data[:at] + new + data[at + len(new) :]
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda data: data[:-1],
+        lambda data: data + b"\0",
+        lambda data: b"",
+        lambda data: change(data, 7, b"\x02"),
+        lambda data: change(data, 8, struct.pack("<Q", 1 << 60)),
+        lambda data: change(data, 16, struct.pack("<Q", 1 << 60)),
+        lambda data: change(data, 24, struct.pack("<d", math.nan)),
+        lambda data: change(data, 24, struct.pack("<d", -1.0)),
+        lambda data: change(data, 24, struct.pack("<d", -0.0)),
+        lambda data: change(data, 32, struct.pack("<Q", 5)),
+        lambda data: change(data, 32, struct.pack("<Q", 1)),
+        lambda data: change(data, 40, struct.pack("<d", math.inf)),
+        lambda data: change(data, 72, struct.pack("<f", math.nan)),
+        lambda data: change(data, len(data) - 4, struct.pack("<f", -math.inf)),
+    ],
+)
+def test_a_lying_donor_is_refused(lie: Callable[[bytes], bytes]) -> None:
+    data = rooms.state_bytes(stepped(3, 4))
+    with pytest.raises(RemoteProtocolError, match="bad_state"):
+        rooms.state_from_bytes(lie(data), 3)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_or_read(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        rooms.state_from_bytes(data, 4)

@@ -20,11 +20,10 @@ from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.planning.traffic import payload_bytes
 from p2p_co2.tensors.aggregation import Part, clipped_mean, reduce_slices
-from p2p_co2.tensors.codec import Codec, encode_with_residual, get_codec, relative_error
+from p2p_co2.tensors.codec import Codec, get_codec, relative_error
 from p2p_co2.tensors.codec.base import CHUNK_BLOCKS, SMALLEST, absmax
 from p2p_co2.tensors.codec.bitsandbytes_blocks import BitsAndBytesFourBit
 from p2p_co2.tensors.codec.fourbit import FourBitCodec
-from tests.codec_blocks import HUGE, block, gaussians, hostile, scale_of
 from tests.test_fragment_state import PLAIN as PLAIN_OUTER
 from tests.test_fragment_state import Simulated
 
@@ -32,6 +31,35 @@ NAMES: tuple[str, ...] = tuple(SPECS)
 SCALED: tuple[str, ...] = ("int8", "fp4", "nf4", "e3m0")
 """Those with fp32 scales; ``int4`` has fp16 ones, and its range is that of ``fp16``."""
 PLAIN: tuple[str, ...] = ("fp32", "fp16", "bf16")
+
+
+HUGE = 3.4028234663852886e38  # the largest fp32
+
+
+def gaussians(numel: int, seed: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def block(*values: float) -> Tensor:
+    """One block that starts with these values, the rest zero."""
+    return torch.tensor(list(values) + [0.0] * (128 - len(values)))
+
+
+def scale_of(codec: Codec, payload: Tensor) -> float:
+    """Of the first block, whose last four bytes it is."""
+    field = bytes(payload[codec.block_bytes - 4 : codec.block_bytes].tolist())
+    if codec.name == "int4":
+        scale, bias = struct.unpack("<ee", field)
+        assert bias == -8.0 * scale
+        return float(scale)
+    return float(struct.unpack("<f", field)[0])
+
+
+def hostile(codec: Codec, last_bytes: bytes, blocks: int = 3) -> Tensor:
+    """A good payload whose last block ends with these bytes."""
+    payload = codec.encode(gaussians(128 * blocks))
+    payload[-len(last_bytes) :] = torch.tensor(list(last_bytes), dtype=torch.uint8)
+    return payload
 
 
 # ---- by hand
@@ -74,17 +102,6 @@ def test_plain_codecs_saturate_and_keep_fp32_bits() -> None:
     assert torch.isfinite(get_codec("bf16").decode(get_codec("bf16").encode(values))).all()
     fp32 = get_codec("fp32")
     assert torch.equal(fp32.decode(fp32.encode(values)).view(torch.int32), values.view(torch.int32))
-
-
-def test_error_feedback_by_hand() -> None:
-    codec = get_codec("int4")
-    payload, residual = encode_with_residual(codec, block(7.0, 0.4), None, 0.5)
-    assert codec.decode(payload)[:2].tolist() == [7.0, 0.0]
-    assert residual[:2].tolist() == pytest.approx([0.0, 0.4])
-    # 0.4 + 0.5 * 0.4 = 0.6 is sent as 1, and -0.4 is carried on.
-    payload, residual = encode_with_residual(codec, block(7.0, 0.4), residual, 0.5)
-    assert codec.decode(payload)[:2].tolist() == [7.0, 1.0]
-    assert residual[:2].tolist() == pytest.approx([0.0, -0.4])
 
 
 # ---- against a reference
@@ -222,15 +239,6 @@ class TestConformance:
         most = {"fp16": 65504.0, "int4": 7 * 8188.0}.get(name, HUGE)
         assert decoded[:2].tolist() == pytest.approx([most, -most], rel=0.004)
 
-    def test_residual_is_what_was_lost(self, name: str) -> None:
-        codec = get_codec(name)
-        values, residual = gaussians(300), gaussians(300, seed=1)
-        kept = values.clone(), residual.clone()
-        payload, new = encode_with_residual(codec, values, residual, 0.9)
-        assert torch.equal(values, kept[0])
-        assert torch.equal(residual, kept[1])
-        torch.testing.assert_close(codec.decode(payload)[:300] + new, values + 0.9 * residual)
-
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     @pytest.mark.parametrize("where", [0, 200, 299])
     def test_values_that_are_not_finite_are_refused(self, name: str, bad: float, where: int) -> None:
@@ -248,7 +256,6 @@ class TestConformance:
             lambda: codec.encode(gaussians(128), payload[1:]),
             lambda: codec.decode(payload.view(torch.int8)),
             lambda: codec.decode(payload, torch.empty(127)),
-            lambda: encode_with_residual(codec, gaussians(128), gaussians(127), 1.0),
         ]
         for call in wrong:
             with pytest.raises(LocalProtocolError):
@@ -354,19 +361,6 @@ def int4_rows_of_every_scale() -> Tensor:
     field = torch.cat([half, half * -8.0], dim=1).view(torch.uint8)
     codes = torch.randint(256, (len(half), 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return torch.cat([codes, field], dim=1)
-
-
-def test_the_fused_kernel_and_the_table_give_the_same_bits() -> None:
-    """Accelerators decode by the table: so do peers whose torch lacks the kernel."""
-    codec, rows = get_codec("int4"), int4_rows_of_every_scale()
-    assert isinstance(codec, FourBitCodec)
-    codec.check(rows.view(-1))
-    by_table = torch.empty(len(rows), 128)
-    FourBitCodec._decode_blocks(codec, rows, by_table)
-    expected = by_table.add_(0.0).view(torch.int32).view(-1)
-    assert torch.equal(codec.decode(rows.view(-1)).view(torch.int32), expected)
-    given = torch.empty(rows.numel() // 68 * 128)
-    assert torch.equal(codec.decode(rows.view(-1), given).view(torch.int32), expected)
 
 
 def test_int4_has_the_resolution_of_fp16() -> None:

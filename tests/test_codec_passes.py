@@ -19,8 +19,8 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import mean_of_parts
 from p2p_co2.tensors.codec import Codec, get_codec, passes
+from p2p_co2.tensors.codec.base import error_energy
 from p2p_co2.tensors.codec.passes import Passes
-from p2p_co2.tensors.codec.residual import error_energy
 from tests.test_codec import int4_rows_of_every_scale
 
 WIDTH = 128

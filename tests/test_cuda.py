@@ -1,5 +1,5 @@
-"""What is different where training runs on a GPU: the same bits as on the host in codecs, snapshots, merges
-and checkpoints; a whole swarm of which one peer trains on the GPU and one on the CPU.
+"""What is different where training runs on a GPU: the same bits as on the host in snapshots, merges and
+checkpoints; a whole swarm of which one peer trains on the GPU and one on the CPU.
 
 Skipped where torch sees no CUDA device; everything else of the suite runs on the host alone.
 """
@@ -13,35 +13,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from p2p_co2.codec_specs import SPECS
-from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.telemetry.events import PeerFinished, PeerStarted, Progress, RoundCommitted
 from p2p_co2.tensors.checkpoint import load, save
-from p2p_co2.tensors.codec import Codec, encode_with_residual, get_codec, relative_error
-from p2p_co2.tensors.codec.base import SCALE_BYTES
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.tensors.outer import Merge
 from peers.doctor.findings import State
 from peers.doctor.machine import check_device
-from tests.codec_blocks import gaussians, hostile
 from tests.test_checkpoint import adamw, checkpoint_of, module, train
-from tests.test_codec_passes import values_of_all_sizes
+from tests.test_codec import gaussians
 from tests.test_fragments import Odd
 from tests.test_swarm import LEAVE_S, Swarm, assert_agreed, opened, run_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
 
-NAMES: tuple[str, ...] = tuple(SPECS)
-OF_BITSANDBYTES: tuple[str, ...] = ("fp4", "nf4")
-"""Whose encoder on a GPU is bitsandbytes' kernel: of two codes equally near it may take the other."""
 DEVICES = {"gpu": "cuda", "host": "cpu"}
-PLAIN: tuple[str, ...] = ("fp32", "fp16", "bf16")
-SIZES = (1, 127, 128, 129, 2049 * 128 + 5)
-
-
-@pytest.fixture(params=NAMES)
-def codec(request: pytest.FixtureRequest) -> Codec:
-    return get_codec(request.param)
 
 
 @pytest.fixture
@@ -50,83 +35,10 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
         yield swarm
 
 
-def wide(numel: int) -> Tensor:
-    """Gaussians whose blocks differ by many powers of two."""
-    return (
-        gaussians(numel) * torch.exp(4.0 * gaussians(numel // 128 + 1, seed=1)).repeat_interleave(128)[:numel]
-    )
-
-
 def same_bits(ours: Tensor, theirs: Tensor) -> bool:
     assert ours.dtype == theirs.dtype
     as_int = torch.uint8 if ours.dtype == torch.uint8 else torch.int32
     return torch.equal(ours.cpu().view(as_int), theirs.cpu().view(as_int))
-
-
-# ---- codecs
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_BITSANDBYTES])
-@pytest.mark.parametrize("size", SIZES)
-def test_a_gpu_encodes_to_the_bits_of_the_host(name: str, size: int) -> None:
-    codec = get_codec(name)
-    for values in (gaussians(size), wide(size), values_of_all_sizes(size)):
-        assert same_bits(codec.encode(values.cuda()), codec.encode(values))
-
-
-@pytest.mark.parametrize("name", OF_BITSANDBYTES)
-def test_bitsandbytes_kernels_take_the_code_of_the_host_or_its_neighbour(name: str) -> None:
-    codec = get_codec(name)
-    values = wide((1 << 20) + 77)
-    here, there = (codec.decode(codec.encode(one).cpu()) for one in (values, values.cuda()))
-    differ = float((here != there).float().mean())
-    assert differ < 2e-3, f"{differ:.2%} of the values differ"
-    errors = [relative_error(values, decoded) for decoded in (here, there)]
-    assert errors[1] == pytest.approx(errors[0], rel=1e-4, abs=1e-12)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_gpu_decodes_to_the_bits_of_the_host(codec: Codec, size: int) -> None:
-    for values in (gaussians(size), wide(size), values_of_all_sizes(size)):
-        payload = codec.encode(values)
-        assert same_bits(codec.decode(payload.cuda()), codec.decode(payload))
-
-
-def test_any_bytes_that_pass_the_check_decode_alike(codec: Codec) -> None:
-    rows = codec.encode(wide(2048 * 128)).view(2048, codec.block_bytes)
-    last = codec.block_bytes if codec.name in PLAIN else -SCALE_BYTES  # the scales stay
-    generator = torch.Generator().manual_seed(3)
-    rows[:, :last] = torch.randint(0, 256, rows[:, :last].shape, generator=generator).to(torch.uint8)
-    good = [row for row in rows if passes_check(codec, row)]
-    payload = torch.cat(good)
-    codec.check(payload.cuda())
-    assert same_bits(codec.decode(payload.cuda()), codec.decode(payload))
-    bad = [row for row in rows[:64] if not passes_check(codec, row)]
-    assert len(bad) > 0 or codec.name not in PLAIN
-    assert not any(passes_check(codec, row.cuda()) for row in bad)
-
-
-def passes_check(codec: Codec, row: Tensor) -> bool:
-    try:
-        codec.check(row.contiguous())
-    except RemoteProtocolError:
-        return False
-    return True
-
-
-def test_hostile_scales_and_values_that_are_not_finite_are_refused_there_too(codec: Codec) -> None:
-    with pytest.raises(ValueError, match="diverged"):
-        codec.encode(torch.tensor([1.0, float("nan")]).cuda())
-    with pytest.raises(RemoteProtocolError, match="not finite"):
-        codec.check(hostile(codec, b"\xff\xff\xff\x7f").cuda())
-
-
-def test_what_error_feedback_carries_on_is_the_same() -> None:
-    codec, values = get_codec("int4"), wide(1000)
-    _, residual = encode_with_residual(codec, values, None, 0.95)
-    here = encode_with_residual(codec, values, residual, 0.95)
-    there = encode_with_residual(codec, values.cuda(), residual.cuda(), 0.95)
-    assert all(same_bits(one, other) for one, other in zip(here, there, strict=True))
 
 
 # ---- live parameters and checkpoints

@@ -53,6 +53,7 @@ def test_a_good_run_leaves_its_summary_and_its_picture(
     assert summary["rounds"]["committed"] == 6
     assert summary["digests_equal"] is True
     picture = imread(tmp_path / "loss.png")
+    assert picture.shape[:2] == (560, 1400)
     assert picture.min() < picture.max()
     printed = capsys.readouterr().out
     assert "2 peers" in printed  # the plain line that stands for the live table

@@ -26,7 +26,7 @@ from p2p_co2.net.transport import base, grpc_carrier
 from p2p_co2.net.transport.admission import Admission
 from p2p_co2.net.transport.grpc_carrier import METHOD, GrpcCarrier
 from p2p_co2.net.transport.libp2p import carrier as libp2p_carrier
-from p2p_co2.net.transport.libp2p.carrier import PROTOCOL
+from p2p_co2.net.transport.libp2p.carrier import PROTOCOL, Libp2pCarrier
 from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
 from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES
 from p2p_co2.node.quotas import control_units
@@ -105,7 +105,9 @@ async def test_grpc_drops_a_peer_that_trickles(tmp_path: Path, monkeypatch: pyte
 async def test_libp2p_drops_a_peer_that_trickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libp2p_carrier, "MESSAGE_TIMEOUT_S", 1.5)
     async with open_pair("libp2p", tmp_path) as (a, b):
-        p2p = a.carrier._p2p  # type: ignore[attr-defined]
+        assert isinstance(a.carrier, Libp2pCarrier)
+        assert isinstance(b.carrier, Libp2pCarrier)
+        p2p = a.carrier.p2p
         hello = Admission(a.identity, RUN, time.time).hello(b.identity.peer_id, b"")
         await reach(p2p, b.identity.peer_id, b.record.maddrs, PATIENCE_S)
         _, writer = await open_stream(p2p, b.identity.peer_id, PROTOCOL, PATIENCE_S)
@@ -130,10 +132,10 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 async def test_connections_without_end_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = [option for option in grpc_carrier._SERVER_OPTIONS if "incoming_connections" not in option[0]]
+    options = [option for option in grpc_carrier.SERVER_OPTIONS if "incoming_connections" not in option[0]]
     limit = ("grpc.max_allowed_incoming_connections", 16)
-    assert len(options) == len(grpc_carrier._SERVER_OPTIONS) - 1
-    monkeypatch.setattr(grpc_carrier, "_SERVER_OPTIONS", [*options, limit])
+    assert len(options) == len(grpc_carrier.SERVER_OPTIONS) - 1
+    monkeypatch.setattr(grpc_carrier, "SERVER_OPTIONS", [*options, limit])
     async with open_peer("grpc", tmp_path / "b") as b:
         assert isinstance(b.carrier, GrpcCarrier)
         before = len(os.listdir("/proc/self/fd"))
@@ -151,9 +153,11 @@ async def test_connections_without_end_are_bounded(tmp_path: Path, monkeypatch: 
 async def test_streams_without_end_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libp2p_carrier, "MAX_STREAMS", 8)
     async with open_pair("libp2p", tmp_path) as (a, b):
-        p2p = a.carrier._p2p  # type: ignore[attr-defined]
+        assert isinstance(a.carrier, Libp2pCarrier)
+        assert isinstance(b.carrier, Libp2pCarrier)
+        p2p = a.carrier.p2p
         await reach(p2p, b.identity.peer_id, b.record.maddrs, PATIENCE_S)
-        inbound = b.carrier._inbound  # type: ignore[attr-defined]
+        inbound = b.carrier.inbound
         streams = []
         for _ in range(40):
             try:
@@ -199,7 +203,7 @@ async def node_behind(b: Peer) -> AsyncIterator[Trainer]:
     world = World("b")
     (trainer,) = world.trainers
     receiving = trainer.node.router
-    b.carrier._on_message, b.carrier._on_refused = receiving.on_message, receiving.on_link_refused  # type: ignore[attr-defined]
+    b.carrier.on_message, b.carrier.on_refused = receiving.on_message, receiving.on_link_refused
     world.start()
     await asyncio.sleep(0)
     yield trainer
@@ -218,7 +222,7 @@ async def test_a_flood_is_slowed_and_its_sender_dropped_while_others_are_heard(
     kind: str, flood: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowances = sys.modules[control_units.__module__]
-    monkeypatch.setattr(allowances, "ALLOWANCE", 50.0)  # the figures of test_gate, but sooner
+    monkeypatch.setattr(allowances, "ALLOWANCE", 50.0)  # sooner
     monkeypatch.setattr(allowances, "PATIENCE_S", 0.2)
     ping = messages_of_floods()["heartbeats"]
     async with open_pair(kind, tmp_path) as (mallory, b), open_peer(kind, tmp_path / "c") as honest:  # noqa: SIM117

@@ -107,10 +107,3 @@ def test_who_trickles_is_shut_out_and_who_fell_silent_is_not() -> None:
     bench.at += SHUT_OUT_S + 1
     with pytest.raises(RemoteProtocolError, match="shut out"):  # for longer each time
         bench.router.take(MALLORY, PING)
-
-
-def test_a_link_that_we_dropped_ourselves_is_not_held_against_its_peer_twice() -> None:
-    bench = victim()
-    for _ in range(1000):
-        bench.router.on_link_refused(MALLORY, RemoteProtocolError("shut out", "for 60 s more"))
-    assert bench.router.take(MALLORY, PING) == 0.0

@@ -26,7 +26,7 @@ from p2p_co2.net.transport.flow import (
     SendBuffer,
 )
 from p2p_co2.net.transport.grpc_carrier import GrpcLink
-from tests.transport_peers import open_pair
+from tests.transport_peers import Peer, open_pair
 
 PIECE_BYTES = 16 << 10
 
@@ -80,16 +80,6 @@ def test_what_is_not_used_does_not_grow() -> None:
     assert said.room_bytes == LEAST_BYTES
 
 
-def test_news_are_told_once() -> None:
-    said, news = Acknowledged(), []
-    said.on_news = lambda: news.append(said.arrived_bytes)
-    said.sent(100, 1.0)
-    said.sent(100, 1.0)
-    for word in (b"0", b"150", b"150", b"200"):
-        said.hear(word, 2.0)
-    assert news == [150, 200]
-
-
 @pytest.mark.parametrize(
     "word", [b"", b"-1", b"1e2", b"201", b"99", b"9" * 400, b"\xd9\xa1", b" 150", b"1" * 19]
 )
@@ -107,89 +97,73 @@ def test_a_receiver_that_never_says_what_came_costs_bounded_memory() -> None:
     said = Acknowledged()
     for second in range(3 * MOST_MESSAGES):
         said.sent(200, float(second))
-    assert len(said._messages) == MOST_MESSAGES
+    assert said.under_way == MOST_MESSAGES
     said.hear(str(said.sent_bytes).encode(), 1e6)
     assert said.arrived_bytes == said.sent_bytes
-    assert not said._messages
+    assert not said.under_way
 
 
 def test_what_a_round_trip_is_longer_than_the_shortest_waits_before_the_line() -> None:
-    # state, segment, acknowledged out of turn, last acknowledgement, round trip, acknowledged, shortest
-    info = struct.Struct("=B15xI8xI24xI8xI48xQ20xI")
-    seen = flow._seen
-    assert seen(info.pack(1, 1448, 2, 20, 90_000, 7000, 40_000)) == (0.05, 7000 + 2 * 1448)
-    assert seen(info.pack(1, 1448, 0, 20, 40_000, 7000, 90_000)) == (0.0, 7000)
-    assert seen(info.pack(1, 1448, 0, 600, 90_000, 7000, 40_000)) == (None, 7000)  # it was so
-    assert seen(info.pack(7, 1448, 0, 20, 90_000, 7000, 40_000)) == (None, 7000)  # closed
-    assert seen(info.pack(1, 1448, 2, 20, 90_000, 7000, 40_000)[:120]) == (None, 0)  # an old kernel
+    # state, segment, acknowledged out of turn, last acknowledgement, round trip, acknowledged, shortest, rate
+    info = struct.Struct("=B15xI8xI24xI8xI48xQ20xI8xQ")
+    for values, queued_s, there_bytes in (
+        ((1, 1448, 2, 20, 90_000, 7000, 40_000), 0.05, 7000 + 2 * 1448),
+        ((1, 1448, 0, 20, 40_000, 7000, 90_000), 0.0, 7000),
+        ((1, 1448, 0, 600, 90_000, 7000, 40_000), None, 7000),  # it was so
+        ((7, 1448, 0, 20, 90_000, 7000, 40_000), None, 7000),  # closed
+    ):
+        assert flow.seen_in(info.pack(*values, 5000)) == ((queued_s, there_bytes), 5000)
+    assert flow.seen_in(info.pack(1, 1448, 2, 20, 90_000, 7000, 40_000, 5000)[:120]) == ((None, 0), 0)
 
 
-def test_when_more_would_be_there_by_a_connection() -> None:
-    # state, segment, under way, round trip, window, pacing rate, unsent
-    info = struct.Struct("=B15xI4xI40xI8xI20xQ32xI4x")
-    there_in_s = flow._there_in_s
-    sent_soon = info.pack(1, 1000, 10, 100_000, 100, 400_000, 30_000)
-    assert there_in_s(sent_soon, 40_000) == 0.2  # 80 kB at 400 kB/s
-    assert there_in_s(info.pack(1, 1000, 10, 100_000, 20, 900_000, 30_000), 20_000) == 0.1  # of 600 kB/s
-    assert there_in_s(info.pack(1, 1000, 0, 0, 0, 0, 0), 5) == 5.0  # it has not begun
-    assert there_in_s(info.pack(7, 1000, 10, 100_000, 100, 400_000, 30_000), 40_000) == 0.0  # closed
-    assert there_in_s(sent_soon[:120], 40_000) == 0.0  # an old kernel does not say
+async def far_buffers(a: Peer, b: Peer, count: int) -> list[SendBuffer]:
+    found = []
+    for _ in range(count):
+        link = await a.carrier.connect(b.record)
+        assert isinstance(link, GrpcLink)
+        assert link.send_buffer is not None
+        found.append(link.send_buffer)
+    return found
 
 
-def unsent_bounds(buffer: SendBuffer) -> set[int]:
-    """``TCP_NOTSENT_LOWAT`` of its connections that are open."""
-    bounds = set()
-    for file in buffer.files:
-        with flow._copy_of(file) as connection:
-            if connection is not None:
-                bounds.add(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT))
-    return bounds
-
-
-def carry_for_a_second(buffer: SendBuffer, since: float, bytes_per_s: float) -> None:
-    """As if it took messages for a second, after what fills an empty buffer."""
-    buffer.took(1 << 20, since, since)
-    for number in range(8):
-        buffer.took(int(bytes_per_s / 8), since + number / 8, since + (number + 1) / 8)
-
-
+@pytest.mark.parametrize(("near_s", "is_far"), [(60.0, False), (0.0, True)])
 async def test_a_far_link_leaves_little_unsent_in_the_kernel_and_a_near_one_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    near_s: float, is_far: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(flow, "NEAR_S", near_s)
+    bounds: list[int] = []
+
+    class Socket(socket.socket):
+        def setsockopt(self, level: int, name: int, value: int) -> None:  # type: ignore[override]
+            super().setsockopt(level, name, value)
+            if name == socket.TCP_NOTSENT_LOWAT:
+                bounds.append(self.getsockopt(level, name))
+
+    monkeypatch.setattr(flow.socket, "socket", Socket)
     async with open_pair("grpc", tmp_path) as (a, b):
-        for near_s, is_far in ((60.0, False), (0.0, True)):
-            monkeypatch.setattr(flow, "NEAR_S", near_s)
-            link = await a.carrier.connect(b.record)
-            assert isinstance(link, GrpcLink)
-            assert link.send_buffer is not None
-            assert (unsent_bounds(link.send_buffer), link.is_far) == (
-                {UNSENT_BYTES} if is_far else set(),
-                is_far,
-            )
-            await link.close()
+        (buffer,) = await far_buffers(a, b, 1)
+        assert (buffer.is_far, bounds) == (is_far, [UNSENT_BYTES] * is_far)
+        assert (buffer.look().there_bytes > 0) == is_far
 
 
-async def test_a_fast_connection_may_hold_more_and_it_alone(
+async def test_a_fast_connection_may_hold_what_it_carries_in_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flow, "NEAR_S", 0.0)
+    rate = 0
+    monkeypatch.setattr(flow, "seen_in", lambda info: (flow.Seen(), rate))
     async with open_pair("grpc", tmp_path) as (a, b):
-        buffers = []
-        for _ in range(2):
-            link = await a.carrier.connect(b.record)
-            assert isinstance(link, GrpcLink)
-            assert link.send_buffer is not None
-            buffers.append(link.send_buffer)
-        for since, bytes_per_s, bound_bytes in (
-            (10.0, 0.8e6, UNSENT_BYTES),
-            (20.0, 4e6, 680_000),
-            (30.0, 3.5e6, 680_000),
-            (40.0, 1e9, MOST_UNSENT_BYTES),
-            (50.0, 0.6e6, UNSENT_BYTES),
+        (buffer,) = await far_buffers(a, b, 1)
+        for shown, bound_bytes in (
+            (100_000, UNSENT_BYTES),
+            (4_000_000, 400_000),
+            (3_500_000, 400_000),
+            (10**9, MOST_UNSENT_BYTES),
+            (0, UNSENT_BYTES),
         ):
-            carry_for_a_second(buffers[1], since, bytes_per_s)
-            assert unsent_bounds(buffers[1]) == {bound_bytes}
-            assert unsent_bounds(buffers[0]) == {UNSENT_BYTES}
+            rate = shown
+            buffer.look()
+            assert buffer.bound_bytes == bound_bytes
 
 
 async def test_looking_at_our_links_changes_no_socket_of_the_users() -> None:
@@ -197,7 +171,7 @@ async def test_looking_at_our_links_changes_no_socket_of_the_users() -> None:
     left, right = socket.socketpair()  # blocking, as those of ``multiprocessing.Pipe``
     socket.setdefaulttimeout(30.0)
     try:
-        SendBuffer("127.0.0.1", 9)
+        assert not SendBuffer("127.0.0.1", 9).is_far
     finally:
         socket.setdefaulttimeout(None)
     with left, right:
@@ -214,37 +188,28 @@ def is_locked(path: Path) -> bool:
     return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 1
 
 
-def test_a_file_that_has_a_connections_number_by_now_stays_locked(tmp_path: Path) -> None:
+def test_a_file_or_connection_that_has_a_connections_number_by_now_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To close any descriptor of a file gives up this process's locks on it (fcntl(2)); SQLite uses them."""
+    monkeypatch.setattr(flow, "NEAR_S", 0.0)
     path = tmp_path / "database"
     path.touch()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connection = socket.create_connection(listener.getsockname())
+        connection.sendall(b"x")
         buffer = SendBuffer(*listener.getsockname())
-        number = connection.fileno()
-        buffer.files = [(str(number), os.fstat(number).st_ino)]  # of a far machine it finds them itself
-        assert buffer.there_in_s(1 << 30) > 0
+        assert buffer.look().there_bytes
+        with socket.create_connection(listener.getsockname()) as other:
+            other.sendall(b"x")
+            os.dup2(other.fileno(), connection.fileno())
+        assert not buffer.look().there_bytes
         opened = path.open("r+")
-        os.dup2(opened.fileno(), number)
+        os.dup2(opened.fileno(), connection.fileno())
         fcntl.lockf(opened, fcntl.LOCK_EX)
-        assert is_locked(path)
-        buffer.took(1, 0.0, 0.0)
-        assert buffer.there_in_s(1) == buffer.look().there_bytes == 0
-        assert not SendBuffer(*listener.getsockname()).files
+        assert not buffer.look().there_bytes
+        assert not SendBuffer(*listener.getsockname()).is_far
         assert is_locked(path)
         connection.close()
         opened.close()
     assert not is_locked(path)
-
-
-def test_another_connection_of_the_same_number_is_none_of_ours() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        connection = socket.create_connection(listener.getsockname())
-        buffer = SendBuffer(*listener.getsockname())
-        number = connection.fileno()
-        buffer.files = [(str(number), os.fstat(number).st_ino)]
-        with socket.create_connection(listener.getsockname()) as other:
-            os.dup2(other.fileno(), number)
-            buffer.took(1, 0.0, 0.0)
-        assert buffer.there_in_s(1) == buffer.look().there_bytes == 0
-        connection.close()

@@ -21,7 +21,7 @@ from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import mean_of_parts
 from p2p_co2.tensors.checkpoint import Checkpoint, load, save, state_bytes, state_digest
-from p2p_co2.tensors.codec import encode_with_residual, get_codec
+from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer import kept
 from p2p_co2.trainer.fragment_state import FragmentState, Outcome, PoisonGuard
 
@@ -372,7 +372,7 @@ def test_every_committed_drift_counts_exactly_once(data: st.DataObject, rule: st
 def test_a_residual_is_what_the_codec_lost_where_the_offer_was_counted(
     codec: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Against ``encode_with_residual``, over rounds that some blocks miss; and through a checkpoint."""
+    """Against error feedback (SparseLoCo), over rounds that some blocks miss; and through a checkpoint."""
     small_pieces(monkeypatch)
     torch.manual_seed(4)
     run, size = run_config(codec=codec, feedback=True), BLOCK * 5
@@ -380,7 +380,9 @@ def test_a_residual_is_what_the_codec_lost_where_the_offer_was_counted(
     for inside in ([True, False, True, True, False], [False, True, True, True, True], [True] * 5):
         peer.live = peer.live + torch.randn(size) * 0.01
         gradient = outer.outer_gradient(peer.ledger.state, peer.live)
-        payload, lost = encode_with_residual(peer.codec, gradient, expected, run.codec.error_feedback_decay)
+        wanted = gradient + expected * run.codec.error_feedback_decay
+        payload = peer.codec.encode(wanted)
+        lost = wanted - peer.codec.decode(payload)[:size]
         assert peer.offer() == payload.numpy().tobytes()
         weights = [{"b": 1.0, "a": 1.0} if has_us else {"b": 1.0} for has_us in inside]
         peer.commit(payload.numpy().tobytes(), [PartWeights(i, i + 1, w) for i, w in enumerate(weights)])

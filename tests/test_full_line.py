@@ -11,7 +11,7 @@ from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.rounds import parts
 from p2p_co2.simnet import EventLog, Settings, Swarm
-from p2p_co2.simnet.ledger import BLOCK_BYTES
+from p2p_co2.simnet.work import BLOCK_BYTES
 from p2p_co2.telemetry.events import Event, FragmentApplied, RoundCommitted
 
 PARAMETERS, BITS_PER_VALUE, FRAGMENTS, ROUND_S = 30.8e6, 4.25, 4, 3.9
@@ -96,19 +96,6 @@ def test_a_full_line_is_used_whole_one_fragment_after_the_other(mbit: float) -> 
     assert line.means_times <= 4.0 / 2.5
     assert line.staleness <= 1
     assert line.whole_share >= 0.985  # at the start some may find it full a point later than others
-
-
-def test_steps_that_are_long_beside_an_exchange_use_it_whole_too() -> None:
-    line = train([20] * 4, step_s=0.5, seed=4)
-    assert line.of_best >= 0.9
-    assert line.means_times <= 4.0 / 2.5
-
-
-def test_a_line_with_time_to_spare_sends_at_its_points() -> None:
-    line = train([60] * 4)
-    assert line.of_best >= 0.97
-    assert line.means_times <= 1.1
-    assert line.staleness == 0
 
 
 def test_a_long_way_is_no_full_line() -> None:

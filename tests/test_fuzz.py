@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from p2p_co2.protocol.rounds.gathering import behind_message
-from p2p_co2.protocol.wire.envelope import enveloped
+from p2p_co2.protocol.wire.envelope import enveloped, head_of
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.kinds import KINDS as KINDS_OF_ALL
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
@@ -92,7 +92,7 @@ def test_every_kind_of_message_is_tried() -> None:
             asked = AskOutcome(key=RoundKey(fragment=0, round=version, attempt=bytes(16)))
             listens = Listen(key=asked.key, state_digest=bytes(32))
             for message in (behind, asked, listens):
-                world.send(first.me, second.me, enveloped(message, first.node._envelope_head))
+                world.send(first.me, second.me, enveloped(message, head_of(first.group)))
         for trainer in world.trainers[1:]:
             trainer.node.say_goodbye("done")
         await asyncio.sleep(0.1)

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import pytest
 from google.protobuf.descriptor import Descriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,9 +22,8 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.net.discovery.records import MANIFEST_CONTEXT, PEER_CONTEXT, POSITION_CONTEXT, Records
 from p2p_co2.net.transport.admission import HELLO_CONTEXT, Admission
-from p2p_co2.net.transport.libp2p.relay import _read_answer
-from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES
-from p2p_co2.net.transport.probe import Prober, _parsed
+from p2p_co2.net.transport.libp2p.relay import read_hop
+from p2p_co2.net.transport.probe import read_answer, read_question
 from p2p_co2.protocol.reports.reader import REPORT_CONTEXT, open_report
 from p2p_co2.protocol.reports.responder import Responder
 from p2p_co2.protocol.wire import messages_pb2 as wire
@@ -66,21 +65,9 @@ def from_stream(data: bytes, read: Callable[[asyncio.StreamReader], object]) -> 
     run_virtual(work())
 
 
-def probe_answer(content: bytes) -> None:
-    def read(reader: asyncio.StreamReader) -> object:
-        return Prober(THEM.peer_id, RUN, (reader, None))._read()  # type: ignore[arg-type]
-
-    with suppress(RemoteProtocolError):  # ``_gone`` makes a ``TransportError`` of it
-        from_stream(len(content).to_bytes(HEADER_BYTES) + content, read)
-
-
 def circuit_hop(content: bytes) -> None:
-    async def read(reader: asyncio.StreamReader) -> None:
-        with suppress(DecodeError):  # ``ask_for_place`` says so in words
-            wire.CircuitHop.FromString(await _read_answer(reader))
-
     length = len(content)
-    from_stream(bytes((length & 0x7F | 0x80, length >> 7 & 0x7F)) + content[:16383], read)
+    from_stream(bytes((length & 0x7F | 0x80, length >> 7 & 0x7F)) + content[:16383], read_hop)
 
 
 READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
@@ -111,7 +98,7 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
         lambda data: Admission(US, RUN, lambda: NOW).admit(THEM.seal(HELLO_CONTEXT, data), bytes(32)),
     ),
     wire.ReportRequest: (
-        wire.ReportRequest(run=RUN, process=1, decisions=[wire.RoundRef(fragment=0, round=3)]),
+        wire.ReportRequest(run=RUN, process=1, after=3),
         lambda data: Responder(US, RUN, 1).answer(data, THEM.peer_id, 10.0, NOW),
     ),
     wire.Report: (
@@ -119,9 +106,11 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
         lambda data: open_report(THEM.seal(REPORT_CONTEXT, data), THEM.peer_id, RUN),
     ),
     wire.Relayed: (wire.Relayed(id=1, peer=THEM.peer_id, request=b"request", peers=["a"]), relayed),
-    wire.Probe: (wire.Probe(run=RUN, dial_back=wire.DialBackProbe(port=1, host="x", expect=b"y")), _parsed),
+    wire.Probe: (
+        wire.Probe(run=RUN, dial_back=wire.DialBackProbe(port=1, expect=b"y")), read_question,
+    ),
     wire.ProbeAnswer: (
-        wire.ProbeAnswer(observed="/ip4/127.0.0.1/tcp/1", clock=NOW, duration_s=1.0), probe_answer,
+        wire.ProbeAnswer(observed="/ip4/127.0.0.1/tcp/1", clock=NOW, bulk=b"x"), read_answer,
     ),
     wire.CircuitHop: (
         wire.CircuitHop(

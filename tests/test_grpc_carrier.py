@@ -12,18 +12,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from p2p_co2.errors import EnvironmentFault, PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.net.transport import flow
+from p2p_co2.errors import EnvironmentFault, TransportError
 from p2p_co2.net.transport.admission import Admission
-from p2p_co2.net.transport.base import Link
 from p2p_co2.net.transport.grpc_carrier import METHOD, GrpcCarrier
 from p2p_co2.net.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
-from p2p_co2.node.lanes import BESIDE_BYTES, Uplink
-from p2p_co2.node.links import LinkObserver, LinkPool
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S, MAX_MESSAGE_BYTES
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
-from tests.transport_peers import PATIENCE_S, RUN, Peer, open_pair, open_peer, until
+from tests.transport_peers import PATIENCE_S, RUN, Peer, open_pair, open_peer
 
 
 @asynccontextmanager
@@ -47,22 +42,6 @@ def hello_for(
     return admission.hello(
         to or b.identity.peer_id, b.record.certificate_digest if digest is None else digest
     )
-
-
-async def test_who_is_cut_off_while_it_writes_is_told_why(tmp_path: Path) -> None:
-    async with open_pair("grpc", tmp_path) as (a, b):
-
-        async def refuse(sender: PeerId, data: bytes) -> None:
-            raise RemoteProtocolError("nonsense", "said by us")
-
-        async def pour(link: Link) -> None:
-            while True:
-                await link.send(bytes(500))
-
-        b.carrier._on_message = refuse  # type: ignore[attr-defined]
-        for _ in range(20):  # gRPC itself loses the reason in one of ten
-            with pytest.raises(PeerLost, match="said by us"):
-                await pour(await a.carrier.connect(b.record))
 
 
 async def test_grpc_refuses_hostile_hellos(tmp_path: Path) -> None:
@@ -140,29 +119,3 @@ async def test_no_tls_there() -> None:
 def test_the_private_key_is_not_shown() -> None:
     certificate = make_certificate(time.time())
     assert "PRIVATE" not in f"{certificate!r} {certificate}"
-
-
-async def test_what_is_sent_to_a_far_peer_arrives_over_two_connections(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flow, "NEAR_S", 0.0)
-    async with open_pair("grpc", tmp_path) as (a, b), asyncio.TaskGroup() as tasks:
-        carrier, there = a.carrier, b.identity.peer_id
-        assert isinstance(carrier, GrpcCarrier)
-
-        async def find(peer: PeerId, fresh: bool) -> PeerRecord | None:
-            return b.record
-
-        links = LinkPool([carrier], find, LinkObserver(*[lambda *_: None] * 3), tasks, Uplink())
-        links.post(there, b"hello", bulk=False)
-        await until(lambda: len(b.received) == 1)
-        b.gate.clear()
-        bulk = [number.to_bytes(4) * (BESIDE_BYTES // 16) for number in range(50)]
-        for data in bulk:
-            links.post(there, data, bulk=True)
-        await until(lambda: len(carrier._links) == 2)
-        b.gate.set()
-        await until(lambda: len(b.received) == 1 + len(bulk))
-        assert sorted(data for _, data in b.received[1:]) == bulk
-        await links.close()
-        await until(lambda: not carrier._links)

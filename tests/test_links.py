@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.net.transport.flow import LEAST_BYTES, Acknowledged
-from p2p_co2.node.lanes import BESIDE_BYTES, BeginOrder, Bulk, Lane, Piece, Turn, Uplink
+from p2p_co2.node.lanes import BeginOrder, Bulk, Lane, Piece, Turn, Uplink
 from p2p_co2.node.links import (
     MAX_CONTROL_BYTES,
     MAX_QUEUED_BYTES,
@@ -280,11 +280,9 @@ async def test_what_nobody_needs_any_more_is_not_sent() -> None:
                 links.post(peer, b"mean " + attempt, bulk=True, piece=Piece(attempt, True))
             links.post(peer, b"chunk", bulk=True, served=True)
         for peer in (B, C):
-            links._lanes[peer].turn = Turn(at=1.0, left_at=1.0)
+            links._lanes[peer].turn = Turn(at=1.0)
         links.forget(b"1", means=False)
-        assert {(lane.turn.at, lane.turn.left_at) for lane in links._lanes.values()} == {
-            (None, None)
-        }  # of the dropped
+        assert {lane.turn.at for lane in links._lanes.values()} == {None}  # of the dropped
         assert [one.data for one in links._lanes[B].bulk] == [b"mean 1", b"slice 2", b"mean 2", b"chunk"]
         links.forget(b"1", means=True)
         assert links.queued_bytes == 2 * len(b"slice 2mean 2chunk")
@@ -326,139 +324,8 @@ def test_pieces_of_the_round_that_began_first_go_first_and_nothing_overtakes_wha
         (means, b"f"),
     ):  # fmt: skip
         lane.put(Bulk(data, piece, order=order.of(piece)))
-    lane.put(Bulk(b"0", second, order=order.of(second)), first=True)  # given back: it had its turn
-    assert b"".join(bytes(message.data) for message in lane.bulk) == b"0abcdefg"
-    assert lane.bulk_bytes == 8
-
-
-async def far_with_a_slow_first(links: LinkPool, grpc: FakeCarrier) -> None:
-    """A link to B that is far and takes nothing more than what it has been given, one message of bulk."""
-    grpc.is_far = True
-    links.post(B, b"hello", bulk=False)
-    await turns()
-    grpc.links[0].gate = asyncio.Event()
-    links.post(B, b"first", bulk=True)
-    await turns()
-
-
-async def test_much_bulk_over_a_far_way_takes_a_second_connection_and_control_does_not() -> None:
-    grpc = FakeCarrier("grpc")
-    async with links_over(grpc) as (links, heard):
-        await far_with_a_slow_first(links, grpc)
-        assert len(grpc.links) == 1  # little needs none
-        bulk = [bytes([number]) * (BESIDE_BYTES // 4) for number in range(8)]
-        for data in bulk:
-            links.post(B, data, bulk=True)
-        links.post(B, b"control", bulk=False)
-        await turns(100)
-        assert len(grpc.links) == 2
-        assert grpc.sent == [b"hello", *bulk]
-        grpc.links[0].gate.set()
-        await turns()
-        assert grpc.sent[9:] == [b"first", b"control"]
-        assert (links.queued_bytes, links.traffic[B].bulk_bytes) == (0, 5 + 2 * BESIDE_BYTES)
-        assert heard.opened == [(B, "grpc", "")]
-
-
-async def test_what_a_second_connection_could_not_send_goes_over_the_first() -> None:
-    grpc = FakeCarrier("grpc")
-    async with links_over(grpc) as (links, heard):
-        await far_with_a_slow_first(links, grpc)
-        grpc.gate.clear()
-        bulk = [bytes([number]) * BESIDE_BYTES for number in range(3)]
-        for data in bulk:
-            links.post(B, data, bulk=True)
-        await turns()
-        grpc.links[1].closed.set_result("reset")
-        grpc.gate.set()
-        await turns()
-        grpc.links[0].gate.set()
-        await turns(100)
-        assert grpc.sent == [b"hello", b"first", *bulk]
-        links.post(B, bytes(2 * BESIDE_BYTES), bulk=True)
-        await turns()
-        assert len(grpc.links) == 2  # it is not tried again at once
-        assert (links.queued_bytes, heard.lost) == (0, [])
-
-
-async def test_a_second_connection_ends_with_a_peer_that_is_lost_and_leaves_nothing_queued() -> None:
-    grpc = FakeCarrier("grpc")
-    async with links_over(grpc) as (links, heard):
-        await far_with_a_slow_first(links, grpc)
-        grpc.gate = asyncio.Event()
-        for _ in range(3):
-            links.post(B, bytes(BESIDE_BYTES), bulk=True)
-        await turns()
-        first, second = grpc.links
-        grpc.reachable = False
-        first.closed.set_result("reset")
-        first.gate.set()
-        await turns(50)
-        assert heard.unreachable == [(B, "grpc: connection refused")]
-        assert second.closed.done()
-        second.gate.set()  # its last message fails only now
-        await turns(50)
-        assert links.queued_bytes == 0
-
-
-async def test_a_second_connection_that_has_nothing_to_carry_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("p2p_co2.node.links.BESIDE_IDLE_S", 0.0)
-    grpc = FakeCarrier("grpc")
-    async with links_over(grpc) as (links, _):
-        await far_with_a_slow_first(links, grpc)
-        for count in (2, 3):
-            links.post(B, bytes(BESIDE_BYTES), bulk=True)
-            await turns(100)
-            assert len(grpc.links) == count
-            assert await grpc.links[-1].wait_closed() == "closed by us"
-            await turns()
-        assert not grpc.links[0].closed.done()
-        grpc.links[0].gate.set()
-        await links.drain(5.0)
-
-
-async def test_a_message_goes_over_the_connection_by_which_it_is_there_sooner(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    grpc = FakeCarrier("grpc")
-    async with links_over(grpc) as (links, _):
-        await far_with_a_slow_first(links, grpc)
-        links.post(B, bytes(BESIDE_BYTES), bulk=True)
-        await until(lambda: len(grpc.links) == 2 and len(grpc.sent) == 2)
-        first, second = grpc.links
-        first.gate.set()
-        await until(lambda: (len(first.carried), len(second.carried)) == (2, 1))
-        first.bytes_per_s = 1e3  # a message would take minutes
-        for _ in range(4):
-            links.post(B, bytes(BESIDE_BYTES), bulk=True)
-        await until(lambda: (len(first.carried), len(second.carried)) == (2, 5))
-        first.bytes_per_s, second.bytes_per_s = 0.0, 1e3
-        monkeypatch.setattr("p2p_co2.node.links.BESIDE_IDLE_S", 0.1)
-        for _ in range(4):
-            links.post(B, bytes(BESIDE_BYTES), bulk=True)
-        await until(lambda: (len(first.carried), len(second.carried)) == (6, 5))
-        links.post(B, b"more", bulk=True)
-        await until(second.closed.done)  # it has carried nothing for long
-        await until(lambda: len(first.carried) == 7)
-
-
-async def test_a_message_is_not_left_for_ever_to_a_connection_that_is_not_read() -> None:
-    grpc = FakeCarrier("grpc")
-    async with links_over(grpc) as (links, _):
-        await far_with_a_slow_first(links, grpc)
-        links.post(B, bytes(BESIDE_BYTES), bulk=True)
-        await until(lambda: len(grpc.links) == 2 and len(grpc.sent) == 2)
-        first, second = grpc.links
-        first.bytes_per_s = 1e9  # and takes nothing
-        second.bytes_per_s = 10 * BESIDE_BYTES  # a message is there after 0.1 s
-        for _ in range(4):
-            links.post(B, bytes(BESIDE_BYTES), bulk=True)
-        await until(lambda: len(second.carried) == 5)
-        assert first.carried == [b"hello"]
-        first.gate.set()
-        await links.drain(10.0)
+    assert b"".join(bytes(message.data) for message in lane.bulk) == b"abcdefg"
+    assert lane.bulk_bytes == 7
 
 
 LINE_BYTES_PER_S = 250_000.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable
@@ -13,17 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from torch import Tensor, nn
+from torch import nn
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.probe import ProbeServer
-from p2p_co2.node.acquaintances import MAX_ACQUAINTANCES, Acquaintances
 from p2p_co2.node.network import Network
 from p2p_co2.node.reach import leads_as_far, leads_elsewhere, require_others_can_dial
 from p2p_co2.protocol import strangers as strangers_room
-from p2p_co2.protocol.catchup.buffers import AGAIN_S, BUFFERS, FRESH_S, LEAST_CHUNK_BYTES, SILENT_S, Buffers
-from p2p_co2.protocol.catchup.goals import Outbox
 from p2p_co2.protocol.membership import (
     SILENCE_CAP_S,
     Left,
@@ -32,21 +28,17 @@ from p2p_co2.protocol.membership import (
 from p2p_co2.protocol.strangers import STRANGER_TOLD_S, TABLE_WITHIN_S, OtherModel, Stranger
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import (
-    Chunk,
-    Fetch,
     Leave,
     ModelRow,
     ModelTable,
     PeerRecord,
     Ping,
-    Refusal,
     Status,
 )
 from p2p_co2.protocol.wire.model_table import MAX_TABLE_BYTES, ModelSummary, Row, check_rows
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.fragments.plan import plan_fragments
 from p2p_co2.ticket import Ticket
-from p2p_co2.trainer.buffers import MOST_BYTES, ModelBuffers
 from p2p_co2.trainer.connection import connect
 from p2p_co2.trainer.summary import summarise, values_digest
 from tests.test_discovery import CONFIG, DEAD, RECIPE, RUN, open_member
@@ -65,6 +57,10 @@ def trunk(rows: int = 64, columns: int = 16) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(columns, rows, bias=False))
     model[0].requires_grad_(False)
     return model
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
 def summary(model: nn.Module) -> ModelSummary:
@@ -320,220 +316,6 @@ def test_a_table_that_nobody_waits_for_is_counted() -> None:
         machine.receive(WRONG.message, B, 100.0)
 
 
-# ---- buffers
-
-Sharing = tuple[Buffers, Outbox]
-
-
-def normalised() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-
-def test_buffers_go_from_one_model_to_another_whole_or_not_at_all() -> None:
-    donor, newcomer = normalised(), normalised()
-    donor(5.0 + torch.randn(32, 4, generator=torch.Generator().manual_seed(1)))
-    donor.register_buffer("not_saved", torch.ones(3), persistent=False)
-    given, taken = ModelBuffers(donor), ModelBuffers(newcomer)
-    assert given.running == ["1.running_mean", "1.running_var"]
-    assert given.layout == taken.layout
-    assert given.size_bytes == 4 * 4 * 2 + 8
-    before = taken.to_bytes()
-    assert "bytes" in taken.load_(given.to_bytes()[:-1])
-    donor[1].running_var[2] = torch.inf  # type: ignore[index]
-    assert "1.running_var is not finite" in taken.load_(given.to_bytes())
-    assert taken.to_bytes() == before
-    donor[1].running_var[2] = 1.0  # type: ignore[index]
-    assert taken.load_(given.to_bytes()) == ""
-    assert all(map(torch.equal, donor[1].buffers(), newcomer[1].buffers()))  # type: ignore[index]
-
-
-def with_buffers(**buffers: Tensor) -> nn.Module:
-    """A normalised model, and buffers of a module of its own."""
-    model, part = normalised(), nn.Module()
-    for name, values in buffers.items():
-        part.register_buffer(name, values)
-    model.append(part)  # type: ignore[operator]
-    return model
-
-
-def test_a_buffer_that_is_not_finite_costs_its_own_module_alone() -> None:
-    donor, newcomer = (
-        with_buffers(scale=torch.full((2,), value), shift=torch.ones(2)) for value in (3.0, 4.0)
-    )
-    donor[3].scale[0] = torch.nan  # type: ignore[index]
-    donor[3].shift[0] = 7.0  # type: ignore[index]
-    donor[1].running_mean[1] = 5.0  # type: ignore[index]
-    assert ModelBuffers(newcomer).load_(ModelBuffers(donor).to_bytes()) == "3.scale is not finite"
-    assert newcomer[3].scale.tolist() == [4.0, 4.0]  # type: ignore[index]
-    assert newcomer[3].shift.tolist() == [1.0, 1.0]  # type: ignore[index]
-    assert newcomer[1].running_mean[1] == 5.0  # type: ignore[index]
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        torch.full((3, 3), -torch.inf).triu(1),
-        torch.tensor([1e300, torch.nan], dtype=torch.float64),
-        torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
-        torch.tensor([1.0, -torch.inf]).bfloat16(),
-        torch.tensor([1 + 2j]),
-        torch.tensor([True]),
-        torch.tensor([70_000], dtype=torch.uint32),
-        torch.tensor(3),
-        torch.zeros(0, 4),
-    ],
-    ids=["mask", "wide", "narrow", "bfloat16", "complex", "bool", "unsigned", "count", "empty"],
-)
-def test_a_buffer_of_any_kind_is_taken_where_the_newcomers_own_has_the_same_kind(values: Tensor) -> None:
-    donor, newcomer = with_buffers(kept=values.clone()), with_buffers(kept=values.clone())
-    donor[1].running_mean[1] = 5.0  # type: ignore[index]
-    assert ModelBuffers(newcomer).load_(ModelBuffers(donor).to_bytes()) == ""
-    assert newcomer[1].running_mean[1] == 5.0  # type: ignore[index]
-    assert repr(newcomer[3].kept) == repr(values)  # type: ignore[index]
-
-
-def test_a_wide_value_that_is_finite_is_taken() -> None:
-    donor, newcomer = (
-        with_buffers(kept=torch.tensor([value], dtype=torch.float64)) for value in (1e300, 1.0)
-    )
-    assert ModelBuffers(newcomer).load_(ModelBuffers(donor).to_bytes()) == ""
-    assert float(newcomer[3].kept) == 1e300  # type: ignore[index]
-
-
-def test_buffers_that_have_no_plain_values_are_left_out_and_named() -> None:
-    model = with_buffers(sparse=torch.eye(3).to_sparse(), plain=torch.ones(1))
-    given = ModelBuffers(model)
-    assert list(given.left_out) == ["3.sparse"]
-    assert len(given.to_bytes()) == given.size_bytes
-    assert "3.plain" in given.names
-
-
-def test_a_buffer_that_cannot_be_written_stays_and_the_others_are_taken() -> None:
-    donor, newcomer = with_buffers(wide=torch.ones(5)), with_buffers(wide=torch.zeros(1).expand(5))
-    donor[1].running_mean[1] = 5.0  # type: ignore[index]
-    assert "3.wide stays as it is" in ModelBuffers(newcomer).load_(ModelBuffers(donor).to_bytes())
-    assert newcomer[1].running_mean[1] == 5.0  # type: ignore[index]
-
-
-def test_a_buffer_that_was_replaced_is_given_as_it_is_now() -> None:
-    donor, newcomer = with_buffers(ema=torch.zeros(2)), with_buffers(ema=torch.zeros(2))
-    given = ModelBuffers(donor)
-    donor[3].ema = torch.full((2,), 9.0)  # type: ignore[index]
-    donor.load_state_dict({**donor.state_dict(), "1.running_mean": torch.full((4,), 6.0)}, assign=True)
-    assert ModelBuffers(newcomer).load_(given.to_bytes()) == ""
-    assert newcomer[3].ema.tolist() == [9.0, 9.0]  # type: ignore[index]
-    assert newcomer[1].running_mean.tolist() == [6.0] * 4  # type: ignore[index]
-    donor[3].ema = torch.zeros(3)  # type: ignore[index]
-    with pytest.raises(ConfigError, match="has other buffers than in join"):
-        given.to_bytes()
-
-
-def test_running_statistics_are_given_whatever_large_buffers_there_are() -> None:
-    model = with_buffers(table=torch.zeros(MOST_BYTES - 8, dtype=torch.uint8), small=torch.zeros(9))
-    given = ModelBuffers(model)
-    assert given.names[:2] == given.running
-    assert "3.small" in given.names
-    assert list(given.left_out) == ["3.table"]
-    assert given.size_bytes <= MOST_BYTES
-
-
-def sharing(size_bytes: int, layout: int = 3) -> Sharing:
-    out = Outbox()
-    machine = Buffers(out)
-    machine.layout, machine.size_bytes = layout, size_bytes
-    return machine, out
-
-
-def exchange(
-    newcomer: tuple[Buffers, Outbox], donors: dict[PeerId, tuple[Buffers, Outbox]], now: float
-) -> None:
-    machine, out = newcomer
-    while out.messages:
-        to, question = out.messages.pop(0)
-        if to in donors:
-            donors[to][0].receive(question, A, now)  # type: ignore[arg-type]
-            for _, answer in donors[to][1].messages:
-                machine.receive(answer, to, now)  # type: ignore[arg-type]
-            donors[to][1].messages.clear()
-
-
-def test_a_newcomer_takes_the_buffers_of_the_first_donor_that_gives_them() -> None:
-    size = 2 * LEAST_CHUNK_BYTES + 5
-    values = bytes(range(256)) * (size // 256) + bytes(size % 256)
-    newcomer, other, donor = sharing(size), sharing(size, layout=4), sharing(size)
-    newcomer[0].want([B, C, D], 100.0)
-    exchange(newcomer, {C: other, D: donor}, 100.0)  # B says nothing
-    assert newcomer[0].get_timer() == 100.0 + SILENT_S
-    newcomer[0].handle_timer(100.0 + SILENT_S)
-    exchange(newcomer, {C: other, D: donor}, 111.0)
-    assert donor[0].is_wanted
-    assert newcomer[0].taken == b""
-    donor[0].publish(values, 111.0)
-    assert not donor[0].is_wanted
-    newcomer[0].handle_timer(111.0 + AGAIN_S)
-    exchange(newcomer, {D: donor}, 111.0 + AGAIN_S)
-    assert newcomer[0].taken == values
-    assert newcomer[0].get_timer() is None
-    newcomer[0].want([D], 112.0 + FRESH_S)  # and old values are not given
-    exchange(newcomer, {D: donor}, 112.0 + FRESH_S)
-    assert donor[0].is_wanted
-
-
-def test_what_breaks_the_rules_about_buffers_is_refused_and_another_donor_asked() -> None:
-    newcomer, out = sharing(10)
-    newcomer.want([B, C], 100.0)
-    asked = out.messages.pop()[1]
-    newcomer.receive(Chunk(what=BUFFERS, request=asked.request, data=bytes(10)), D, 100.0)  # not asked
-    with pytest.raises(RemoteProtocolError, match="wrong size"):
-        newcomer.receive(Chunk(what=BUFFERS, request=asked.request, data=bytes(9)), B, 100.0)
-    ((to, again),) = out.messages
-    assert to == C
-    newcomer.receive(Chunk(what=BUFFERS, request=asked.request, data=bytes(10)), C, 100.0)  # an old question
-    assert newcomer.taken == b""
-    newcomer.receive(Chunk(what=BUFFERS, request=again.request, data=bytes(10)), C, 100.0)
-    assert newcomer.taken == bytes(10)
-    with pytest.raises(RemoteProtocolError, match="unknown chunk"):
-        newcomer.receive(Fetch(what=BUFFERS, version=3, chunk=1), B, 100.0)
-    nothing, said = sharing(0)
-    nothing.receive(Fetch(what=BUFFERS, version=3, chunk=1 << 31), B, 100.0)
-    assert isinstance(said.messages[0][1], Refusal)
-    assert not nothing.is_wanted
-
-
-def test_values_are_let_go_of_once_nobody_asks_and_what_was_taken_once_it_is_used() -> None:
-    newcomer, donor = sharing(10), sharing(10)
-    newcomer[0].want([B], 100.0)
-    donor[0].publish(bytes(range(10)), 100.0)
-    exchange(newcomer, {B: donor}, 101.0)
-    taken = newcomer[0].taken
-    newcomer[0].give_up()
-    assert (taken, newcomer[0].taken) == (bytes(range(10)), b"")
-    assert donor[0].get_timer() == 101.0 + FRESH_S
-    donor[0].handle_timer(101.0 + FRESH_S)
-    assert donor[0].get_timer() is None
-    newcomer[0].want([B], 117.0)
-    exchange(newcomer, {B: donor}, 117.0)
-    assert donor[0].is_wanted
-
-
-def test_a_donor_that_has_none_any_more_is_asked_no_longer() -> None:
-    newcomer, donor = sharing(10), sharing(10)
-    donor[0].publish(b"", 100.0)
-    newcomer[0].want([B], 100.0)
-    exchange(newcomer, {B: donor}, 100.0)
-    assert not donor[0].is_wanted
-    assert not newcomer[0].is_asking
-
-
-def test_with_no_donor_left_there_are_none() -> None:
-    newcomer = sharing(10)
-    newcomer[0].want([B], 100.0)
-    newcomer[0].handle_timer(100.0 + SILENT_S)
-    assert not newcomer[0].is_asking
-    assert newcomer[0].taken == b""
-    assert newcomer[0].get_timer() is None
-
-
 # ---- clocks and addresses
 
 
@@ -569,7 +351,7 @@ async def test_a_clock_that_is_in_doubt_is_told_and_lets_join(
     monkeypatch.setattr("p2p_co2.node.network.clock_offsets_s", answered)
     network = Network(Identity.load_or_create(tmp_path / "identity"), PeerConfig(), Ticket(RUN, A, (HERE,)))
     network.use(None, None)  # type: ignore[arg-type]
-    await network._compare_clocks([HERE])
+    await network._compare_clocks()
     assert re.match(f"clock: {words}" if words else "$", network.clock_doubt)
     assert not answers
 
@@ -638,52 +420,6 @@ def test_a_record_that_leads_only_to_whoever_dials_it_is_of_no_use(
     maddrs: list[str], grpc: list[str], leads: bool
 ) -> None:
     assert leads_elsewhere(PeerRecord(peer=A, maddrs=maddrs, grpc_addresses=grpc)) is leads
-
-
-# ---- whom it knew
-
-
-def test_acquaintances_are_kept_for_their_own_run_and_within_bounds(tmp_path: Path) -> None:
-    path = tmp_path / "acquaintances.json"
-    relayed = f"/ip4/203.0.113.5/tcp/1/p2p/{B}/p2p-circuit/p2p/{A}"
-    assert not Acquaintances(path, RUN).keep([PeerRecord(peer=A, maddrs=[relayed, "nonsense"])], b"")
-    assert Acquaintances(path, RUN).keep([PeerRecord(peer=A, maddrs=[relayed, PUBLIC])] * 99, b"signed")
-    assert path.stat().st_mode & 0o777 == 0o600
-    kept = Acquaintances(path, RUN)
-    assert kept.maddrs == (PUBLIC,) * MAX_ACQUAINTANCES
-    assert kept.manifest == b"signed"
-    assert not kept.keep([PeerRecord(peer=A, maddrs=[PUBLIC])] * MAX_ACQUAINTANCES, b"signed")
-    other = Acquaintances(path, bytes(32))
-    assert (other.maddrs, other.manifest) == ((), b"")
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"run": 3}', json.dumps({"run": RUN.hex(), "maddrs": 1})])
-def test_a_damaged_file_is_no_help_and_no_trouble(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "acquaintances.json"
-    path.write_text(text)
-    assert Acquaintances(path, RUN).maddrs == ()
-
-
-async def test_with_the_seeds_gone_a_peer_asks_whom_it_knew_and_has_kept_the_runs_settings(
-    tmp_path: Path,
-) -> None:
-    async with open_member(tmp_path / "other", []) as other:
-        async with open_member(tmp_path / "seed", other.maddrs) as seed:
-            await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE)
-            sealed, key = seed.discovery.sealed_manifest, seed.identity.peer_id
-        ticket, config = Ticket(RUN, key, (DEAD,)), PeerConfig(folder=tmp_path / "peer")
-        with pytest.raises(TransportError, match="no seed can be reached"):
-            await Network.open(ticket, config, lambda *_: None)
-        known = Acquaintances(config.folder / "acquaintances.json", RUN)
-        assert known.keep([other.record], sealed)
-        network = await Network.open(ticket, config, lambda *_: None)
-        try:
-            assert network.run == CONFIG
-            await other.discovery.publish_self(other.record, 60.0)
-            assert [record.peer for record in await network.find_peers()] == [other.identity.peer_id]
-            assert other.maddrs[0] in network.invitation.seeds
-        finally:
-            await network.close()
 
 
 async def test_peers_keep_the_runs_settings_for_newcomers_when_the_seed_is_gone(tmp_path: Path) -> None:

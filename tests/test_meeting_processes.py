@@ -1,5 +1,5 @@
 """Peers that meet, as processes: models that differ are told apart, a newcomer's running statistics are a
-donor's, and a swarm whose only seed is gone takes back who was in it, and takes in who has a later ticket."""
+donor's, and a swarm whose only seed is gone takes in who has a later ticket."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ pytestmark = pytest.mark.swarm
 OWN = RunConfig(name="own", recipe="own-loop", fragments=2, clock=ClockConfig(mode="time", round_s=1.0))
 
 
-def test_a_model_that_is_not_the_runs_is_refused_by_name_and_a_newcomer_takes_running_statistics(
-    tmp_path: Path,
-) -> None:
+def test_a_model_that_is_not_the_runs_is_refused_by_name(tmp_path: Path) -> None:
     script = str(ROOT / "tests" / "meeting_peer.py")
     with swarm(tmp_path, OWN) as running:
         for name in ("right", "turned", "other-base", "newcomer"):
@@ -47,16 +45,9 @@ def test_a_model_that_is_not_the_runs_is_refused_by_name_and_a_newcomer_takes_ru
         for name in ("newcomer", "right"):
             running.processes[name].send_signal(signal.SIGINT)
         running.wait("newcomer", "right")
-    losses = {name: _said(running.log(name)) for name in ("right", "newcomer")}
-    assert losses["newcomer"]["joined"] < losses["newcomer"]["fresh"] / 20, losses
-    assert losses["newcomer"]["joined"] < losses["right"]["joined"] / 100, losses
 
 
-def _said(log: str) -> dict[str, float]:
-    return {word: float(loss) for word, loss in re.findall(r"(fresh|joined|left) at ([0-9.e-]+)", log)}
-
-
-def test_with_the_only_seed_gone_who_was_there_comes_back_and_a_later_ticket_invites(tmp_path: Path) -> None:
+def test_with_the_only_seed_gone_a_later_ticket_leads_back_and_invites(tmp_path: Path) -> None:
     with opened(tmp_path) as peers:
         peers.publish(paced_run())
         seed = peers.children[0]
@@ -64,12 +55,11 @@ def test_with_the_only_seed_gone_who_was_there_comes_back_and_a_later_ticket_inv
             peers.join(name, "--recipe", RECIPE)
         tickets = {name: tmp_path / name / "ticket" for name in ("one", "three")}
         peers.wait_until("all know each other", lambda: all(_seeds(path) > 2 for path in tickets.values()))
-        assert (tmp_path / "three" / "acquaintances.json").stat().st_mode & 0o077 == 0
         peers.kill(seed)
         peers.kill(peers.children[3])
-        _comes_in(peers, "three")
         peers.ticket = tickets["one"].read_text().strip()
-        _comes_in(peers, "four")
+        for name in ("three", "four"):
+            _comes_in(peers, name)
 
 
 def _seeds(ticket: Path) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 import pytest
 
@@ -109,106 +108,19 @@ def test_who_asks_late_loses_nothing_up_to_a_bound() -> None:
 def test_a_line_that_was_measured_low_is_found_out_in_a_few_bursts() -> None:
     pace, line, shown, bursts = LinePace(), 2e6, 1e6, 0
     while shown < 0.99 * line:
-        pace.follow(shown, 0.0, 0.0)
+        pace.follow(shown)
         shown, bursts = min(line, pace.bytes_per_s), bursts + 1
     assert bursts <= 4
-    pace.follow(shown * 0.99, 0.0, 0.0)
+    pace.follow(shown * 0.99)
     assert pace.bytes_per_s == pytest.approx(1.2 * 0.99 * line)  # full: turns bind again
-    pace.follow(0.0, 0.0, 0.0)
+    pace.follow(0.0)
     assert not pace.bytes_per_s
-    pace.follow(FAST_BYTES_PER_S, 0.0, 0.0)
+    pace.follow(FAST_BYTES_PER_S)
     assert not pace.bytes_per_s
 
 
 def test_no_rate_is_no_limit() -> None:
     assert [Pace().admit_at(1 << 30, 5.0) for _ in range(3)] == [5.0, 5.0, 5.0]
-
-
-def test_a_line_with_a_queue_before_it_is_eased_until_it_is_gone() -> None:
-    pace = LinePace()
-    for queued_s, times in ((0.0, 1.2), (0.2, 0.95), (0.05, 1.2)):
-        assert pace.follow(1e6, queued_s, 0.0) == (times < 1)
-        assert pace.bytes_per_s == pytest.approx(times * 1e6)
-    pace.follow(12e6, 0.0, 0.0)  # a line of 100 Mbit/s
-    assert pace.turn_s(500_000) == pytest.approx(0.5 / 12 / 1.2)
-    for not_to_be_held in (0.0, FAST_BYTES_PER_S):
-        assert not pace.follow(not_to_be_held, 9.0, 0.0)
-        assert not pace.bytes_per_s
-
-
-@pytest.mark.parametrize("measured", [0.8, 1.0, 1.15])
-def test_the_queue_goes_whatever_a_line_was_measured_to_be(measured: float) -> None:
-    pace, queued_bytes, now, waits_s, carried_bytes = LinePace(), 200_000.0, 0.0, [], 0.0
-    while now < 6.0:  # of a line of 1 MB/s that is never without something to carry
-        pace.follow(measured * 1e6, queued_bytes / 1e6, now)
-        now += 0.01
-        sent_bytes = 0.01 * pace.bytes_per_s
-        carried_bytes += min(1e4, queued_bytes + sent_bytes)
-        queued_bytes = min(200_000.0, max(0.0, queued_bytes + sent_bytes - 1e4))  # the router's room
-        waits_s.append(queued_bytes / 1e6)
-    assert max(waits_s[300:]) < 0.07
-    assert carried_bytes > (0.95 if measured == 0.8 else 0.99) * 6e6
-
-
-def eased_bursts(meter: UploadMeter, bytes_per_s: float, count: int, since: float) -> None:
-    for number in range(count):
-        now = since + 10 * number
-        for _ in range(20):
-            meter.eased(now)
-            meter.started(now)
-            now += 50_000 / bytes_per_s
-            meter.finished("b", 50_000, now)
-        assert meter.rest(now + 1)
-
-
-def test_who_leaves_others_room_on_a_line_does_not_find_it_slower_for_that() -> None:
-    meter = UploadMeter()
-    burst(meter, 1_000_000, 1000.0, 1.0)
-    assert meter.rest(1010.0)
-    shown = meter.bytes_per_s
-    eased_bursts(meter, 0.95 * shown, 20, 2000.0)
-    assert meter.bytes_per_s == shown
-    eased_bursts(meter, 0.5 * shown, 5, 3000.0)
-    assert meter.bytes_per_s == pytest.approx(0.5 * shown, rel=0.05)  # that is the line's doing
-    eased_bursts(meter, 2 * shown, 2, 4000.0)
-    assert meter.bytes_per_s == pytest.approx(2 * shown, rel=0.05)
-
-
-def exchanges(
-    meter: UploadMeter, line_bytes_per_s: float, queued_s: Callable[[float], float], count: int, since: float
-) -> None:
-    """Bursts of 2 MB over a line of this rate, at the pace that the meter asks for; ``queued_s``: at a pace,
-    what waits before the line."""
-    pace, now = LinePace(), since
-    for _ in range(count):
-        meter.rest(now)
-        free_at = now
-        for number in range(120):
-            waits_s = queued_s(pace.bytes_per_s) if meter.may_ease else 0.0
-            if pace.follow(meter.bytes_per_s, waits_s, now):
-                meter.eased(now)
-            at = pace.admit_at(16_384, now)
-            meter.held(now, at)
-            meter.started(max(now, at))
-            free_at = max(free_at, now, at) + 16_384 / line_bytes_per_s
-            now = max(now, at, free_at - 32_768 / line_bytes_per_s)
-            meter.finished("bcd"[number % 3], 16_384, max(now, free_at))
-        now = free_at + 5.0
-    meter.rest(now)
-
-
-def test_a_line_is_measured_though_a_queue_stands_before_it_for_good() -> None:
-    meter = UploadMeter()
-    exchanges(meter, 1e6, lambda pace: 0.0, 6, 1000.0)
-    assert meter.bytes_per_s == pytest.approx(1e6, rel=0.02)
-    exchanges(meter, 1e6, lambda pace: 0.08, 60, 2000.0)
-    assert meter.bytes_per_s == pytest.approx(1e6, rel=0.02)
-    exchanges(meter, 0.35e6, lambda pace: 0.08, 8, 4000.0)  # others have most of it
-    assert meter.bytes_per_s == pytest.approx(0.35e6, rel=0.02)
-    exchanges(meter, 1e6, lambda pace: 0.08, 60, 6000.0)  # they have gone, the queue is another's
-    assert meter.bytes_per_s == pytest.approx(1e6, rel=0.02)
-    exchanges(meter, 0.78e6, lambda pace: 0.3 if pace > 0.78e6 else 0.0, 25, 8000.0)
-    assert meter.bytes_per_s == pytest.approx(0.78e6, rel=0.02)
 
 
 def test_a_line_is_what_receivers_acknowledge_while_it_is_full_not_what_buffers_take() -> None:
@@ -225,28 +137,6 @@ def test_a_line_is_what_receivers_acknowledge_while_it_is_full_not_what_buffers_
         assert meter.bytes_per_s == pytest.approx(
             1e6 if number > 2 else 0.8e6, rel=0.3 if number == 2 else 0.01
         )
-
-
-@pytest.mark.parametrize(
-    ("share_that_came", "may_ease"), [(0.97, [True] * 8), (0.88, [True] * 3 + [False] * 5)]
-)
-def test_who_is_eased_need_not_fill_the_line_to_know_it_where_more_comes_than_is_sent(
-    share_that_came: float, may_ease: list[bool]
-) -> None:
-    meter, seen = UploadMeter(), []
-    for number in range(9):
-        now = 1000.0 + 10 * number
-        if number:
-            meter.eased(now)
-        for _ in range(40):
-            meter.started(now)
-            meter.came(50_000 if not number else int(share_that_came * 50_000), 0.05, True, now + 0.05)
-            now += 0.05
-            meter.finished("b", 40_000, now)
-        assert meter.rest(now + 1)
-        seen.append(meter.may_ease)
-        assert meter.bytes_per_s == pytest.approx(1e6, rel=0.04)
-    assert seen[1:] == may_ease
 
 
 @pytest.mark.parametrize("has_queue", [False, True])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import TransportError
 from p2p_co2.net.discovery import Discovery
-from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p, wait_p2p_exit
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.node import record_book as room
 from p2p_co2.node.network import Network
 from p2p_co2.node.reach import lead_nowhere_else, publishable
@@ -85,7 +85,7 @@ async def test_no_more_records_than_peers_are_known(monkeypatch: pytest.MonkeyPa
         for name in dht.peers:
             await dht.book.record_of(PeerId(name))
         assert len(dht.book) <= 3
-        assert len(dht.book.used(99)) <= 3
+        assert len(dht.book.known(99)) <= 3
 
 
 async def test_one_search_serves_all_who_ask_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ async def test_a_killed_daemon_is_a_transport_error_everywhere(tmp_path: Path) -
             await network.publish_self()
             assert await network.find_peers() == []
             os.kill(network.p2p.daemon.process.pid, signal.SIGKILL)
-            await wait_p2p_exit(network.p2p)
+            await network.p2p.daemon.wait_exit()
             for call in (lambda: network.publish_position(1.0, [1]), network.find_peers):
                 with pytest.raises(TransportError, match="daemon"):
                     await call()

@@ -18,7 +18,7 @@ def test_nothing_waits_for_another_turn_to_be_sent(monkeypatch: pytest.MonkeyPat
 
     def look(oversight: Oversight) -> None:
         node = oversight.node
-        if node._links is not None and not node._stopping.is_set():
+        if node._pump.is_open:
             machines = node.membership, node.rounds._outlet, node.catchup._out
             for machine in machines:
                 waiting = machine.messages if hasattr(machine, "messages") else machine._outgoing

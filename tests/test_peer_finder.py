@@ -14,7 +14,6 @@ from p2p_co2.node import peer_finder as room
 from p2p_co2.node.peer_finder import (
     ALONE_S,
     LAST_WORD_S,
-    BackgroundTasks,
     FinderEvents,
     PeerFinder,
     PositionWriter,
@@ -153,21 +152,3 @@ def test_who_trains_alone_is_told_so_once() -> None:
     assert look(201.0 + ALONE_S) == 1
     assert "p2p-co2 join TICKET" in told[0]
     assert look(999.0) == look(1000.0, others=1) == look(1001.0) == look(2000.0) == 1
-
-
-async def test_questions_may_come_to_their_end_but_no_later() -> None:
-    background, told = BackgroundTasks(), list[str]()
-
-    async def ask(answer: asyncio.Event) -> None:
-        await answer.wait()
-        told.append("answered")
-
-    soon, never = asyncio.Event(), asyncio.Event()
-    tasks = [asyncio.create_task(ask(answer)) for answer in (soon, never)]
-    for task in tasks:
-        background.add(task)
-    asyncio.get_running_loop().call_soon(soon.set)
-    await background.end(0.05)
-    await asyncio.wait(tasks, timeout=5.0)
-    assert told == ["answered"]
-    assert tasks[1].cancelled()

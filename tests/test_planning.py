@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -130,16 +129,6 @@ def test_what_limits_a_transfer_is_named() -> None:
     assert limited.transfer_s == pytest.approx(1.04 * 10**6 / (1448 * 1.22 / 0.01), rel=0.01)
 
 
-@pytest.mark.parametrize("name", list(PROFILES))
-def test_no_transfer_is_faster_than_its_floor(name: str) -> None:
-    for payload, peers in itertools.product((10_000, 10**7), (2, 5, 32)):
-        time = round_time(payload, 2 * payload, 0.2, [link_of(PROFILES[name])] * peers)
-        assert time.transfer_s >= time.floor_s
-    mixed = [link_of(profile_of("home-mix", 1, index)) for index in range(12)]
-    time = round_time(10**7, 2 * 10**7, 0.2, [*mixed, link_of(PROFILES[name])])
-    assert time.transfer_s >= time.floor_s > 0
-
-
 # ---- rounds after rounds
 
 
@@ -148,7 +137,6 @@ def test_with_time_to_spare_a_delay_is_that_of_the_round_alone() -> None:
     shown = flow([alone] * 4, round_s=1.0)
     assert (shown.to_apply_s, shown.slowest_s) == pytest.approx((0.5, 0.5))
     assert (shown.staleness, shown.sent_share) == (0, 1)
-    assert shown.busy_share == pytest.approx(0.8)
 
 
 def test_a_link_that_lacks_a_little_is_used_whole() -> None:
@@ -290,28 +278,16 @@ TABLE = {
 
 def job_of(model: str, method: str) -> Job:
     parameters, layers, step_s = MODELS[model]
-    streamed = layers // 3
-    how = {
-        "data-parallel": {},
-        "diloco": {"round_steps": 100},
-        "streaming": {"round_steps": 100, "fragments": streamed},
-        "overlapped": {"round_steps": 100, "fragments": streamed, "delay_steps": 1},
-        "overlapped 4-bit": {"round_steps": 100, "fragments": streamed, "delay_steps": 1},
-    }[method]
-    bits = 4 if "4-bit" in method else 16
-    return Job(parameters=parameters, layers=layers, step_s=step_s, bits_per_value=bits, **how)
+    return Job(
+        parameters=parameters, layers=layers, step_s=step_s, bits_per_value=4 if "4-bit" in method else 16,
+        round_steps=1 if method == "data-parallel" else 100, delay_steps=int("overlapped" in method),
+        fragments=1 if method in {"data-parallel", "diloco"} else layers // 3,
+    )  # fmt: skip
 
 
 def printed(gbit_per_s: float) -> float:
     """As the table prints: two decimals first, then one, which is how 0.954 became 0.9 and 323.746 323.8."""
     return float(f"{round(gbit_per_s, 2):.1f}")
-
-
-@pytest.mark.parametrize("method", list(TABLE["1B"]))
-def test_more_bandwidth_never_lowers_utilisation(method: str) -> None:
-    for model in MODELS:
-        curve = [utilisation(job_of(model, method), 1e9 * gbit) for gbit in GRID[::4]]
-        assert all(later >= sooner - 1e-12 for sooner, later in itertools.pairwise(curve)), model
 
 
 def test_the_published_table_is_reproduced() -> None:

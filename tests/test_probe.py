@@ -13,25 +13,28 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError, TransportError
-from p2p_co2.net.transport import probe
+from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.streams import framed
 from p2p_co2.net.transport.probe import (
+    DIAL_BYTES,
     GREETING,
     MAX_BULK_BYTES,
-    MOST,
+    MAX_FRAME_BYTES,
+    MOST_BYTES,
+    MOST_BYTES_IN_ALL,
     PROTOCOL,
-    ProbeLimits,
+    Allowances,
     Prober,
     ProbeServer,
     check_dial_back,
     open_prober,
 )
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Probe
-from tests.transport_peers import PATIENCE_S, until
+from p2p_co2.protocol.wire.messages_pb2 import Probe, ProbeAnswer
+from tests.transport_peers import PATIENCE_S
 
 RUN = hashlib.sha256(b"a run").digest()
 
@@ -40,67 +43,31 @@ SEEN = "/ip4/203.0.113.7/tcp/40000"
 
 
 def test_a_connection_back_goes_where_the_asker_is_seen_and_nowhere_else() -> None:
-    assert check_dial_back(31337, b"x" * 32, "victim.example", SEEN) == "203.0.113.7"
-    for port, expect, host, observed in (
-        (0, b"x", "", SEEN),
-        (65536, b"x", "", SEEN),
-        (1, b"", "", SEEN),
-        (1, b"x" * 33, "", SEEN),
-        (1, b"x", "h" * 254, SEEN),
-        (1, b"x", "", "/ip4/203.0.113.7/tcp/4001/p2p/QmRelay/p2p-circuit"),
+    assert check_dial_back(31337, b"x" * 32, SEEN) == "203.0.113.7"
+    for port, expect, observed in (
+        (0, b"x", SEEN),
+        (65536, b"x", SEEN),
+        (1, b"", SEEN),
+        (1, b"x" * 33, SEEN),
+        (1, b"x", "/ip4/203.0.113.7/tcp/4001/p2p/QmRelay/p2p-circuit"),
     ):
         with pytest.raises(RemoteProtocolError):
-            check_dial_back(port, expect, host, observed)
+            check_dial_back(port, expect, observed)
 
 
-def test_dials_are_counted_per_address_and_in_all() -> None:
-    limits = ProbeLimits()
-    for _ in range(MOST["dials"][0]):
-        limits.dial("203.0.113.7", 0.0)
+def test_what_a_network_and_all_together_may_use_comes_back_evenly() -> None:
+    allowances, minute_s = Allowances(), MESSAGE_TIMEOUT_S
+    allowances.take("203.0.113.7", MOST_BYTES, 0.0)
     with pytest.raises(RemoteProtocolError, match="too often"):
-        limits.dial("203.0.113.7", 59.0)
-    limits.dial("203.0.113.8", 59.0)  # another address is another asker
-    limits.dial("203.0.113.7", 60.0)  # and a minute later it may ask again
-    for number in range(MOST["dials"][1] - 2):
-        limits.dial(f"198.51.100.{number}", 60.0)
+        allowances.take("203.0.113.7", 1, 0.0)
+    allowances.take("203.0.113.8", DIAL_BYTES, 0.0)  # another network is another asker
+    allowances.take("203.0.113.7", MOST_BYTES // 2, minute_s / 2)
+    assert allowances.left_bytes("203.0.113.7", minute_s / 2) == 0
+    later = 10 * minute_s
+    for number in range(MOST_BYTES_IN_ALL // MOST_BYTES):
+        allowances.take(f"198.51.100.{number}", MOST_BYTES, later)
     with pytest.raises(RemoteProtocolError, match="too often"):
-        limits.dial("192.0.2.1", 60.0)
-
-
-def test_bulk_is_bounded_in_size_in_number_and_one_at_a_time() -> None:
-    limits = ProbeLimits()
-    for size in (0, MAX_BULK_BYTES + 1):
-        with pytest.raises(RemoteProtocolError, match="bytes"):
-            limits.bulk("203.0.113.7", size, 0.0)
-    limits.bulk("203.0.113.7", MAX_BULK_BYTES, 0.0)
-    with pytest.raises(RemoteProtocolError, match="somebody else"):
-        limits.bulk("203.0.113.8", 1, 0.0)
-    limits.end_bulk(0.0)
-    for _ in range(MOST["bytes"][0] // MAX_BULK_BYTES - 1):
-        limits.bulk("203.0.113.7", MAX_BULK_BYTES, 1.0)
-        limits.end_bulk(1.0)
-    with pytest.raises(RemoteProtocolError, match="too often"):
-        limits.bulk("203.0.113.7", MAX_BULK_BYTES, 2.0)
-    assert not limits.bulk_running
-    limits.bulk("203.0.113.7", 1, 61.0)
-
-
-def test_nobody_keeps_the_one_place_for_measuring_with_small_and_slow_questions() -> None:
-    limits, now, refused = ProbeLimits(), 0.0, 0
-    for _ in range(60):
-        try:
-            limits.bulk("203.0.113.7", 1, now)
-        except RemoteProtocolError:
-            refused += 1
-            limits.bulk("203.0.113.8", MOST["bytes"][0] // 60, now)  # another has it
-            limits.end_bulk(now)
-            now += 1.0
-        else:
-            now += 9.0  # as long as a byte that does not come is waited for
-            limits.end_bulk(now)
-    held_s = 9.0 * (60 - refused)
-    assert held_s <= now / probe.WINDOW_S * (MOST["seconds"][0] + 9.0) + 60.0
-    assert refused > 30
+        allowances.take("192.0.2.1", 1, later)
 
 
 @dataclass
@@ -147,7 +114,7 @@ async def greeter(words: bytes) -> AsyncIterator[int]:
 
 async def test_how_we_look_and_what_the_clock_is_there(tmp_path: Path) -> None:
     async with world(tmp_path, ahead_s=40.0) as it, it.prober() as prober:
-        looks = [await prober.look() for _ in range(3)]
+        looks = [await prober.look() for _ in range(4)][1:]
         assert {look.observed[0] for look in looks} == {"127.0.0.1"}
         for look in looks:  # the answer was made between the question and its arrival here
             assert look.round_trip_s > 0
@@ -158,45 +125,42 @@ async def test_a_connection_back_proves_who_answers_there(tmp_path: Path) -> Non
     async with world(tmp_path) as it, it.prober() as prober:
         async with greeter(b"it is I") as port:
             assert await prober.dial_back(port, b"it is I")
-            assert await prober.dial_back(port, b"it is I", host="localhost")
             assert not await prober.dial_back(port, b"it is U")
         assert not await prober.dial_back(port, b"it is I")  # nobody listens any more
         daemon = int((await it.asker_p2p.get_visible_maddrs())[0].value_for_protocol("tcp"))
         assert await prober.dial_back(daemon, GREETING)
-        with pytest.raises(TransportError, match=r"is not 127\.0\.0\.1, where it is seen from here"):
-            await prober.dial_back(port, b"x", host="192.0.2.1")
         with pytest.raises(TransportError, match="out of bounds"):
             await prober.dial_back(port, b"x" * 33)
 
 
 async def test_rates_are_measured_both_ways_and_keep_to_a_cap(tmp_path: Path) -> None:
-    size = 1 << 20
-    async with world(tmp_path, cap=1e6) as it:
-        up_bytes_per_s = []
-        for _ in range(3):  # the best counts: a machine under load may stand still meanwhile
-            async with it.prober() as prober:
-                up_bytes_per_s.append((await prober.upload(size)).bytes_per_s)
-        assert max(up_bytes_per_s) > 2e6
-        async with it.prober() as prober:
-            assert 0 < (await prober.download(size)).bytes_per_s < 1.5e6
-        assert not it.server._limits.bulk_running
+    async with world(tmp_path, cap=1e6) as it, it.prober() as prober:
+        # the best counts: a machine under load may stand still meanwhile
+        assert max([(await prober.upload(MAX_BULK_BYTES)).bytes_per_s for _ in range(3)]) > 2e6
+        assert 0 < (await prober.download(MAX_BULK_BYTES)).bytes_per_s < 1.1e6
 
 
-async def test_what_is_refused_says_why(tmp_path: Path) -> None:
+async def test_what_is_refused_says_why_and_the_stream_goes_on(tmp_path: Path) -> None:
     async with world(tmp_path) as it:
         async with it.prober(bytes(32)) as prober:
             with pytest.raises(TransportError, match="another run"):
                 await prober.look()
         async with it.prober() as prober:
-            with pytest.raises(TransportError, match="at most 4194304"):
+            with pytest.raises(TransportError, match="at most 1048576"):
                 await prober.download(MAX_BULK_BYTES + 1)
             with pytest.raises(TransportError, match="does not know the question"):
-                await prober._ask(Probe())
-        it.server._limits.bulk_running = True
-        async with it.prober() as prober:
-            with pytest.raises(TransportError, match="somebody else"):
-                await prober.upload(1000)
-            assert (await prober.look()).observed  # the stream goes on
+                await prober.ask(Probe())
+            troubles = [await trouble_of(prober) for _ in range(2 * MOST_BYTES // MAX_BULK_BYTES)]
+            assert "refused: asked too often; try again in a minute" in troubles
+            assert (await prober.look()).observed
+
+
+async def trouble_of(prober: Prober) -> str:
+    try:
+        await prober.download(MAX_BULK_BYTES)
+    except TransportError as error:
+        return str(error)
+    return ""
 
 
 async def said(it: World, data: bytes) -> bytes:
@@ -216,28 +180,9 @@ async def test_nonsense_ends_the_stream_and_nothing_else(tmp_path: Path) -> None
     async with world(tmp_path) as it:
         assert await said(it, (1 << 31).to_bytes(4)) == b""
         assert await said(it, (3).to_bytes(4) + b"\xff\xff\xff") == b""
-        assert await said(it, (513).to_bytes(4) + bytes(513)) == b""
+        assert await said(it, (MAX_FRAME_BYTES + MAX_BULK_BYTES + 1).to_bytes(4) + bytes(513)) == b""
         async with it.prober() as prober:
             await prober.look()
-
-
-async def test_more_bytes_than_announced_are_refused(tmp_path: Path) -> None:
-    async with world(tmp_path) as it, it.prober() as prober:
-        await prober._ask(Probe(take_bytes=1000))
-        for _ in range(2):
-            prober._writer.write(framed(bytes(600)))
-        with pytest.raises(TransportError, match="hung up"):
-            await prober.look()
-        await until(lambda: not it.server._limits.bulk_running)
-
-
-async def test_streams_are_bounded_per_asker(tmp_path: Path) -> None:
-    async with world(tmp_path) as it, it.prober() as first, it.prober() as second:
-        await first.look()
-        await second.look()
-        async with it.prober() as third:
-            with pytest.raises(TransportError, match=r"hung up|did not answer"):
-                await third.look()
 
 
 @asynccontextmanager
@@ -248,7 +193,7 @@ async def lying(it: World, frame: bytes) -> AsyncIterator[Prober]:
 
     async def serve(info: object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
-        writer.write(framed(frame))
+        writer.write(frame)
         await writer.drain()
         await reader.read()
         await hang_up(writer)
@@ -264,10 +209,10 @@ async def lying(it: World, frame: bytes) -> AsyncIterator[Prober]:
 @pytest.mark.parametrize(
     ("frame", "words"),
     [
-        (probe.ProbeAnswer(clock=float("nan")).SerializeToString(), "its clock is no number"),
-        (b"\xff\xff\xff", "not a ProbeAnswer"),
-        (bytes(3000), "answers nonsense"),
-        (probe.ProbeAnswer(refusal="\x1b[2Jno").SerializeToString(), r"refused: \?\[2Jno"),
+        (framed(ProbeAnswer(clock=float("nan")).SerializeToString()), "its clock is no number"),
+        (framed(b"\xff\xff\xff"), "not a ProbeAnswer"),
+        ((1 << 31).to_bytes(4), "answers nonsense"),
+        (framed(ProbeAnswer(refusal="\x1b[2Jno").SerializeToString()), r"refused: \?\[2Jno"),
     ],
 )
 async def test_a_prober_that_answers_nonsense_is_one_failed_question(

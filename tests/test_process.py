@@ -138,15 +138,6 @@ def test_a_folder_serves_one_process(tmp_path: Path) -> None:
     FolderLock(tmp_path / "peer").release()
 
 
-def test_who_looks_whether_a_folder_is_kept_does_not_take_it(tmp_path: Path) -> None:
-    assert is_kept(tmp_path) is None
-    lock = FolderLock(tmp_path)
-    assert is_kept(tmp_path) is True
-    lock.release()
-    assert is_kept(tmp_path) is False
-    FolderLock(tmp_path).release()
-
-
 def test_a_copy_of_a_folder_does_not_tell_whether_its_process_lives(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path / "peer")
     shutil.copytree(tmp_path / "peer", tmp_path / "copy")
@@ -210,14 +201,6 @@ def test_the_command_line_imports_our_packages(home: Path) -> None:
     status, words = said([console_script, "join", "p2pco2-nonsense", "--folder", "here"], home)
     assert (status, "the user's own" in words) == (2, False), words
     assert "ticket" in words
-
-
-def test_the_library_imports_none_of_them_into_a_users_program(home: Path) -> None:
-    (home / "train.py").write_text(
-        "import sys, p2p_co2.trainer\n"
-        "print(sorted({'peers', 'bootstrap', 'monitoring'} & set(sys.modules)))\n"
-    )
-    assert said([sys.executable, "train.py"], home) == (0, "[]\n")
 
 
 NOON, EVENING, NIGHT, MORNING = 12 * 60, 21 * 60, 23 * 60, 8 * 60

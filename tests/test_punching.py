@@ -54,9 +54,6 @@ pytestmark = [
 LINE = replace(PROFILES["fibre"], latency_ms=5.0, jitter_ms=0.0, loss=0.0)
 NATS = ("symmetric", "cone", "cone")
 RUN = bytes(32)
-FIRST_TRY_S, NEXT_TRY_S = 18.0, 24.0
-"""libp2p knows after 15 s, and some for asking, that nobody can dial it; before, it does not try. A try takes
-it 20 s where nothing comes of it."""
 PATIENCE_S = 180.0
 PIECES, PIECE_BYTES = 16, 1 << 18
 _NEW_NETWORK = 0x40000000
@@ -168,8 +165,7 @@ async def hide(stack: AsyncExitStack, path: Path, p2p: P2P, machine: Machine, kn
 async def test_a_relayed_link_becomes_direct_through_a_punched_hole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(libp2p_ways, "LOOK_EVERY_S", 1.0)
-    monkeypatch.setattr(libp2p_ways, "ANEW_AFTER_S", (FIRST_TRY_S, NEXT_TRY_S))
+    monkeypatch.setattr(libp2p_ways, "LOOK_EVERY_S", 8.0)
     with Internet(KERNEL, tmp_path, seed=1) as internet:
         async with (
             asyncio.timeout(2 * PATIENCE_S),

@@ -17,7 +17,6 @@ from p2p_co2.protocol.heartbeat import (
 )
 from p2p_co2.protocol.membership import (
     QUIET_BEATS_MISSED,
-    STOOD_STILL_S,
     Left,
     Membership,
 )
@@ -86,38 +85,6 @@ def test_who_announced_nothing_is_missed_as_ever_by_one_that_does_not_rest() -> 
     at = lost_at(machine, 1000.0)
     assert at is not None
     assert at < 12.0
-
-
-def test_who_slept_asks_all_and_counts_their_silence_from_then_on() -> None:
-    """The others took it for gone, and tell it nothing until they hear it again: one slow beat later it took
-    most of 20 for gone."""
-    machine, others = Membership(ME, QUIET_S), [PeerId(f"other {number}") for number in range(20)]
-    for number, other in enumerate(others):
-        machine.receive(Ping(status=Status(heartbeat_s=QUIET_S)), other, 3.0 * number)
-    machine.set_rests(True, 60.0)
-    machine.handle_timer(60.0)
-    assert (machine.get_timer() or 0.0) == 60.0 + QUIET_S
-    machine.messages_to_send()
-    while machine.next_event() is not None:
-        pass
-    woken_at = 600.0
-    machine.handle_timer(woken_at)
-    asked = {to for to, message in machine.messages_to_send() if isinstance(message, Ping) and message.nonce}
-    assert asked == set(others)
-    at = lost_at(machine, woken_at + 1000.0)  # nobody answers
-    assert at is not None
-    assert at - woken_at >= QUIET_BEATS_MISSED * QUIET_S
-
-
-def test_who_stands_still_at_every_beat_misses_its_dead_all_the_same() -> None:
-    machine, other = Membership(ME), PeerId("other")
-    machine.receive(Ping(status=Status()), other, 0.0)
-    machine.handle_timer(0.0)
-    now = 0.0
-    while machine.live and now < 300.0:
-        now = (machine.get_timer() or 0.0) + 1.1 * STOOD_STILL_S
-        machine.handle_timer(now)
-    assert not machine.live
 
 
 def test_what_changes_is_told_at_once_and_the_end_of_rest_brings_the_next_beat_forward() -> None:

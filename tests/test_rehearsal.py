@@ -186,7 +186,7 @@ def test_peers_behind_routers_meet_through_the_seed(tmp_path: Path) -> None:
             process.wait(BOUND_S)
     assert owned(process.pid) == []
     assert "emulation: real packets" in output
-    assert "new port each time" in output
+    assert summary["lines"]["peer-1"]["nat"] == "symmetric"
     assert summary["digests_equal"]
     assert summary["rounds"]["committed"] > 0
     assert set(summary["carriers"]) == {"libp2p"}

@@ -202,9 +202,7 @@ def test_a_decision_of_another_run_or_with_a_wrong_signature_counts_nothing() ->
 
 
 def test_a_peers_own_word_of_a_count_is_refused() -> None:
-    counted = ev.RoundCounted(
-        at=NOW, peer=A.peer_id, fragment=0, round=1, decided_by=A.peer_id, weights={A.peer_id: 9e9}
-    )
+    counted = ev.RoundCounted(at=NOW, peer=A.peer_id, fragment=0, round=1, weights={A.peer_id: 9e9})
     table = responder()
     table.see(counted)
     assert Talk((A, table)).turn() == []

@@ -100,12 +100,14 @@ def test_who_is_sent_on_looks_again_in_a_moment_and_asks_one_that_gave_no_answer
     machine.receive(wire.Waiting(fragment=0, round=round_, begins_within_s=0.0), THIRD, now + 0.1)
     machine.handle_timer(now + 0.1 + GRACE_S)
     assert readies(machine) == [(THIRD, True), (first, False)]
+    spoilt_before = spoilt(machine, first)
     asked = []
     while (THIRD, False) not in asked:
         due_at = machine.get_timer()
         assert due_at is not None
         machine.handle_timer(due_at)
         asked += readies(machine)
+    assert (spoilt_before, spoilt(machine, first)) == (1.0, 2.0)  # each time that it was asked in vain
 
 
 def test_a_majority_is_not_sent_to_one_that_may_be_silent() -> None:

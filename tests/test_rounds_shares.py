@@ -277,7 +277,7 @@ def test_what_a_slow_link_could_not_bring_is_neither_lost_nor_counted_twice(
         swarm.start()
         await asyncio.sleep(0)
         slow = swarm.trainers[2]
-        slow.node._links.upload_bytes_per_s = 0.3 * slow.node.shape.payload_bytes(0) / bounds.CHEAP_S  # type: ignore[union-attr]
+        slow.node.links.upload_bytes_per_s = 0.3 * slow.shape.payload_bytes(0) / bounds.CHEAP_S  # type: ignore[union-attr]
         await asyncio.sleep(1.5)
         books = [Books(trainer) for trainer in swarm.trainers]
         for _ in range(200):

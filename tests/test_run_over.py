@@ -13,7 +13,7 @@ import pytest
 from bootstrap.seed import keep_positions, read_positions
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import RUN_OVER, RunOver, TransportError
-from p2p_co2.net.discovery.records import CLOCK_SLACK_S, TOGETHER_S, run_position
+from p2p_co2.net.discovery.records import CLOCK_SLACK_S, POSITION_RENEWED_S, run_position
 from p2p_co2.node.observer import where_it_was
 from p2p_co2.protocol.wire.messages_pb2 import RunPosition
 from p2p_co2.telemetry.events import FragmentApplied, Progress
@@ -35,7 +35,7 @@ def said(position: float, at: float = 0.0) -> RunPosition:
         ([said(60, 1000), said(59, 990)], 60),
         ([said(12, 1000), said(12.5, 990), said(60, 1001)], 12.5),  # one liar among three
         ([said(12, 1000), said(60, 1000), said(60, 1000)], 60),
-        ([said(60, 0.0), said(2, TOGETHER_S + 1)], 2),  # somebody began anew
+        ([said(60, 0.0), said(2, 3 * POSITION_RENEWED_S + 1)], 2),  # somebody began anew
     ],
 )
 def test_the_runs_position_is_what_half_of_those_say_that_were_there_last(

@@ -20,10 +20,11 @@ from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, simulate
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
 from p2p_co2.simnet.laws import Auditor, Books
-from p2p_co2.simnet.ledger import CountingLedger, Saved, State, Work, starts
+from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.simnet.links import KNOCK_EVERY_S, Parcel, VirtualLinks
 from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime, loop_of
+from p2p_co2.simnet.work import Saved, State, Work, starts
 from p2p_co2.telemetry.events import Event, PeerFinished, PeerLeft, RoundCommitted
 
 ROUND_S = 4.0

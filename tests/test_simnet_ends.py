@@ -13,13 +13,13 @@ import pytest
 from p2p_co2.cli.simulate import SimulationOptions, figures
 from p2p_co2.config import ClockConfig, OuterConfig, RunConfig
 from p2p_co2.node.catchup import CatchupController
-from p2p_co2.node.progress import LACKS, WAITS_FOR_THEIR_STATE
+from p2p_co2.node.progress import LACKS
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.planning.traffic import payload_bytes
 from p2p_co2.protocol.catchup import CatchUp
 from p2p_co2.protocol.schedule import FIRST_ROUND_BOUND_S, SLEW, STILL_LOADS
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
-from p2p_co2.simnet import Churn, EventLog, Settings, Swarm, rendezvous, training
+from p2p_co2.simnet import Churn, EventLog, Settings, Swarm, process, rendezvous
 from p2p_co2.simnet.internet import way_between
 from p2p_co2.simnet.links import VirtualLinks
 from p2p_co2.simnet.oversight import Excuse
@@ -169,7 +169,6 @@ def test_a_newcomer_that_loses_all_while_it_loads_waits_for_them() -> None:
     swarm = swarm_of(
         PEERS, 18, "transatlantic", round_s=10.0, seed=3, blocks=16, real_bytes_per_block=1e4, state_factor=64
     )
-    told = told_by(swarm)
     swarm.world.call_at(10.0, swarm.kill, 0, True)
     swarm.world.call_at(STARTS_AT, swarm.start, 0, False)
     sides = {peer: int(index > 0) for index, peer in enumerate(swarm.peer_ids())}
@@ -177,7 +176,6 @@ def test_a_newcomer_that_loses_all_while_it_loads_waits_for_them() -> None:
     swarm.world.call_at(STARTS_AT + 3.0 + cut_s, swarm.split, {})
     result = swarm.run()
     assert result.violations == []
-    assert [one.peer for one in told if one.text == WAITS_FOR_THEIR_STATE] == [swarm.peer_ids()[0]]
     assert len(set(result.digests.values())) == 1
     assert len(result.digests) == PEERS
 
@@ -194,7 +192,7 @@ def test_a_newcomer_waits_until_it_is_concluded_what_the_first_that_it_hears_mea
         return await look_up(self)
 
     monkeypatch.setattr(rendezvous.Doorway, "find_peers", find_slowly)
-    monkeypatch.setattr(training, "LOOK_EVERY_S", 1e-3)
+    monkeypatch.setattr(process, "LOOK_EVERY_S", 1e-3)
     for seed in range(3):
         swarm = swarm_of(2, 20, "home-mix", seed=seed, start_spread_s=60.0)
         begun: dict[str, tuple[float, int]] = {}
@@ -208,22 +206,24 @@ def test_a_newcomer_waits_until_it_is_concluded_what_the_first_that_it_hears_mea
         assert round_ > 1 or came_at - first_at < 8.0
 
 
+@pytest.mark.parametrize("seed", [1, 12])
 def test_a_newcomer_goes_on_loading_while_one_fragment_after_the_other_comes(
-    monkeypatch: pytest.MonkeyPatch,
+    seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It left after ten minutes with five fragments of six (storm 2104 of ``benchmarks/ends.py wide``)."""
-    bound_s = 100.0
+    """Each fragment has its own bound: one alone, from one donor over a relay of 89 kB/s, takes 120 s."""
+    bound_s = 150.0
     monkeypatch.setattr(arrival, "CATCH_UP_BOUND_S", bound_s)
     swarm = swarm_of(
-        3, 40, "4g", round_s=10.0, fragments=4, seed=1, blocks=16, real_bytes_per_block=1e4, state_factor=64
-    )
+        3, 40, "4g", round_s=10.0, fragments=4, seed=seed, blocks=16, real_bytes_per_block=1e4,
+        state_factor=64,
+    )  # fmt: skip
     swarm.world.call_at(5.0, swarm.kill, 2, True)
     swarm.world.call_at(160.0, swarm.start, 2, False)
     result = swarm.run()
     assert result.violations == []
     assert result.lacking == []
     (joined_s,) = result.recoveries_s
-    assert 2 * bound_s < joined_s < 4 * bound_s
+    assert 2 * bound_s < joined_s < 3 * bound_s
 
 
 # ---- lines too slow for their runs
@@ -235,22 +235,23 @@ def far_too_slow(seed: int) -> Swarm:
     return swarm_of(3, 4, "4g", round_s=30.0, seed=seed, blocks=16, real_bytes_per_block=encoded / 16)
 
 
-def test_nobody_leaves_at_the_end_while_the_others_make_a_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On lines that show ten times what their ways carry a round takes minutes. All left when they had waited
-    their time for each other, one of them a second before it had the last mean of a round that the others
-    had committed."""
+def test_nobody_leaves_while_the_others_make_a_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On lines that show ten times what their ways carry a round takes more than a minute. All stay for those
+    that make one, or fetch what they missed."""
 
     def boast(links: VirtualLinks) -> None:
         links._shown_bytes_per_s = links._me.profile.up_bits_per_s / 8 / links._internet.scale
 
     monkeypatch.setattr(VirtualLinks, "_measure_ways", boast)
-    swarm = far_too_slow(13)
+    swarm, aborted = far_too_slow(13), list[RoundAborted]()
     told = told_by(swarm)
+    swarm.log.readers_of[RoundAborted].append(aborted.append)
     result = swarm.run()
     assert result.violations == []
+    assert aborted == []
     assert len(set(result.digests.values())) == 1
-    assert [one.text for one in told] == [STILL_LOADS] * 3
-    assert result.virtual_s < 230.0
+    assert {one.text for one in told} == {STILL_LOADS}
+    assert result.virtual_s < swarm.settings.planned_s + 600.0
 
 
 def test_who_missed_a_round_loads_it_while_others_make_the_next_one() -> None:

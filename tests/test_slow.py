@@ -10,6 +10,7 @@ import pytest
 from p2p_co2.errors import ConfigError, PeerLost
 from p2p_co2.net.transport.slow import Line, SlowLine, SlowLink
 from p2p_co2.protocol.wire.identity import PeerId
+from tests.made_links import turns
 
 LINE = SlowLine(up_bits_per_s=8e6, down_bits_per_s=8e6, latency_s=0.05, jitter_s=0.0, loss=0.0)
 
@@ -77,7 +78,7 @@ async def test_a_broken_link_is_a_lost_peer() -> None:
     line = SlowLink(link, Line(SlowLine(1e9, 1e9, 0.0, 0.0, 0.0), seed=0))
     link.closed.set_result("the peer is gone")
     await line.send(b"on its way")
-    await asyncio.wait({line._carrying})
+    await turns()
     with pytest.raises(PeerLost, match="gone"):
         await line.send(b"too late")
     await line.close()
@@ -89,7 +90,3 @@ async def test_a_broken_link_is_a_lost_peer() -> None:
 def test_what_is_no_line_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         SlowLine.parse(text)
-
-
-def test_a_line_is_read() -> None:
-    assert SlowLine.parse("8e6,8e6,0.05,0,0") == LINE

@@ -1,45 +1,45 @@
-"""What a peer concludes from heartbeats while it joins and trains: by hand."""
+"""What a peer concludes from heartbeats while it joins, and when its run is over: by hand."""
 
 from __future__ import annotations
 
 import pytest
-from hearing_peer import NEWCOMER, OTHER, Place
+from hearing_peer import ALL_FINISHED, DONE, ME, NEWCOMER, OTHER, Place
 
-from p2p_co2.node.progress import (
-    WAITS_FOR_THEIR_STATE,
-    LocalProgress,
-)
+from p2p_co2.node.progress import LACKS, LISTENED_S
+from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
-from p2p_co2.protocol.wire.messages_pb2 import Ping, Status
+from p2p_co2.protocol.wire.messages_pb2 import Status
+
+# ---- joins
 
 
 def test_a_newcomer_whose_donors_all_go_is_left_behind() -> None:
     """It would begin a history of its own, with half of the swarm's state (seed 4 of the storms)."""
     place = Place(0, 0)
     place.hear(OTHER, Status.TRAINING, 3, 3)
-    assert not place.progress.left_behind
+    assert not place.known.left_behind
     place.move(3, 0)
     place.lose(OTHER)
-    assert place.progress.left_behind
+    assert place.known.left_behind
     place.hear(NEWCOMER, Status.JOINING, 0, 0)  # one who has no more than we have is no help
-    assert place.progress.left_behind
+    assert place.known.left_behind
     place.hear(OTHER, Status.TRAINING, 4, 4)  # one who has is
-    assert not place.progress.left_behind
+    assert not place.known.left_behind
     place.move(4, 3)
     place.lose(OTHER)
-    assert not place.progress.left_behind
-    assert place.progress.abreast
+    assert not place.known.left_behind
+    assert place.known.abreast
 
 
 def test_who_joins_when_the_run_is_over_wants_its_last_version() -> None:
     place = Place(3, 3)
     place.hear(OTHER, Status.TRAINING, 4, 3)
-    assert place.progress.abreast  # the next rounds bring the rest
+    assert place.known.abreast  # the next rounds bring the rest
     place.hear(OTHER, Status.DRAINING, 4, 3)
-    assert not place.progress.abreast
+    assert not place.known.abreast
     place.lose(OTHER)
-    assert place.progress.left_behind
+    assert place.known.left_behind
 
 
 def test_one_that_was_far_ahead_of_many_and_went_leaves_nobody_behind() -> None:
@@ -48,85 +48,18 @@ def test_one_that_was_far_ahead_of_many_and_went_leaves_nobody_behind() -> None:
     place.hear(PeerId("another newcomer"), Status.JOINING, 0, 0)
     place.hear(OTHER, Status.TRAINING, 9, 9)
     place.lose(OTHER)
-    assert not place.progress.left_behind
-    assert place.progress.abreast
+    assert not place.known.left_behind
+    assert place.known.abreast
 
 
-def test_peers_that_come_back_together_leave_nobody_behind() -> None:
-    place = Place(5, 5)
-    place.hear(OTHER, Status.JOINING, 5, 4)
-    place.lose(OTHER)
-    assert not place.progress.left_behind
-
-
-def test_how_long_a_peer_takes_for_a_step_is_known_from_what_its_training_thread_says() -> None:
-    place, told = Place(0, 0), list[float]()
-    for steps, at, phase in (
-        (0, 0.0, Status.TRAINING),
-        (1, 5.0, Status.TRAINING),  # the first step may have waited for much else
-        (3, 6.0, Status.TRAINING),
-        (3, 9.0, Status.PAUSED),
-        (3, 16.0, Status.TRAINING),  # a rest is no step
-        (4, 17.0, Status.TRAINING),
-    ):
-        place.progress.show(LocalProgress(phase, 0.1 * steps, at, steps))
-        told.append(place.progress.views()[PeerId("me")].step_s)
-    assert told == [0.0, 0.0, 0.5, 0.5, 0.5, 1.0]
-
-
-def test_who_went_without_a_word_before_a_newcomer_had_their_state_may_be_back() -> None:
-    """It left after half a minute, and they were only out of reach (storms 200046 and 200135 as drawn)."""
-    place, told = Place(0, 0), list[str]()
-    place.node.report = lambda kind, text: told.append(text)
-    place.hear(OTHER, Status.TRAINING, 3, 3)
-    place.lose(OTHER)
-    assert place.progress.left_behind
-    assert not place.progress.may_be_back
-    place.hear(OTHER, Status.TRAINING, 3, 3)
-    assert not place.progress.left_behind
-    place.node.membership.unreachable(OTHER, "no answer to keepalive", place.now)
-    assert place.progress.heard  # until it is concluded what that means
-    for _ in range(30):  # longer than it is remembered who went
-        place.conclude()
-        assert place.progress.left_behind
-        assert place.progress.may_be_back
-        assert not place.progress.heard
-    assert told == [WAITS_FOR_THEIR_STATE]
-    place.hear(NEWCOMER, Status.JOINING, 0, 0)
-    place.lose(NEWCOMER)  # which had nothing to give
-    assert place.progress.may_be_back
-    place.now += 10.0
-    place.hear(OTHER, Status.TRAINING, 4, 4)
-    assert not place.progress.may_be_back
-    place.node.membership.unreachable(OTHER, "connection reset", place.now)
-    place.conclude()
-    assert place.progress.may_be_back
-    place.lose(OTHER)  # its goodbye came after its link had broken
-    assert not place.progress.may_be_back
-
-
-@pytest.mark.parametrize(("goodbyes", "broken", "phase", "may_be_back"), [
-    (0, 1, Status.TRAINING, True), (1, 4, Status.TRAINING, False), (1, 5, Status.TRAINING, True),
-    (0, 3, Status.DRAINING, False),
-])  # fmt: skip
-def test_of_many_that_went_few_need_have_said_goodbye(
-    goodbyes: int, broken: int, phase: Status.Phase, may_be_back: bool
-) -> None:
-    """Where all end at once, links break before the goodbyes come. Who was done has ended; and a newcomer
-    that goes says nothing of the others."""
+def test_a_newcomer_sees_that_a_run_has_as_many_peers_as_it_can_have() -> None:
     place = Place(0, 0)
-    place.node.report = lambda kind, text: None
-    peers = [PeerId(f"peer {number}") for number in range(goodbyes + broken)]
-    for peer in peers:
-        place.hear(peer, phase, 3, 3)
-    place.hear(NEWCOMER, Status.JOINING, 0, 0)
-    for peer in peers[:goodbyes]:
-        place.lose(peer)
-    for peer in [*peers[goodbyes:], NEWCOMER]:
-        place.node.membership.unreachable(peer, "connection reset", place.now)
-    place.conclude()
-    assert place.progress.left_behind
-    assert place.progress.may_be_back is may_be_back
+    for number in range(MAX_MEMBERS):
+        assert not place.known.full
+        place.hear(PeerId(f"peer {number}"), Status.TRAINING, 0, 0)
+    assert place.known.full
+    place.lose(PeerId("peer 0"))
+    assert not place.known.full
 
 
 @pytest.mark.parametrize("phase", [Status.JOINING, Status.PAUSED, Status.DRAINING])
@@ -139,23 +72,186 @@ def test_words_of_more_or_fewer_fragments_than_the_run_has_count_for_nothing(
 ) -> None:
     """They ended the node of whoever joined, rested or was done."""
     place = Place(3, 3)
-    place.progress.local = LocalProgress(phase, finished=frozenset({0, 1}))
+    place.state.show(LocalProgress(phase, finished=frozenset({0, 1})))
     for peer in (OTHER, NEWCOMER):
-        status = Status(phase=told, versions=versions, digests=[bytes([9]) * 32] * digests)
-        place.node.membership.receive(Ping(nonce=1, sent_at=place.now, status=status), peer, place.now)
-        place.conclude()
-        place.node.catching.majority.decide(0, replayable=True)
+        place.say(peer, Status(phase=told, versions=versions, digests=[bytes([9]) * 32] * digests))
+        place.agreement.decide(0, replayable=True)
     for peer in (OTHER, NEWCOMER):
         place.lose(peer)
-        place.node.catching.majority.decide(0, replayable=True)
+        place.agreement.decide(0, replayable=True)
     assert place.progress.missing() == ""
 
 
-def test_a_newcomer_sees_that_a_run_has_as_many_peers_as_it_can_have() -> None:
-    place = Place(0, 0)
-    for number in range(MAX_MEMBERS):
-        assert not place.progress.full
-        place.hear(PeerId(f"peer {number}"), Status.TRAINING, 0, 0)
-    assert place.progress.full
-    place.lose(PeerId("peer 0"))
-    assert not place.progress.full
+# ---- tells
+
+
+def test_how_long_a_peer_takes_for_a_step_is_known_from_what_its_training_thread_says() -> None:
+    place, told = Place(0, 0), list[float]()
+    for steps, at, phase in (
+        (0, 0.0, Status.TRAINING),
+        (1, 5.0, Status.TRAINING),  # the first step may have waited for much else
+        (3, 6.0, Status.TRAINING),
+        (3, 9.0, Status.PAUSED),
+        (3, 16.0, Status.TRAINING),  # a rest is no step
+        (4, 17.0, Status.TRAINING),
+    ):
+        place.state.show(LocalProgress(phase, 0.1 * steps, at, steps))
+        told.append(place.writer.views()[ME].step_s)
+    assert told == [0.0, 0.0, 0.5, 0.5, 0.5, 1.0]
+
+
+def test_who_trains_no_more_stands_still_on_the_clock() -> None:
+    place = Place(0, 0, rounds=5)
+    for last, is_over, position in ((3.0, False, 3.5), (3.0, True, 3.0), (5.2, True, 5.0)):
+        place.state.show(LocalProgress(Status.TRAINING, last, place.now, is_over=is_over))
+        place.now += 2.0
+        assert place.progress.position() == position
+
+
+# ---- is done
+
+
+def test_who_is_done_waits_for_a_peer_that_only_others_hear() -> None:
+    place = Place(3, 3)
+    place.state.show(DONE)
+    place.hear(OTHER, Status.DRAINING, 3, 3)
+    assert not place.progress.settled
+    assert place.writer.status().settled  # of those that we hear, we say so: nobody waits for us
+    place.hear(NEWCOMER, Status.TRAINING, 3, 3)
+    assert not place.writer.status().settled
+    place.hear(NEWCOMER, Status.DRAINING, 3, 3, settled=True)
+    assert place.writer.status().settled
+    place.hear(OTHER, Status.DRAINING, 3, 3, settled=True)
+    assert place.progress.settled
+    place.state.move(0, place.state.agreed[1], None)  # nothing new
+    assert place.progress.settled
+    place.move(4, 3)
+    assert not place.progress.settled
+
+
+def test_what_was_concluded_of_another_state_settles_nothing() -> None:
+    place = Place(3, 3)
+    place.state.show(DONE)
+    place.hear(OTHER, Status.DRAINING, 3, 3, settled=True)
+    assert place.progress.settled
+    moved = Place(4).state.agreed[0]
+    place.state.move(0, moved, None)  # nothing is concluded of it yet
+    assert not place.progress.settled
+
+
+@pytest.mark.parametrize(
+    ("phase", "versions", "finished"),
+    [
+        (Status.DRAINING, (3, 3), b"\1"),
+        (Status.TRAINING, (3, 3), b""),
+        (Status.DRAINING, (3, 4), ALL_FINISHED),
+    ],
+)
+def test_who_is_done_waits_for_who_trains_or_has_more_to_offer_or_holds_another_state(
+    phase: Status.Phase, versions: tuple[int, int], finished: bytes
+) -> None:
+    place = Place(3, 3)
+    place.state.show(DONE)
+    place.hear(OTHER, phase, *versions, settled=True, finished=finished)
+    assert not place.progress.settled
+    place.hear(OTHER, Status.DRAINING, 3, 3, settled=True)
+    assert place.progress.settled
+
+
+def test_who_is_done_waits_for_what_it_fetches_and_offers_itself() -> None:
+    place = Place(3, 3)
+    place.state.show(LocalProgress(Status.DRAINING, finished=frozenset({0})))
+    place.hear(OTHER, Status.DRAINING, 3, 3, settled=True)
+    assert not place.progress.settled
+    place.busy = True
+    place.state.show(DONE)
+    place.conclude()
+    assert not place.progress.settled
+    place.busy = False
+    assert place.progress.conclude_at() < float("inf")
+    place.conclude()
+    assert place.progress.settled
+
+
+def test_who_comes_when_the_run_is_over_is_not_done_before_it_has_heard_all_who_are_listed() -> None:
+    for is_heard in (True, False):
+        place = Place(3, 3, listed=(OTHER, NEWCOMER))
+        place.state.show(DONE)
+        place.hear(OTHER, Status.DRAINING, 3, 3, settled=True)
+        assert not place.progress.settled
+        if is_heard:
+            place.hear(NEWCOMER, Status.DRAINING, 3, 3, settled=True)
+        else:  # one that is never heard holds nobody up for long
+            place.now += LISTENED_S
+            place.conclude()
+        assert place.progress.settled
+
+
+def test_when_the_run_is_over_a_peer_stays_while_anybody_differs() -> None:
+    place = Place(3, 3)
+    place.state.show(DONE)
+    place.hear(OTHER, Status.DRAINING, 3, 3, settled=True)
+    place.now += 100.0
+    assert not place.progress.is_needed(30.0)
+    for phase, versions, finished in (
+        (Status.JOINING, (0, 0), b""),
+        (Status.DRAINING, (3, 4), ALL_FINISHED),
+        (Status.DRAINING, (3, 3), b"\2"),
+    ):
+        place.hear(NEWCOMER, phase, *versions, finished=finished)
+        place.now += 100.0
+        assert place.progress.is_needed(30.0), phase
+        place.lose(NEWCOMER)
+        assert place.progress.is_needed(30.0)  # a moment ago
+        place.now += 31.0
+        assert not place.progress.is_needed(30.0)
+    place.hear(NEWCOMER, Status.TRAINING, 1, 1)  # it may train on for long
+    place.now += 31.0
+    assert not place.progress.is_needed(30.0)
+    place.moves = True
+    assert place.progress.is_needed(30.0)
+
+
+def test_where_all_have_settled_a_peer_stays_for_who_joins_and_goes_at_once_when_that_is_over() -> None:
+    place = Place(3, 3)
+    place.state.show(DONE)
+    place.hear(OTHER, Status.DRAINING, 3, 3, settled=True)
+    place.hear(NEWCOMER, Status.JOINING, 0, 0)
+    assert place.progress.settled  # it has no word in what the others agree on
+    assert place.progress.is_needed(30.0, settled=True)
+    place.lose(NEWCOMER)
+    place.moves = True
+    assert not place.progress.is_needed(30.0, settled=True)
+
+
+def test_who_leaves_without_what_others_held_can_say_what_it_lacks() -> None:
+    place = Place(3, 3)
+    place.state.show(DONE)
+    place.hear(OTHER, Status.DRAINING, 3, 3)
+    assert place.progress.missing() == ""
+    place.hear(OTHER, Status.DRAINING, 3, 5)
+    place.lose(OTHER)
+    assert LACKS in place.progress.missing()
+    assert "(fragment 1: version 3 of 5)" in place.progress.missing()
+    place.hear(OTHER, Status.DRAINING, 3, 5)
+    place.hear(NEWCOMER, Status.DRAINING, 200, 3)  # nobody can be there
+    assert "fragment 0" not in place.progress.missing()
+    place.move(3, 5)
+    assert place.progress.missing() == ""
+
+
+def test_conclusions_are_drawn_sooner_among_few_and_seldom_for_who_waits_for_time() -> None:
+    waits_s = []
+    for count in (2, 20):
+        place = Place(3, 3)
+        place.state.show(DONE)
+        for number in range(count):
+            place.hear(PeerId(f"peer {number:03}"), Status.DRAINING, 3, 3)
+        assert place.progress.conclude_at() == float("inf")  # it would say the same
+        place.membership.unreachable(PeerId("peer 000"), "gone", place.now)
+        waits_s.append(place.progress.conclude_at() - place.now)
+    assert waits_s == pytest.approx([1 / 200, 19 / 200])
+    place = Place(3, 3, listed=(OTHER,))
+    place.state.show(DONE)
+    place.conclude()
+    assert place.progress.conclude_at() - place.now == 0.25

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from monitoring.known import Known, swarm_facts
+from monitoring.facts import Known, swarm_facts
 from monitoring.summary import RunFacts
 from monitoring.terminal import NEWS_LINES, print_summary
 from monitoring.terminal import frame as frame_of
@@ -51,7 +51,7 @@ def story(
         key: dict[str, Any] = {"at": 101.0 + 6 * number + fragment, "fragment": fragment}
         round_ = committed(me, number, duration_s=0.5)
         events += [
-            ev.FragmentSent(**key, peer=me, round=number, payload_bytes=266, weight=1, relative_error=0.01),
+            ev.FragmentSent(**key, peer=me, round=number, payload_bytes=266, weight=1),
             replace(round_, **key, group_size=2, contributors=2, partial=0),
             replace(applied(me, number // 3, 2 * number), **key, version=number),
         ]
@@ -82,7 +82,7 @@ def hostile_view() -> SwarmView:
         ev.MessageRefused(at=3.0, peer="p", other="[/]", reason="[/]"),
         ev.SendSkipped(at=3.0, peer="p", fragment=0, reason="[/]"),
         ev.Warned(at=3.0, peer="p", text="[/]" * 1000),
-        replace(applied("p", -3, 10**15, gap=nan), sync_delay_s=nan, gradient_norm=nan, clipped_share=nan),
+        replace(applied("p", -3, 10**15, gap=nan), sync_delay_s=nan),
         applied("p", 0, -7),
     ])  # fmt: skip
 

@@ -13,7 +13,7 @@ import torch
 
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
 from p2p_co2.node.ledger import AgreedMean, PartWeights
-from p2p_co2.node.progress import LocalProgress
+from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.rounds import Offer
 from p2p_co2.protocol.schedule import Stage
 from p2p_co2.telemetry import events as ev

@@ -21,8 +21,7 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.net.transport import grpc_carrier
-from p2p_co2.net.transport.base import Carrier
+from p2p_co2.net.transport import grpc_carrier, signed
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.net.transport.libp2p import carrier as libp2p_carrier
 from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
@@ -35,11 +34,9 @@ BOTH = pytest.mark.parametrize("kind", ["grpc", "libp2p"])
 PATIENCE_S = 60.0
 """Bound on what takes milliseconds on a machine that is at rest."""
 _IMPATIENT = [
-    (grpc_carrier, "NEAR_TIMEOUT_S"),
-    (grpc_carrier, "CLOSE_TIMEOUT_S"),
-    (grpc_carrier, "CONNECT_TIMEOUT_S"),
-    (libp2p_carrier, "CLOSE_TIMEOUT_S"),
-    (libp2p_carrier, "CONNECT_TIMEOUT_S"),
+    (room, name)
+    for room in (grpc_carrier, libp2p_carrier, signed)
+    for name in ("CLOSE_TIMEOUT_S", "CONNECT_TIMEOUT_S")
 ]
 
 
@@ -48,7 +45,7 @@ class Peer:
     """One carrier and what came in through it."""
 
     identity: Identity
-    carrier: Carrier
+    carrier: GrpcCarrier | Libp2pCarrier
     record: PeerRecord
     received: list[tuple[PeerId, bytes]] = field(default_factory=list)
     refused: list[tuple[PeerId | None, RemoteProtocolError]] = field(default_factory=list)
@@ -78,7 +75,7 @@ async def open_peer(
     def clock() -> float:
         return time.time() + ahead_s
 
-    carrier: Carrier
+    carrier: GrpcCarrier | Libp2pCarrier
     if kind == "grpc":
         carrier = GrpcCarrier(identity, run, "127.0.0.1", 0, clock)
         peer = Peer(identity, carrier, record)

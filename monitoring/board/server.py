@@ -33,12 +33,16 @@ from fastapi import FastAPI, Response
 from fastapi import Path as PathParameter
 from nicegui import ui
 
-from monitoring.board.bandwidth_page import BandwidthPage
-from monitoring.board.events_page import EventsPage, RoundPage
-from monitoring.board.peers_page import PeerPage, PeersPage
+from monitoring.board.pages import (
+    BandwidthPage,
+    EventsPage,
+    PeerPage,
+    PeersPage,
+    RoundPage,
+    StalenessPage,
+    SwarmPage,
+)
 from monitoring.board.shell import Frame, Page
-from monitoring.board.staleness_page import StalenessPage
-from monitoring.board.swarm_page import SwarmPage
 from monitoring.facts import SwarmFacts
 from monitoring.history import History
 from monitoring.metrics import CONTENT_TYPE, FactsCollector, exposition

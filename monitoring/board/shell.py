@@ -1,21 +1,21 @@
-"""What all pages share: the frame with its navigation, tiles, cards, and the states of having nothing to
-show.
+"""What all pages share: the frame with its navigation, tiles, cards, charts, tables, and the states of having
+nothing to show.
 
-Law: every text that may come from a peer goes through ``ui.label``'s text, which the browser never reads as
-markup; an element is sent again only when what it shows has changed.
+Law: every text that may come from a peer is an element's text or a table's cell, which the browser never
+reads as markup; an element is sent again only when what it shows has changed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nicegui import ui
 from nicegui.element import Element
 
-from monitoring.charts import BLUE, DARK, LIGHT, OUTCOMES, Options, Palette
+from monitoring.charts import BLUE, DARK, LIGHT, TRENDS, Options, Palette, over_time
 from monitoring.facts import SwarmFacts
 from monitoring.model import Model, Recorder
 from monitoring.words import UNKNOWN, clock, plain
@@ -43,26 +43,24 @@ _NOTHING = {
 """The page while there is no peer to show."""
 
 
-class Page(Protocol):
-    """A page's body. ``build`` once there is something to show; ``refresh`` once a second after that;
-    ``redraw`` when charts are due, or the colours changed."""
+class Page:
+    """A page's body: built once there is something to show. ``refresh`` follows once a second, ``redraw``
+    when charts and tables are due, or the colours changed."""
 
-    def build(self) -> None: ...
-    def refresh(self, facts: SwarmFacts) -> None: ...
-    def redraw(self, facts: SwarmFacts) -> None: ...
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+
+    def refresh(self, facts: SwarmFacts) -> None:
+        """Bring tiles and lines up to date."""
+
+    def redraw(self, facts: SwarmFacts) -> None:
+        """Bring charts and tables up to date."""
 
 
-class Text:
-    """A label that is sent only when it changes."""
-
-    def __init__(self, classes: str, test_id: str = "") -> None:
-        self.label = ui.label("").classes(classes)
-        if test_id:
-            self.label.props(f"data-testid={test_id}")
-
-    def set(self, text: str) -> None:
-        if self.label.text != text:
-            self.label.set_text(text)
+def text(classes: str, test_id: str = "") -> ui.label:
+    """An empty label; NiceGUI sends its text when that changes."""
+    made = ui.label("").classes(classes)
+    return made.props(f"data-testid={test_id}") if test_id else made
 
 
 class Tile:
@@ -73,31 +71,31 @@ class Tile:
             ui.label(caption).classes("b-cap")
             with ui.element("div").classes("b-num"):
                 with ui.element("span").props(f"data-testid={test_id}"):
-                    self._number = Text("b-inline")
-                self._unit = Text("b-unit b-inline")
-            self._sub = Text("b-sub", f"{test_id}-sub")
+                    self._number = text("b-inline")
+                self._unit = text("b-unit b-inline")
+            self._sub = text("b-sub", f"{test_id}-sub")
 
     def set(self, number: str, unit: str = "", sub: str = "") -> None:
         """``number`` may bring its unit: "12 kB"."""
         number, _, own = number.partition(" ")
-        self._number.set(number)
-        self._unit.set("" if number == UNKNOWN else unit or own)
-        self._sub.set(sub)
+        self._number.text = number
+        self._unit.text = "" if number == UNKNOWN else unit or own
+        self._sub.text = sub
 
 
-def tiles(captions: dict[str, str], prefix: str = "") -> dict[str, Tile]:
-    """A row of tiles by name, from their captions."""
+def tiles(**captions: str) -> dict[str, Tile]:
+    """A row of tiles by name, from their captions; an underscore in a name is a dash in the test id."""
     with ui.element("div").classes("b-tiles four"):
-        return {name: Tile(caption, prefix + name) for name, caption in captions.items()}
+        return {name: Tile(caption, name.replace("_", "-")) for name, caption in captions.items()}
 
 
 class Chart:
     """An ECharts chart whose options are replaced as a whole, and only when they differ."""
 
     def __init__(self, test_id: str, kind: str = "", on_click: Callable[[Any], None] | None = None) -> None:
-        self._made: Options = {}
         self._chart = ui.echart({}, on_point_click=on_click).classes(f"b-chart {kind}")
         self._chart.props(f"data-testid={test_id}")
+        self._made: Options = {}
 
     def set(self, options: Options) -> None:
         if options != self._made:
@@ -106,34 +104,65 @@ class Chart:
             self._chart.options.update(options)
 
 
-class Listing:
-    """A part of a page that is drawn anew when what it shows has changed."""
+class Trends:
+    """What the swarm, or a peer, did over time: a small chart for each of ``charts.TRENDS``."""
 
-    def __init__(self, classes: str = "", test_id: str = "") -> None:
-        self._shown: Any = None
-        self._place = ui.element("div").classes(classes)
-        if test_id:
-            self._place.props(f"data-testid={test_id}")
+    def __init__(self, test_id: str) -> None:
+        self._charts: dict[str, Chart] = {}
+        with ui.element("div").classes("b-three"):
+            for name, (title, unit, _) in TRENDS.items():
+                with card(title, unit):
+                    self._charts[name] = Chart(f"{test_id}-{name}", "low")
 
-    def show(self, shown: Any, draw: Callable[[], None]) -> None:
-        if shown != self._shown:
-            self._shown = shown
-            self._place.clear()
-            with self._place:
-                draw()
+    def set(self, palette: Palette, rows: Sequence[tuple[float, ...]]) -> None:
+        for name, (_, _, lines) in TRENDS.items():
+            self._charts[name].set(over_time(palette, rows, lines))
 
-    def show_pairs(self, pairs: list[tuple[str, str]], otherwise: str = "") -> None:
-        """Names and values in two columns; ``otherwise`` where there are none."""
 
-        def draw() -> None:
-            if not pairs and otherwise:
-                ui.label(otherwise).classes("b-hint")
-            with ui.element("div").classes("b-dl"):
-                for name, value in pairs:
-                    ui.label(name)
-                    ui.label(value)
+class Table:
+    """A table that is sorted, cut into pages and searched in the browser, and sent when its rows differ.
 
-        self.show(pairs, draw)
+    ``columns``: (name, heading, decimals; -1 for text). A row has a value by column, and may have ``to``: the
+    address that a click on it opens. ``rows_a_page``: 0 for all. ``search``: what rows must contain."""
+
+    def __init__(
+        self, test_id: str, columns: Sequence[tuple[str, str, int]], rows_a_page: int = 25,
+        search: ui.input | None = None,
+    ) -> None:  # fmt: skip
+        made = [
+            {"name": name, "label": label, "field": name, "sortable": True,
+             "align": "left" if decimals < 0 else "right", ":format": _shown_with(max(0, decimals))}
+            for name, label, decimals in columns
+        ]  # fmt: skip
+        self._table = ui.table(columns=made, rows=[], row_key="key", pagination=rows_a_page or None)
+        self._table.props(f"dense flat data-testid={test_id}")
+        if search is not None:
+            self._table.bind_filter_from(search, "value")
+        self._table.on("rowClick", self._open)
+
+    def set(self, rows: list[dict[str, Any]]) -> None:
+        rows = [{"key": str(number), **row} for number, row in enumerate(rows)]
+        if rows != self._table.rows:
+            self._table.rows = rows
+
+    def _open(self, click: Any) -> None:
+        if place := click.args[1].get("to"):
+            ui.navigate.to(place)
+
+
+def _shown_with(decimals: int) -> str:
+    """How a cell becomes text, in the browser: there it is also sorted by."""
+    digits = f"{{minimumFractionDigits: {decimals}, maximumFractionDigits: {decimals}}}"
+    return (
+        "value => value === null || value === undefined ? '-' : typeof value === 'number' "
+        f"? value.toLocaleString('en-US', {digits}) : value"
+    )
+
+
+def search_field() -> ui.input:
+    """At the end of a card's first line."""
+    ui.element("div").classes("b-grow")
+    return ui.input(placeholder="search").props("dense outlined clearable data-testid=search")
 
 
 def card(title: str, hint: str = "") -> Element:
@@ -151,15 +180,6 @@ def head(panel: Element) -> Element:
     return panel.default_slot.children[0]
 
 
-def outcome_legend() -> None:
-    """What the colours and letters of rounds mean; wraps where a chart's own legend would be cut off."""
-    with ui.element("div").classes("b-legend"):
-        for colour, _, words in OUTCOMES.values():
-            with ui.element("span"):
-                ui.element("i").style(f"background:{colour}")
-                ui.label(words)
-
-
 class _Header:
     """Which run this is, how it is reached, the pages."""
 
@@ -168,11 +188,11 @@ class _Header:
         with ui.element("header").classes("b-top"):
             with ui.element("div").classes("b-bar"):
                 ui.label("p2p-co2").classes("b-name")
-                self._run = Text("b-run", "run")
+                self._run = text("b-run", "run")
                 ui.element("div").classes("b-grow")
                 with ui.element("span").classes("b-state"):
                     self._dot = ui.element("span").classes("b-dot")
-                    self._state = Text("", "state")
+                    self._state = text("", "state")
                 toggle = ui.button(icon="contrast", on_click=on_dark, color=None)
                 toggle.props('flat dense round size=sm aria-label="light or dark" data-testid=dark')
             with ui.element("nav").classes("b-nav"):
@@ -181,8 +201,8 @@ class _Header:
 
     def set(self, facts: SwarmFacts) -> None:
         where = f"{plain(facts.run, 64)}  ·  " if facts.run else ""
-        self._run.set(f"{where}{plain(facts.place, 120)}")
-        self._state.set(_STATES.get(facts.connection, facts.connection))
+        self._run.text = f"{where}{plain(facts.place, 120)}"
+        self._state.text = _STATES.get(facts.connection, facts.connection)
         if facts.connection != self._phase:
             self._dot.classes(remove=self._phase, add=facts.connection)
             self._phase = facts.connection
@@ -205,7 +225,7 @@ class Frame:
         self._dark = ui.dark_mode(None)
         self._header = _Header(here, self._toggle_dark)
         with ui.element("main").classes("b-page"):
-            self._banner = Text("b-banner", "banner")
+            self._banner = text("b-banner", "banner")
             self._body = ui.element("div").style("display:contents")
         self._instead = ""
         self.tick()
@@ -224,7 +244,6 @@ class Frame:
             self._body.clear()
             with self._body:
                 self._page = self._make(self)
-                self._page.build()
             self._drawn_at = 0.0
         self._page.refresh(facts)
         if time.monotonic() - self._drawn_at >= CHARTS_EVERY_S:
@@ -254,13 +273,13 @@ class Frame:
         )
 
     def _set_banner(self, facts: SwarmFacts) -> None:
-        text = plain(self._recorder.trouble, 300)
+        said = plain(self._recorder.trouble, 300)
         if facts.connection == "lost" and facts.peers_known:
             newest = max((peer.last_seen_at or 0.0 for peer in facts.peers), default=facts.at)
             old = f"what is shown is {clock(max(0.0, facts.at - newest))} old"
-            text = f"The swarm is out of reach, {old}. {plain(facts.connection_words, 300)}"
-        self._banner.set(text)
-        self._banner.label.set_visibility(bool(text))
+            said = f"The swarm is out of reach, {old}. {plain(facts.connection_words, 300)}"
+        self._banner.text = said
+        self._banner.visible = bool(said)
 
     def _may_show(self, facts: SwarmFacts) -> bool:
         """Whether there is a swarm to show; else say what is instead."""

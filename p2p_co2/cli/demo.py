@@ -19,15 +19,14 @@ from rich.console import Console
 
 from bootstrap.lines import Line
 from bootstrap.stage import RunEnd
-from monitoring.known import Known
-from monitoring.lines import ExchangeLog, SteadyState, exchange_figures, lines_table, print_exchanges
-from monitoring.picture import draw_run
+from monitoring.facts import Known
+from monitoring.lines import ExchangeLog, SteadyState, exchange_figures, exchange_words
 from monitoring.report import write_report
 from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import LiveTerminal, print_summary
 from p2p_co2.config import RunConfig
 from p2p_co2.system.process import program
-from p2p_co2.system.socket_activation import Gate
+from p2p_co2.system.socket_activation import SocketActivation
 from p2p_co2.telemetry.events import Event
 from p2p_co2.telemetry.view import SwarmView
 
@@ -53,14 +52,13 @@ class RunWatch:
         self._exchanges, self._steady = ExchangeLog(), SteadyState(max(1, config.outer.blocking_rounds))
         # A log file or a pipe has no width: enough for the lines that take the live table's place.
         self._console = Console(width=None if sys.stdout.isatty() else 150)
-        self._gate: Gate | None = None
+        self._board: SocketActivation | None = None
         if board:
-            self._gate = Gate("127.0.0.1", 0, program("monitoring", str(folder.resolve())))
-            print(f"board: {self._gate.address}", flush=True)
+            self._board = SocketActivation("127.0.0.1", 0, program("monitoring", str(folder.resolve())))
+            print(f"board: {self._board.address}", flush=True)
         if emulation:
-            self._say(f"emulation: {emulation}")
-            rows = [(line.peer, line.profile, line.address) for line in lines]
-            self._console.print(lines_table(rows, self._console.width))
+            told = ", ".join(f"{line.peer} {line.profile.name}" for line in lines)
+            self._say(f"emulation: {emulation}; lines: {told}")
         clock = config.clock
         expected_s = clock.rounds * clock.round_s if clock.mode == "time" else None
         self._terminal: LiveTerminal | None = LiveTerminal(self._console, expected_s=expected_s)
@@ -75,32 +73,26 @@ class RunWatch:
             self._terminal.show(Known(self._view, time.time(), self._config, place=self._place))
 
     def finish(self, end: RunEnd) -> list[str]:
-        """Write ``summary.json``, ``loss.png`` and, of a demo, ``report.html``; print the summary. Returns
-        why the run was no success, if it was none."""
+        """Write ``summary.json``, ``report.html`` and ``loss.png``; print the summary. Returns why the run
+        was no success, if it was none."""
         self.close()
-        config = end.config
         facts = RunFacts(
-            config=config, loss_start=end.loss_start, loss_end=end.loss_end,
+            config=end.config, loss_start=end.loss_start, loss_end=end.loss_end,
             expected_peers=end.expected_peers, software=end.software, text=end.text,
         )  # fmt: skip
         summary = summarise(self._view, facts)
-        title = f", {config.codec.name}, rule {config.outer.rule}"
         if self._emulation:
             summary |= self._of_lines(end)
-            title = f" over {', '.join(sorted({line.profile.name for line in self._lines}))}"
         (end.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        draw_run(
-            self._view, end.folder / "loss.png", title=f"{summary['peers']} peers{title}",
-            loss_start=end.loss_start, loss_end=end.loss_end, loss_unit=summary["loss"]["unit"],
-        )  # fmt: skip
+        ends = (
+            (self._view.started_at, 0, end.loss_start),
+            (self._view.last_at, summary["tokens"], end.loss_end),
+        )
+        agreed = [(at, tokens, loss) for at, tokens, loss in ends if at is not None and loss is not None]
+        write_report(end.folder, agreed)
         print_summary(summary, self._console)
         if self._emulation:
-            print_exchanges(summary, self._console)
-        else:
-            first, last = self._view.started_at, self._view.last_at
-            ends = ((first, 0, end.loss_start), (last, summary["tokens"], end.loss_end))
-            agreed = [(at, tokens, loss) for at, tokens, loss in ends if at is not None and loss is not None]
-            write_report(end.folder, end.folder / "report.html", agreed)
+            self._say(exchange_words(summary["exchanges"]))
         for text in (*(f"note: {note}" for note in end.notes), f"written to {end.folder}"):
             self._say(text)
         # Who was killed on purpose need not have finished.
@@ -114,8 +106,8 @@ class RunWatch:
         if self._terminal:
             self._terminal.__exit__(None, None, None)
             self._terminal = None
-        if self._gate is not None:
-            self._gate.close()
+        if self._board is not None:
+            self._board.close()
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from rich.console import Console
 
-from monitoring.known import Known
+from monitoring.facts import Known
 from monitoring.terminal import LiveTerminal
 from monitoring.words import describe
 from p2p_co2.telemetry import events as ev

@@ -5,46 +5,26 @@ Views are made anew when the membership has changed; in between the last one sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 
-from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.node.state import PeerState
 from p2p_co2.protocol.catchup import policy
 from p2p_co2.protocol.catchup.policy import Held, Mine, Move, Said, View
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import Status
-
-PAST_KEPT = 256
-"""Own versions of each fragment whose digests are remembered."""
 
 
 class Agreement:
-    """``agreed``: the node's own list, by fragment; ``local``: (phase, finished fragments) of this peer;
-    ``given_up``: by fragment, rounds made alone that the last state taken over lacks."""
+    """``state``: where this peer is; ``membership``: where the others say that they are."""
 
-    def __init__(
-        self,
-        me: PeerId,
-        membership: Membership,
-        agreed: Sequence[AgreedVersion],
-        local: Callable[[], tuple[Status.Phase, Collection[int]]],
-    ) -> None:
-        self._me, self._membership, self._agreed, self._local = me, membership, agreed, local
+    def __init__(self, membership: Membership, state: PeerState) -> None:
+        self._membership, self._state = membership, state
         self._views: dict[int, tuple[int, View]] = {}
-        self._past: dict[int, dict[int, bytes]] = {}
-        self._alone: dict[int, int] = {}
-        """By fragment, how many rounds this peer made alone, of the newest in a row."""
-        self.given_up: dict[int, int] = {}
-        self._words: dict[PeerId, tuple[int, ...]] = {}
-        """What each held that was heard since this peer is done, those that have gone among them."""
+        self._newest = [-1] * len(state.agreed)
+        """Versions that anybody held, or had, since this peer is done."""
 
     # ---- what others say
-
-    @property
-    def phase(self) -> Status.Phase:
-        """This peer's."""
-        return self._local()[0]
 
     @property
     def revision(self) -> int:
@@ -61,16 +41,15 @@ class Agreement:
                     info.status.offers_for(fragment),
                 )
                 for peer, info in self._membership.live.items()
-                if len(info.digests) == len(info.versions) == len(self._agreed)
+                if len(info.digests) == len(info.versions) == len(self._state.agreed)
             }
             known = self._views[fragment] = revision, view
         return known[1]
 
     def mine(self, fragment: int) -> Mine:
-        agreed, (phase, finished) = self._agreed[fragment], self._local()
-        past = self._past.setdefault(fragment, {agreed.version: agreed.digest})
-        is_done = phase == Status.DRAINING or fragment in finished
-        return Mine(Held(agreed.version, agreed.digest), past, phase, is_done)
+        agreed, local = self._state.agreed[fragment], self._state.local
+        is_done = local.phase == Status.DRAINING or fragment in local.finished
+        return Mine(Held(agreed.version, agreed.digest), self._state.past(fragment), local.phase, is_done)
 
     def decide(self, fragment: int, replayable: bool) -> Move | None:
         return policy.decide(self.view(fragment), self.mine(fragment), replayable)
@@ -108,10 +87,8 @@ class Agreement:
 
     def is_with_all(self) -> bool:
         """Whether every other peer says that it is where this one is: most of the time they all are."""
-        versions = tuple(mine.version for mine in self._agreed)
-        digests = tuple(mine.digest for mine in self._agreed)
-        live = self._membership.live.values()
-        return all(info.versions == versions and info.digests == digests for info in live)
+        here, live = self._state.held, self._membership.live.values()
+        return all((info.versions, info.digests) == here for info in live)
 
     # ---- whose rounds are replayed
 
@@ -121,45 +98,22 @@ class Agreement:
         live = self._membership.live
         training = {peer for peer, info in live.items() if info.status.offers_for(fragment)}
         made_it = {peer for peer in group if peer in live and live[peer].status.phase in policy.MOVING}
-        return 2 * len(made_it) >= len((training | made_it) - {self._me})
-
-    # ---- this peer's own past
-
-    def moved(self, fragment: int, agreed: AgreedVersion, group: Collection[PeerId] | None) -> None:
-        """Our state is about to be ``agreed``: by a round of ``group``, or (None) somebody else's whole
-        state, of whose past we know nothing."""
-        before = self._agreed[fragment]
-        past = self._past.setdefault(fragment, {before.version: before.digest})
-        if group is None:
-            is_newer = agreed.version > before.version
-            self.given_up[fragment] = 0 if is_newer else self._alone.get(fragment, 0)
-            past.clear()
-        is_alone = group is not None and set(group) == {self._me}
-        self._alone[fragment] = self._alone.get(fragment, 0) + 1 if is_alone else 0
-        past[agreed.version] = agreed.digest
-        while len(past) > PAST_KEPT:
-            del past[next(iter(past))]
-
-    def alone(self, fragment: int) -> int:
-        """How many of the newest rounds in a row this peer made alone."""
-        return self._alone.get(fragment, 0)
+        return 2 * len(made_it) >= len((training | made_it) - {self._state.me})
 
     # ---- what is lacking at the end
 
-    def note_newest(self, is_done: bool) -> None:
-        """Remember what others hold, whoever goes; nothing while this peer trains."""
-        if not is_done:
-            self._words.clear()
+    def note_newest(self) -> None:
+        """Remember what others hold, whoever goes; nothing while this peer is not done."""
+        if self._state.local.phase != Status.DRAINING:
+            self._newest = [-1] * len(self._newest)
             return
-        limits = [self.limit(fragment) for fragment in range(len(self._agreed))]
-        for peer, info in self._membership.live.items():
-            self._words.pop(peer, None)
-            if info.status.phase in policy.MOVING and len(info.versions) == len(limits):
-                pairs = zip(info.versions, limits, strict=True)
-                self._words[peer] = tuple(version if version <= most else -1 for version, most in pairs)
-        while len(self._words) > MAX_PEERS:
-            del self._words[next(iter(self._words))]
+        for fragment, known in enumerate(self._newest):
+            most, view = self.limit(fragment), self.view(fragment).values()
+            held = [said.held.version for said in view if said.phase in policy.MOVING]
+            self._newest[fragment] = max([known, *(version for version in held if version <= most)])
 
-    def newest(self, fragment: int) -> int:
-        """The newest version that anybody held; -1 if none is known. Other threads may ask."""
-        return max((versions[fragment] for versions in list(self._words.values())), default=-1)
+    def lacking(self) -> list[tuple[int, int, int]]:
+        """(fragment, our version, the newest that anybody held) where that is newer. Other threads may
+        ask."""
+        pairs = zip(self._state.held[0], self._newest, strict=True)
+        return [(fragment, mine, new) for fragment, (mine, new) in enumerate(pairs) if mine < new]

@@ -9,14 +9,15 @@ in the missed means.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.agreement import Agreement
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, agreed_mean
+from p2p_co2.node.offers import Offers
+from p2p_co2.node.outer_state import OuterState
+from p2p_co2.node.state import Effects, PeerState
 from p2p_co2.protocol.catchup import (
     ROUND,
     STATE,
@@ -37,52 +38,31 @@ from p2p_co2.telemetry import events as ev
 
 REPLAY_AT_MOST = 8
 """Missed rounds of one fragment that are replayed, if that costs less than half of its whole state."""
-ROUND_AGAIN = 3
-"""So often on the way to a version a round is asked for anew that came in part."""
 AGAIN_AFTER_S = 5.0
-TAKEN_WITHIN_S = 15.0
-"""While others take what we hold, we do not go back to where they are: both would only change places."""
 OTHER_HISTORY = "other history"
 """The reason of a refusal that blames nobody: it may be this peer that went astray."""
 
 
-@dataclass(frozen=True)
-class CatchupEffects:
-    """What the node does for its controller. ``take``, ``adopt``, ``export``: as ``Deciding``."""
-
-    now: Callable[[], float]
-    report: Callable[..., None]
-    spawn: Callable[[Coroutine[Any, Any, None]], None]
-    refuse: Callable[[str, str, str], None]
-    give_up_offer: Callable[[int], None]
-    settle_offer: Callable[[int], None]
-    take: Callable[[AgreedMean, Decision], Awaitable[bool]]
-    adopt: Callable[[int, Any, AgreedVersion, bool], Awaitable[None]]
-    export: Callable[[int], Coroutine[Any, Any, None]]
-    pump: Callable[[], None]
-
-
 @dataclass
 class Target:
-    """Where a fragment is being brought. ``again``: how often a missed round came in part."""
+    """Where a fragment is being brought, and why."""
 
     version: int
     digest: bytes
     donors: tuple[PeerId, ...]
     why: Why
     from_version: int
-    again: int = 0
 
 
 class CatchupController:
-    """``agreed``: the node's own list; ``run`` and ``shape`` are what decisions are checked against."""
+    """``run`` and ``shape`` are what decisions are checked against; ``outer`` takes what was fetched."""
 
     def __init__(
-        self, machine: CatchUp, rounds: Rounds, majority: Agreement, agreed: list[AgreedVersion], run: bytes,
-        shape: PayloadShape, effects: CatchupEffects,
+        self, machine: CatchUp, rounds: Rounds, agreement: Agreement, state: PeerState, outer: OuterState,
+        offers: Offers, run: bytes, shape: PayloadShape, effects: Effects,
     ) -> None:  # fmt: skip
-        self._machine, self._rounds, self.majority, self._agreed = machine, rounds, majority, agreed
-        self._run, self._shape, self._do = run, shape, effects
+        self._machine, self._rounds, self._agreement, self._state = machine, rounds, agreement, state
+        self._outer, self._offers, self._run, self._shape, self._do = outer, offers, run, shape, effects
         self._targets: dict[int, Target] = {}
         self._noticed_at: dict[int, tuple[Why, float]] = {}
         self._again_at: dict[int, float] = {}
@@ -91,9 +71,9 @@ class CatchupController:
         """For which state of a fragment, and on the way to which version, it was told that it could not."""
         self._looked_at: object = None
         self._looks_again = False
-        machine.ask_swarm(majority.vouch)
+        machine.ask_swarm(agreement.vouch)
+        state.when_moved(self._moved)
 
-    @property
     def is_watching(self) -> bool:
         """Whether something was noticed that ``look_around`` has to look at again, news or not."""
         return bool(self._noticed_at) or self._looks_again
@@ -109,9 +89,9 @@ class CatchupController:
     def go_to(self, fragment: int, version: int, digest: bytes, donors: tuple[PeerId, ...]) -> bool:
         """Bring ``fragment`` to at least ``version``; ``digest`` is that version's, or empty if not known.
         False if there is nowhere to go."""
-        agreed, known = self._agreed[fragment], self._targets.get(fragment)
+        agreed, known = self._state.agreed[fragment], self._targets.get(fragment)
         diverged = agreed.version == version and digest not in (b"", agreed.digest)
-        if (agreed.version >= version and not diverged) or self.majority.phase == Status.PAUSED:
+        if (agreed.version >= version and not diverged) or self._state.local.phase == Status.PAUSED:
             return False
         if known is None:
             self._targets[fragment] = Target(version, digest, donors, Why.AHEAD, agreed.version)
@@ -123,17 +103,17 @@ class CatchupController:
     def overheard(self, event: Overheard) -> None:
         """A round that this peer listened to was committed: replay it. Its means were held against the
         commit, so no owner is to blame if it does not follow our history."""
-        fragment, here = event.fragment, self._agreed[event.fragment].version
+        fragment, here = event.fragment, self._state.agreed[event.fragment].version
         self._targets.setdefault(fragment, Target(event.round, b"", event.owners, Why.AHEAD, here))
         decision = Decision.FromString(event.decision)
         goal = Goal(ROUND, fragment, event.round, event.owners)
         fetched = Fetched(goal, event.round, event.mean, decision, b"", event.owners, event.duration_s, 0)
         self._do.spawn(self._take(fetched))
 
-    def overtaken(self, fragment: int) -> None:
-        """A round of ours has brought ``fragment`` on. If that is as far as it was to be brought, what is
-        still on its way is of no use: over a slow line minutes of it."""
-        target, agreed = self._targets.get(fragment), self._agreed[fragment]
+    def _moved(self, fragment: int, agreed: AgreedVersion) -> None:
+        """A fragment has moved. If that is as far as it was to be brought, what is still on its way is of no
+        use: over a slow line minutes of it."""
+        target = self._targets.get(fragment)
         if target is None or target.why is Why.OTHER or agreed.version < target.version:
             return
         is_another = agreed.version == target.version and target.digest not in (b"", agreed.digest)
@@ -143,28 +123,28 @@ class CatchupController:
 
     def wake(self, now: float) -> None:
         """This peer goes on after a rest: what it missed is fetched at once."""
-        fragments = range(len(self._agreed))
+        fragments = range(len(self._state.agreed))
         self._noticed_at = {fragment: (Why.AHEAD, now - NOTICE_AFTER_S) for fragment in fragments}
         self.look_around(now)
 
     def look_around(self, now: float) -> None:
         """Compare this peer's versions and digests with the heartbeats of the others."""
         looks_again, self._looks_again = self._looks_again, False
-        phase = self.majority.phase
+        phase = self._state.local.phase
         if phase == Status.PAUSED:
             return
-        seen = (self.majority.revision, tuple(self._agreed), phase)
+        seen = (self._agreement.revision, tuple(self._state.agreed), phase)
         if seen == self._looked_at and not (self._noticed_at or looks_again):
             return
         self._looked_at = seen
-        if self.majority.is_with_all():
+        if self._agreement.is_with_all():
             self._noticed_at.clear()
             return
-        for fragment in range(len(self._agreed)):
+        for fragment in range(len(self._state.agreed)):
             self._look_at(fragment, phase == Status.JOINING, now)
 
     def _look_at(self, fragment: int, joining: bool, now: float) -> None:
-        move = self.majority.decide(fragment, self._replayable(fragment) > 0)
+        move = self._agreement.decide(fragment, self._replayable(fragment) > 0)
         if move is None:
             self._noticed_at.pop(fragment, None)
             return
@@ -175,29 +155,24 @@ class CatchupController:
         if self._rounds.is_completing(fragment):
             return  # its bytes are on their way
         if (target := self._targets.get(fragment)) is not None:
-            donors = self.majority.donors(fragment, target.version, target.digest)
+            donors = self._agreement.donors(fragment, target.version, target.digest)
             self._machine.add_donors(fragment, donors, now)
             return
         early = now - since < move.wait_s and not joining
-        if early or now < self._again_at.get(fragment, 0.0) or self._is_being_taken(move, fragment, now):
-            return
-        self._go(fragment, move)
-
-    def _is_being_taken(self, move: Move, fragment: int, now: float) -> bool:
-        goes_back = move.why is Why.OTHER and move.version < self._agreed[fragment].version
-        return goes_back and bool(self._machine.donor.takers(now, TAKEN_WITHIN_S))
+        if not early and now >= self._again_at.get(fragment, 0.0):
+            self._go(fragment, move)
 
     def _go(self, fragment: int, move: Move) -> None:
-        here = self._agreed[fragment].version
+        here = self._state.agreed[fragment].version
         if move.why is Why.OTHER:
-            alone = self.majority.alone(fragment)
+            alone = self._state.alone[fragment]
             what = f", {alone} rounds of this peer alone among it" if alone else ""
             text = (
                 f"fragment {fragment}: our version {here} is of another history than {move.version} of most "
                 f"others, or of the strongest: going over to theirs; what only ours holds is lost{what}"
             )
             self._do.report(ev.Warned, text=text)
-        donors = self.majority.donors(fragment, move.version, move.digest)
+        donors = self._agreement.donors(fragment, move.version, move.digest)
         self._targets[fragment] = Target(move.version, move.digest, donors, move.why, here)
         self._fetch_next(fragment, whole=move.why is Why.OTHER)
 
@@ -205,7 +180,7 @@ class CatchupController:
 
     def handle(self, event: CatchUpEvent) -> None:
         if isinstance(event, ExportWanted):
-            self._do.spawn(self._do.export(event.fragment))
+            self._do.spawn(self._outer.export(event.fragment))
         elif isinstance(event, DonorRefused):
             self._do.refuse(event.peer, event.reason, event.detail)
         elif isinstance(event, Loading):
@@ -218,17 +193,17 @@ class CatchupController:
     def _fetch_next(self, fragment: int, whole: bool = False) -> None:
         if (target := self._targets.get(fragment)) is None:
             return
-        version, current = target.version, self._agreed[fragment].version
-        digest = self.majority.digest(fragment, version) or target.digest
+        version, current = target.version, self._state.agreed[fragment].version
+        digest = self._agreement.digest(fragment, version) or target.digest
         if target.why is Why.OTHER:
             digest = target.digest
-        live = self.majority.view(fragment)
+        live = self._agreement.view(fragment)
         alive = tuple(peer for peer in target.donors if peer in live)
-        alive += tuple(p for p in self.majority.donors(fragment, version, digest) if p not in alive)
+        alive += tuple(p for p in self._agreement.donors(fragment, version, digest) if p not in alive)
         rounds = self._replayable(fragment)
         if not whole and 0 < version - current <= rounds:
             goal = Goal(ROUND, fragment, current + 1, alive)
-        elif target.why is not Why.OTHER and self.majority.is_one_word(fragment, version):
+        elif target.why is not Why.OTHER and self._agreement.is_one_word(fragment, version):
             self._give_up(fragment, f"only few have a state of version {version}")
             return
         else:
@@ -243,7 +218,7 @@ class CatchupController:
             self._fetch_next(fragment, whole=True)
             return
         self._drop_target(fragment)
-        move = self.majority.decide(fragment, replayable=False)
+        move = self._agreement.decide(fragment, replayable=False)
         if move is not None and move.why is Why.OTHER:
             self._go(fragment, move)
         else:
@@ -256,9 +231,7 @@ class CatchupController:
         fragment, target = event.goal.fragment, self._targets.get(event.goal.fragment)
         is_round = event.goal.what == ROUND and bool(event.goal.donors)
         if is_round and target is not None and target.why is not Why.LAST:
-            target.again += 1
-            still_had = event.chunks_given > 0 and not event.newest_version
-            self._fetch_next(fragment, whole=not still_had or target.again > ROUND_AGAIN)
+            self._fetch_next(fragment, whole=True)
         else:
             self._give_up(fragment, event.reason)
 
@@ -270,8 +243,8 @@ class CatchupController:
             self._rounds.forget_outcome(fragment, target.version)
         self._again_at[fragment] = self._do.now() + AGAIN_AFTER_S
         if target is None or target.why is not Why.LAST:  # one peer's word ends no offer of ours
-            self._do.give_up_offer(fragment)
-        news = self._agreed[fragment], target and target.version
+            self._offers.give_up(fragment)
+        news = self._state.agreed[fragment], target and target.version
         if self._told_of.get(fragment) != news:  # it is tried every few seconds, to the end of a run
             self._told_of[fragment] = news
             self._do.report(ev.Warned, text=f"fragment {fragment} could not catch up yet: {reason}")
@@ -289,18 +262,18 @@ class CatchupController:
             self._fetch_whole(event.goal.fragment)
             return
         if mean is not None:
-            await self._do.take(mean, event.decision)
+            await self._outer.take(mean, event.decision)
         self._went_on(event, "replay")
 
     def _checked_mean(self, event: Fetched) -> AgreedMean | None:
         """The mean of a replayed round, held against its certificate; None if this peer is past it
         already. Raises ``RemoteProtocolError``."""
         fragment = event.goal.fragment
-        outcome, agreed = open_decision(event.decision, self._run, self._shape), self._agreed[fragment]
+        outcome, agreed = open_decision(event.decision, self._run, self._shape), self._state.agreed[fragment]
         if (outcome.key.fragment, outcome.key.round) != (fragment, event.version):
             raise RemoteProtocolError("bad decision", "of another round")
         group = {PeerId(member.peer) for member in outcome.members}
-        if not self.majority.is_most(group, fragment):
+        if not self._agreement.is_most(group, fragment):
             raise RemoteProtocolError(OTHER_HISTORY, "most peers that train here are not in its group")
         if agreed.version != event.version - 1:
             return None
@@ -317,29 +290,29 @@ class CatchupController:
         fragment, target = event.goal.fragment, self._targets.get(event.goal.fragment)
         goes_back = target is not None and target.why is Why.OTHER
         if goes_back:
-            move = self.majority.decide(fragment, replayable=False)
+            move = self._agreement.decide(fragment, replayable=False)
             if move is None or move.why is not Why.OTHER:
                 self._drop_target(fragment)  # the others have come to us meanwhile
                 return
         held = Held(event.version, event.digest)
         try:  # as when it was promised (``vouch``), but for what was heard since
-            if words := self.majority.objection(fragment, held, event.donors):
+            if words := self._agreement.objection(fragment, held, event.donors):
                 raise DigestMismatch(words)
-            await self._do.adopt(fragment, event.data, AgreedVersion(*held), goes_back)
+            await self._outer.adopt(fragment, event.data, AgreedVersion(*held), goes_back)
         except (DigestMismatch, RemoteProtocolError) as error:
-            is_overtaken = event.version < self._agreed[fragment].version and not goes_back
+            is_overtaken = event.version < self._state.agreed[fragment].version and not goes_back
             self._drop_target(fragment)
             if is_overtaken:  # a round was quicker just now: nobody is to blame
                 return
             self._blame(event, "bad state", str(error))
             self._again_at[fragment] = self._do.now() + AGAIN_AFTER_S
-            self._do.give_up_offer(fragment)
+            self._offers.give_up(fragment)
             return
         self._went_on(event, "state")
 
     def _went_on(self, event: Fetched, how: str) -> None:
         fragment = event.goal.fragment
-        agreed, target = self._agreed[fragment], self._targets.get(fragment)
+        agreed, target = self._state.agreed[fragment], self._targets.get(fragment)
         if target is not None and agreed.version < target.version and (how == "replay" or event.version > 0):
             if how == "replay" and agreed.version < event.version:
                 self._fetch_whole(fragment)  # the round did not follow our state
@@ -351,7 +324,7 @@ class CatchupController:
         self._do.report(
             ev.CaughtUp, fragment=fragment, from_version=from_version, to_version=agreed.version, how=how,
             donor=event.donor, donors=len(event.donors), bytes=len(event.data), duration_s=event.duration_s,
-            rounds_given_up=self.majority.given_up.pop(fragment, 0),
+            rounds_given_up=self._state.given_up.pop(fragment, 0),
         )  # fmt: skip
 
     def _drop_target(self, fragment: int) -> None:
@@ -359,7 +332,7 @@ class CatchupController:
         self._targets.pop(fragment, None)
         self._noticed_at.pop(fragment, None)
         self._looks_again = True
-        self._do.settle_offer(fragment)
+        self._offers.settle(fragment)
 
     def _blame(self, event: Fetched, reason: str, detail: str) -> None:
         """All its donors signed for these very bytes."""

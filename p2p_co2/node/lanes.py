@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,10 +32,8 @@ the second waits before and after it, the line was full."""
 MOST_LOOKED_AT, COMMON_OF = 9, 4
 """Lanes that are asked for that: a look costs 25 us for each connection. The lane counts on which what is
 under way waits least, once one of so many has been left out."""
-BESIDE_BYTES = 256 << 10
-"""A lane with so much to carry over a far way opens a second connection."""
 RETRY_DIRECT_S = 60.0
-"""After gRPC failed, or a second connection, the other serves for this long before it is tried again."""
+"""After gRPC failed, libp2p serves for this long before it is tried again."""
 ATTEMPTS_KEPT = 256
 """Whose order is remembered: many more than are open at once."""
 
@@ -115,13 +113,11 @@ class Turn:
     """Whether it has its turn on our line, or needs none."""
     has_yielded: bool = False
     """Whether it leaves a turn to a lane with more to carry."""
-    left_at: float | None = None
-    """Since when it is left to the connection by which it should be there sooner."""
 
 
 @dataclass(eq=False)
 class Lane:
-    """What goes to one peer, over one connection and perhaps a second ``beside`` it for bulk."""
+    """What goes to one peer."""
 
     control: deque[Unsent] = field(default_factory=deque)
     control_bytes: int = 0
@@ -137,13 +133,9 @@ class Lane:
     counted_until: float = 0.0
     """When the last bulk message was there, or bulk began to wait where there was none before."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    wake_beside: asyncio.Event = field(default_factory=asyncio.Event)
     link: Link | None = None
-    link_beside: Link | None = None
     task: asyncio.Task[None] | None = None
-    beside: asyncio.Task[None] | None = None
     grpc_failed_at: float = -1e9
-    beside_failed_at: float = -1e9
 
     def put_control(self, data: Unsent) -> None:
         """Let a control message wait behind those that do."""
@@ -156,9 +148,9 @@ class Lane:
         self.control_bytes -= len(data)
         return data
 
-    def put(self, message: Bulk, *, first: bool = False) -> None:
-        """Let bulk wait: in its order, or before all that does."""
-        self.bulk.insert(0 if first else place_of(message, self.bulk), message)
+    def put(self, message: Bulk) -> None:
+        """Let bulk wait in its order."""
+        self.bulk.insert(place_of(message, self.bulk), message)
         self.bulk_bytes += len(message.data)
         self.served_bytes += len(message.data) if message.is_served else 0
 
@@ -173,35 +165,10 @@ class Lane:
     def is_far(self) -> bool:
         return self.link is not None and self.link.is_far
 
-    @property
-    def links(self) -> list[Link]:
-        """Its connections."""
-        return [link for link in (self.link, self.link_beside) if link is not None]
-
-    def wants_company(self, now: float) -> bool:
-        """Whether a second connection would help."""
-        is_there = self.beside is not None and not self.beside.done()
-        is_due = now - self.beside_failed_at > RETRY_DIRECT_S
-        return self.is_far and self.bulk_bytes >= BESIDE_BYTES and is_due and not is_there
-
     def may_send(self, link: Link) -> bool:
         """Whether there is a message, and room for it: control needs none."""
         has_room = link.acknowledged is None or link.acknowledged.has_room
         return bool(self.control or (self.bulk and has_room))
-
-    def is_sooner_by_other(self, link: Link, now: float) -> bool:
-        """Whether the first bulk message would be there sooner over the lane's other connection than over
-        ``link``: TCP may leave one of two at a hundredth of the line. How long it has been left to the other
-        counts against that: the receiver may be slow to read it."""
-        other = self.link_beside if link is self.link else self.link
-        if other is None or not self.bulk:
-            return False
-        size_bytes = len(self.bulk[0].data)
-        left_s = 0.0 if self.turn.left_at is None else now - self.turn.left_at
-        is_sooner = other.there_in_s(size_bytes) + left_s < link.there_in_s(size_bytes)
-        if is_sooner and self.turn.left_at is None:
-            self.turn.left_at = now
-        return is_sooner
 
 
 class Uplink:
@@ -239,18 +206,15 @@ class Uplink:
             lane.pace.give_back(size_bytes)
             if lane.turn.asked_cap:
                 self.cap.give_back(size_bytes)
-        lane.turn.at = lane.turn.left_at = None
+        lane.turn.at = None
 
     def _ask(self, lane: Lane, size_bytes: int, now: float) -> tuple[float, bool]:
         """(when, True): the lane has its turn then. (when, False): it is to ask again then. Who has less left
         to carry than another lane that waits leaves it a turn, once: lanes are to end together."""
         self.meter.rest(now)
         self._look(now)
-        queued_s = self._waits_s if self.meter.may_ease else 0.0
-        is_eased = self._line.follow(self.meter.bytes_per_s, queued_s, now)
+        self._line.follow(self.meter.bytes_per_s)
         turn_s = self._line.turn_s(size_bytes)
-        if is_eased and turn_s:
-            self.meter.eased(now)
         yields = bool(turn_s) and not lane.turn.has_yielded and self._is_ahead(lane, size_bytes, now)
         lane.turn.has_yielded = yields
         at = now + self._line.free_in_s(now) + turn_s
@@ -281,11 +245,10 @@ class Uplink:
         if is_some := len(far) > MOST_LOOKED_AT:
             carrying = [one for one in far if one.carrying or one.bulk]
             carrying = carrying[:: -(-len(carrying) // MOST_LOOKED_AT) or 1]
-        seen = [{link: link.look() for link in one.links} for one in carrying]
-        least = (_least(one.queued_s for one in links.values()) for links in seen)
-        waits_s = sorted(one for one in least if one is not None)
+        seen = {one.link: one.link.look() for one in carrying if one.link is not None}
+        waits_s = sorted(one.queued_s for one in seen.values() if one.queued_s is not None)
         waited_s, self._waits_s = self._waits_s, waits_s[len(waits_s) // COMMON_OF] if waits_s else 0.0
-        there = {link: told.there_bytes for links in seen for link, told in links.items()}
+        there = {link: told.there_bytes for link, told in seen.items()}
         untold = any(lane.carrying and lane.link and lane.link.acknowledged for lane in self.lanes)
         if not (is_some or untold) and now - self._looked_at <= LONGEST_LOOK_S:
             known = self._there_bytes
@@ -293,8 +256,3 @@ class Uplink:
             is_full = min(waited_s, self._waits_s) > STANDING_S
             self.meter.came(more, now - self._looked_at, is_full, now)
         self._looked_at, self._there_bytes = now, there
-
-
-def _least(seconds: Iterable[float | None]) -> float | None:
-    """Of those that are known."""
-    return min((one for one in seconds if one is not None), default=None)

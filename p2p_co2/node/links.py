@@ -6,15 +6,12 @@ delivered is dropped, because every message of the protocol may be lost. Bulk ke
 our own cap, and takes turns on the line (``lanes.Uplink``); a control message never waits for a turn. Where a
 link's peer says what it has, that is what counts as sent, and bulk waits for room on the way.
 
-TCP over a far way stands still for a third of a second now and then, and a round waits for the slowest of its
-lanes. So a lane with much to carry has a second connection, and each message goes over the one by which it is
-there sooner, as the kernel tells. Law: all that leaves this machine for a peer leaves through ``post``.
+Law: all that leaves this machine for a peer leaves through ``post``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S, Carrier, Link
+from p2p_co2.net.transport.base import Carrier, Link
 from p2p_co2.net.transport.flow import Acknowledged
 from p2p_co2.node.lanes import RETRY_DIRECT_S, BeginOrder, Bulk, Lane, Piece, Turn, UnderWay, Uplink
 from p2p_co2.protocol.wire.envelope import Unsent
@@ -38,10 +35,6 @@ MAX_SERVED_BYTES = 8 * MAX_DATA_BYTES
 MAX_LANES = 2 * MAX_PEERS
 MAX_QUEUED_CONTROL, MAX_CONTROL_BYTES = 4096, 16 << 20
 """Control messages that wait for one peer, and their bytes."""
-BESIDE_IDLE_S = MESSAGE_TIMEOUT_S / 2
-"""A second connection that has carried nothing for so long is closed, before its receiver shuts us out."""
-LOOK_AGAIN_S = 0.03
-"""A connection looks again after so long whether a message would be there sooner over it."""
 
 FindRecord = Callable[[PeerId, bool], Awaitable[PeerRecord | None]]
 """(peer, whether a fresh one is wanted) to its record."""
@@ -130,7 +123,6 @@ class LinkPool:
                 return False
             lane.put(Bulk(data, piece, served, self._order.of(piece)))
             self.queued_bytes += len(data)
-            lane.wake_beside.set()
         else:
             if len(lane.control) >= MAX_QUEUED_CONTROL or lane.control_bytes + len(data) > MAX_CONTROL_BYTES:
                 return False
@@ -138,8 +130,6 @@ class LinkPool:
         lane.wake.set()
         if lane.task is None or lane.task.done():
             lane.task = self._tasks.create_task(self._serve(peer, lane), name=f"lane {peer[-6:]}")
-        elif bulk and lane.wants_company(time.monotonic()):
-            lane.beside = self._tasks.create_task(self._carry_beside(peer, lane), name=f"beside {peer[-6:]}")
         return True
 
     def forget(self, attempt: bytes, means: bool) -> None:
@@ -171,9 +161,8 @@ class LinkPool:
         """Stop all lanes and close their links. Safe to cancel."""
         lanes = list(self._lanes.items())
         for peer, lane in lanes:
-            for task in (lane.task, lane.beside):
-                if task is not None:
-                    task.cancel()
+            if lane.task is not None:
+                lane.task.cancel()
             self._forget_lane(peer, lane)
         links = [lane.link for _, lane in lanes if lane.link is not None]
         await asyncio.gather(*(link.close() for link in links), return_exceptions=True)
@@ -194,7 +183,7 @@ class LinkPool:
         self._lanes.pop(peer, None)
         self._uplink.lanes.remove(lane)
 
-    # ---- the first connection
+    # ---- the connection
 
     async def _serve(self, peer: PeerId, lane: Lane) -> None:
         """One lane's task: lives while there is something to send or an open link to watch."""
@@ -234,8 +223,6 @@ class LinkPool:
             self._observer.opened(peer, carrier.name, "; ".join(reasons))
             return True
         self._forget_lane(peer, lane)
-        if lane.beside is not None:
-            lane.beside.cancel()  # what it could not send would count as queued for ever
         self._observer.unreachable(peer, "; ".join(reasons) or "no record of this peer is known")
         return False
 
@@ -261,57 +248,11 @@ class LinkPool:
                 await _wait_for_news(lane.wake, wait_s)
             elif not lane.may_send(link):
                 await _wait_for_work(lane, link)
-            elif lane.is_sooner_by_other(link, time.monotonic()):
-                await _wait_for_news(lane.wake, LOOK_AGAIN_S)
             else:
                 await self._send_bulk(lane, link, self._next_bulk(lane).data)
 
     def _wait_s(self, peer: PeerId, lane: Lane) -> float:
         return self._uplink.wait_s(lane, self._paces.get(peer, 0.0), time.monotonic())
-
-    # ---- the second connection
-
-    async def _carry_beside(self, peer: PeerId, lane: Lane) -> None:
-        """Carry bulk of ``lane`` over a second connection, as long as there is a first one and enough to
-        carry. What it could not send goes over the first; peers take nothing twice."""
-        link = lane.link_beside = await self._connect_beside(peer, lane)
-        message, used_at = Bulk(b"", None), time.monotonic()
-        try:
-            while link is not None and lane.link is not None:
-                wait_s = self._wait_s(peer, lane) if lane.bulk else math.inf
-                if wait_s <= 0 and lane.is_sooner_by_other(link, time.monotonic()):
-                    wait_s = LOOK_AGAIN_S
-                if wait_s <= 0:
-                    message = self._next_bulk(lane)
-                    await self._send_bulk(lane, link, message.data)
-                    used_at = time.monotonic()
-                elif (left_s := used_at + BESIDE_IDLE_S - time.monotonic()) <= 0:
-                    break
-                elif lane.bulk:
-                    await asyncio.sleep(min(wait_s, left_s))
-                else:
-                    await _wait_for_news(lane.wake_beside, left_s)
-        except TransportError:
-            lane.put(message, first=True)
-            self.queued_bytes += len(message.data)
-            lane.beside_failed_at = time.monotonic()
-            lane.wake.set()
-        finally:
-            lane.link_beside = None
-            if link is not None:
-                await link.close()
-
-    async def _connect_beside(self, peer: PeerId, lane: Lane) -> Link | None:
-        """None where the peer has no place for a second connection, or cannot be reached any more."""
-        record, first = await self._find_record(peer, False), lane.link
-        if record is None or first is None:
-            return None
-        carrier = next(one for one in self._carriers if one.name == first.carrier)
-        try:
-            return await carrier.connect(record)
-        except (TransportError, RemoteProtocolError):
-            lane.beside_failed_at = time.monotonic()
-            return None
 
     # ---- bulk
 

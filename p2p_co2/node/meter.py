@@ -38,15 +38,8 @@ SWALLOWED_TIMES, UNPROVED_IN_A_ROW = 1.5, 8
 A rate that so many later bursts have exceeded, too short to be seen arriving, is old: it is unknown again."""
 MAX_RECEIVERS, BURSTS_KEPT, _MAX_MARKS = 64, 5, 512
 """Whose opinions are remembered, and how many bursts of each; the second fastest of them counts."""
-LINE_TIMES, EASED_TIMES, LEAST_EASED_TIMES = 1.2, 0.95, 0.8
-"""Bulk leaves at so much more than the line has shown, so that one measured low is found out in a few bursts;
-where a queue waits before the line, at so much less, down to the last of these."""
-QUEUED_S, EASE_PER_S = 0.06, 0.5
-"""What waits longer is a queue: in a full one TCP's shares decide which lane ends last. As long as it stays
-bulk leaves ever more slowly, by so much of the line each second; that is taken back afterwards."""
-EXPLAINED_SHARE, EASED_IN_A_ROW = 0.75, 4
-"""A burst that was eased, and was between so much and all of what the line has shown, says nothing. After so
-many of them one is not eased, or a line that has changed would never be found out."""
+LINE_TIMES = 1.2
+"""Bulk leaves at so much more than the line has shown: one measured low is found out in a few bursts."""
 FAST_BYTES_PER_S = 25e6
 """A faster line fills as it likes: what is measured of it is this process at work as often as the line."""
 LONGEST_TURN_S = 0.15
@@ -86,18 +79,10 @@ class LinePace(Pace):
 
     def __init__(self) -> None:
         super().__init__(late_s=MOMENT_S)
-        self._eased_times, self._followed_at = EASED_TIMES, 0.0
 
-    def follow(self, shown_bytes_per_s: float, queued_s: float, now: float) -> bool:
-        """Keep to what the line shows; 0 means that nothing is known, and no limit. ``queued_s``: how long
-        what is under way waits before the line. Returns whether it is eased for that."""
-        is_eased = queued_s > QUEUED_S and 0 < shown_bytes_per_s < FAST_BYTES_PER_S
-        change = EASE_PER_S * min(MOMENT_S, now - self._followed_at) * (-1 if is_eased else 1)
-        self._eased_times = min(EASED_TIMES, max(LEAST_EASED_TIMES, self._eased_times + change))
-        self._followed_at = now
-        times = self._eased_times if is_eased else LINE_TIMES
-        self.bytes_per_s = times * shown_bytes_per_s if shown_bytes_per_s < FAST_BYTES_PER_S else 0.0
-        return is_eased
+    def follow(self, shown_bytes_per_s: float) -> None:
+        """Keep to what the line shows; 0 means that nothing is known, and no limit."""
+        self.bytes_per_s = LINE_TIMES * shown_bytes_per_s if shown_bytes_per_s < FAST_BYTES_PER_S else 0.0
 
     def turn_s(self, size_bytes: int) -> float:
         """How long a message has the line; 0.0 where it needs no turn."""
@@ -121,7 +106,6 @@ class UploadMeter:
         self._came: deque[_Came] = deque(maxlen=_MAX_MARKS)
         """Of this burst."""
         self._sending = 0
-        self._is_eased, self._eased_bursts = False, 0
         self._seen: OrderedDict[str, Opinion] = OrderedDict()
         """Of the whole upload, as each receiver's bytes tell it, the newest last."""
         self.bytes_per_s = 0.0
@@ -151,16 +135,6 @@ class UploadMeter:
         if until > now and not self.rest(now):
             self._burst_ended_at = max(self._burst_ended_at, until)
 
-    @property
-    def may_ease(self) -> bool:
-        """Whether bulk may leave at less than the line has shown: not always, or that would be all it can."""
-        return self._eased_bursts < EASED_IN_A_ROW
-
-    def eased(self, now: float) -> None:
-        """Bulk that goes from now on leaves at less than the line has shown."""
-        self.rest(now)
-        self._is_eased = True
-
     def came(self, size_bytes: int, took_s: float, is_full: bool, now: float) -> None:
         """So much came to be there until now, of all receivers' together. ``is_full``: while more waited."""
         self._came.append(_Came(now, size_bytes, took_s, is_full))
@@ -182,22 +156,17 @@ class UploadMeter:
     def _conclude(self, now: float) -> None:
         """Measure the burst so far; the next one begins."""
         everything, each, began_at, seen = self._all, self._to, self._burst_started_at, self._came
-        was_eased, self._is_eased, self._to = self._is_eased, False, {}
+        self._to = {}
         self._begin(now)
         if everything.bytes < MEASURABLE_BYTES:
             return
-        self._eased_bursts = self._eased_bursts + 1 if was_eased else 0
         for to, marks in each.items():
             middle_at, last_at = marks.later_half()
             left, drained_s = everything.until(last_at) - everything.until(middle_at), last_at - middle_at
             if drained_s < MOMENT_S and left < DRAINED_BYTES:
                 continue
             came = _came_bytes_per_s(seen, began_at, last_at)
-            told_from = self.bytes_per_s * (EASED_TIMES if came else 1.0)
             rate = came or left / max(1e-6, drained_s)
-            if was_eased and EXPLAINED_SHARE * self.bytes_per_s <= rate < told_from:
-                continue
-            self._eased_bursts = 0 if came else self._eased_bursts
             is_unseen = bool(seen) and not came and drained_s < SEEN_S
             self._take(to, rate, last_at, is_unseen, seen)
         self._forget_old()

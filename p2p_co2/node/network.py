@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 
 from p2p_co2 import __version__
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.errors import EnvironmentFault, RemoteProtocolError, TicketError, TransportError
+from p2p_co2.errors import EnvironmentFault, TicketError, TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.discovery.records import POSITION_RENEWED_S, run_position
 from p2p_co2.net.transport.addresses import is_relayed
@@ -27,7 +27,6 @@ from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.probe import ProbeServer, clock_offsets_s, judge_clock
 from p2p_co2.net.transport.slow import Line, SlowCarrier, SlowLine
-from p2p_co2.node.acquaintances import MAX_ACQUAINTANCES, Acquaintances
 from p2p_co2.node.reach import (
     Reach,
     is_on_this_machine,
@@ -39,7 +38,7 @@ from p2p_co2.node.record_book import RecordBook
 from p2p_co2.peer_options import listening
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunPosition
 from p2p_co2.system.process import FolderLock
 from p2p_co2.ticket import Ticket, by_peer, is_seed_address
 
@@ -89,7 +88,8 @@ class Network:
         self._news = ""
         """To be told once."""
         self._due = _Due()
-        self._acquaintances = Acquaintances(config.folder / "acquaintances.json", ticket.run)
+        self._invited = ""
+        """The ticket that was written into the folder last."""
 
     @classmethod
     async def open(cls, ticket: Ticket, config: PeerConfig, on_refused: OnRefused) -> Network:
@@ -128,8 +128,9 @@ class Network:
         self._stack.push_async_callback(stop_p2p, p2p)
         self.use(p2p, Discovery(p2p, self.identity, self.ticket.run, on_refused))
         self._stack.push_async_callback(self.discovery.close)
-        await self._compare_clocks(await self._meet_somebody())
-        manifest = await self._settings()
+        await self.discovery.start(self.ticket.seeds)
+        await self._compare_clocks()
+        manifest = await self.discovery.fetch_manifest(self.ticket.run_key)
         self.run = RunConfig.from_canonical_bytes(manifest.config)
         if self.run.digest() != self.ticket.run:
             fix = "ask for a new ticket"
@@ -140,47 +141,17 @@ class Network:
         self.p2p, self.discovery = p2p, discovery
         self._reach = Reach(p2p, self.identity.peer_id, self.config, self.ticket)
 
-    async def _meet_somebody(self) -> Sequence[str]:
-        """Join the DHT through a seed of the ticket, or else through somebody whom this peer knew; returns
-        whom it asked."""
-        try:
-            await self.discovery.start(self.ticket.seeds)
-        except TransportError:
-            known = self._acquaintances.maddrs
-            if not known or not await self._ask_acquaintances():
-                raise
-            return known
-        return self.ticket.seeds
-
-    async def _ask_acquaintances(self) -> bool:
-        """Whether somebody whom this peer knew leads into the DHT."""
-        try:
-            await self.discovery.rebootstrap(self._acquaintances.maddrs)
-        except TransportError:
-            return False
-        return True
-
-    async def _compare_clocks(self, asked: Sequence[str]) -> None:
+    async def _compare_clocks(self) -> None:
         """Raise ``EnvironmentFault`` if this machine's clock is so far off that others do not hear it. Lesser
         trouble is ``clock_doubt``. Nobody's answer is asked for once more."""
-        offsets_s = list[float]()
+        offsets_s, seeds = list[float](), by_peer(self.ticket.seeds)
         for _ in range(CLOCK_QUESTIONS):
-            offsets_s = offsets_s or await clock_offsets_s(self.p2p, self.ticket.run, by_peer(asked))
+            offsets_s = offsets_s or await clock_offsets_s(self.p2p, self.ticket.run, seeds)
         judged = judge_clock(offsets_s)
         words = f"clock: {judged.measured}; {judged.advice}"
         if judged.state == "cannot":
             raise EnvironmentFault(words)
         self.clock_doubt = "" if judged.state == "ok" else words
-
-    async def _settings(self) -> RunManifest:
-        """The run's, from the DHT, or as this peer kept them. Errors as ``fetch_manifest``."""
-        try:
-            return await self.discovery.fetch_manifest(self.ticket.run_key)
-        except TransportError as error:
-            try:
-                return self.discovery.take_manifest(self.ticket.run_key, self._acquaintances.manifest)
-            except RemoteProtocolError:
-                raise error from None  # none was kept, or not the run's
 
     async def start_carriers(self, on_message: OnMessage, on_refused: OnRefused) -> None:
         """Listen, and answer probes. Raises ``EnvironmentFault`` when a port is taken."""
@@ -239,12 +210,11 @@ class Network:
 
     @property
     def invitation(self) -> Ticket:
-        """The ticket, with this peer and some that it knows as further seeds, as far as a newcomer may be
-        able to dial them: it works when the first seeds are gone. Any thread may ask."""
-        known = {self.identity.peer_id: list(self._reach.own_maddrs)}
-        known |= by_peer(self._acquaintances.maddrs)
+        """The ticket, with this peer and some that it knows as further seeds, as far as newcomers may be able
+        to dial them: it works when the first seeds are gone. Any thread may ask."""
+        known = [self._reach.own_maddrs, *(record.maddrs for record in self.records.known(MAX_INVITERS - 1))]
         seeds = list(self.ticket.seeds)
-        for maddrs in list(known.values())[:MAX_INVITERS]:
+        for maddrs in known:
             direct = [maddr for maddr in maddrs if not is_relayed(maddr) and is_seed_address(maddr)]
             seeds += [maddr for maddr in direct if leads_as_far(maddr, self.ticket.seeds)][:1]
         return Ticket(self.ticket.run, self.ticket.run_key, tuple(dict.fromkeys(seeds))[:MAX_ADDRESSES])
@@ -254,11 +224,10 @@ class Network:
     async def find_peers(self) -> list[PeerRecord]:
         """Records of the other peers of the run, as the DHT has them now. Raises ``TransportError``."""
         records = await self.records.search()
-        used = {record.peer for record in self.records.used(MAX_ACQUAINTANCES)}
-        known = sorted(records, key=lambda record: (record.peer not in used, record.peer))
-        if self._acquaintances.keep(known, self.discovery.sealed_manifest):
+        if (ticket := str(self.invitation)) != self._invited:
             with contextlib.suppress(OSError):  # whoever needs it can ask this peer's owner
-                (self.config.folder / "ticket").write_text(f"{self.invitation}\n", encoding="ascii")
+                (self.config.folder / "ticket").write_text(f"{ticket}\n", encoding="ascii")
+                self._invited = ticket
         return records
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
@@ -283,7 +252,7 @@ class Network:
         self._news = f"the libp2p daemon had ended ({words}); it was started again"
         self._due.forget("record")
         self._reach.forget_places()
-        known = self.records.used(MAX_REACHED_AGAIN)
+        known = self.records.known(MAX_REACHED_AGAIN)
         reached = [reach(self.p2p, PeerId(one.peer), one.maddrs, CONNECT_TIMEOUT_S) for one in known]
         again = self.discovery.rebootstrap(self.ticket.seeds)
         troubles = await asyncio.gather(again, *reached, return_exceptions=True)
@@ -300,14 +269,12 @@ class Network:
 
     async def rebootstrap(self) -> None:
         """Look for the seeds again; raises ``TransportError`` when none answers. Then this peer does what a
-        seed would, and keeps the run's settings in the DHT, or finds the way back if it knows nobody."""
+        seed would, and keeps the run's settings in the DHT."""
         self._due.forget("record")
         try:
             await self.discovery.rebootstrap(self.ticket.seeds)
         except TransportError:
-            if not len(self.records):
-                await self._ask_acquaintances()
-            elif self._due.is_due("manifest", MANIFEST_RENEWED_S):
+            if len(self.records) and self._due.is_due("manifest", MANIFEST_RENEWED_S):
                 await self.discovery.keep_manifest()
                 self._due.done("manifest")
             raise

@@ -16,7 +16,7 @@ import uvloop
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import P2PCo2Error, RemoteProtocolError, TransportError
-from p2p_co2.net.transport.libp2p.streams import Asking
+from p2p_co2.net.transport.libp2p.streams import QuestionClient
 from p2p_co2.node.network import Network
 from p2p_co2.node.reporting import ASK_TIMEOUT_S, PROTOCOL
 from p2p_co2.protocol.reports import Poller
@@ -95,7 +95,7 @@ class Observer(Feed):
     async def _observe(self, network: Network) -> None:
         """Find peers and ask them until the daemon is gone; ``TransportError`` then."""
         self.state = FeedState("connected", "no peer is listed yet")
-        asking = Asking(network.p2p, PROTOCOL, MAX_REPORT_BYTES)
+        asking = QuestionClient(network.p2p, PROTOCOL, MAX_REPORT_BYTES)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._find(network), name="find peers")
@@ -134,7 +134,7 @@ class Observer(Feed):
         rounds = self.run.clock.rounds if self.run is not None else 0
         return f"the seed answers, but no peer is listed: {where_it_was(last, rounds)}"
 
-    async def _ask_all(self, network: Network, asking: Asking, tasks: asyncio.TaskGroup) -> None:
+    async def _ask_all(self, network: Network, asking: QuestionClient, tasks: asyncio.TaskGroup) -> None:
         room = asyncio.Semaphore(MAX_AT_ONCE)
         while True:
             with self._lock:
@@ -144,7 +144,7 @@ class Observer(Feed):
             await asyncio.sleep(0.1)
 
     async def _ask(
-        self, network: Network, asking: Asking, room: asyncio.Semaphore, peer: PeerId, question: bytes
+        self, network: Network, asking: QuestionClient, room: asyncio.Semaphore, peer: PeerId, question: bytes
     ) -> None:
         answer, reason = b"", "not asked: the observer stopped"
         try:

@@ -45,25 +45,6 @@ def find_every_s(live: int) -> float:
     return FIND_PEERS_S * min(RARELY_TIMES, max(1.0, live / FEW_PEERS))
 
 
-class BackgroundTasks:
-    """Questions to the DHT that nobody waits for, and that a node that stops ends: with the seeds down one
-    takes half a minute, and who leaves is to be gone in seconds."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def add(self, task: asyncio.Task[None]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def end(self, within_s: float) -> None:
-        """Let them come to their end, but no longer than this."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=within_s)
-        for task in self._tasks:
-            task.cancel()
-
-
 @dataclass(frozen=True)
 class FinderEvents:
     """What the finder asks and tells. ``status``: what this peer says of itself; ``rests``: whether little is

@@ -65,10 +65,10 @@ class RecordBook:
         """What failed so far may succeed now."""
         self._began_at = -math.inf
 
-    def used(self, most: int) -> list[PeerRecord]:
-        """Records that were used of late, the newest first."""
-        newest = sorted(self._used_at, key=lambda peer: self._used_at[peer], reverse=True)
-        return [self._records[peer] for peer in newest[:most] if peer in self._records]
+    def known(self, most: int) -> list[PeerRecord]:
+        """Records of others, those that were used last first."""
+        peers = sorted(self._records, key=lambda peer: (-self._used_at.get(peer, 0.0), peer))
+        return [self._records[peer] for peer in peers[:most]]
 
     def maddrs_of(self, peer: PeerId) -> Sequence[str]:
         """Where its last record says that ``peer`` is; empty if it is not known."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.net.transport.libp2p.control import daemon_errors
-from p2p_co2.net.transport.libp2p.streams import Answering, Asking
+from p2p_co2.net.transport.libp2p.streams import AnswerServer, Asker, QuestionClient
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
@@ -26,6 +26,8 @@ from p2p_co2.telemetry.events import Event, LinkMeasured
 
 PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/report"
 ASK_TIMEOUT_S = 10.0
+ANSWER_PAUSE_S = ASK_TIMEOUT_S / 100
+"""After each answer on a stream: even a refusal is signed."""
 MEASURE_EVERY_S = 10.0
 """Between two measurements of each link; with more links than seconds, a second per link."""
 LAST_WORDS_S = 3.0
@@ -42,10 +44,15 @@ class ReportService:
         self._me = network.identity.peer_id
         process = int.from_bytes(os.urandom(8)) >> 1
         self._responder = Responder(network.identity, network.run.digest(), process)
-        self._answering = Answering(
-            network.p2p, PROTOCOL, self._answer, self._on_rude, most_question_bytes=MAX_REQUEST_BYTES
+        self._answering = AnswerServer(
+            network.p2p,
+            PROTOCOL,
+            self._answer_asker,
+            self._on_rude,
+            lambda _: MAX_REQUEST_BYTES,
+            ANSWER_PAUSE_S,
         )
-        self._asking = Asking(network.p2p, PROTOCOL, MAX_REPORT_BYTES)
+        self._asking = QuestionClient(network.p2p, PROTOCOL, MAX_REPORT_BYTES)
         self._measuring: asyncio.Task[None] | None = None
 
     def see(self, event: Event) -> None:
@@ -55,7 +62,7 @@ class ReportService:
 
     async def start(self, node: Node) -> None:
         """Answer from now on, and measure the links of ``node``."""
-        node.deciding.on_decision = self._responder.remember
+        node.commits.on_decision = self._responder.remember
         await self._answering.start()
         self._measuring = asyncio.create_task(self._measure(node), name="measure links")
 
@@ -120,6 +127,9 @@ class ReportService:
         record = await self._network.find_record(peer)
         maddrs = list(record.maddrs) if record is not None else []
         return await self._asking.ask(peer, maddrs, question, ASK_TIMEOUT_S)
+
+    async def _answer_asker(self, asker: Asker, question: bytes) -> bytes:
+        return self._answer(asker.peer, question)
 
     def _answer(self, asker: PeerId, question: bytes) -> bytes:
         return self._responder.answer(question, asker, time.monotonic(), time.time())

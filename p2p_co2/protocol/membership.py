@@ -34,10 +34,6 @@ NEWS_GATHERED_S = 0.05
 """News of a peer comes in bursts: its last offer ends, so it is done with a fragment, and with all."""
 SILENCE_FLOOR_S, SILENCE_CAP_S = 6.0, 30.0
 """A peer is never declared silent sooner (a busy laptop may starve a thread for seconds), nor later."""
-STOOD_STILL_S = SILENCE_FLOOR_S / 2
-"""When this process stood still for longer, the others' silence until then says nothing: all are asked at
-once, and their silence counts from then on; or, where nobody can have given us up for it yet, as if we had
-not stood."""
 REVISIT_S = 5.0
 """A peer that the DHT still lists is tried again this long after it left."""
 ONE_WAY_S = 2.0
@@ -326,7 +322,7 @@ class Membership:
             self._send(self.candidates.take_due(now), now, answer=True)
         self._events.extend(self.strangers.overdue(now))
         if self._next_heartbeat_at is not None and now >= self._next_heartbeat_at:
-            self._beat(now, now - self._next_heartbeat_at)
+            self._beat(now)
 
     def get_timer(self) -> float | None:
         if self._next_heartbeat_at is None:
@@ -404,14 +400,10 @@ class Membership:
             self._send([peer], now)  # first, since a table is taken from strangers only
             self._outgoing.append((peer, self.strangers.model.message))
 
-    def _beat(self, now: float, late_s: float) -> None:
+    def _beat(self, now: float) -> None:
         """A heartbeat: tell those that were not told of late, ask those whose way is to be measured, and miss
         those that are silent for too long."""
         beat_s, quick_s = self.heartbeat_s, heartbeat_among_s(len(self.live))
-        has_stood_still = late_s > STOOD_STILL_S
-        if has_stood_still:
-            for info in self.live.values():
-                info.heard_at = now if late_s > SILENCE_FLOOR_S else min(now, info.heard_at + late_s)
         self._next_heartbeat_at = now + beat_s
         asked, told = list[PeerId](), list[PeerId]()
         for peer, info in list(self.live.items()):
@@ -419,7 +411,7 @@ class Membership:
             if silent_s > SILENCE_FLOOR_S and silent_s > max(info.silence_limit_s, 4.0 * quick_s):
                 self._lose(peer, f"silent for {silent_s:.0f} s", now)
                 self.departed.fell_silent(peer)
-            elif has_stood_still or now - info.answered_us_at > measure_every_s(beat_s):
+            elif now - info.answered_us_at > measure_every_s(beat_s):
                 asked.append(peer)
             elif now - info.told_at > TOLD_LATELY * beat_s:
                 told.append(peer)

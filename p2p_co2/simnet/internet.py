@@ -36,6 +36,7 @@ LINK_GIVEN_UP_S = 20.0
 CONNECT_PATIENCE_S = 10.0
 PUNCHED_SHARE = 0.85
 """How often hole punching works between two cone NATs; the rest talk through a relay."""
+LATE_S = 2.0
 RELAY_BYTES_PER_S = 1e6
 """What a relay lets one link have."""
 
@@ -43,15 +44,11 @@ RELAY_BYTES_PER_S = 1e6
 @dataclass(frozen=True)
 class Noise:
     """What happens to one message in so many, beyond what the lines do. ``reordered`` ones come up to
-    ``late_s`` later than they should."""
+    ``LATE_S`` later than they should."""
 
     lost: float = 0.0
     doubled: float = 0.0
     reordered: float = 0.0
-    late_s: float = 2.0
-
-    def __bool__(self) -> bool:
-        return bool(self.lost or self.doubled or self.reordered)
 
 
 @dataclass(frozen=True)
@@ -98,6 +95,12 @@ class Endpoint:
     down_bytes: int = 0
     on_free: Callable[[], None] = lambda: None
     """Told when a way that was cut may be free again."""
+
+    def __post_init__(self) -> None:
+        self.up_bytes_per_s, self.down_bytes_per_s = (
+            self.profile.up_bits_per_s / 8,
+            self.profile.down_bits_per_s / 8,
+        )
 
     def receive(self, sender: PeerId, data: bytes) -> None:
         """Hand a message to the process. That its sender should wait before the next one is not played."""
@@ -149,7 +152,7 @@ class Internet:
         self._cut_pairs: set[tuple[PeerId, PeerId]] = set()
 
     def set_noise(self, noise: Noise) -> None:
-        self.noise, self.is_noisy = noise, bool(noise)
+        self.noise, self.is_noisy = noise, noise != Noise()
 
     # ---- cuts
 
@@ -239,6 +242,24 @@ class Internet:
             if random_() > (1.0 - loss) ** packets:
                 travel_s += max(RETRANSMIT_S, 2 * delay_s) if packets < 4 else 2 * delay_s
         return travel_s if travel_s > delay_s / 4 else delay_s / 4
+
+    def copies(self) -> int:
+        """How many of a message that is sent now travel: 1 but for noise."""
+        noise, draw = self.noise, self.rng.random() if self.is_noisy else 1.0
+        if draw < noise.lost:
+            self.noises["message lost"] += 1
+            return 0
+        if draw < noise.lost + noise.doubled:
+            self.noises["message doubled"] += 1
+            return 2
+        return 1
+
+    def late_s(self) -> float:
+        """So much later than it should a message comes that noise reorders."""
+        if not self.is_noisy or self.rng.random() >= self.noise.reordered:
+            return 0.0
+        self.noises["message reordered"] += 1
+        return self.rng.random() * LATE_S
 
     def deliver(
         self, sender: Endpoint, receiver: Endpoint, departs_at: float, data: bytes, size_bytes: float

@@ -20,7 +20,7 @@ Price: one record per state, and all offers of the last ``OFFERS_KEPT`` rounds.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,12 +29,14 @@ from p2p_co2.digest import digest
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, weights_of
 from p2p_co2.protocol.rounds import DECISION_CONTEXT
 from p2p_co2.protocol.wire.messages_pb2 import Outcome
-from p2p_co2.simnet.ledger import BLOCK_BYTES, Offered, Saved, State, Work, add, mean_of, pack, unpack
+from p2p_co2.simnet.work import BLOCK_BYTES, Offered, Saved, State, Work, add, mean_of, unpack
 
 OFFERS_KEPT = 64
 """Rounds of a fragment whose offers are kept: far more than anybody replays."""
 Named = tuple[str, bytes | float]
 """A peer, and what names its offer."""
+Counted = dict[str, tuple[int, ...]]
+"""By peer, the last unit of it that is in a state, block by block."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,11 @@ class Violation:
 
 @dataclass
 class History:
-    """One state that somebody reached. ``counted``: per peer, the last unit that is in it, block by
-    block."""
+    """One state that somebody reached, and who is counted in it."""
 
     state: State
     parent: bytes
-    counted: Mapping[str, tuple[int, ...]]
+    counted: Counted
 
 
 def comes_of(
@@ -74,21 +75,19 @@ def comes_of(
 
 class Books:
     """What the audits of all peers share. ``starts``: the states from which all begin, by fragment; ``now``
-    gives virtual seconds."""
+    gives virtual seconds. ``views_differed_at``: when peers could last come to see different swarms, None if
+    they never could. ``written_off``: units of work that came to nothing, summed over blocks, by cause."""
 
     def __init__(self, starts: Sequence[State], now: Callable[[], float]) -> None:
         self.now = now
         self.works: dict[str, Work] = {}
         self.violations: list[Violation] = []
-        self.views_differed = False
-        """Whether peers ever saw different swarms."""
         self.views_differed_at: float | None = None
-        """When they could last come to."""
         self.written_off: Counter[str] = Counter()
-        """Units of work that came to nothing, summed over blocks, by cause."""
         self.histories = [{start.digest: History(start, b"", {})} for start in starts]
         self.offers: list[dict[int, dict[Named, Offered]]] = [{} for _ in starts]
-        self.excused: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
+        self.excused: defaultdict[tuple[str, int, int], set[int]] = defaultdict(set)
+        """Units that were written off, by peer, fragment and block."""
         self.checked: dict[tuple[bytes, bytes], list[tuple[PartWeights, ...]]] = {}
         """By the digests before and after a commit: who is in the means that made it."""
         self._signed: dict[tuple[int, int], list[Outcome]] = {}
@@ -98,7 +97,7 @@ class Books:
 
     def views_differ(self) -> None:
         """From now on, and for a while, peers may see different swarms."""
-        self.views_differed, self.views_differed_at = True, self.now()
+        self.views_differed_at = self.now()
 
     def reached(self, peer: str, fragment: int, history: History) -> None:
         """Somebody made a state by a commit."""
@@ -106,7 +105,7 @@ class Books:
         if state.digest in known:
             return
         others = any(other.state.version == state.version for other in known.values())
-        if others and not self.views_differed:
+        if others and self.views_differed_at is None:
             text = f"fragment {fragment}: another state of version {state.version}"
             self.broken(peer, "forks", f"{text}, and nothing ever went wrong")
         known[state.digest] = history
@@ -124,13 +123,13 @@ class Books:
 
 
 class Auditor:
-    """The audit of one peer; implements ``ledger.Audit``."""
+    """The audit of one peer: its ledger tells each step, and nothing here changes one."""
 
     def __init__(self, books: Books, peer: str) -> None:
         self._books, self._peer = books, peer
         self._work = books.works[peer]
 
-    # ---- ledger.Audit
+    # ---- what the ledger tells
 
     def offered(self, fragment: int, base: State, met_version: int, offer: Offered) -> None:
         if met_version != base.version:
@@ -139,10 +138,7 @@ class Auditor:
                 f"fragment {fragment}: live parameters that had met version {met_version} were measured "
                 f"against version {base.version}",
             )
-        lanes: list[int] = []
-        for block, start in enumerate(offer.counted):
-            lanes += self._work.stretch(fragment, block, start, max(start, offer.units))
-        if offer.payload != pack(lanes):
+        if offer.payload != self._work.offer(fragment, offer.counted, offer.units):
             self._broken("conservation", f"fragment {fragment}: an offer is not the work that it claims")
         self._compare(fragment, base, offer.counted, "an offer")
         rounds = self._books.offers[fragment]
@@ -199,13 +195,13 @@ class Auditor:
             units = mine.units if mine is not None else 0
             for block in range(part.start_block, part.stop_block):
                 start, stop = self._counted_in(taken)[block], min(counted[block], units)
-                if start < stop and self._unexcused(fragment, block, start, stop) > 0:
+                if self._unexcused(fragment, block, start, stop) > 0:
                     self.written_off(fragment, block, start, stop, "counted in a history that was not taken")
 
     def written_off(self, fragment: int, block: int, start: int, stop: int, why: str) -> None:
         """Work that comes to nothing, with a reason."""
-        self._books.written_off[why] += self._work.count(start, stop)
-        self._books.excused.setdefault((self._peer, fragment, block), []).append((start, stop))
+        self._books.written_off[why] += len(self._work.kept(start, stop))
+        self._books.excused[self._peer, fragment, block].update(range(start + 1, stop + 1))
 
     # ---- what should be
 
@@ -223,8 +219,8 @@ class Auditor:
             self._broken("agreed state", f"fragment {fragment}: {after} of a state that nobody agreed on")
             return
         for block, (mine, theirs) in enumerate(zip(counted, self._counted_in(history), strict=True)):
-            lost = self._unexcused(fragment, block, theirs, mine) if mine > theirs else 0
-            twice = self._work.count(mine, theirs) if mine < theirs else 0
+            lost = self._unexcused(fragment, block, theirs, mine)
+            twice = len(self._work.kept(mine, theirs))
             if lost > 0:
                 text = f"{lost} units lost before {after}"
             elif twice > 0:
@@ -236,17 +232,10 @@ class Auditor:
 
     def _unexcused(self, fragment: int, block: int, start: int, stop: int) -> int:
         """Units of (start, stop] that were not written off."""
-        total, reached = self._work.count(start, stop), start
-        for first, last in sorted(self._books.excused.get((self._peer, fragment, block), [])):
-            begin, end = max(first, reached), min(last, stop)
-            if begin < end:
-                total -= self._work.count(begin, end)
-                reached = end
-        return total
+        excused = self._books.excused[self._peer, fragment, block]
+        return sum(unit not in excused for unit in self._work.kept(start, stop))
 
-    def _check_part(
-        self, mean: AgreedMean, part: PartWeights, counted: dict[str, tuple[int, ...]], place: str
-    ) -> None:
+    def _check_part(self, mean: AgreedMean, part: PartWeights, counted: Counted, place: str) -> None:
         offers = self._books.offers[mean.fragment].get(mean.round, {})
         named = {peer: offers.get((peer, part.offer_of(peer) or b"")) for peer in sorted(part.weights)}
         known = {peer: offer for peer, offer in named.items() if offer is not None}
@@ -258,20 +247,13 @@ class Auditor:
         else:
             self._broken("conservation", f"{place}: the mean is not the sum of its contributors' offers")
 
-    def _count(
-        self,
-        part: PartWeights,
-        counted: dict[str, tuple[int, ...]],
-        offers: Mapping[str, Offered],
-        place: str,
-    ) -> None:
+    def _count(self, part: PartWeights, counted: Counted, offers: Mapping[str, Offered], place: str) -> None:
         for peer, offer in offers.items():
             known = list(counted.get(peer, (0,) * len(offer.counted)))
             for block in range(part.start_block, part.stop_block):
-                start, reached = offer.counted[block], known[block]
-                if start < reached and (twice := self._books.works[peer].count(start, reached)) > 0:
+                if twice := len(self._books.works[peer].kept(offer.counted[block], known[block])):
                     self._broken("conservation", f"{place}: {twice} units of {peer[-6:]} are counted twice")
-                known[block] = max(reached, offer.units)
+                known[block] = max(known[block], offer.units)
             counted[peer] = tuple(known)
 
 

@@ -1,29 +1,21 @@
 """A simulated process's links to others: what ``node.links.LinkPool`` is in a real one, over ``Internet``.
 
-The same promises: ``post`` never blocks, control overtakes bulk, bulk is bounded by the same named bounds,
-what cannot be delivered is dropped, a link that breaks is opened again, and a peer that no carrier reaches is
-reported. A link needs two round trips before the first message travels, and may not be opened at all.
+The same promises: ``post`` never blocks, control overtakes bulk, what cannot be delivered is dropped, a link
+that breaks is opened again, and a peer that no carrier reaches is reported. A link needs two round trips
+before the first message travels, and may not be opened at all. Price: the pool's own code is not played; a
+task and two futures for each message would double a simulation's time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
 from p2p_co2.node.lanes import BeginOrder, Bulk, Piece, place_of
-from p2p_co2.node.links import (
-    MAX_CONTROL_BYTES,
-    MAX_LANES,
-    MAX_QUEUED_BYTES,
-    MAX_QUEUED_CONTROL,
-    MAX_SERVED_BYTES,
-    LinkObserver,
-    LinkTraffic,
-)
+from p2p_co2.node.links import LinkObserver, LinkTraffic
 from p2p_co2.protocol.wire.envelope import Opened, Unsent, opened
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Envelope
@@ -42,8 +34,7 @@ LOOK_UP_S = 0.3
 
 class Parcel(bytes):
     """The bytes of one message, read once for all to whom they go: a heartbeat goes to fifty peers, a mean to
-    a whole group. ``opened``: what the first receiver read, which nobody writes to; it goes when the last
-    copy has arrived."""
+    a whole group. ``opened``: what the first receiver read, which nobody writes to."""
 
     opened: Opened | None = None
     _real_bytes = 0.0
@@ -68,25 +59,19 @@ def open_parcel(data: bytes, group: bytes) -> Opened:
 
 @dataclass
 class _Lane:
+    """``free_at``: when its way has carried what it took; ``flushes_at``: for when a timer is set;
+    ``carried``: whether bulk has gone on it."""
+
     peer: PeerId
     path: Path | None = None
     receiver: Endpoint | None = None
-    is_opening: bool = False
     control: list[Parcel] = field(default_factory=list)
     bulk: list[Bulk] = field(default_factory=list)
-    bulk_bytes: int = 0
-    """Bulk that is queued or on its way up."""
-    timed_until: float = 0.0
-    """For when a timer is set that sends bulk that waits."""
     free_at: float = 0.0
+    flushes_at: float = 0.0
     last_control_at: float = 0.0
     last_bulk_at: float = 0.0
-    measured: Path | None = None
-    """The way on which bulk has gone: it is part of what the upload has shown."""
-
-    def count_out(self, size_bytes: int) -> None:
-        """So much bulk waits no more."""
-        self.bulk_bytes = max(0, self.bulk_bytes - size_bytes)
+    carried: bool = False
 
 
 class VirtualLinks:
@@ -97,47 +82,28 @@ class VirtualLinks:
         self._lanes: dict[PeerId, _Lane] = {}
         self._used: dict[str, str] = {}
         self._order = BeginOrder()
-        self._going_up: deque[tuple[float, _Lane, int]] = deque()
-        """Bulk on the uplink: when it will have left, whose it is, how much."""
         self._posted: tuple[Unsent, Parcel] = b"", Parcel()
         """What was posted last: the same bytes go to many, one after the other."""
         self._measured_bytes = self._shown_bytes_per_s = 0.0
-        """Bulk that was sent, and what the upload has shown that it can do by it: its line, or less where all
-        ways together carry less."""
-        self.waited = 0
-        """Messages for which there was no open lane, and bulk: nothing else makes a queue longer."""
+        self._gone_at = 0.0
+        """When all that was sent so far has left the uplink."""
         self._is_closed = False
-        self._control_gone_at = 0.0
-        """When the last control message so far has left the uplink."""
         me.on_free = self._flush_all
         self.up_bytes = 0
         self.traffic: dict[PeerId, LinkTraffic] = {}
 
     @property
     def upload_bytes_per_s(self) -> float:
+        """What the upload has shown: its line, or less where all ways that carried bulk carry less."""
+        ways = (lane.path.bytes_per_s for lane in self._lanes.values() if lane.carried and lane.path)
+        if together := sum(ways):
+            self._shown_bytes_per_s = min(self._me.up_bytes_per_s, together) / self._internet.scale
         return self._shown_bytes_per_s if self._measured_bytes >= MEASURED_AFTER_BYTES else 0.0
 
     @property
     def is_full(self) -> bool:
         """As ``LinkPool.is_full``."""
-        self.queued_bytes()
-        return 2 * sum(lane.bulk_bytes > 0 for lane in self._lanes.values()) > len(self._lanes)
-
-    def queued_bytes(self) -> int:
-        """Bulk that waits for all peers together, once what has left is counted out."""
-        while self._going_up and self._going_up[0][0] <= self._internet.world.now:
-            _, lane, size_bytes = self._going_up.popleft()
-            lane.count_out(size_bytes)
-        return sum(lane.bulk_bytes for lane in self._lanes.values())
-
-    def held(self) -> dict[str, tuple[int, int]]:
-        """As ``Rounds.held``."""
-        control = max((len(lane.control) for lane in self._lanes.values()), default=0)
-        return {
-            "MAX_LANES": (len(self._lanes), MAX_LANES),
-            "MAX_QUEUED_BYTES": (self.queued_bytes(), MAX_QUEUED_BYTES),
-            "MAX_QUEUED_CONTROL": (control, MAX_QUEUED_CONTROL),
-        }
+        return 2 * sum(bool(lane.bulk) for lane in self._lanes.values()) > len(self._lanes)
 
     def set_paces(self, bytes_per_s: Mapping[PeerId, float]) -> None:
         """As ``LinkPool.set_paces``; lines here are paced by themselves."""
@@ -145,43 +111,28 @@ class VirtualLinks:
     def post(
         self, peer: PeerId, data: Unsent, bulk: bool, served: bool = False, piece: Piece | None = None
     ) -> bool:
+        if self._is_closed:
+            return False
         if data is not self._posted[0]:
             self._posted = data, Parcel(data)
-        parcel, size = self._posted[1], len(data)
-        lane = self._lanes.get(peer)
-        is_cut = not self._internet.is_whole and self._internet.is_cut(self._me.peer, peer)
-        if lane is not None and lane.path is not None and not (bulk or is_cut or size > MAX_CONTROL_BYTES):
-            self._send(lane, parcel, bulk=False)  # no control message waits in an open lane
-            return True
-        self.waited += 1
+        parcel, lane = self._posted[1], self._lanes.get(peer)
         if lane is None:
-            if len(self._lanes) >= MAX_LANES or self._is_closed:
-                return False
             lane = self._lanes[peer] = _Lane(peer)
+            self._knock(lane, self._internet.world.now + CONNECT_PATIENCE_S)
         if bulk:
-            served_bytes = size + sum(len(one.data) for one in lane.bulk if one.is_served) if served else 0
-            if self.queued_bytes() + size > MAX_QUEUED_BYTES or served_bytes > MAX_SERVED_BYTES:
-                return False
-            lane.bulk_bytes += size
             message = Bulk(parcel, piece, served, self._order.of(piece))
             lane.bulk.insert(place_of(message, lane.bulk), message)
-        else:
-            waiting_bytes = sum(map(len, lane.control))
-            if len(lane.control) >= MAX_QUEUED_CONTROL or waiting_bytes + size > MAX_CONTROL_BYTES:
-                return False
-            lane.control.append(parcel)
-        if lane.path is None:
-            self._open(lane)
-        elif bulk:
             self._flush(lane)
+        elif lane.receiver is None or self._internet.is_cut(self._me.peer, peer):
+            lane.control.append(parcel)
+        else:
+            self._send(lane, lane.receiver, parcel, bulk=False)
         return True
 
     def forget(self, attempt: bytes, means: bool) -> None:
         """As ``LinkPool.forget``."""
         for lane in self._lanes.values():
-            for one in [one for one in lane.bulk if one.is_stale(attempt, means)]:
-                lane.bulk.remove(one)
-                lane.count_out(len(one.data))
+            lane.bulk = [one for one in lane.bulk if not one.is_stale(attempt, means)]
 
     def carriers_used(self) -> dict[str, str]:
         return dict(self._used)
@@ -190,9 +141,8 @@ class VirtualLinks:
         """As ``LinkPool.drain``: what a process says last is on the wire before the process is gone."""
         ends_at = self._internet.world.now + timeout_s
         while (now := self._internet.world.now) < ends_at:
-            self.queued_bytes()
-            waits = any(lane.control or lane.bulk_bytes for lane in self._lanes.values())
-            if not waits and now > self._control_gone_at:
+            waits = any(lane.control or lane.bulk for lane in self._lanes.values())
+            if not waits and now > self._gone_at:
                 return
             await asyncio.sleep(DRAIN_LOOK_S)
 
@@ -202,11 +152,6 @@ class VirtualLinks:
             self._drop(lane)
 
     # ---- opening and losing
-
-    def _open(self, lane: _Lane) -> None:
-        if not lane.is_opening:
-            lane.is_opening = True
-            self._knock(lane, self._internet.world.now + CONNECT_PATIENCE_S)
 
     def _knock(self, lane: _Lane, until: float) -> None:
         """Dial; again and again where nobody answers at all."""
@@ -233,7 +178,6 @@ class VirtualLinks:
         return 4 * path.delay_s, path
 
     def _opened(self, lane: _Lane, outcome: Path | str) -> None:
-        lane.is_opening = False
         receiver = self._internet.endpoints.get(lane.peer)
         if isinstance(outcome, Path) and (receiver is None or not receiver.is_up):
             outcome = f"{outcome.carrier}: connection reset"
@@ -258,18 +202,15 @@ class VirtualLinks:
         if self._lanes.get(lane.peer) is lane and lane.path is not None:
             carrier, lane.path, lane.receiver = lane.path.carrier, None, None
             self._observer.lost(lane.peer, carrier, reason)
-            self._open(lane)
+            self._knock(lane, self._internet.world.now + CONNECT_PATIENCE_S)
 
     def _drop(self, lane: _Lane) -> None:
         del self._lanes[lane.peer]
-        lane.count_out(lane.bulk_bytes)
         lane.control.clear()
         lane.bulk.clear()
         if lane.receiver is not None:
             lane.receiver.on_gone.pop(self._me.peer, None)
         lane.path = lane.receiver = None
-        if lane.measured is not None:
-            self._measure_ways()
 
     # ---- sending
 
@@ -286,13 +227,13 @@ class VirtualLinks:
             return
         control, lane.control = lane.control, []
         for data in control:
-            self._send(lane, data, bulk=False)
+            self._send(lane, receiver, data, bulk=False)
         while lane.bulk and lane.free_at - now <= BUFFERED_S and not self._is_reset(lane, receiver):
-            self._send(lane, cast(Parcel, lane.bulk.pop(0).data), bulk=True)
-        if lane.bulk and lane.timed_until <= now:
+            self._send(lane, receiver, cast(Parcel, lane.bulk.pop(0).data), bulk=True)
+        if lane.bulk and lane.flushes_at <= now:
             room_at = lane.free_at - BUFFERED_S
-            lane.timed_until = room_at if room_at > now else now + BUFFERED_S
-            self._me.loop.call_at(lane.timed_until, self._flush, lane)
+            lane.flushes_at = room_at if room_at > now else now + BUFFERED_S
+            self._me.loop.call_at(lane.flushes_at, self._flush, lane)
 
     def _is_reset(self, lane: _Lane, receiver: Endpoint) -> bool:
         """Whether the other end is dead, and its machine says so."""
@@ -302,56 +243,32 @@ class VirtualLinks:
             self._hear_of_loss(lane, "connection reset")
         return is_reset
 
-    def _send(self, lane: _Lane, data: Parcel, bulk: bool) -> None:
-        internet, receiver, noise = self._internet, lane.receiver, self._internet.noise
-        if receiver is None or self._is_reset(lane, receiver):
+    def _send(self, lane: _Lane, receiver: Endpoint, data: Parcel, bulk: bool) -> None:
+        if self._is_reset(lane, receiver):
             return
-        draw = internet.rng.random() if internet.is_noisy else 1.0
-        if draw < noise.lost:
-            internet.noises["message lost"] += 1
-            lane.count_out(len(data) if bulk else 0)
-            return
-        if draw < noise.lost + noise.doubled:
-            internet.noises["message doubled"] += 1
-            self._transmit(lane, receiver, data, bulk, counts=False)
-        self._transmit(lane, receiver, data, bulk, counts=True)
+        for _ in range(self._internet.copies()):
+            self._transmit(lane, receiver, data, bulk)
 
-    def _transmit(self, lane: _Lane, receiver: Endpoint, data: Parcel, bulk: bool, counts: bool) -> None:
-        """``counts``: whether the bulk bytes leave the queue with it; a copy was never in it."""
+    def _transmit(self, lane: _Lane, receiver: Endpoint, data: Parcel, bulk: bool) -> None:
         internet, path, now = self._internet, lane.path, self._internet.world.now
         assert path is not None
         size = data.real_bytes(internet.scale) if bulk else float(len(data))
         self.up_bytes += int(size)
-        uplink = self._me.profile.up_bits_per_s / 8
         if not bulk:
-            departs_at = now + size / uplink
-            self._control_gone_at = max(self._control_gone_at, departs_at)
+            departs_at = now + size / self._me.up_bytes_per_s
             arrives_at = departs_at + internet.travel_s(path, size)
             arrives_at = lane.last_control_at = max(arrives_at, lane.last_control_at)
         else:
             self._measured_bytes += size
-            if lane.measured is not path:
-                lane.measured = path
-                self._measure_ways()
+            lane.carried = True
             starts_at = max(now, self._me.up_free_at)
-            departs_at = self._me.up_free_at = starts_at + size / uplink
+            departs_at = self._me.up_free_at = starts_at + size / self._me.up_bytes_per_s
             lane.free_at = max(departs_at, max(starts_at, lane.free_at) + size / path.bytes_per_s)
-            if counts:
-                self._going_up.append((departs_at, lane, len(data)))
-            through_s = 8 * size / receiver.profile.down_bits_per_s
+            through_s = size / receiver.down_bytes_per_s
             # Who sends slowly leaves the receiver's line to the others: it is free for them as it comes.
             receiver.down_free_at = max(now, receiver.down_free_at) + through_s
             arrives_at = lane.free_at + internet.travel_s(path, size) + through_s
             arrives_at = lane.last_bulk_at = max(arrives_at, lane.last_bulk_at, receiver.down_free_at)
-        if internet.is_noisy and (share := internet.noise.reordered) and internet.rng.random() < share:
-            internet.noises["message reordered"] += 1
-            arrives_at += internet.rng.random() * internet.noise.late_s
+        self._gone_at = max(self._gone_at, departs_at)
         arguments = (self._me, receiver, departs_at, data, size)
-        internet.world.at(arrives_at, internet.deliver, arguments, receiver.loop)
-
-    def _measure_ways(self) -> None:
-        """Of the ways that are left; as before where there are none."""
-        ways = [lane.measured.bytes_per_s for lane in self._lanes.values() if lane.measured is not None]
-        if ways:
-            shown_bytes_per_s = min(self._me.profile.up_bits_per_s / 8, sum(ways))
-            self._shown_bytes_per_s = shown_bytes_per_s / self._internet.scale
+        internet.world.at(arrives_at + internet.late_s(), internet.deliver, arguments, receiver.loop)

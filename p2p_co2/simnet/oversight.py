@@ -95,17 +95,14 @@ class Oversight:
 
     def turned(self) -> None:
         """A turn has ended."""
-        node, links = self.node, self._process.links
-        counted = [
-            node.rounds.revision, node.catchup.revision, node.membership.revision,
-            links.waited if links is not None else 0,
-        ]  # fmt: skip
+        node = self.node
+        counted = [node.rounds.revision, node.catchup.revision, node.membership.revision]
         if counted != self._counted:
             before, self._counted = self._counted or [-1] * len(counted), counted
-            machines = (node.rounds, node.catchup, node.membership, links)
-            for was, now, machine in zip(before, counted, machines, strict=True):
-                if was != now and machine is not None:
-                    self._weigh(machine.held())
+            machines = node.rounds.held, node.catchup.held, node.membership.held
+            for was, now, held in zip(before, counted, machines, strict=True):
+                if was != now:
+                    self._weigh(held())
 
     def _weigh(self, held: Mapping[str, tuple[int, int]]) -> None:
         most = self._result.held
@@ -231,7 +228,7 @@ class Inspector:
     def saw_arrival(self, process: Process, is_there: bool) -> None:
         if self._came_after_the_end(process):
             self.excused[Excuse.LEFT_BEHIND].add(process.peer)
-        elif not is_there and process.node is not None and process.node.progress.met:
+        elif not is_there and process.node is not None and process.node.progress.conclusions.met:
             self.excused[Excuse.NOT_GIVEN].add(process.peer)
 
     def _came_after_the_end(self, process: Process) -> bool:
@@ -241,7 +238,7 @@ class Inspector:
             return False
         others = [other for other in self._processes.values() if other is not process]
         inside = {other.peer for other in others if other.trained_at is not None}
-        progress = process.node.progress if process.node is not None else None
+        progress = process.node.progress.conclusions if process.node is not None else None
         is_alone = progress is None or progress.left_behind or not progress.met
         return inside <= self.excused[Excuse.LEFT_BEHIND] and (bool(inside) or is_alone)
 

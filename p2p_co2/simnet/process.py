@@ -1,16 +1,18 @@
 """One process of a simulated volunteer, from joining to its end, however that comes.
 
 It is the program of a volunteer with its three threads in one loop: the network (the real ``Node``), the
-tensor worker (``ledger``) and the training thread (``training``). What a process may not take with it into
-the next one is here; what survives it (identity, line, disk, work done) is its ``Volunteer``.
+tensor worker (``ledger``) and the training thread (``Training``: the real ``Synchroniser`` over units of
+work). What survives a process (identity, line, disk, work done) is its ``Volunteer``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import TransportError
@@ -20,23 +22,26 @@ from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.simnet.internet import Endpoint
 from p2p_co2.simnet.laws import Auditor
-from p2p_co2.simnet.ledger import Saved, Work
+from p2p_co2.simnet.ledger import CountingLedger, CountingModel
 from p2p_co2.simnet.links import VirtualLinks
 from p2p_co2.simnet.rendezvous import Doorway
-from p2p_co2.simnet.scene import Scene
-from p2p_co2.simnet.training import Pace, Training
+from p2p_co2.simnet.scene import Scene, Settings
 from p2p_co2.simnet.virtual_time import ProcessLoop, VirtualTime, loop_of
+from p2p_co2.simnet.work import Saved, Work
 from p2p_co2.telemetry import events as ev
+from p2p_co2.trainer.arrival import GATHER_BOUND_S, Arrival, caught_up
 from p2p_co2.trainer.network_thread import NodeView
-from p2p_co2.trainer.synchroniser import Progressed
+from p2p_co2.trainer.synchroniser import Progressed, Source, Synchroniser
 
 EPOCH_S = 1.6e9
 """Unix time at which every simulation begins."""
 JOIN_AGAIN_S = 5.0
 """Between two attempts to reach a seed."""
+LOOK_EVERY_S = 0.25
+"""How often a training thread that waits for others looks where they are."""
 REPORTS_IN_A_QUIET_BEAT = 2.0
-"""A real peer writes its progress down every second; a day of a thousand would be 88 million lines, so in
-rounds of minutes it is so often in one of their slow heartbeats."""
+"""How often a peer writes its progress down in one slow heartbeat. Every second, as a real one does, a day of
+a thousand would be 88 million lines."""
 THE_RUN_IS_OVER = "the run is over"
 
 
@@ -51,25 +56,99 @@ class Checkpoint:
 
 @dataclass
 class Volunteer:
-    """A peer over all its processes. ``skew_s``: its date is off by so much; ``drift``: its clocks run too
-    fast by this share."""
+    """A peer over all its processes. ``step_s``: of an inner step; ``skew_s``: its date is off by so much;
+    ``drift``: its clocks run too fast by this share; ``counted``: what its last process took for counted, by
+    fragment and block."""
 
     name: str
     index: int
     identity: Identity
     profile: LinkProfile
-    pace: Pace
+    step_s: float
     skew_s: float
     drift: float
     work: Work
     disk: Checkpoint | None = None
     processes: int = 0
     counted: Sequence[Sequence[int]] = ()
-    """What its last process took for counted, per fragment and block."""
 
     def clock(self, world: VirtualTime) -> Clock:
         rate, start = 1.0 + self.drift, EPOCH_S + self.skew_s
         return Clock(lambda: world.now * rate, lambda: start + world.now * rate)
+
+
+class Training:
+    """The training thread of one process, from ``arrive`` on. It talks to the node through ``NodeView``, as a
+    real one does, and goes through the synchroniser's waits without blocking. ``rng`` makes steps uneven and
+    names offers."""
+
+    def __init__(
+        self, settings: Settings, view: NodeView, ledger: CountingLedger, step_s: float, rng: random.Random
+    ) -> None:
+        self._settings, self._view, self._ledger = settings, view, ledger
+        self._step_s, self._rng, self._now = step_s, rng, view.node.clock.monotonic
+        self._news = asyncio.Event()
+        ledger.on_outcome = self._news.set
+        self.sync: Synchroniser | None = None
+        """Once it has arrived."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.sync is not None and self.sync.account.is_over(self.sync.position)
+
+    async def arrive(self, start: Progressed) -> bool:
+        """Wait for the first peers, then until this one is where the swarm is or is sure to be alone; False
+        if that takes too long, or if the others went before this peer had what they had."""
+        node, began_at = self._view.node, self._now()
+        while node.live_peers() < self._settings.min_peers - 1:
+            if self._now() - began_at > GATHER_BOUND_S:
+                return False
+            await asyncio.sleep(LOOK_EVERY_S)
+        arrival = Arrival(node, self._now())
+        try:
+            is_there = arrival.is_there(self._now())
+            while not is_there:
+                await asyncio.sleep(LOOK_EVERY_S)
+                is_there = arrival.is_there(self._now())
+        except TransportError:
+            return False
+        run = self._settings.run
+        start = caught_up(start, self._view.swarm_position(), run.clock, self._now())
+        model = CountingModel(self._ledger.work, [agreed.version for agreed in self._ledger.agreed()])
+        source = Source(self._now, lambda: self._rng.randbytes(8))
+        self.sync = Synchroniser(run, cast(Any, model), cast(Any, self._ledger), self._view, start, source)
+        self.sync.take_outcomes()
+        self.sync.report()
+        return True
+
+    def ask_to_leave(self) -> None:
+        """Ctrl-C, while it trains: whatever it waits for, it looks up."""
+        assert self.sync is not None
+        self.sync.stopped = True
+        self._news.set()
+
+    async def train(self) -> None:
+        """Until the run is over or this peer is asked to leave."""
+        assert self.sync is not None
+        while not (self.sync.stopped or self.is_over):
+            await asyncio.sleep(self._step_s * self._rng.uniform(0.9, 1.1))
+            self._ledger.work.units += 1
+            await self._stand_still(self.sync.step_waits(self._settings.tokens_per_step, math.nan))
+
+    async def flush(self) -> None:
+        """As ``Synchroniser.flush``."""
+        assert self.sync is not None
+        await self._stand_still(self.sync.flush_waits(self.is_over))
+
+    async def _stand_still(self, waits: Iterator[float]) -> None:
+        """As ``synchroniser.stand_still``."""
+        for wait_s in waits:
+            alarm = asyncio.get_running_loop().call_later(max(wait_s, LOOK_EVERY_S), self._news.set)
+            try:
+                await self._news.wait()
+            finally:
+                alarm.cancel()
+                self._news.clear()
 
 
 class Watch(Protocol):
@@ -121,7 +200,8 @@ class Process:
 
     @property
     def is_leaving(self) -> bool:
-        return self.training is not None and self.training.asked_to_leave
+        sync = self.training.sync if self.training is not None else None
+        return sync is not None and sync.stopped
 
     # ---- its life
 
@@ -147,23 +227,20 @@ class Process:
             scene.shape, scene.state_bytes, self.ledger, self.ledger.agreed(), self._report,
         )  # fmt: skip
         self._watch.saw_node(self, node)
-        node_task = self.loop.create_task(node.run())
-        node_task.add_done_callback(self._node_ended)
-        self._tasks.append(node_task)
+        self._tasks.append(self.loop.create_task(node.run()))
+        self._tasks[1].add_done_callback(self._ended)
         view = NodeView(node, self.loop, self._report_training, lambda: None)
-        training = Training(settings.run, view, self.ledger, volunteer.pace, scene.rng)
-        self.training = training
-        is_there = await training.arrive(start, settings.min_peers)
+        training = self.training = Training(settings, view, self.ledger, volunteer.step_s, scene.rng)
+        is_there = await training.arrive(start)
         self._watch.saw_arrival(self, is_there)
         if not is_there:
             self._say(ev.Warned, text="no peer could give this one the agreed state; try again later")
             await self._leave("could not catch up")
             return
         self.trained_at = scene.world.now
-        saver = self.loop.create_task(self._keep_saving())
-        self._tasks.append(saver)
+        self._tasks.append(self.loop.create_task(self._keep_saving()))
         await training.train()
-        saver.cancel()
+        self._tasks[2].cancel()
         await training.flush()
         await self._leave(THE_RUN_IS_OVER if training.is_over else "stopped")
 
@@ -198,8 +275,10 @@ class Process:
     def _save(self) -> None:
         """Write a checkpoint: whole, at one moment."""
         assert self.training is not None
-        saved, progressed = tuple(self.ledger.save()), self.training.progressed()
-        self.volunteer.disk = Checkpoint(saved, progressed, self.volunteer.work.units)
+        sync = self.training.sync
+        assert sync is not None
+        progressed = Progressed(sync.position, sync.inner_steps, sync.tokens)
+        self.volunteer.disk = Checkpoint(tuple(self.ledger.save()), progressed, self.volunteer.work.units)
 
     # ---- its end
 
@@ -215,19 +294,15 @@ class Process:
         if self.alive:
             self.alive = False
             self._scene.internet.died(self.endpoint, host_up)
-            self._scene.world.end(self.loop, self._tasks)
+            self.loop.die(self._tasks)
             self._watch.ended(self, None)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """It ended by itself, or by a bug."""
-        if self.alive:
+        """It ended by itself, or by a bug; its node alone only by a bug."""
+        error = None if task.cancelled() else task.exception()
+        if self.alive and (task is self._tasks[0] or error is not None):
             self.alive = False
             self._scene.internet.died(self.endpoint, host_up=True)
-            self._watch.ended(self, None if task.cancelled() else task.exception())
-
-    def _node_ended(self, task: asyncio.Task[None]) -> None:
-        if self.alive and not task.cancelled() and (error := task.exception()) is not None:
-            self.alive = False
             self._watch.ended(self, error)
 
     # ---- what it says

@@ -19,10 +19,11 @@ from p2p_co2.protocol.wire.envelope import Opened
 from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.internet import Internet, way_between
 from p2p_co2.simnet.laws import Books
-from p2p_co2.simnet.ledger import BLOCK_BYTES, CountingLedger, starts
+from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.simnet.links import open_parcel
 from p2p_co2.simnet.rendezvous import Rendezvous, Seed
 from p2p_co2.simnet.virtual_time import VirtualTime
+from p2p_co2.simnet.work import BLOCK_BYTES, starts
 
 MAX_CHUNKS = 512
 """In how many chunks a state travels at most. Of states above 256 MB a simulated chunk is larger than a real

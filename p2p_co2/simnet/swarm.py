@@ -22,12 +22,12 @@ from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.internet import Noise
 from p2p_co2.simnet.laws import Books
-from p2p_co2.simnet.ledger import CountingLedger, Work
+from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.simnet.oversight import Inspector, Result
 from p2p_co2.simnet.process import Process, Volunteer
 from p2p_co2.simnet.rendezvous import Seed
 from p2p_co2.simnet.scene import Scene, Settings
-from p2p_co2.simnet.training import Pace
+from p2p_co2.simnet.work import Work
 from p2p_co2.trainer.arrival import CATCH_UP_BOUND_S, GATHER_BOUND_S
 
 SPARE_S = 60.0
@@ -77,14 +77,14 @@ class Swarm:
         rng = random.Random(f"{seed}/volunteer/{index}")
         key = hashlib.sha256(f"{seed}/identity/{index}".encode()).digest()
         identity = _Witness(Ed25519PrivateKey.from_private_bytes(key), self.books)
-        spread = settings.speed_spread ** rng.uniform(-1, 1)
+        step_s = settings.step_s * settings.speed_spread ** rng.uniform(-1, 1)
         work = self.books.works[identity.peer_id] = Work(f"{seed}/{index}")
         return Volunteer(
             name=f"peer-{index}",
             index=index,
             identity=identity,
             profile=profile_of(settings.profile, seed, index),
-            pace=Pace(settings.step_s * spread, settings.tokens_per_step),
+            step_s=step_s,
             skew_s=rng.uniform(-1, 1) * settings.largest_skew_s,
             drift=rng.uniform(-1, 1) * settings.largest_drift,
             work=work,
@@ -111,6 +111,7 @@ class Swarm:
             gc.set_threshold(*before)
             for process in list(self.processes.values()):
                 process.die(host_up=True)
+            self.world.unwind()
             for text in self.world.errors:
                 self.books.broken("", "bug", text)
         if self._bug is not None:
@@ -153,9 +154,9 @@ class Swarm:
         if work.units > saved:
             # What went down with the last process and is in no agreed state that it knew.
             reached = (max(saved, reached) for counted in volunteer.counted for reached in counted)
-            lost = sum(work.count(start, work.units) for start in reached)
+            lost = sum(len(work.kept(start, work.units)) for start in reached)
             self.books.written_off["went down with a process"] += lost
-            work.lose(saved, work.units)
+            work.lost.update(range(saved + 1, work.units + 1))
         old = self.internet.endpoints.get(volunteer.identity.peer_id)
         if old is not None:
             self.internet.break_links(old, "connection reset")

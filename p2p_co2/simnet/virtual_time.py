@@ -51,23 +51,21 @@ class Handle:
 
 class VirtualTime:
     """The clock and the queue. ``now`` in seconds since the simulation began; ``turns``: callbacks run so
-    far."""
+    far; ``errors``: of tasks that failed with nobody looking."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.turns = 0
         self.errors: list[str] = []
-        """What a loop's exception handler was told: tasks that failed with nobody looking."""
         self._heap: list[tuple[float, int, Handle]] = []
         self._ready: deque[Handle] = deque()
         self._asked = 0
         self._stopped = False
 
     def soon(self, callback: Callable[..., object], args: tuple[Any, ...], loop: ProcessLoop) -> Handle:
-        """Run it in the process of ``loop`` as soon as what waits has run; among the last things if the
-        process dies."""
+        """Run it in the process of ``loop`` as soon as what waits has run."""
         handle = Handle(callback, args, loop)
-        (self._ready if loop.dying is None else loop.dying).append(handle)
+        self._ready.append(handle)
         return handle
 
     def at(
@@ -102,10 +100,15 @@ class VirtualTime:
                     handle = ready.popleft()
                 elif heap and heap[0][0] <= until:
                     self.now, _, handle = heapq.heappop(heap)
+                    if handle.loop is not None and handle.loop.dead:
+                        continue
                 else:
                     break
                 callback, loop = handle.callback, handle.loop
-                if callback is None or (loop is not None and loop.is_held and not loop.admits(handle)):
+                if callback is None:
+                    continue
+                if loop is not None and loop.held is not None:
+                    loop.held.append(handle)
                     continue
                 if loop is not current:
                     events._set_running_loop(loop)
@@ -120,77 +123,47 @@ class VirtualTime:
             self.now = max(self.now, until)
         self._stopped = False
 
-    def end(self, loop: ProcessLoop, tasks: list[asyncio.Task[Any]]) -> None:
-        """A process dies now: its tasks are cancelled and unwound here and now, and nothing of it runs
-        again.
-
-        The caller has cut it off before: what its ``finally`` blocks send and say must not leave it.
-        """
-        mine = deque(handle for handle in self._ready if handle.loop is loop)
-        others = [handle for handle in self._ready if handle.loop is not loop]
-        self._ready.clear()
-        self._ready.extend(others)
-        loop.unwind(tasks, mine)
+    def unwind(self) -> None:
+        """Run what is left to do of processes that died; no time passes."""
+        self._stopped = False
+        self.run(until=-1.0)
 
 
 class ProcessLoop(asyncio.AbstractEventLoop):
     """The asyncio loop of one simulated process: what tasks, futures, ``sleep`` and ``timeout`` ask of
-    one."""
+    one. ``after_turn`` is called when a turn of the process has ended; ``held``: callbacks that became due
+    while it is stalled, None while it runs."""
 
     def __init__(self, world: VirtualTime, rate: float = 1.0) -> None:
         self._world, self._rate = world, rate
-        self._held: list[Handle] | None = None
-        """Callbacks that became due while the process was stalled."""
-        self.dying: deque[Handle] | None = None
+        self.held: list[Handle] | None = None
         self.after_turn: Callable[[], None] | None = None
-        """Called when a turn of the process has ended; not while it dies."""
         self.dead = False
-        self.is_held = False
-        """Whether ``admits`` must be asked: it is stalled or dead."""
-
-    def admits(self, handle: Handle) -> bool:
-        """Whether a due callback may run now."""
-        if self.dead:
-            return False
-        if self._held is not None:
-            self._held.append(handle)
-            return False
-        return True
 
     def stall(self) -> None:
         """Stand still, as after SIGSTOP."""
-        if self._held is None:
-            self._held, self.is_held = [], True
+        if self.held is None:
+            self.held = []
 
     def go_on(self) -> None:
         """SIGCONT: everything that became due meanwhile runs now, in order."""
-        held, self._held, self.is_held = self._held or [], None, self.dead
+        held, self.held = self.held or [], None
         self._world.again(held)
 
-    def unwind(self, tasks: list[asyncio.Task[Any]], due: deque[Handle]) -> None:
-        """See ``VirtualTime.end``."""
-        self.dying = due
-        due.extend(self._held or ())
-        self._held = None
-        before = events._get_running_loop()
-        events._set_running_loop(None)
-        events._set_running_loop(self)
-        try:
-            for _ in range(UNWIND_TURNS):
-                for task in tasks:
-                    task.cancel()  # again, should one have answered the first time by waiting for another
-                if not due:
-                    break
-                while due:
-                    handle = due.popleft()
-                    if handle.callback is not None:
-                        handle.callback(*handle.args)
-            else:
-                raise LocalProtocolError("a simulated process does not end when its tasks are cancelled")
-        finally:
-            events._set_running_loop(None)
-            events._set_running_loop(before)
-        self.dead, self.is_held, self.dying = True, True, None
+    def die(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        """Its ``tasks`` are cancelled and unwound now, and no timer or message reaches it any more. The
+        caller has cut it off before: what its ``finally`` blocks send and say must not leave it."""
+        self.dead, self.after_turn = True, None
+        self.go_on()
+        self._unwind([task for task in tasks if not task.done()], UNWIND_TURNS)
+
+    def _unwind(self, tasks: list[asyncio.Task[Any]], turns_left: int) -> None:
+        if not turns_left and tasks:
+            raise LocalProtocolError("a simulated process does not end when its tasks are cancelled")
+        for task in tasks:
+            task.cancel()  # again, should one have answered the first time by waiting for another
+        if tasks:
+            self.call_soon(lambda: self._unwind([one for one in tasks if not one.done()], turns_left - 1))
 
     # ---- asyncio's side
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from p2p_co2.errors import ConfigError
 
-DAY_MINUTES = 24 * 60
 BY_HAND = "paused by hand"
 _SPAN = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-4]):([0-5]\d)")
 
@@ -37,7 +36,7 @@ def read_hours(text: str) -> tuple[Span, ...]:
             raise ConfigError("hours", "", f"{part!r} is no span of the day; write 22:00-07:00")
         start_h, start_min, stop_h, stop_min = map(int, found.groups())
         span = Span(60 * start_h + start_min, 60 * stop_h + stop_min)
-        if span.start == span.stop or span.stop > DAY_MINUTES:
+        if span.start == span.stop or span.stop > 24 * 60:
             raise ConfigError("hours", "", f"{part!r} ends where it begins, or after 24:00")
         spans.append(span)
     return tuple(spans)

@@ -1,10 +1,9 @@
-"""A door that costs nothing until somebody knocks: a listening socket, and a program that is started at the
+"""Socket activation (systemd.socket(5), inetd): a listening socket, and a program that is started at the
 first connection and given the socket.
 
 So every peer serves its board on its own loopback port and still trains undisturbed: until a browser
 connects one thread sleeps in select(2). Then the program runs as a process of its own with low priority,
-takes the waiting connection from the inherited socket (as inetd did), and goes when nobody has looked for a
-while.
+takes the waiting connection from the inherited socket, and goes when nobody has looked for a while.
 
 The program may ask this process for something over a socket pair: frames of 4 bytes of length and a
 ``Relayed`` message, bounded in size and in number. A program that does not read is ended; ``close`` leaves
@@ -19,7 +18,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -34,20 +32,18 @@ from p2p_co2.system.process import shut_in_forks
 HEADER_BYTES = 4
 MAX_FRAME_BYTES = 1 << 20
 MAX_ASKED = 64
-SEND_TIMEOUT_S = 5.0
-END_S = 1.0
-"""Between asking the program to end and ending it; its history survives both."""
-AGAIN_S = 2.0
-"""A program that ends at once is not started again sooner."""
+PATIENCE_S = 2.0
+"""For a program that does not read, or does not end when it is asked to (its history survives both); and
+before one that has ended is started again."""
 NICENESS = 10
 
 Ask = Callable[[Relayed], "Future[Relayed]"]
 
 
-class Gate:
+class SocketActivation:
     """Listens on ``host``:``port`` (0: any free one) at once. ``command`` is run with the file descriptors of
-    the listening socket and of its end of the pair as its last arguments. ``ask`` answers the program in the
-    gate's thread and must not block. Raises ``EnvironmentFault`` if the port is taken."""
+    the listening socket and of its end of the pair as its last arguments. ``ask`` answers the program in a
+    thread of this object and must not block. Raises ``EnvironmentFault`` if the port is taken."""
 
     def __init__(self, host: str, port: int, command: Sequence[str], ask: Ask | None = None) -> None:
         self._command, self._ask = list(command), ask
@@ -56,35 +52,35 @@ class Gate:
         port = self._listener.getsockname()[1]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         """What to open in a browser."""
+        self.runs = 0
+        """How often the program has been started and has ended."""
         self._waker, self._woken = socket.socketpair()
-        self._answers: queue.SimpleQueue[Relayed] = queue.SimpleQueue()
-        self._closing = False
-        self._program: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._run, name="p2p-co2 gate", daemon=True)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="p2p-co2 socket activation", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the program and the thread. May be called twice."""
-        if self._closing:
+        if self._closing.is_set():
             return
-        self._closing = True
+        self._closing.set()
         self._wake()
         self._thread.join()
         for end in (self._listener, self._waker, self._woken):
             end.close()
 
     def _wake(self) -> None:
-        self._waker.send(b"\0")
+        with suppress(OSError):  # closed meanwhile
+            self._waker.send(b"\0")
 
     # ---- the thread
 
     def _run(self) -> None:
-        while not self._closing:
+        while not self._closing.is_set():
             if self._wait_for(self._listener):
-                started_at = time.monotonic()
                 self._serve_once()
-                while not self._closing and time.monotonic() < started_at + AGAIN_S:
-                    time.sleep(0.05)
+                self.runs += 1
+                self._closing.wait(PATIENCE_S)
 
     def _wait_for(self, end: socket.socket) -> bool:
         """Sleep until ``end`` can be read (True) or somebody wakes us."""
@@ -104,7 +100,7 @@ class Gate:
         with ours, theirs:
             handed = (self._listener.fileno(), theirs.fileno())
             try:
-                self._program = subprocess.Popen(
+                program = subprocess.Popen(
                     [*self._command, *map(str, handed)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -112,36 +108,31 @@ class Gate:
                     start_new_session=True,  # a Ctrl-C in our terminal is ours to act on
                 )
             except OSError:
-                return  # too many processes, say: the next knock tries again
+                return  # too many processes, say: the next connection tries again
             theirs.close()
-            ours.settimeout(SEND_TIMEOUT_S)
+            ours.settimeout(PATIENCE_S)
             try:
-                self._answer_until_gone(ours)
+                with suppress(OSError):  # it died, or does not read
+                    self._answer_until_gone(ours)
             finally:
-                self._end_program(self._program)
-                self._program = None
-                self._answers = queue.SimpleQueue()  # what comes yet was asked by a program that is gone
+                _end(program)
 
     def _answer_until_gone(self, ours: socket.socket) -> None:
-        asked = 0
-        while not self._closing:
+        asked, answers = 0, queue.SimpleQueue[Relayed]()
+        while not self._closing.is_set():
             readable = self._wait_for(ours)
-            try:
-                while not self._answers.empty():
-                    asked -= 1
-                    _send(ours, self._answers.get())
-                if readable:
-                    message = _receive(ours)
-                    if message is None or self._ask is None or asked >= MAX_ASKED:
-                        return
-                    asked += 1
-                    self._ask(message).add_done_callback(partial(self._answered, self._answers, message.id))
-            except OSError:
-                return  # it died, or does not read
+            while not answers.empty():
+                asked -= 1
+                send_relayed(ours, answers.get())
+            if readable:
+                message = receive_relayed(ours)
+                if message is None or self._ask is None or asked >= MAX_ASKED:
+                    return
+                asked += 1
+                self._ask(message).add_done_callback(partial(self._answered, answers, message.id))
 
     def _answered(self, answers: queue.SimpleQueue[Relayed], number: int, done: Future[Relayed]) -> None:
-        """Any thread: put the answer where the gate's thread finds it, if the program that asked still
-        runs."""
+        """Any thread: put the answer where our thread finds it, if the program that asked still runs."""
         if done.cancelled():
             answer = Relayed(trouble="this process is leaving")
         elif isinstance(error := done.exception(), P2PCo2Error):
@@ -150,23 +141,50 @@ class Gate:
             answer = done.result()
         answer.id = number
         answers.put(answer)
-        with suppress(OSError):  # closed meanwhile
-            self._wake()
-
-    def _end_program(self, program: subprocess.Popen[bytes]) -> None:
-        if program.poll() is None:
-            program.send_signal(signal.SIGTERM)
-            try:
-                program.wait(END_S)
-            except subprocess.TimeoutExpired:
-                program.kill()
-        program.wait()
+        self._wake()
 
 
 def take_over(listener_fd: int, relay_fd: int) -> tuple[socket.socket, socket.socket]:
     """The program's side: its listening socket and its end of the pair, with lowered priority."""
     os.nice(NICENESS)
     return socket.socket(fileno=listener_fd), socket.socket(fileno=relay_fd)
+
+
+def send_relayed(end: socket.socket, message: Relayed) -> None:
+    """Send one message over the pair. Raises ``OSError``."""
+    data = message.SerializeToString()
+    end.sendall(len(data).to_bytes(HEADER_BYTES) + data)
+
+
+def receive_relayed(end: socket.socket) -> Relayed | None:
+    """The next message over the pair; None for one that breaks the rules. Raises ``OSError`` at the end."""
+    length = int.from_bytes(_exactly(end, HEADER_BYTES))
+    if length > MAX_FRAME_BYTES:
+        return None
+    try:
+        return Relayed.FromString(_exactly(end, length))
+    except DecodeError:
+        return None
+
+
+def _exactly(end: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = end.recv(count - len(data))
+        if not piece:
+            raise ConnectionResetError("the other end is gone")
+        data += piece
+    return data
+
+
+def _end(program: subprocess.Popen[bytes]) -> None:
+    if program.poll() is None:
+        program.send_signal(signal.SIGTERM)
+        try:
+            program.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            program.kill()
+    program.wait()
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -182,34 +200,3 @@ def _listening(host: str, port: int) -> socket.socket:
             f"cannot serve the board on {host}:{port}: {error.strerror}; choose another port"
         ) from None
     return listener
-
-
-def _send(end: socket.socket, message: Relayed) -> None:
-    data = message.SerializeToString()
-    end.sendall(len(data).to_bytes(HEADER_BYTES) + data)
-
-
-def _receive(end: socket.socket) -> Relayed | None:
-    """The next message; None at the end, or for one that breaks the rules."""
-    length = int.from_bytes(_exactly(end, HEADER_BYTES))
-    if length > MAX_FRAME_BYTES:
-        return None
-    message = Relayed()
-    try:
-        message.ParseFromString(_exactly(end, length))
-    except DecodeError:
-        return None
-    return message
-
-
-def _exactly(end: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = end.recv(count - len(data))
-        if not piece:
-            raise ConnectionResetError("the other end is gone")
-        data += piece
-    return data
-
-
-send_relayed, receive_relayed = _send, _receive

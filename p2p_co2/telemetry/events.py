@@ -66,8 +66,8 @@ class PeerLeft(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkOpened(Event):
-    """We can send to ``other`` over ``carrier``; ``reason`` says why not the preferred one, if so, and what
-    is between: "relayed by" a seed, or "direct, through a punched hole"."""
+    """We can send to ``other`` over ``carrier``; ``reason``: why not the preferred one, and what is
+    between."""
 
     other: str
     carrier: str
@@ -76,7 +76,7 @@ class LinkOpened(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLost(Event):
-    """We can no longer send to ``other`` over ``carrier``; ``reason`` in words. Another way is looked for."""
+    """We can no longer send to ``other`` over ``carrier``."""
 
     other: str
     carrier: str
@@ -85,7 +85,7 @@ class LinkLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkMeasured(Event):
-    """What the link to ``other`` has shown since the last such event, written at most every ten seconds."""
+    """What the link to ``other`` has shown of late."""
 
     other: str
     carrier: str
@@ -101,8 +101,8 @@ class LinkMeasured(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Progress(Event):
-    """About once a second: counters since this process started, ``loss`` the mean training loss since the
-    last one."""
+    """About once a second: counters since the process started; ``loss``: mean training loss since the
+    last."""
 
     phase: str
     position: float
@@ -123,20 +123,17 @@ class Progress(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FragmentSent(Event):
-    """This peer offered its outer gradient for a round. ``relative_error`` is ||x - q||^2 / ||x||^2 of the
-    encode."""
+    """This peer offered its outer gradient for a round."""
 
     fragment: int
     round: int
     payload_bytes: int
     weight: float
-    relative_error: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendSkipped(Event):
-    """A schedule point passed while the fragment's previous round was still in flight: the gradient carries
-    over."""
+    """A schedule point passed with the round before still in flight: the gradient carries over."""
 
     fragment: int
     reason: str
@@ -149,18 +146,12 @@ class RoundBegan(Event):
     fragment: int
     round: int
     group: tuple[str, ...]
-    waited_s: float
-    """For READYs."""
-    deadline_s: float
-    """At most waited for READYs."""
-    parts_deadline_s: float = 0.0
-    """At most waited for the members' slices, from BEGIN."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCommitted(Event):
-    """Written by every member that learned of it. ``contributors`` reached every part, ``partial`` only
-    some. In a group of one nothing was exchanged: readers count it as made alone."""
+    """Written by every member. ``contributors`` reached every part, ``partial`` only some. A group of one
+    made it alone."""
 
     fragment: int
     round: int
@@ -169,13 +160,13 @@ class RoundCommitted(Event):
     contributors: int
     partial: int
     duration_s: float
-    """From this peer's READY (its offer) to its knowing the outcome; 0 if it did not offer."""
+    """From this peer's READY to its knowing the outcome; this and the next three are 0 if not known."""
     begun_s: float = 0.0
-    """From READY to BEGIN; this and the next two are 0 if not known."""
+    """To BEGIN."""
     parts_s: float = 0.0
-    """From READY to having averaged all slices of the parts that this peer owns."""
+    """To having averaged its own parts."""
     means_s: float = 0.0
-    """From READY to holding the mean of every part."""
+    """To holding the mean of every part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,24 +175,21 @@ class RoundCounted(Event):
 
     fragment: int
     round: int
-    decided_by: str
     weights: dict[str, float]
     """By peer: its weight (tokens) times the share of the fragment whose mean holds its slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContributionCapped(Event):
-    """In a committed mean the work of ``other`` counted for a quarter of its claim, or less: it claims far
-    more than the median member, or what it sent is far larger. Written by every member, of each peer at most
-    once a minute; ``rounds``: how many there were since the last time. Weights are tokens."""
+    """In a committed mean the work of ``other`` counted for a quarter of its claim, or less. Written by every
+    member, of each peer at most once a minute; ``rounds``: how many since the last time. Weights are
+    tokens."""
 
     other: str
     fragment: int
     round: int
     claimed: float
-    """By its own word, times the share of the fragment whose mean holds its slice."""
     counted: float
-    """The same, as it counted."""
     median: float
     """What the median member of the round claims."""
     rounds: int = 1
@@ -209,8 +197,7 @@ class ContributionCapped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundAborted(Event):
-    """An attempt ended without a mean, and changed nothing: the outer gradient carries over. Written by every
-    member that learned of it; ``reason`` in words."""
+    """An attempt ended without a mean: the outer gradient carries over. Written by every member."""
 
     fragment: int
     round: int
@@ -219,12 +206,9 @@ class RoundAborted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FragmentApplied(Event):
-    """An outer step reached the live parameters.
-
-    ``staleness``: the fragment's schedule points passed between measuring this peer's gradient and applying
-    the mean (0: within its own round, 1: CO2). ``sync_delay_steps``: inner steps between. ``gap``: CO2's
-    penalty divisor (1: none).
-    """
+    """An outer step reached the live parameters. ``staleness``: schedule points passed between measuring this
+    peer's gradient and applying the mean (0: within its own round, 1: CO2). ``sync_delay_steps``: inner steps
+    between. ``gap``: CO2's penalty divisor (1: none)."""
 
     fragment: int
     version: int
@@ -233,16 +217,12 @@ class FragmentApplied(Event):
     sync_delay_steps: int
     sync_delay_s: float
     gap: float
-    gradient_norm: float
     momentum_norm: float
-    clipped_share: float
-    """Share of momentum values that clipping changed, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedMeasured(Event):
-    """Held-out loss of the agreed parameters as this peer measured it, in its recipe's unit ("byte-gpt": nats
-    per token)."""
+    """Held-out loss of the agreed parameters as this peer measured it, in its recipe's unit."""
 
     loss: float
     position: float
@@ -266,14 +246,12 @@ class CaughtUp(Event):
     donors: int = 1
     """How many took part; ``donor`` is the one that gave most."""
     rounds_given_up: int = 0
-    """Rounds that this peer had made alone and that the state of others lacks: at most so many. Their work is
-    lost."""
+    """At most so many rounds that it had made alone are lost: the state of others lacks them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateLoading(Event):
-    """Every 10 s while agreed states are being loaded. ``fragments``: those that are not there yet;
-    ``received_bytes``: what is right of their ``total_bytes``; ``donors``: how many gave any of it."""
+    """Every 10 s while agreed states of ``fragments`` are being loaded from ``donors`` peers."""
 
     fragments: tuple[int, ...]
     received_bytes: int
@@ -283,8 +261,8 @@ class StateLoading(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MessageRefused(Event):
-    """A peer broke the rules; ``reason`` is the constant of ``RemoteProtocolError``, ``message`` the kind of
-    message ("" if it was not a message of the protocol)."""
+    """A peer broke the rules; ``reason``: which; ``message``: the kind of message, "" if it is none of
+    ours."""
 
     other: str
     reason: str
@@ -300,7 +278,7 @@ class CheckpointSaved(Event):
     versions: tuple[int, ...]
     """Outer version by fragment."""
     duration_s: float
-    """How long the training thread stood still for it, in all its steps together."""
+    """How long the training thread stood still for it."""
     written_s: float = 0.0
     """From its beginning until it was whole."""
 
@@ -314,7 +292,7 @@ class Warned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Paused(Event):
-    """This peer rests: it keeps its place, trains nothing and fetches nothing. ``reason`` in words."""
+    """This peer rests: it keeps its place, trains nothing and fetches nothing."""
 
     reason: str
 
@@ -328,9 +306,8 @@ class Resumed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingEnded(Event):
-    """The run has had its last round: this peer trains no more, and waits until its work in ``fragments`` is
-    counted, at most ``offers_within_s`` seconds, and then until all peers agree, at most ``settles_within_s``
-    more."""
+    """The run has had its last round: this peer waits until its work in ``fragments`` is counted, at most
+    ``offers_within_s``, and then until all peers agree, at most ``settles_within_s``."""
 
     fragments: tuple[int, ...]
     offers_within_s: float
@@ -351,9 +328,8 @@ class PeerFinished(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Recalled(Event):
-    """What this peer's older events come to, for a reader that was not there: only in reports, never in a
-    journal. Reading begins anew with it; the newest events of the older ones follow and are not in its
-    counts. Tables are keyed by fragment, reason or kind."""
+    """What this peer's older events come to, for a reader that was not there: only in reports. Reading begins
+    anew with it; the newest of the older events follow and are not in its counts."""
 
     in_flight_s: float = 0.0
     sends: int = 0

@@ -1,9 +1,5 @@
-"""Where a reader of a swarm gets its events from, whatever lies behind it: files, peers, or a peer of its
-own.
-
-``Feed`` is what boards, terminals and metrics take. Law: events of one peer come in the order it wrote them;
-``take`` never blocks and never raises for what a peer did.
-"""
+"""Where a reader of a swarm gets its events from, whatever lies behind it. Law: events of one peer come in
+the order it wrote them; ``take`` never blocks and never raises for what a peer did."""
 
 from __future__ import annotations
 

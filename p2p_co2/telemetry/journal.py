@@ -1,12 +1,9 @@
 """Events on disk: one JSON object per line, written by one process, read by anybody at any time.
 
-Laws: a whole event is a whole line, so a reader of a growing file never sees half of one; what ``Journal``
-wrote, ``read_events`` gives back equal (non-finite floats travel as null and come back as NaN); a file is
-hostile until checked, so a reader counts what it cannot use and never raises for content; writing never
-raises into the caller. Format: JSON Lines, RFC 8259 in ASCII.
-
-Price: about 300 bytes per second and peer, some 26 MB a day; no fsync, so a power cut may lose the last
-lines.
+Laws: a whole event is a whole line; what ``Journal`` wrote, ``read_events`` gives back equal (non-finite
+floats travel as null and come back as NaN); a file is hostile until checked, so a reader counts what it
+cannot use and never raises for content; writing never raises into the caller. Format: JSON Lines, RFC 8259 in
+ASCII. Price: some 26 MB a day and peer; no fsync, so a power cut may lose the last lines.
 """
 
 from __future__ import annotations
@@ -17,12 +14,11 @@ import os
 import stat
 import threading
 import time
-import types
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry.events import EVENT_TYPES, Event
@@ -91,9 +87,7 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> None:
+    def __exit__(self, *of_error: object) -> None:
         self.close()
 
 
@@ -123,64 +117,67 @@ def _without_nan(value: Any) -> Any:
 
 
 class Tail:
-    """Follows one journal while it grows. A file that is not there yet has no events yet; one that became
-    shorter is read anew. ``skipped`` counts, by cause, the lines that were no events."""
+    """The events of one journal, also while it grows. A file that is not there yet has no events yet; one
+    that became shorter is read anew. ``skipped`` counts, by cause, the lines that were no events. It holds at
+    most ``MAX_LINE_BYTES`` of an unfinished line."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, newest_bytes: int = 0) -> None:
         self.path = path
         self.skipped: Counter[str] = Counter()
-        self._offset = 0
-        self._lines = _Lines(self.skipped)
+        self._offset = max(0, path.stat().st_size - newest_bytes) if newest_bytes else 0
+        self._rest = b""
+        self._dropping = False
 
     def new_events(self) -> list[Event]:
         """The events whose lines were completed since the last call. Raises nothing: an unreadable file
         counts as skipped."""
         events: list[Event] = []
         try:
-            with self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._offset:
-                    self._offset, self._lines = 0, _Lines(self.skipped)
-                file.seek(self._offset)
-                while data := file.read(_READ_BYTES):
-                    self._offset += len(data)
-                    events += self._lines.feed(data)
+            events.extend(self)
         except FileNotFoundError:
-            return events  # the peer has not started yet: nothing to read, nothing wrong
+            pass  # the peer has not started yet: nothing to read, nothing wrong
         except OSError:
             self.skipped["file unreadable"] += 1
         return events
 
-
-class EventReader:
-    """The events of ``read_events``, to be iterated once. ``skipped`` counts, by cause, the lines that were
-    no events."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.skipped: Counter[str] = Counter()
-        self._file = file
-
     def __iter__(self) -> Iterator[Event]:
-        lines = _Lines(self.skipped)
-        with self._file:
-            while data := self._file.read(_READ_BYTES):
-                yield from lines.feed(data)
-        if lines.rest:
-            self.skipped["torn last line"] += 1
+        """The same, one by one."""
+        with self.path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < self._offset:
+                self._offset, self._rest, self._dropping = 0, b"", False
+            file.seek(self._offset)
+            while data := file.read(_READ_BYTES):
+                self._offset += len(data)
+                yield from self._cut(data)
+
+    def _cut(self, data: bytes) -> Iterator[Event]:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if self._dropping:
+                self._dropping = False
+            elif len(line) > MAX_LINE_BYTES:
+                self.skipped["line too long"] += 1
+            elif line:
+                try:
+                    yield parse_event(line)
+                except ValueError as error:
+                    self.skipped[str(error)] += 1
+        if len(self._rest) > MAX_LINE_BYTES:
+            self.skipped["line too long"] += not self._dropping
+            self._dropping = True
+        if self._dropping:
+            self._rest = b""
 
 
-def read_events(path: Path, newest_bytes: int = 0) -> EventReader:
-    """All events of a journal, in order, or those in its ``newest_bytes``, each with the type of its kind.
-
-    Unknown kinds, damaged lines and a torn last line are skipped and counted in ``skipped``. Raises
-    ``EnvironmentFault`` if the file cannot be opened.
-    """
+def read_events(path: Path, newest_bytes: int = 0) -> Tail:
+    """All events of a journal, in order, or those in its ``newest_bytes``, to be iterated once. Unknown
+    kinds, damaged lines and a torn last line are skipped. Raises ``EnvironmentFault`` if the file cannot be
+    opened."""
     try:
-        file = path.open("rb")
-        if newest_bytes:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - newest_bytes))
+        path.open("rb").close()
+        return Tail(path, newest_bytes)
     except OSError as error:
         raise EnvironmentFault(f"cannot read the event journal {path}: {error.strerror}") from None
-    return EventReader(file)
 
 
 def parse_event(line: bytes) -> Event:
@@ -207,34 +204,6 @@ def parse_event(line: bytes) -> Event:
     return event
 
 
-class _Lines:
-    """Cuts a stream of bytes into lines and makes them events; holds at most ``MAX_LINE_BYTES`` of an
-    unfinished line, in ``rest``."""
-
-    def __init__(self, skipped: Counter[str]) -> None:
-        self.rest = b""
-        self._skipped = skipped
-        self._dropping = False
-
-    def feed(self, data: bytes) -> Iterator[Event]:
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        for line in lines:
-            if self._dropping:
-                self._dropping = False
-            elif len(line) > MAX_LINE_BYTES:
-                self._skipped["line too long"] += 1
-            elif line:
-                try:
-                    yield parse_event(line)
-                except ValueError as error:
-                    self._skipped[str(error)] += 1
-        if len(self.rest) > MAX_LINE_BYTES:
-            self._skipped["line too long"] += not self._dropping
-            self._dropping = True
-        if self._dropping:
-            self.rest = b""
-
-
 _Check = Callable[[Any], Any]
 """Lets a value of JSON pass, as the field's type; raises ``ValueError``."""
 
@@ -242,11 +211,9 @@ _Check = Callable[[Any], Any]
 def _number(value: Any) -> float:
     if value is None:
         return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("wrong type")
-    if isinstance(value, int) and abs(value) > MAX_INTEGER:
-        raise ValueError("number too large")
-    return float(value) if math.isfinite(value) else math.nan
+    if not isinstance(value, float):
+        return float(_integer(value))
+    return value if math.isfinite(value) else math.nan
 
 
 def _integer(value: Any) -> int:

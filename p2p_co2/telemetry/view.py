@@ -1,12 +1,10 @@
 """The swarm as its events tell it: ``fold(events) -> SwarmView``; in it a ``PeerView`` per peer.
 
-A ``PeerView`` is the newest event of each kind that a peer wrote, and counts of the older ones. Law: the view
-is a function of each peer's own sequence of events; how those of different peers were interleaved does not
-matter. A round of the swarm is counted once, although every member writes of it.
-
-Rounds are keyed by (fragment, round), where ``round`` is the outer version it would make: an aborted round is
-tried again under the same key, so one key may hold several aborts and at most one commit. Price: some 2 kB
-per round of four members, kept for the whole run unless ``rounds_kept`` bounds it; the rest is bounded.
+Law: the view is a function of each peer's own sequence of events; how those of different peers were
+interleaved does not matter. A round of the swarm is counted once, although every member writes of it. Rounds
+are keyed by (fragment, round), where ``round`` is the outer version it would make: a key may hold several
+aborts and at most one commit. Price: some 2 kB per round of four members, for the whole run unless
+``rounds_kept`` bounds it.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from typing import TypeVar
 
 from p2p_co2.telemetry import events as ev
 
-MAX_HISTORY_POINTS = 1024
 MAX_DISTINCT = 64
 """Most distinct reasons or names counted one by one; the rest are counted together as ``OTHERS``."""
 OTHERS = "(others)"
@@ -66,34 +63,6 @@ class Counters:
 
 
 _COUNTERS = tuple(Counters.__dataclass_fields__)
-
-
-@dataclass
-class LossHistory:
-    """Training loss over time in at most ``MAX_HISTORY_POINTS`` points.
-
-    ``points``: (at, position, loss), each the mean of ``stride`` reports that had a loss. When the list is
-    full, neighbours are averaged and ``stride`` doubles, so a long run gets coarser, never biased.
-    """
-
-    points: list[tuple[float, float, float]] = field(default_factory=list)
-    stride: int = 1
-    _pending: list[tuple[float, float, float]] = field(default_factory=list)
-
-    def add(self, at: float, position: float, loss: float) -> None:
-        self._pending.append((at, position, loss))
-        if len(self._pending) < self.stride:
-            return
-        self.points.append(_mean_point(self._pending))
-        self._pending = []
-        if len(self.points) >= MAX_HISTORY_POINTS:
-            self.points = [_mean_point(self.points[i : i + 2]) for i in range(0, len(self.points), 2)]
-            self.stride *= 2
-
-
-def _mean_point(points: list[tuple[float, float, float]]) -> tuple[float, float, float]:
-    at, position, loss = (sum(values) / len(points) for values in zip(*points, strict=True))
-    return at, position, loss
 
 
 @dataclass
@@ -158,7 +127,6 @@ class PeerView:
     end: ev.PeerFinished | None = None
     earlier: Counters = field(default_factory=Counters)
     tally: Tally = field(default_factory=Tally)
-    history: LossHistory = field(default_factory=LossHistory)
     agreed: ev.AgreedMeasured | None = None
     recent_sends: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_SENDS))
     sent: dict[int, ev.FragmentSent] = field(default_factory=dict)
@@ -251,13 +219,18 @@ class PeerView:
                 self.recent_sends.append((event.at, event.reason or "no reason given"))
             case ev.RoundCommitted():
                 self.tally.rounds_alone += event.group_size == 1
-            case ev.LinkOpened() | ev.LinkLost() | ev.LinkMeasured():
-                self._link(event)
             case _:
                 self._add_rare(event)
 
     def _add_rare(self, event: ev.Event) -> None:
         match event:
+            case ev.LinkOpened():
+                link = self._link(event.other)
+                link.carrier, link.lost = event.carrier, ""
+            case ev.LinkLost():
+                self._link(event.other).lost = event.reason or "lost"
+            case ev.LinkMeasured():
+                self._link(event.other).measured = event
             case ev.PeerStarted():
                 self.earlier = self.totals
                 self.start, self.progress, self.end = event, _NO_PROGRESS, None
@@ -266,21 +239,18 @@ class PeerView:
             case ev.PeerFinished():
                 self.end = event
                 for other, carrier in event.carriers.items():
-                    _keep(self.links, other, self.links.get(other, LinkView())).carrier = carrier
+                    self._link(other).carrier = carrier
             case ev.CaughtUp():
                 _count(self.tally.caught_up, event.how)
                 self.arrived[event.fragment] = event
-            case ev.AgreedMeasured():
-                if math.isfinite(event.loss) and math.isfinite(event.position):
-                    self.agreed = event
+            case ev.AgreedMeasured() if math.isfinite(event.loss) and math.isfinite(event.position):
+                self.agreed = event
             case ev.MessageRefused():
                 _count(self.tally.refused, event.reason)
             case ev.Recalled():
                 self.tally.recall(event)
 
     def _progress(self, event: ev.Progress) -> None:
-        if math.isfinite(event.loss):
-            self.history.add(event.at, _finite_or(event.position, self.progress.position), event.loss)
         unknown = {
             name: getattr(self.progress, name)
             for name in ("position", "tokens_per_s", "loss", "train_s", "exposed_s", "wall_s")
@@ -288,15 +258,8 @@ class PeerView:
         }
         self.progress = dataclasses.replace(event, **unknown) if unknown else event
 
-    def _link(self, event: ev.LinkOpened | ev.LinkLost | ev.LinkMeasured) -> None:
-        link = _keep(self.links, event.other, self.links.get(event.other) or LinkView())
-        match event:
-            case ev.LinkOpened():
-                link.carrier, link.lost = event.carrier, ""
-            case ev.LinkLost():
-                link.lost = event.reason or "lost"
-            case ev.LinkMeasured():
-                link.measured = event
+    def _link(self, other: str) -> LinkView:
+        return _keep(self.links, other, self.links.get(other) or LinkView())
 
 
 def recalled(view: PeerView) -> list[ev.Event]:
@@ -388,10 +351,9 @@ class RoundView:
 
 @dataclass
 class Settled:
-    """What rounds and peers that are kept no more come to."""
+    """What rounds and peers that are kept no more come to; ``outcomes``: rounds by outcome."""
 
-    committed: int = 0
-    alone: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
     aborts: Counter[str] = field(default_factory=Counter)
     totals: Counters = field(default_factory=Counters)
     staleness: Counter[int] = field(default_factory=Counter)
@@ -400,14 +362,14 @@ class Settled:
 
 @dataclass
 class SwarmView:
-    """All peers and rounds. ``notable``: (at, peer, its event's number, event), oldest first, the newest
-    ``MAX_NOTABLE``. ``counted``: work by peer (tokens, summed over fragments) as signed decisions say, of
-    ``counted_rounds`` rounds; those ``counted_before`` are in it already. ``rounds_kept``: older rounds than
-    these are only counted; 0 keeps all, and only then does the order of peers not matter."""
+    """All peers and rounds. ``notable``: the newest ``MAX_NOTABLE`` events worth a line, oldest first.
+    ``counted``: work by peer (tokens, summed over fragments) as signed decisions say, of ``counted_rounds``
+    rounds; those ``counted_before`` are in it already. ``rounds_kept``: older rounds than these are only
+    counted; 0 keeps all, and only then does the order of peers not matter."""
 
     peers: dict[str, PeerView] = field(default_factory=dict)
     rounds: dict[tuple[int, int], RoundView] = field(default_factory=dict)
-    notable: list[tuple[float, str, int, ev.Event]] = field(default_factory=list)
+    notable: list[ev.Event] = field(default_factory=list)
     warnings: int = 0
     counted: dict[str, float] = field(default_factory=dict)
     counted_rounds: int = 0
@@ -415,7 +377,6 @@ class SwarmView:
     rounds_kept: int = 0
     _settled: Settled = field(default_factory=Settled)
     _mentioned: dict[str, None] = field(default_factory=dict)
-    _written: Counter[str] = field(default_factory=Counter)
 
     def add(self, event: ev.Event) -> None:
         """Take in one event; events of one peer must come in the order it wrote them."""
@@ -423,7 +384,6 @@ class SwarmView:
             self.peers[event.peer] = PeerView(event.peer, seen_left=self.peers[event.peer].seen_left)
         self._peer(event.peer).add(event)
         self._mentioned.pop(event.peer, None)
-        self._written[event.peer] += 1
         match event:
             case ev.PeerJoined():
                 self._other(event.other).seen_left.pop(event.peer, None)
@@ -448,8 +408,8 @@ class SwarmView:
             case ev.Warned():
                 self.warnings += 1
         if isinstance(event, _NOTABLE):
-            note = (event.at, event.peer, self._written[event.peer], event)
-            bisect.insort(self.notable, note, key=lambda note: note[:3])
+            # Ties are of one peer, whose events come in its order.
+            bisect.insort(self.notable, event, key=lambda one: (one.at, one.peer))
             del self.notable[:-MAX_NOTABLE]
 
     def _peer(self, peer: str) -> PeerView:
@@ -470,8 +430,7 @@ class SwarmView:
         if known is None:
             if self.rounds_kept and len(self.rounds) >= self.rounds_kept:
                 old = self.rounds.pop(next(iter(self.rounds)))
-                self._settled.committed += old.outcome == "committed"
-                self._settled.alone += old.outcome == "alone"
+                self._settled.outcomes[old.outcome] += 1
                 self._settled.aborts += old.aborts
             known = self.rounds[fragment, number] = RoundView(fragment, number)
         return known
@@ -492,7 +451,6 @@ class SwarmView:
     def forget(self, peer: str) -> None:
         """List ``peer`` no more. What it did stays in the swarm's sums; if it comes back it counts anew."""
         self._mentioned.pop(peer, None)
-        self._written.pop(peer, None)
         known = self.peers.pop(peer, None)
         if known is not None:
             self._settled.totals = self._settled.totals.plus(known.totals)
@@ -520,34 +478,35 @@ class SwarmView:
 
     @property
     def started_at(self) -> float | None:
-        times = [peer.first_seen_at for peer in self.peers.values() if peer.first_seen_at is not None]
-        return min(times, default=None)
+        return min((at for one in self.peers.values() if (at := one.first_seen_at) is not None), default=None)
 
     @property
     def last_at(self) -> float | None:
-        times = [peer.last_seen_at for peer in self.peers.values() if peer.last_seen_at is not None]
-        return max(times, default=None)
+        return max((at for one in self.peers.values() if (at := one.last_seen_at) is not None), default=None)
 
     @property
     def committed(self) -> int:
         """Rounds of the swarm that several peers committed, each counted once."""
-        return self._settled.committed + sum(view.outcome == "committed" for view in self.rounds.values())
+        return self._made("committed")
 
     @property
     def alone(self) -> int:
         """Rounds that one peer made with nobody else: nothing was exchanged."""
-        seen = self._settled.alone + sum(view.outcome == "alone" for view in self.rounds.values())
-        return max(seen, max((peer.tally.rounds_alone for peer in self.peers.values()), default=0))
+        return max([self._made("alone"), *(peer.tally.rounds_alone for peer in self.peers.values())])
+
+    def _made(self, outcome: str) -> int:
+        seen = sum(view.outcome == outcome for view in self.rounds.values())
+        return self._settled.outcomes[outcome] + seen
 
     @property
     def abort_reasons(self) -> Counter[str]:
         """Aborted rounds of the swarm by reason, each counted once."""
-        return _sum([self._settled.aborts, *(view.aborts for view in self.rounds.values())])
+        return sum((view.aborts for view in self.rounds.values()), self._settled.aborts)
 
     @property
     def staleness(self) -> Counter[int]:
         """Applied outer steps by staleness, over all peers."""
-        return _sum([self._settled.staleness, *(peer.staleness for peer in self.peers.values())])
+        return sum((peer.staleness for peer in self.peers.values()), self._settled.staleness)
 
     @property
     def fragment_staleness(self) -> dict[int, Counter[int]]:
@@ -562,7 +521,7 @@ class SwarmView:
     def sync_delay_steps(self) -> Counter[int]:
         """Applied outer steps by inner steps between send and apply, over all peers."""
         own = (peer.tally.sync_delay_steps for peer in self.peers.values())
-        return _sum([self._settled.sync_delay_steps, *own])
+        return sum(own, self._settled.sync_delay_steps)
 
     @property
     def totals(self) -> Counters:
@@ -607,13 +566,6 @@ def _count_value(histogram: Counter[_K], value: _K, times: int = 1) -> None:
 def _count(counter: Counter[str], name: str) -> None:
     """Count ``name``, under ``OTHERS`` once ``MAX_DISTINCT`` names are known."""
     counter[name if name in counter or len(counter) < MAX_DISTINCT else OTHERS] += 1
-
-
-def _sum(histograms: Iterable[Counter[_K]]) -> Counter[_K]:
-    total: Counter[_K] = Counter()
-    for histogram in histograms:
-        total.update(histogram)
-    return total
 
 
 def _is_number(text: str) -> bool:

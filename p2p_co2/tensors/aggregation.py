@@ -1,20 +1,16 @@
 """How the slices that peers sent for a part become one mean: a ``Rule``, and the weights that it counted.
 
 A rule takes slices ``[k, n]`` in the order of peer ids and their weights ``[k]``, and gives the encoded mean
-``[n]`` and the effective weights ``[k]``. Whoever asks what counted (contributor lists, accounts, rule
-"eager") reads the effective weights. ``weighted_mean`` is the rule without defence; ``clipped_mean`` is a
-first defence against a peer that sends noise or boasts. A rule of one's own works piece by piece:
-
-    def median(slices: Slices, weights: Sequence[float]) -> Mean:
-        return Mean(slices.combined(lambda values: values.median(dim=0).values), tuple(weights))
+``[n]`` and the effective weights ``[k]``, which contributor lists and rule "eager" read. ``weighted_mean`` is
+the rule without defence; ``clipped_mean`` is a first defence against a peer that sends noise or boasts.
 
 Laws: a rule is deterministic, so all owners of the same slices make the same bytes, whatever the order of
 arrival. The weighted mean is summed in fp32 in the order of peer ids; each peer's share, ``weight / sum of
 weights`` (fp64, rounded once to fp32), multiplies its values before they are added, so large weights cannot
 overflow. The owner gets its own result by decoding these bytes, like everybody else.
 
-Price: the mean is encoded again, which adds a second quantisation error. Slices are read in pieces, so memory
-beyond them and the result is a few MiB; fp16, int8 and int4 need none for the mean (``codec.passes``).
+Price: the mean is encoded again, which adds a second quantisation error. Slices are read in pieces of a MiB;
+fp16, int8, int4 and e3m0 need no memory for the mean (``codec.passes``).
 """
 
 from __future__ import annotations
@@ -57,10 +53,10 @@ class HostileSlice(Exception):
 
 class Slices:
     """What the peers sent for a part: [k, n] in the order of peer ids, encoded. Checked while it is read:
-    every method raises ``HostileSlice``. Results are encoded by ``into``."""
+    every method raises ``HostileSlice``."""
 
-    def __init__(self, codec: Codec, peers: Sequence[str], payloads: Sequence[Buffer], into: Codec) -> None:
-        self._codec, self._into, self._peers = codec, into, peers
+    def __init__(self, codec: Codec, peers: Sequence[str], payloads: Sequence[Buffer]) -> None:
+        self._codec, self._peers = codec, peers
         self._views = [memoryview(payload).cast("B") for payload in payloads]
         self._blocks = len(self._views[0]) // codec.block_bytes
 
@@ -72,43 +68,23 @@ class Slices:
         return [self._norm(index) for index in range(len(self))]
 
     def mean(self, weights: Sequence[float]) -> memoryview:
-        """The weighted mean. A mean that rounding carries past the largest fp32 value is clamped to it."""
+        """The weighted mean, encoded. What rounding carries past the largest fp32 value is clamped to it."""
+        if not self._blocks:
+            return memoryview(b"")
         divisor = math.fsum(weights)  # as sum() rounds in some versions of Python only
-        shares, codec, result = [weight / divisor for weight in weights], self._codec, self._room()
-        if self._into is codec and self._blocks:
-            rows = torch.frombuffer(result, dtype=torch.uint8)
-            found = codec.mean(self._views, shares, self._blocks, rows)
-            if found is not None and found >= 0:
-                cause = RemoteProtocolError("not finite", f"in a {codec.name} slice")
-                raise HostileSlice(self._peers[found], cause)
-            if found is not None:
-                return result
-
-        def add(at: slice) -> Tensor:
-            total = self._decoded(0, at).mul_(shares[0])
-            for index in range(1, len(self)):
-                total.add_(self._decoded(index, at).mul_(shares[index]))
-            return total
-
-        return self._encoded(add, result)
-
-    def combined(self, combine: Callable[[Tensor], Tensor]) -> memoryview:
-        """What ``combine`` makes of the values, fp32 [k, m] to [m], piece by piece."""
-
-        def made(at: slice) -> Tensor:
-            return combine(torch.stack([self._decoded(index, at) for index in range(len(self))]))
-
-        return self._encoded(made, self._room())
-
-    def _room(self) -> memoryview:
-        size = self._blocks * self._codec.block_values // self._into.block_values * self._into.block_bytes
-        return large_buffer(size) if size else memoryview(b"")
-
-    def _encoded(self, made: Callable[[slice], Tensor], result: memoryview) -> memoryview:
-        size = self._codec.block_values // self._into.block_values * self._into.block_bytes
-        for at in self._pieces():
-            rows = torch.frombuffer(result, dtype=torch.uint8)[at.start * size : at.stop * size]
-            self._into.encode(made(at).clamp_(-LARGEST, LARGEST), rows)
+        shares, codec, size = [weight / divisor for weight in weights], self._codec, self._codec.block_bytes
+        result = large_buffer(self._blocks * size)
+        rows = torch.frombuffer(result, dtype=torch.uint8)
+        found = codec.mean(self._views, shares, self._blocks, rows)
+        if found is not None and found >= 0:
+            cause = RemoteProtocolError("not finite", f"in a {codec.name} slice")
+            raise HostileSlice(self._peers[found], cause)
+        if found is None:
+            for at in self._pieces():
+                total = self._decoded(0, at).mul_(shares[0])
+                for index in range(1, len(self)):
+                    total.add_(self._decoded(index, at).mul_(shares[index]))
+                codec.encode(total.clamp_(-LARGEST, LARGEST), rows[at.start * size : at.stop * size])
         return result
 
     def _norm(self, index: int) -> float:
@@ -141,7 +117,7 @@ Rule = Callable[[Slices, Sequence[float]], Mean]
 """How slices [k, n] and weights [k] become a mean [n] and the weights that it was made with."""
 
 
-def reduce_slices(rule: Rule, codec: Codec, parts: Sequence[Part], into: Codec | None = None) -> Mean:
+def reduce_slices(rule: Rule, codec: Codec, parts: Sequence[Part]) -> Mean:
     """The mean of ``parts``, in any order, by ``rule``; its weights are in the order of ``parts``.
 
     Weights are positive (tokens); all slices have the same number of whole blocks. Raises ``HostileSlice``
@@ -151,14 +127,14 @@ def reduce_slices(rule: Rule, codec: Codec, parts: Sequence[Part], into: Codec |
     _check(codec, parts)
     order = sorted(range(len(parts)), key=lambda index: parts[index][0])
     peers, weights, payloads = zip(*(parts[index] for index in order), strict=True)
-    mean = rule(Slices(codec, peers, payloads, into or codec), weights)
+    mean = rule(Slices(codec, peers, payloads), weights)
     counted = dict(zip(peers, mean.weights, strict=True))
     return Mean(mean.encoded, tuple(counted[peer] for peer, _, _ in parts))
 
 
-def mean_of_parts(codec: Codec, parts: Sequence[Part], into: Codec | None = None) -> memoryview:
+def mean_of_parts(codec: Codec, parts: Sequence[Part]) -> memoryview:
     """The encoded weighted mean of ``parts``; as ``reduce_slices``."""
-    return reduce_slices(weighted_mean, codec, parts, into).encoded
+    return reduce_slices(weighted_mean, codec, parts).encoded
 
 
 def weighted_mean(slices: Slices, weights: Sequence[float]) -> Mean:
@@ -201,14 +177,11 @@ def median_clipped(norms: Sequence[float], weights: Sequence[float]) -> tuple[fl
 
 
 def _check(codec: Codec, parts: Sequence[Part]) -> None:
-    if not parts:
-        raise LocalProtocolError("a mean needs at least one part")
-    peers = [peer for peer, _, _ in parts]
-    if len(set(peers)) != len(peers):
-        raise LocalProtocolError(f"a peer is named twice among {sorted(peers)}")
+    peers, weights = [peer for peer, _, _ in parts], [weight for _, weight, _ in parts]
+    if not parts or len(set(peers)) != len(peers):
+        raise LocalProtocolError(f"a mean needs parts, one a peer, not of {sorted(peers)}")
     sizes = [memoryview(payload).nbytes for _, _, payload in parts]
     if len(set(sizes)) != 1 or sizes[0] % codec.block_bytes:
         raise LocalProtocolError(f"slices of {sizes} bytes are not equal numbers of {codec.name} blocks")
-    for peer, weight, _ in parts:
-        if not weight > 0.0 or not math.isfinite(sum(weight for _, weight, _ in parts)):
-            raise LocalProtocolError(f"weight {weight} of peer {peer} is not finite and positive")
+    if not all(weight > 0.0 for weight in weights) or not math.isfinite(sum(weights)):
+        raise LocalProtocolError(f"weights {weights} are not finite and positive")

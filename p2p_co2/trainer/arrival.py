@@ -21,9 +21,8 @@ LISTEN_S, LISTEN_TO_LISTED_S = 3.0, 12.0
 others, who may only be slow to answer."""
 CATCH_UP_BOUND_S = 600.0
 """For the first fragment that a peer without the agreed state is to be given, and for each further one."""
-LEFT_BEHIND_BOUND_S = 30.0
-"""When all who have the agreed state said goodbye before this peer had it: how long one of them is waited
-for. Who went without a word may only be out of reach, and is waited for as long as for the state."""
+LEFT_BEHIND_BOUND_S = 60.0
+"""When all who have the agreed state went before this peer had it: how long one of them is waited for."""
 
 
 class Arrival:
@@ -37,8 +36,8 @@ class Arrival:
     def is_there(self, now: float, in_doubt: bool = False) -> bool:
         """Whether it has arrived; not while it is ``in_doubt`` whether the others train its model. Raises
         ``TransportError`` if it cannot any more."""
-        node, progress = self._node, self._node.progress
-        if progress.full:
+        node, known = self._node, self._node.progress.conclusions
+        if known.full:
             raise TransportError(
                 f"this run has {MAX_MEMBERS} peers already, as many as it can have; "
                 "join again when one has left"
@@ -46,15 +45,15 @@ class Arrival:
         if (moved := sum(map(operator.ne, node.agreed, self._began_with))) > self._given:
             self._given, self._given_at = moved, now
         # Of others that just came, or went, it is concluded only in a moment what that means.
-        waited_s, heard = now - self.began_at, progress.heard
-        if not progress.left_behind or progress.may_be_back:
+        waited_s = now - self.began_at
+        if not known.left_behind:
             self._followed_at = now
-        if not (in_doubt or progress.left_behind) and (heard or node.live_peers() == 0):
+        if not (in_doubt or known.left_behind) and (known.heard or node.live_peers() == 0):
             unheard = node.unheard_peers()
             listened = waited_s > (LISTEN_TO_LISTED_S if unheard else LISTEN_S)
             # Those who join as we do know no more than we: who is listed may be about to answer.
-            found = waited_s > 0.2 and (progress.met or not unheard or listened)
-            if found and progress.abreast if heard else listened:
+            found = waited_s > 0.2 and (known.met or not unheard or listened)
+            if found and known.abreast if known.heard else listened:
                 return True
         if now - self._followed_at > LEFT_BEHIND_BOUND_S:
             raise TransportError(

@@ -21,27 +21,25 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, TransportError
 from p2p_co2.node.node import Node
 from p2p_co2.protocol.rounds import PayloadShape
-from p2p_co2.protocol.wire.model_table import ModelSummary
 from p2p_co2.system.memory import return_large_blocks
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import checkpoint as checkpoints
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import clipped_mean, weighted_mean
 from p2p_co2.tensors.checkpoint import Checkpoint, state_size_bytes
-from p2p_co2.tensors.codec import Codec, get_codec
+from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments.live import LiveParameters
-from p2p_co2.tensors.fragments.plan import FragmentPlan, plan_fragments
+from p2p_co2.tensors.fragments.plan import plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
 from p2p_co2.trainer.arrival import GATHER_BOUND_S, LISTEN_TO_LISTED_S, Arrival, caught_up
 from p2p_co2.trainer.beginning import Beginning
-from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.exchanged_model import Plan
 from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.model_check import check_model
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
-from p2p_co2.trainer.rates import base_rates, check_factor, most_rates, warming_up
+from p2p_co2.trainer.rates import MADE_ANEW, base_rates, check_factor, is_warming_up
 from p2p_co2.trainer.summary import summarise
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.trainer.worker import TensorWorker
@@ -49,7 +47,6 @@ from p2p_co2.trainer.worker import TensorWorker
 STRANGERS_ANSWER_S = 2.5
 """Peers with another model are believed after this: the table that says how theirs differs has come, or does
 not, and so have those that have ours."""
-FP32_BYTES = 4
 EventSink = Callable[[ev.Event], None]
 
 
@@ -168,62 +165,86 @@ class Connection:
         if start_over and resume:
             problem = "begins anew, and resume=True asks for a checkpoint; leave one out"
             raise ConfigError("start", "start_over", problem)
-        resume = False if start_over else resume
         check_model(model, optimizer)
         base_lr = base_rates(optimizer, is_scheduled=learning_rate is not None)
         check_factor(learning_rate)
-        run = self.run
-        plan = plan_fragments(model, run.fragments)
-        saved = self._load(plan, model, resume)
-        resumed_at = None if saved is None else saved.position
-        beginning = Beginning(self._thread, run.clock.rounds, resumed_at, start_over)
-        beginning.refuse_if_over()
-        codec = get_codec(run.codec.name)
-        live = LiveParameters(model, plan)
-        me = self._thread.network.identity.peer_id
-        states = (
-            [outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments]
-            if saved is None
-            else list(saved.states)
+        plan = Plan(
+            self.run, self.config, plan_fragments(model, self.run.fragments), model, optimizer, learning_rate,
+            base_lr,
+        )  # fmt: skip
+        saved = self._load(plan, False if start_over else resume)
+        beginning = Beginning(
+            self._thread, self.run.clock.rounds, None if saved is None else saved.position, start_over
         )
-        rule = clipped_mean if run.weight_cap else weighted_mean
-        fragments = [FragmentState(run, codec, me, state, index) for index, state in enumerate(states)]
-        ledger = TensorWorker(codec, fragments, rule)
-        del states, fragments  # they are the worker's, which lets go of them when it takes over others
-        progressed, most_lr, is_warming_up = Progressed(), tuple[float, ...](), warming_up(optimizer)
-        if saved is not None:
-            for trouble in resuming.restore(saved, live, model, optimizer, learning_rate is not None):
-                self._thread.warn(trouble)
-            most_lr = most_rates(optimizer, base_lr, is_warming_up)
-            ledger.restore(saved.residuals)
-            progressed = Progressed(saved.position, saved.inner_steps, saved.tokens)
-            self._tell_of_damaged(saved)
+        beginning.refuse_if_over()
+        ledger, progressed = self._restored(plan, saved)
         is_resumed, saved = saved is not None, None  # its memory is the worker's to let go
-        shape = _shape(run, codec, plan, ledger.chunk_bytes)
-        self._tell_of_start(model, plan, progressed, is_resumed)
-        sizes = [state_size_bytes(fragment.numel) for fragment in plan.fragments]
+        self._tell_of_start(plan, progressed, is_resumed)
         try:
-            summary = summarise(model, plan)
-            node = self._thread.start_node(shape, sizes, ledger, summary).node
-            self._tell_of_unread(summary)
+            node = self._start_node(plan, ledger)
             self._gather(node)
             self._catch_up(node, beginning)
-            self._thread.caught_up()
-            buffers = self._take_buffers(node, model, is_new=not is_resumed)
         except BaseException:
             ledger.close()
             raise
-        progressed = caught_up(progressed, self._thread.view.swarm_position(), run.clock, time.monotonic())
-        if warning := outer.stability_warning(run.outer, delayed=run.outer.rule in {"co2", "eager"}):
-            self._thread.warn(warning)
+        others = self._thread.view.swarm_position()
+        progressed = caught_up(progressed, others, self.run.clock, time.monotonic())
+        self._tell_of_what_is_odd(model)
         if not is_resumed:
             checkpoints.set_aside(self._checkpoints)
-        plan_of_peer = Plan(run, self.config, plan, model, optimizer, learning_rate, base_lr, most_lr)
-        return Peer(self._thread, ledger, plan_of_peer, progressed, buffers)
+        return Peer(self._thread, ledger, plan, progressed)
 
-    def _tell_of_start(
-        self, model: nn.Module, plan: FragmentPlan, progressed: Progressed, is_resumed: bool
-    ) -> None:
+    def _restored(self, plan: Plan, saved: Checkpoint | None) -> tuple[TensorWorker, Progressed]:
+        """The tensor worker, and where the peer goes on: from ``saved``, which the model and its optimizer
+        take over, or from the model."""
+        live = LiveParameters(plan.model, plan.fragments)
+        me, codec = self._thread.network.identity.peer_id, get_codec(self.run.codec.name)
+        states = (
+            [outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments.fragments]
+            if saved is None
+            else saved.states
+        )
+        fragments = [FragmentState(self.run, codec, me, state, index) for index, state in enumerate(states)]
+        ledger = TensorWorker(codec, fragments, clipped_mean if self.run.weight_cap else weighted_mean)
+        if saved is None:
+            return ledger, Progressed()
+        is_scheduled = plan.learning_rate is not None
+        if not is_scheduled and is_warming_up(plan.optimizer):
+            self._thread.warn(MADE_ANEW)
+        for trouble in resuming.restore(saved, live, plan.model, plan.optimizer, is_scheduled):
+            self._thread.warn(trouble)
+        ledger.restore(saved.residuals)
+        for damage in saved.passed_over:
+            self._thread.warn(f"a checkpoint is damaged, went on from the checkpoint before it: {damage}")
+        return ledger, Progressed(saved.position, saved.inner_steps, saved.tokens)
+
+    def _start_node(self, plan: Plan, ledger: TensorWorker) -> Node:
+        run, codec, fragments = self.run, get_codec(self.run.codec.name), plan.fragments.fragments
+        shape = PayloadShape(
+            codec.block_bytes,
+            tuple(codec.blocks(fragment.numel) for fragment in fragments),
+            run.clock.round_s if run.clock.mode == "time" else 0.0,
+            chunk_bytes=ledger.chunk_bytes,
+            weight_cap=run.weight_cap,
+            counts_steps=run.clock.mode == "steps",
+        )
+        sizes = [state_size_bytes(fragment.numel) for fragment in fragments]
+        summary = summarise(plan.model, plan.fragments)
+        node = self._thread.start_node(shape, sizes, ledger, summary).node
+        if unread := [row.name for row in summary.rows if not (row.is_trained or row.values)]:
+            names = ", ".join(unread[:4])
+            self._thread.warn(f"torch does not show frozen values, so nobody compares them: {names}")
+        return node
+
+    def _tell_of_what_is_odd(self, model: nn.Module) -> None:
+        config = self.run.outer
+        if warning := outer.stability_warning(config, delayed=config.rule in {"co2", "eager"}):
+            self._thread.warn(warning)
+        running = [name for name in resuming.kept_buffers(model) if name.endswith("running_mean")]
+        if running:
+            self._thread.warn(f"buffers such as {running[0]} are each peer's own: rounds do not average them")
+
+    def _tell_of_start(self, plan: Plan, progressed: Progressed, is_resumed: bool) -> None:
         self._on_event(
             ev.PeerStarted(
                 at=time.time(),
@@ -231,9 +252,9 @@ class Connection:
                 name=self.config.name,
                 pid=os.getpid(),
                 software=self._thread.network.software,
-                device=str(next(model.parameters()).device),
-                parameters=plan.numel,
-                fragments=len(plan.fragments),
+                device=str(next(plan.model.parameters()).device),
+                parameters=plan.fragments.numel,
+                fragments=len(plan.fragments.fragments),
                 run=self.run.digest().hex(),
                 upload_cap_bytes_per_s=self.config.limits.upload_bytes_per_s,
                 resumed_from=str(self._checkpoints) if is_resumed else "",
@@ -242,28 +263,18 @@ class Connection:
             )
         )
 
-    def _load(self, plan: FragmentPlan, model: nn.Module, resume: bool | None) -> Checkpoint | None:
+    def _load(self, plan: Plan, resume: bool | None) -> Checkpoint | None:
         """The folder's checkpoint, if there is one or must be one."""
         folder = self._checkpoints
         if resume is False or (resume is None and not checkpoints.has_checkpoint(folder)):
             return None
         saved = checkpoints.load(folder)
-        resuming.check(saved, self.run, model, plan, str(folder))
+        resuming.check(saved, self.run, plan.model, plan.fragments, str(folder))
         return saved
 
     @property
     def _checkpoints(self) -> Path:
         return self.config.folder / "checkpoint"
-
-    def _tell_of_damaged(self, saved: Checkpoint) -> None:
-        for damage in saved.passed_over:
-            self._thread.warn(f"a checkpoint is damaged, went on from the checkpoint before it: {damage}")
-
-    def _tell_of_unread(self, model: ModelSummary) -> None:
-        unread = [row.name for row in model.rows if not (row.is_trained or row.values)]
-        if unread:
-            names = ", ".join(unread[:4])
-            self._thread.warn(f"torch does not show frozen values, so nobody compares them: {names}")
 
     def _in_doubt(self, node: Node, began_at: float) -> bool:
         """Whether those heard so far mostly train another model, which the next answers may change. Raises
@@ -294,73 +305,32 @@ class Connection:
                 )
             time.sleep(0.02)
 
-    def _take_buffers(self, node: Node, model: nn.Module, is_new: bool) -> ModelBuffers:
-        """Begin with a donor's buffers, if this peer is new to a run that is under way."""
-        buffers = ModelBuffers(model)
-        if left_out := buffers.left_out:
-            name, why = next(iter(left_out.items()))
-            self._thread.warn(f"newcomers begin with some buffers of their own, such as {name} ({why})")
-        if not buffers.size_bytes:
-            return buffers
-        if buffers.running:
-            self._thread.warn(
-                f"buffers such as {buffers.running[0]} are each peer's own: rounds do not average them, and "
-                "a newcomer begins with a donor's"
-            )
-        is_newcomer = is_new and any(agreed.version for agreed in node.agreed)
-        wanted = self._thread.view.take_buffers(buffers.layout, buffers.size_bytes, is_newcomer)
-        taken = self._thread.ask(wanted)
-        if not is_newcomer:
-            return buffers
-        if trouble := buffers.load_(taken) if taken else "nobody gave them":
-            self._thread.warn(
-                f"this peer goes on with buffers of its own, such as {buffers.names[0]}: {trouble}"
-            )
-        return buffers
-
     def _catch_up(self, node: Node, beginning: Beginning) -> None:
         """Wait until this peer is where the swarm is, or is sure that it is alone."""
         arrival = Arrival(node, time.monotonic())
         while True:
             self._thread.check()
-            if node.progress.full:
+            if node.progress.conclusions.full:
                 raise TransportError(
-                    f"this run has {node.most_peers} peers already, as many as its group_size allows; "
+                    f"this run has {self.run.group_size} peers already, as many as its group_size allows; "
                     "join again when one has left"
                 )
             in_doubt = self._in_doubt(node, arrival.began_at)
             now = time.monotonic()
             listened = now - arrival.began_at > LISTEN_TO_LISTED_S
             if arrival.is_there(now, in_doubt) and (
-                node.progress.met or beginning.is_allowed(node, listened)
+                node.progress.conclusions.met or beginning.is_allowed(node, listened)
             ):
                 return
             time.sleep(0.02)
 
 
-def _shape(run: RunConfig, codec: Codec, plan: FragmentPlan, chunk_bytes: int) -> PayloadShape:
-    return PayloadShape(
-        codec.block_bytes,
-        tuple(codec.blocks(fragment.numel) for fragment in plan.fragments),
-        run.clock.round_s if run.clock.mode == "time" else 0.0,
-        chunk_bytes=chunk_bytes,
-        weight_cap=run.weight_cap,
-        counts_steps=run.clock.mode == "steps",
-    )
-
-
 def _check_call(ticket: str, config: PeerConfig, on_event: EventSink) -> None:
-    if not isinstance(ticket, str):
-        raise ConfigError(
-            "join",
-            "ticket",
-            f"is of type {type(ticket).__name__}; give the word that the seed prints, as a str",
-        )
-    if not isinstance(config, PeerConfig):
-        raise ConfigError(
-            "join", "config", f"is of type {type(config).__name__}; give PeerConfig(folder=...)"
-        )
-    if not callable(on_event):
-        raise ConfigError(
-            "join", "on_event", f"is of type {type(on_event).__name__}; give a function that takes an event"
-        )
+    checked = {
+        "ticket": (isinstance(ticket, str), ticket, "give the word that the seed prints, as a str"),
+        "config": (isinstance(config, PeerConfig), config, "give PeerConfig(folder=...)"),
+        "on_event": (callable(on_event), on_event, "give a function that takes an event"),
+    }
+    for name, (is_right, given, right) in checked.items():
+        if not is_right:
+            raise ConfigError("join", name, f"is of type {type(given).__name__}; {right}")

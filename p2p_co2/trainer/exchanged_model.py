@@ -30,8 +30,6 @@ class Plan:
     learning_rate: Callable[[float], float] | None
     base_lr: tuple[float, ...]
     """The inner optimizer's learning rate per group, before any factor."""
-    most_lr: tuple[float, ...] = ()
-    """Per group: what a scheduler that warms up goes up to after a resume (``rates.most_rates``)."""
 
 
 class ExchangedModel:
@@ -46,26 +44,13 @@ class ExchangedModel:
         """Whether its parameters do not belong to the agreed state any more."""
 
     def look(self) -> None:
-        """Raise ``ConfigError`` if the model has other parameters than those that are exchanged. One that
-        took another's place under its name is exchanged from now on, and told."""
+        """Raise ``ConfigError`` if the model has other parameters than those that are exchanged."""
         try:
-            if replaced := self._structure.check():
-                self.live.look_up()
-                self._tell_of_replaced(replaced)
+            self._structure.check()
         except ConfigError as error:
             self.is_changed = True
             self._warn(str(error))  # others see why this peer leaves
             raise
-
-    def _tell_of_replaced(self, name: str) -> None:
-        text = f"parameters were replaced after join ({name}); their successors are exchanged from now on"
-        if unowned := self._structure.unowned():
-            cure = "leave, and join with the model and the optimizer that train"
-            if self._plan.learning_rate is not None:
-                problem = f"is not trained by the optimizer of join any more; {cure}"
-                raise ConfigError("model", unowned, problem)
-            text += f", but checkpoints hold the optimizer of join, which does not train {unowned}: {cure}"
-        self._warn(text)
 
     def forget_optimizer(self, fragment: int) -> None:
         """Drop the inner optimizer's state of a fragment whose parameters were not finite: its moments are

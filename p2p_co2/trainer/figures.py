@@ -8,6 +8,7 @@ figures are made. Time is an argument here.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 from typing import Any, SupportsIndex
@@ -105,37 +106,29 @@ def tokens_of(tokens: Any) -> int | Tensor:
     Integers of any library are taken, and floats without a fraction (``mask.sum()``).
     """
     value = tokens
-    if isinstance(tokens, Tensor):
-        if not _is_one_number(tokens):
-            raise _wrong_tokens(f"is {_shape_of(tokens)}")
+    if isinstance(tokens, Tensor) and _is_one_number(tokens):
         if tokens.device.type != "cpu":
             return tokens.detach()
         value = tokens.item()
-    is_number = isinstance(value, numbers.Real | SupportsIndex) and not isinstance(value, bool)
-    if not is_number:
-        raise _wrong_tokens(f"is of type {type(value).__name__}")
-    try:
-        count = int(value)
-    except (ValueError, OverflowError, TypeError):  # NaN, Inf; an array of several
-        raise _wrong_tokens(f"is {value!r}") from None
-    if count != value or not 0 <= count <= MAX_TOKENS:
-        raise _wrong_tokens(f"is {value!r}")
-    return count
+    if isinstance(value, numbers.Real | SupportsIndex) and not isinstance(value, bool | Tensor):
+        with contextlib.suppress(ValueError, OverflowError, TypeError):  # NaN, Inf; an array of several
+            count = int(value)  # type: ignore[arg-type]
+            if count == value and 0 <= count <= MAX_TOKENS:
+                return count
+    right = "give how many tokens the step was made of, a whole number of 0 or more, such as int(mask.sum())"
+    raise ConfigError("step", "tokens", f"is {_described(tokens)}; {right}")
 
 
 def loss_of(loss: Any) -> float | Tensor:
     """``loss`` as a plain number, or as a tensor of one number cut off from its graph. NaN and Inf are facts
     of training and taken: such a step has no known loss."""
-    if isinstance(loss, Tensor):
-        if not _is_one_number(loss):
-            raise _wrong_loss(f"is {_shape_of(loss)}")
+    if isinstance(loss, Tensor) and _is_one_number(loss):
         return loss.detach()
-    if isinstance(loss, bool) or not isinstance(loss, numbers.Real):
-        raise _wrong_loss(f"is of type {type(loss).__name__}" if loss is not None else "is None")
-    try:
-        return float(loss)
-    except OverflowError:
-        raise _wrong_loss("is larger than any float") from None
+    if isinstance(loss, numbers.Real) and not isinstance(loss, bool):
+        with contextlib.suppress(OverflowError):
+            return float(loss)
+    right = "give the step's training loss as one number: loss.mean()"
+    raise ConfigError("step", "loss", f"is {_described(loss)}; {right}")
 
 
 def mean_loss(losses: list[float | Tensor]) -> float:
@@ -149,14 +142,7 @@ def _is_one_number(tensor: Tensor) -> bool:
     return is_real and tensor.device.type != "meta" and tensor.numel() == 1
 
 
-def _shape_of(tensor: Tensor) -> str:
-    return f"a tensor of shape {tuple(tensor.shape)} and {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _wrong_tokens(how: str) -> ConfigError:
-    right = "give how many tokens the step was made of, a whole number of 0 or more, such as int(mask.sum())"
-    return ConfigError("step", "tokens", f"{how}; {right}")
-
-
-def _wrong_loss(how: str) -> ConfigError:
-    return ConfigError("step", "loss", f"{how}; give the step's training loss as one number: loss.mean()")
+def _described(given: Any) -> str:
+    if isinstance(given, Tensor) and given.numel() != 1:
+        return f"a tensor of shape {tuple(given.shape)} and {str(given.dtype).removeprefix('torch.')}"
+    return f"{given!r:.80} of type {type(given).__name__}"

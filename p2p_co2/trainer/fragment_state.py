@@ -35,8 +35,7 @@ from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint import Values
 from p2p_co2.tensors.codec import Codec
-from p2p_co2.tensors.codec.base import PIECE_VALUES, pieces
-from p2p_co2.tensors.codec.residual import error_energy, error_ratio
+from p2p_co2.tensors.codec.base import PIECE_VALUES, error_energy, error_ratio, pieces
 from p2p_co2.tensors.fragments.large_tensor import large_tensor
 from p2p_co2.tensors.outer import Merge, OuterState, StepReport
 from p2p_co2.trainer.kept import (
@@ -156,7 +155,7 @@ class FragmentState:
         self._run, self._codec, self._peer, self._index = run, codec, peer, index
         self.state = state
         self.guard = PoisonGuard()
-        self._is_lent = False
+        self._is_lent = self._is_borrowed = False
         self.residual: Compact | None = None
         """Of error feedback, once an offer was counted; under "co2" and "eager" once one was made."""
         self.open: OfferState | None = None
@@ -172,6 +171,11 @@ class FragmentState:
         return self.state.params.numel()
 
     @property
+    def _is_held(self) -> bool:
+        """Whether somebody reads the state's memory."""
+        return self._is_lent or self._is_borrowed
+
+    @property
     def _is_delayed(self) -> bool:
         return self._run.outer.rule in {"co2", "eager"}
 
@@ -181,11 +185,21 @@ class FragmentState:
         self._is_lent = True
         return self.state
 
+    def borrow(self) -> OuterState:
+        """As ``lend``, until it is given back."""
+        self.guard.check()
+        self._is_borrowed = True
+        return self.state
+
+    def give_back(self, version: int) -> None:
+        """Nobody reads the state of ``version`` any more, but who it was lent to."""
+        self._is_borrowed = self._is_borrowed and version != self.state.version
+
     def set_residual(self, values: Values) -> None:
         """Go on from what a checkpoint holds (fp32 [n])."""
         self.residual = room_of(self._codec, self.numel, 4)
         for at in pieces(self.numel):
-            self.residual.set(at, values[at])
+            self.residual.set_(at, values[at].clone())
 
     # ---- offers
 
@@ -243,15 +257,14 @@ class FragmentState:
                 done = codec.encode_difference(origin, snapshot[at], rows, wanted)
             if done is None:
                 torch.sub(origin, snapshot[at], out=values)
-            if room is not None:
-                room.set(at, values)
-            if done is None:
                 if self.residual is not None:
                     values.add_(self.residual[at].mul_(decay))
                 codec.encode(values, rows)
                 done = error_energy(values, codec.decode(rows))
+            if room is not None:
+                room.set_(at, values)
             if lost is not None:
-                lost.set(at, values.sub_(codec.decode(rows)[: len(values)]))
+                lost.set_(at, values.sub_(codec.decode(rows)[: len(values)]))
             error, energy = error + done[0], energy + done[1]
         return payload, error_ratio(error, energy)
 
@@ -265,7 +278,7 @@ class FragmentState:
             kept = room_of(self._codec, self.numel, 4)
             for at in pieces(self.numel):
                 correction = outer.eager_correction(self._run.outer, gap, share, fresh[at], was[at])
-                kept.set(at, correction.neg_())
+                kept.set_(at, correction.neg_())
                 merge.addend[at].add_(kept[at])  # as it is kept, so that nothing is rounded away
             self.departure = self.departure._replace(offset=(kept,))
         return merge
@@ -322,13 +335,14 @@ class FragmentState:
         self.open = self._withdrawn = None
         self.state = new
         # A merge to the new parameters themselves, or the old ones again, is in somebody else's hands now.
+        self._is_borrowed = self._is_borrowed and new.params is old.params
         self._is_lent = bool(refused) or (merge is not None and merge.addend is new.params)
         lost = sum(part.stop - part.start for part in missed) / self.numel
         return self._outcome(merge, report, 0.0 if mine is None else 1.0 - lost, had_offer, refused)
 
     def _step(self, base_version: int, mean: Encoded) -> tuple[OuterState, StepReport]:
         """In the old state's memory where nobody needs it: "keep" and "blend" need the old parameters."""
-        reuse = "" if self._is_lent else "all" if self._is_delayed else "momentum"
+        reuse = "" if self._is_held else "all" if self._is_delayed else "momentum"
         return outer.step(
             self._run.outer, self.state, mean, base_version,
             largest=mean.largest(), reuse=reuse, new=large_tensor,
@@ -354,7 +368,7 @@ class FragmentState:
             return self._work_returned(mine, missed)
         if mine is None:
             return outer.merge(self._run.outer, old, new, None, missed)
-        out = None if self._is_lent or new.params is old.params else old.params
+        out = None if self._is_held or new.params is old.params else old.params
         return outer.merge(self._run.outer, old, new, mine.gradient.__getitem__, missed, out)
 
     def _work_returned(self, mine: OfferState | None, missed: Sequence[slice]) -> Merge | None:
@@ -411,13 +425,14 @@ class FragmentState:
         self.open = self._withdrawn = None
         self.state = state
         self.departure = Departure(state.version)
+        self._is_borrowed = False
         self._is_lent = True  # its tensors may lie in one block: it goes when both have been replaced
         return merge
 
     def _rebased_on(self, state: OuterState) -> Tensor:
         """What is added to live parameters so that they keep all work of this peer, measured from ``state``.
         In the old parameters' memory if nothing needs them any more."""
-        addend = large_tensor(self.numel) if self._is_lent else self.state.params
+        addend = large_tensor(self.numel) if self._is_held else self.state.params
         gone = list(self.departure.offset)
         if self._is_delayed and self.open is not None:
             gone.append(self.open.gradient)  # it was taken out of them, and is in flight

@@ -52,12 +52,10 @@ class Encoded:
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
         start, stop, _ = at.indices(self._numel)
-        rows = self._rows(slice(start, max(start, stop)))
         first = start // self.codec.block_values * self.codec.block_values
-        # torch has no read-only tensors, and none of an empty buffer.
-        writable = bytearray(rows) if rows.readonly else rows
-        codes = torch.frombuffer(writable or bytearray(1), dtype=torch.uint8)[: len(rows)]
-        return self.codec.decode(codes)[start - first : stop - first]
+        values = torch.empty(max(start, stop) - first, dtype=torch.float32, device="cpu")
+        self._read(slice(first, first + len(values)), values)
+        return values[start - first :]
 
     def largest(self) -> float:
         """The largest magnitude; inf if the bytes are not what a payload of this codec and size must be."""
@@ -70,19 +68,16 @@ class Encoded:
             largest = max(largest, outer.magnitude(values) if self._read(at, values) else math.inf)
         return largest
 
-    def _rows(self, at: slice) -> memoryview:
-        first, last = at.start // self.codec.block_values, -(-at.stop // self.codec.block_values)
-        return self._payload[first * self.codec.block_bytes : last * self.codec.block_bytes]
-
     def _read(self, at: slice, values: Tensor) -> bool:
-        """Decode a piece into ``values``; False if it is not sound."""
-        rows = self._rows(at)
+        """Decode ``at``, which begins with a block, into ``values``; False if it is not sound."""
+        blocks, size = self.codec.blocks(len(values)), self.codec.block_bytes
+        first = at.start // self.codec.block_values
+        rows = self._payload[first * size : (first + blocks) * size]
         if not self.codec.decode_sound(rows, values):
             try:
-                codes = self.codec.admit(rows, self.codec.blocks(len(values)))
+                values.copy_(self.codec.decode(self.codec.admit(rows, blocks))[: len(values)])
             except RemoteProtocolError:
                 return False
-            values.copy_(self.codec.decode(codes)[: len(values)])
         return True
 
 
@@ -106,14 +101,14 @@ class Compact:
     def held_bytes(self) -> int:
         return self._rows.numel()
 
-    def set(self, at: slice, values: Tensor) -> None:
-        """``values``: fp32, finite, of the one piece ``at``."""
+    def set_(self, at: slice, values: Tensor) -> None:
+        """``values``: fp32, finite, of the one piece ``at``; used up."""
         largest = outer.magnitude(values)
         scale = math.ldexp(1.0, math.frexp(largest)[1] - _BITS) if largest > _SMALLEST else 0.0
         self._scales[at.start // PIECE_VALUES] = scale
         rows = self._rows_of(at.start, at.stop)
         # A product with a power of two rounds nothing.
-        self._codec.encode(values * (1.0 / scale) if scale else torch.zeros_like(values), rows)
+        self._codec.encode(values.mul_(1.0 / scale) if scale else values.zero_(), rows)
 
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
@@ -186,7 +181,7 @@ def room_of(codec: Codec, numel: int, bits: int) -> Compact:
 def copied(values: Sequence[Kept], room: Compact) -> Compact:
     """The sum of ``values`` in ``room``."""
     for at in pieces(len(room)):
-        room.set(at, added(values, at))
+        room.set_(at, added(values, at))
     return room
 
 
@@ -205,7 +200,7 @@ def spliced(fresh: Compact, before: Compact | None, missed: Sequence[slice], roo
         for part in missed:
             here = within(part, at)
             values[here] = 0.0 if before is None else before[at][here]
-        room.set(at, values)
+        room.set_(at, values)
     return room
 
 

@@ -1,11 +1,11 @@
 """What a model and its optimizer have to be for a swarm to train them: looked at before the network is used,
 and again, by identity, while training goes on.
 
-Law: what is taken is exchanged. Each trainable parameter holds real numbers in memory of its own, the
+Law: what is taken is exchanged. Each trainable parameter is a plain dense tensor with memory of its own, the
 optimizer that ``join`` was given trains all of them and nothing else, and until the peer leaves they are the
-same by name, shape and dtype. Anything else raises ``ConfigError`` with the parameter's name and the cure. A
-parameter that several modules share (tied) is one parameter. What is frozen may be anything that holds
-values.
+same objects by name, shape and dtype. Anything else raises ``ConfigError`` with the parameter's name and the
+cure. A parameter that several modules share (tied) is one parameter. What is frozen may be anything that
+holds values.
 
 fp64 parameters train in fp64 and are exchanged in fp32.
 """
@@ -39,18 +39,31 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
         raise _wrong(
             "optimizer", f"is {_what(optimizer)}; give the model first, then its torch.optim optimizer"
         )
-    _check_wrappers(model)
+    for name, module in model.named_modules():
+        is_sharded = "_fsdp_wrapped_module" in dict(module.named_children())
+        if is_sharded or isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ConfigError(
+                "model", name or type(module).__name__,
+                "is wrapped by DistributedDataParallel or FullyShardedDataParallel, which share it between "
+                "processes; give each process the whole model itself: one peer per process",
+            )  # fmt: skip
     parameters = named_parameters(model)
     for name, tensor in (*parameters.items(), *named_buffers(model).items()):
-        if problem := _unready(tensor):
-            raise ConfigError("model", name, problem)
+        if is_lazy(tensor) or tensor.device.type == "meta":
+            raise ConfigError(
+                "model", name,
+                "has no values yet (lazy, or on the meta device); make one forward pass, or "
+                "to_empty(device=...) and initialise it, before the optimizer and join",
+            )  # fmt: skip
     trained = _trained(parameters)
     if not trained:
-        raise _wrong(
-            "model",
-            "has no parameter to train, all are frozen; requires_grad_(True) on what the swarm trains",
-        )
-    _check_exchanged(trained)
+        problem = "has no parameter to train, all are frozen; requires_grad_(True) on what the swarm trains"
+        raise _wrong("model", problem)
+    for name, parameter in trained.items():
+        if not _is_plain(parameter):
+            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in EXCHANGED)
+            raise ConfigError("model", name, f"is {_described(parameter)}; {_PLAIN.format(kinds)}")
+    _check_places(trained)
     _check_owners(trained, optimizer)
     _check_strangers(parameters.values(), optimizer)
     for name, parameter in trained.items():
@@ -67,69 +80,50 @@ class Structure:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self._exchanged = self._joined = _trained(named_parameters(model))
-        self.shapes = {name: parameter.shape for name, parameter in self._joined.items()}
-        self._dtypes = {name: parameter.dtype for name, parameter in self._joined.items()}
+        self._joined = {
+            name: (parameter, parameter.shape, parameter.dtype)
+            for name, parameter in _trained(named_parameters(model)).items()
+        }
+        self.shapes = {name: shape for name, (_, shape, _) in self._joined.items()}
         self.shared = shared_names(model)
         self._seen = self._glance()
 
-    def check(self) -> str:
-        """The name of a parameter that another object of its kind has replaced since this was asked last, ""
-        if all are the same: go on with the module's own, by name.
-
-        Raises ``ConfigError`` if what is trained is not what is exchanged any more. Reads no values; as long
-        as nothing changes it costs a glance at each module.
-        """
-        if self._glance() == self._seen:
-            return ""
+    def check(self) -> None:
+        """Raises ``ConfigError`` if what is trained is not what is exchanged any more. Reads no values; as
+        long as nothing changes it costs a glance at each module."""
+        if (glance := self._glance()) == self._seen:
+            return
         parameters = named_parameters(self._model)
-        now = {name: parameters[name] for name in self._joined if name in parameters}
-        for name, shape in self.shapes.items():
-            if name not in now:
-                raise ConfigError("model", name, f"is gone since join; {_FROM_THE_START}")
-            if not now[name].requires_grad:
-                raise ConfigError("model", name, f"was frozen after join; {_FROM_THE_START}")
-            if now[name].shape != shape:
-                was = f"was {tuple(shape)} in join and is {tuple(now[name].shape)}"
-                raise ConfigError("model", name, f"{was}; {_FROM_THE_START}")
+        for name, (joined, shape, dtype) in self._joined.items():
+            now = parameters.get(name)
+            if now is None:
+                problem = "is gone since join"
+            elif not now.requires_grad:
+                problem = "was frozen after join"
+            elif (now.shape, now.dtype) != (shape, dtype):
+                problem = f"was {dtype} {tuple(shape)} in join and is {now.dtype} {tuple(now.shape)}"
+            elif now is not joined:
+                problem = "was replaced by another object after join, such as by load_state_dict(assign=True)"
+            else:
+                continue
+            raise ConfigError("model", name, f"{problem.replace('torch.', '')}; {_FROM_THE_START}")
         for name, parameter in parameters.items():
-            if parameter.requires_grad and name not in now and (is_lazy(parameter) or parameter.numel()):
+            if (
+                parameter.requires_grad
+                and name not in self._joined
+                and (is_lazy(parameter) or parameter.numel())
+            ):
                 is_new = "is trained, and was not when this peer joined: it is not exchanged"
                 raise ConfigError("model", name, f"{is_new}; {_FROM_THE_START}")
-        _check_exchanged(now)
-        self._check_dtypes(now)
-        _check_strangers((*self._joined.values(), *parameters.values()), self._optimizer)
-        before, self._exchanged = self._exchanged, now
-        self._seen = self._glance()
-        return next((name for name, parameter in now.items() if before[name] is not parameter), "")
-
-    def _check_dtypes(self, now: Mapping[str, nn.Parameter]) -> None:
-        for name, dtype in self._dtypes.items():
-            if now[name].dtype != dtype:
-                then, here = (str(one).removeprefix("torch.") for one in (dtype, now[name].dtype))
-                raise ConfigError("model", name, f"was {then} in join and is {here}; {_FROM_THE_START}")
+        _check_strangers(parameters.values(), self._optimizer)
+        self._seen = glance
 
     def _glance(self) -> list[object]:
-        """All that ``check`` goes by, quick to gather and to compare: parameters and whether they are
-        trained, the memory of those that are exchanged, and the optimizer's."""
-        found, met, ahead = list[object](), set[int](), [self._model]
-        while ahead:
-            module = ahead.pop()
-            if id(module) in met:
-                continue
-            met.add(id(module))
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    found += (id(parameter), parameter.requires_grad)
-            ahead += [child for child in module._modules.values() if child is not None]
-        for parameter in self._exchanged.values():
-            found += (parameter.dtype, parameter.shape, parameter.data_ptr())
-        found += map(id, _owned(self._optimizer))
+        """All that ``check`` goes by, quick to gather and to compare."""
+        found: list[object] = [id(tensor) for tensor in _owned(self._optimizer)]
+        for one in self._model.parameters():
+            found += (id(one), one.requires_grad, one.dtype, None if is_lazy(one) else one.shape)
         return found
-
-    def unowned(self) -> str:
-        """The name of a parameter that the optimizer does not train; "" if it trains all."""
-        return next(iter(_lacking(self._exchanged, self._optimizer)), "")
 
 
 def _trained(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -137,33 +131,42 @@ def _trained(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     return {name: one for name, one in parameters.items() if one.requires_grad and one.numel()}
 
 
-def _check_wrappers(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            kind = "DistributedDataParallel averages gradients with processes that the swarm knows nothing of"
-        elif "_fsdp_wrapped_module" in dict(module.named_children()):
-            kind = "FullyShardedDataParallel leaves each process a shard, and a peer needs the whole model"
-        else:
-            continue
-        first = next((parameter for parameter, _ in module.named_parameters()), "")
-        at = ".".join(part for part in (name, first) if part) or "model"
-        raise ConfigError("model", at, f"{kind}; give each process the model itself: one peer per process")
+_PLAIN = (
+    "only plain dense parameters of {} are exchanged, leaves with memory of their own: convert it "
+    "(to_dense, contiguous, float), shard nothing (one peer per process), or freeze it"
+)
 
 
-def _unready(tensor: Tensor) -> str:
-    """Why a tensor holds no values yet; "" if it does."""
-    if is_lazy(tensor):
-        return "has no shape yet (a lazy layer); make one forward pass before the optimizer and join"
-    if tensor.device.type == "meta":
-        return "is on the meta device, without values; to_empty(device=...) and load or initialise it first"
-    return ""
+def _is_plain(parameter: nn.Parameter) -> bool:
+    is_dense = parameter.layout == torch.strided and not parameter.is_nested
+    is_kind = type(parameter.detach()) in (Tensor, nn.Parameter) and parameter.dtype in EXCHANGED
+    is_leaf = parameter.is_leaf and not parameter.is_inference()
+    return is_dense and is_kind and is_leaf and not _overlaps_itself(parameter)
 
 
-def _check_exchanged(trained: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in trained.items():
-        if problem := _unready(parameter) or _unexchanged(parameter):
-            raise ConfigError("model", name, problem)
-    by_address = sorted((_place(one), name) for name, one in trained.items())
+def _described(parameter: nn.Parameter) -> str:
+    kind = type(parameter.detach()).__name__
+    words = f"a {kind} of {parameter.dtype}, {'nested' if parameter.is_nested else parameter.layout}"
+    return words.replace("torch.", "") + ("" if parameter.is_leaf else ", computed")
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether one place in memory stands for several values (expanded)."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def _check_places(trained: Mapping[str, nn.Parameter]) -> None:
+    def place(tensor: Tensor) -> tuple[str, int, int]:
+        """Device, and the addresses between which its values lie."""
+        reach = 1 + sum((size - 1) * step for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+        return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+
+    by_address = sorted((place(one), name) for name, one in trained.items())
     for ((device, _, end), name), ((next_device, start, _), next_name) in pairwise(by_address):
         if device == next_device and start < end:
             raise ConfigError(
@@ -173,60 +176,14 @@ def _check_exchanged(trained: Mapping[str, nn.Parameter]) -> None:
             )  # fmt: skip
 
 
-def _unexchanged(parameter: nn.Parameter) -> str:
-    """Why a trainable parameter cannot be exchanged as it is; "" if it can."""
-    plain = parameter.detach()
-    if type(plain) not in (Tensor, nn.Parameter):
-        return (
-            f"is a {type(plain).__name__}; tensors that are sharded (DTensor, as FSDP makes) or special are "
-            "not exchanged: one peer per process, with the whole model in plain tensors"
-        )
-    if parameter.layout != torch.strided or parameter.is_nested:
-        layout = "nested" if parameter.is_nested else str(parameter.layout).removeprefix("torch.")
-        return f"has the layout {layout}; only dense parameters are exchanged: to_dense() it"
-    if parameter.dtype not in EXCHANGED:
-        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in EXCHANGED)
-        return (
-            f"is {str(parameter.dtype).removeprefix('torch.')}, which is not exchanged; use one of {kinds}, "
-            "or freeze it"
-        )
-    if parameter.is_inference() or not parameter.is_leaf:
-        return "cannot be trained (made in inference mode, or computed); make it outside of it, as a leaf"
-    if _overlaps_itself(parameter):
-        return (
-            "has one place in memory for several values (expanded); give it memory of its own: contiguous()"
-        )
-    return ""
-
-
-def _overlaps_itself(tensor: Tensor) -> bool:
-    reach = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride < reach:
-            return True
-        reach += (size - 1) * stride
-    return False
-
-
-def _place(tensor: Tensor) -> tuple[str, int, int]:
-    """Device, and the addresses between which its values lie."""
-    reach = 1 + sum((size - 1) * step for step, size in zip(tensor.stride(), tensor.shape, strict=True))
-    start = tensor.data_ptr()
-    return str(tensor.device), start, start + reach * tensor.element_size()
-
-
 def _owned(optimizer: Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-def _lacking(trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> list[str]:
-    owned = {id(tensor) for tensor in _owned(optimizer)}
-    return [name for name, parameter in trained.items() if id(parameter) not in owned]
-
-
 def _check_owners(trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-    lacking = _lacking(trained, optimizer)
+    owned = {id(tensor) for tensor in _owned(optimizer)}
+    lacking = [name for name, parameter in trained.items() if id(parameter) not in owned]
     if len(lacking) == len(trained):
         raise _wrong(
             "optimizer",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -21,26 +20,23 @@ import uvloop
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from p2p_co2.node.environment import Environment
-from p2p_co2.node.kept_chunks import KeptChunks
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.peer_finder import PositionWriter
-from p2p_co2.node.progress import LocalProgress
 from p2p_co2.node.reporting import ReportService
+from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.rounds import Offer, PayloadShape
 from p2p_co2.protocol.schedule import LOADS_QUIET_S, Stage
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Relayed, RunPosition, Status
 from p2p_co2.protocol.wire.model_table import ModelSummary
 from p2p_co2.system.process import program
-from p2p_co2.system.socket_activation import Gate
+from p2p_co2.system.socket_activation import SocketActivation
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.worker import TensorWorker
 
 CLOSE_BOUND_S = 6.0
-MAX_BUFFER_DONORS, BUFFERS_BOUND_S, BUFFERS_BEAT_S = 3, 30.0, 0.02
-"""A newcomer asks so many for their buffers, and waits no longer."""
 _T = TypeVar("_T")
 
 
@@ -84,53 +80,24 @@ class NodeView:
 
     def over(self) -> frozenset[int]:
         """Fragments of which no more rounds are made in this run."""
-        return self.node.progress.over
+        return self.node.state.over
 
     def stage(self, fragment: int) -> Stage:
         """How far the round of the fragment's offer is."""
-        return self.node.stage(fragment)
+        return self.node.rounds.stage(fragment)
 
     def is_line_full(self) -> bool:
         """Whether bulk waits for our line."""
-        return self.node.is_line_full()
+        return self.node.links.is_full
 
     def traffic_bytes(self) -> tuple[int, int]:
         """Bytes of messages (up, down) since the start."""
-        return self.node.traffic_bytes()
+        return self.node.links.up_bytes, self.node.router.down_bytes
 
     def live_trainers(self) -> list[str]:
         """The other peers that train, as they said last."""
         live = list(self.node.membership.live.items())  # one step: the loop's thread may not come between
         return [peer for peer, info in live if info.status.phase == Status.TRAINING]
-
-    @property
-    def wants_buffers(self) -> bool:
-        """Whether a newcomer asks for this peer's buffers (``share_buffers``)."""
-        return self.node.catchup.buffers.is_wanted
-
-    def share_buffers(self, data: bytes) -> None:
-        """Give newcomers these values; none from now on if they are empty."""
-        self._loop.call_soon_threadsafe(lambda: self.node.catchup.buffers.publish(data, self.node.now()))
-
-    async def take_buffers(self, layout: int, size_bytes: int, is_newcomer: bool) -> bytes | bytearray:
-        """Serve buffers of this ``layout`` from now on; those of a peer that trains, if this one
-        ``is_newcomer``, or empty if nobody gave them in time. On the loop."""
-        node, buffers = self.node, self.node.catchup.buffers
-        buffers.layout, buffers.size_bytes = layout, size_bytes
-        if not is_newcomer:
-            return b""
-        here = tuple(agreed.digest for agreed in node.agreed)
-        training = {p: i for p, i in node.membership.live.items() if i.status.phase == Status.TRAINING}
-        donors = random.Random().sample(sorted(training), len(training))
-        donors.sort(key=lambda peer: training[peer].digests != here)
-        buffers.want(donors[:MAX_BUFFER_DONORS], node.now())
-        ends_at = time.monotonic() + BUFFERS_BOUND_S
-        while buffers.is_asking and time.monotonic() < ends_at:
-            node.pump()
-            await asyncio.sleep(BUFFERS_BEAT_S)
-        taken = buffers.taken
-        buffers.give_up()
-        return taken
 
 
 class NetworkThread:
@@ -139,7 +106,7 @@ class NetworkThread:
     def __init__(self, ticket: Ticket, config: PeerConfig, on_event: Callable[[ev.Event], None]) -> None:
         self._ticket, self._config, self._tell = ticket, config, on_event
         self._reporting: ReportService | None = None
-        self._gate: Gate | None = None
+        self._board: SocketActivation | None = None
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="p2p-co2 network", daemon=True)
         self._network: Network | None = None
@@ -148,7 +115,6 @@ class NetworkThread:
         self._positions: tuple[PositionWriter, asyncio.Task[None]] | None = None
         self._failure: BaseException | None = None
         self._closed, self._process = False, os.getpid()
-        self._kept = KeptChunks(config.folder / "catching-up")
 
     @property
     def network(self) -> Network:
@@ -165,7 +131,7 @@ class NetworkThread:
     @property
     def board(self) -> str:
         """Where this peer's own page is served; "" if it was not asked for."""
-        return self._gate.address if self._gate is not None else ""
+        return self._board.address if self._board is not None else ""
 
     def open(self) -> None:
         """Join the DHT and read the manifest; errors as ``Network.open``, and ``EnvironmentFault`` if the
@@ -177,7 +143,7 @@ class NetworkThread:
             folder = self._config.folder.resolve()
             history, journal = folder / "board.sqlite", folder / "events.jsonl"
             command = program("monitoring", "peer", "--history", str(history), "--journal", str(journal))
-            self._gate = Gate("127.0.0.1", self._config.board_port, command, self.ask_report)
+            self._board = SocketActivation("127.0.0.1", self._config.board_port, command, self.ask_report)
 
     def start_node(
         self, shape: PayloadShape, state_bytes: Sequence[int], ledger: TensorWorker, model: ModelSummary
@@ -187,13 +153,12 @@ class NetworkThread:
         async def start() -> Node:
             environment = Environment.of(self.network)
             node = Node(environment, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model)
-            node.catchup.keep_in(self._kept)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
 
             def where() -> tuple[Status.Phase, float, list[int]]:
                 versions = [agreed.version for agreed in node.agreed]
-                return node.progress.local.phase, node.progress.position(), versions
+                return node.state.local.phase, node.progress.position(), versions
 
             def warn(text: str) -> None:
                 node.report(ev.Warned, text=text)
@@ -271,10 +236,6 @@ class NetworkThread:
 
         return self.ask(read(), CLOSE_BOUND_S)
 
-    def caught_up(self) -> None:
-        """What was kept of states for the case of an interruption is not needed any more."""
-        self._loop.call_soon_threadsafe(self._kept.end)
-
     def ask_report(self, relayed: Relayed) -> Future[Relayed]:
         """What this peer's own board asks: a peer's sealed report, or without a peer who there is (this one
         first) and the run's canonical settings. Any thread; the future is done in bounded time."""
@@ -322,8 +283,8 @@ class NetworkThread:
             if self._reporting is not None:
                 self.ask(self._reporting.say_last_words())
         finally:
-            if self._gate is not None:
-                self._gate.close()
+            if self._board is not None:
+                self._board.close()
 
     async def _shut_down(self) -> None:
         if self._positions is not None:

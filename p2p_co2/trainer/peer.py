@@ -20,7 +20,6 @@ from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
 from p2p_co2.system.governor import Governor
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint import swarm_digest
-from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
 from p2p_co2.trainer.figures import loss_of, tokens_of
 from p2p_co2.trainer.network_thread import NetworkThread
@@ -43,14 +42,12 @@ class Peer:
         ledger: TensorWorker,
         plan: Plan,
         start: Progressed,
-        buffers: ModelBuffers,
     ) -> None:
-        self._buffers = buffers
         self._thread, self._ledger, self._plan = thread, ledger, plan
         self._model = ExchangedModel(plan, thread.warn)
         self._sync = Synchroniser(plan.run, self._model, ledger, thread.view, start)
         self._saver = Saver(plan, ledger, self._sync, self._model.live, thread.report)
-        self._rates = Rates(plan.optimizer, plan.learning_rate, plan.base_lr, thread.warn, plan.most_lr)
+        self._rates = Rates(plan.optimizer, plan.learning_rate, plan.base_lr, thread.warn)
         self._stopped = self._left = False
         self._process = os.getpid()
         self._stepping = threading.Lock()
@@ -111,8 +108,6 @@ class Peer:
                 raise LocalProtocolError("step: this peer has left the swarm; join again to train on")
             self._sync.after_step(count, value)
             self._rates.set(self._sync.position)
-            if self._thread.view.wants_buffers:
-                self._thread.view.share_buffers(self._buffers.shared(self._thread.warn))
             self._rest()
             self._saver.keep_up()
             self._sync.stood_still()  # for a checkpoint

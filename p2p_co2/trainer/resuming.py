@@ -2,8 +2,7 @@
 
 Laws: the agreed state comes back whole, or there is one ``ConfigError`` that says what differs and what to
 do. What is only this peer's own, the inner optimizer and the buffers, comes back where it fits; where it does
-not, training goes on without it, and one line says so: another optimizer is a choice, and its state is had
-again in some steps, while an error would cost the agreed state.
+not, training goes on without it, and one line says so.
 
 The live parameters go on from the agreed ones. Frozen ones are where the model came from.
 """
@@ -112,34 +111,30 @@ def _restore_buffers(saved: Checkpoint, model: nn.Module) -> list[str]:
     troubles, ours = [], kept_buffers(model)
     for name, buffer in ours.items():
         values = saved.buffers.get(name)
-        if values is None:
-            troubles.append(f"the checkpoint has no buffer {name}: it stays as it is")
-        elif values.shape != buffer.shape or not torch.can_cast(values.dtype, buffer.dtype):
-            there, here = (f"{t.dtype} {tuple(t.shape)}".removeprefix("torch.") for t in (values, buffer))
-            was = f"the buffer {name} is {there} in the checkpoint and {here} here"
-            troubles.append(f"{was}: it stays as it is")
-        else:
-            try:
-                with torch.no_grad():
-                    buffer.copy_(values)
-            except RuntimeError as error:
-                troubles.append(f"the buffer {name} stays as it is ({error})")
+        if values is None or values.shape != buffer.shape or not torch.can_cast(values.dtype, buffer.dtype):
+            there = "none" if values is None else f"{values.dtype} {tuple(values.shape)}"
+            text = f"the buffer {name} stays as it is: {buffer.dtype} {tuple(buffer.shape)} here, {there} in"
+            troubles.append(f"{text} the checkpoint".replace("torch.", ""))
+            continue
+        try:
+            with torch.no_grad():
+                buffer.copy_(values)
+        except RuntimeError as error:
+            troubles.append(f"the buffer {name} stays as it is: {error}")
     gone = [name for name in saved.buffers if name not in ours]
-    troubles += [f"the checkpoint's buffer {name} is none of this model" for name in gone]
-    return troubles
+    return troubles + [f"the checkpoint's buffer {name} is none of this model" for name in gone]
 
 
 def _restore_optimizer(saved: Checkpoint, model: nn.Module, optimizer: Optimizer, keeps_rate: bool) -> str:
     """What did not come back; "" if all did."""
-    state_dict, now = dict(saved.optimizer), inner_of(optimizer, model)
+    state_dict = dict(saved.optimizer)
     anew = "the inner optimizer begins anew, the agreed state does not; to keep both, pass the same optimizer"
     if not state_dict:
         return "the checkpoint is without an inner optimizer, which begins anew"
-    groups = state_dict.get("param_groups", [])
-    if difference := _other(saved.inner, now):
+    if difference := _other(saved.inner, inner_of(optimizer, model)):
         return f"{difference}: {anew}"
     rates = [group.get("lr") for group in optimizer.param_groups]
-    if groups:  # what was not saved of them stays
+    if groups := state_dict.get("param_groups", []):  # what was not saved of them stays
         pairs = zip(optimizer.param_groups, groups, strict=True)
         state_dict["param_groups"] = [{**ours, **theirs} for ours, theirs in pairs]
     try:
@@ -156,22 +151,15 @@ def _restore_optimizer(saved: Checkpoint, model: nn.Module, optimizer: Optimizer
 
 def _other(then: InnerOptimizer, now: InnerOptimizer) -> str:
     """How the saved inner optimizer differs from the one of now, in words; "" if it is the same."""
-    if (then.kind, [len(group) for group in then.groups]) != (now.kind, [len(group) for group in now.groups]):
-        return f"the checkpoint's inner optimizer is {_described(then)}, this one {_described(now)}"
+    sizes = [[len(group) for group in inner.groups] for inner in (then, now)]
+    if (then.kind, sizes[0]) != (now.kind, sizes[1]):
+        here = f"this one {now.kind} with groups of {sizes[1]}"
+        return f"the checkpoint's inner optimizer is {then.kind} with groups of {sizes[0]} parameters, {here}"
     for theirs, ours in zip(chain(*then.groups), chain(*now.groups), strict=True):
         if (theirs.name, theirs.shape) != (ours.name, ours.shape):
-            return f"the checkpoint's inner optimizer has {_known(theirs)} where this one has {_known(ours)}"
+            there, here = (f"{one.name or 'another parameter'} {one.shape}" for one in (theirs, ours))
+            return f"the checkpoint's inner optimizer has {there} where this one has {here}"
     return ""
-
-
-def _described(inner: InnerOptimizer) -> str:
-    sizes = " and ".join(str(len(group)) for group in inner.groups)
-    groups = "1 group" if len(inner.groups) == 1 else f"{len(inner.groups)} groups"
-    return f"{inner.kind} with {groups} (of {sizes} parameters)"
-
-
-def _known(parameter: Owned) -> str:
-    return f"{parameter.name or 'a parameter outside of the model'} {parameter.shape}"
 
 
 def _keep_dtypes(state: Mapping[Any, Any], then: InnerOptimizer, optimizer: Optimizer) -> None:

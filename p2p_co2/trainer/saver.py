@@ -1,9 +1,9 @@
 """Checkpoints beside training: what of it the training thread does, and what others do.
 
-The agreed states of one moment are one job on the tensor thread, which copies them into the file's pages at
-the speed of memory; rounds that commit meanwhile wait behind it. What training changes, the inner optimizer's
-state and the buffers, only the training thread may read: step after step it copies a share, and the saver's
-own thread writes that, then the digest, the disk's sync and the renaming.
+The saver's own thread borrows the agreed states of one moment and writes them; rounds go on meanwhile, and a
+fragment that commits before it is written takes memory of its own. What training changes, the inner
+optimizer's state and the buffers, only the training thread may read: step after step it copies a share, which
+the saver's thread writes, then the digest, the disk's sync and the renaming.
 
 Laws: the agreed states are of one moment; the state of a parameter is of one step, those of two parameters
 some steps apart (they are no agreement, only the inner optimizer's acceleration). No checkpoint ends
@@ -31,10 +31,9 @@ from torch import Tensor
 from p2p_co2.config import CHECKPOINT_BYTES_PER_DAY, CHECKPOINT_LEAST_S, DAY_S
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors.checkpoint import Checkpoint, Said, Saving, Values, parts, say, trouble_with
+from p2p_co2.tensors.checkpoint import Checkpoint, Said, Saving, parts, say, trouble_with
 from p2p_co2.tensors.fragments.large_tensor import large_tensor
 from p2p_co2.tensors.fragments.live import LiveParameters
-from p2p_co2.tensors.outer import OuterState
 from p2p_co2.trainer.exchanged_model import Plan
 from p2p_co2.trainer.resuming import FAULTS, inner_of, kept_buffers, trained_parameters
 from p2p_co2.trainer.synchroniser import Synchroniser
@@ -169,22 +168,18 @@ class Saver:
 
     def _write(self, checkpoint: Checkpoint, said: Said, copies: _Copies, began_at: float) -> None:
         """On the saver's thread: the whole of a checkpoint."""
-        begun = list[Saving]()
-
-        def put_agreed(states: list[OuterState], residuals: Mapping[int, Values]) -> tuple[int, ...]:
-            """On the tensor thread: the whole of what is agreed."""
-            saving = Saving(self._folder, replace(checkpoint, states=states, residuals=residuals), said)
-            begun.append(saving)
-            saving.put_agreed()
-            return tuple(state.version for state in states)
-
+        saving = None
+        states, residuals = self._ledger.borrow()
+        versions = tuple(state.version for state in states)
         try:
-            versions = self._ledger.checkpoint(put_agreed)
+            saving = Saving(self._folder, replace(checkpoint, states=states, residuals=residuals), said)
+            del states, residuals
+            saving.put_agreed(self._ledger.give_back)
             for _ in range(copies.count):
-                begun[0].put(copies.take())
-            path = begun[0].finish()
+                saving.put(copies.take())
+            path = saving.finish()
         finally:
-            for saving in begun:
+            if saving is not None:
                 saving.give_up()
         fields = {"path": str(path), "versions": versions, "duration_s": copies.stopped_s}
         self._report(ev.CheckpointSaved, {**fields, "written_s": time.monotonic() - began_at})

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from p2p_co2.config import RunConfig
 from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.node.progress import LocalProgress
+from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.rounds import Offer
 from p2p_co2.protocol.schedule import (
     FIRST_ROUND_BOUND_S,
@@ -246,8 +246,7 @@ class Synchroniser:
                 Offer(index, offer.round, base, agreed.digest, payload, weight, is_last, offer_id)
             )
             self._report(
-                ev.FragmentSent, fragment=index, round=offer.round, payload_bytes=len(payload), weight=weight,
-                relative_error=offer.relative_error,
+                ev.FragmentSent, fragment=index, round=offer.round, payload_bytes=len(payload), weight=weight
             )  # fmt: skip
 
         snapshot, taken = self._model.live.snapshot(fragment), self.account.taken[fragment]
@@ -301,7 +300,8 @@ class Synchroniser:
             self._report(ev.Warned, text=PARTIAL)
         self._report(
             ev.FragmentApplied, fragment=fragment, version=outcome.version,
-            contributed=outcome.share == 1.0, **outcome.report._asdict(), **asdict(lag),
+            contributed=outcome.share == 1.0, gap=outcome.report.gap,
+            momentum_norm=outcome.report.momentum_norm, **asdict(lag),
         )  # fmt: skip
 
     def _wait(self, done: Callable[[], bool], bound_s: float) -> Waits:

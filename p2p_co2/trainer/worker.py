@@ -3,8 +3,7 @@ thread.
 
 Three threads meet here, and only snapshots, bytes and merges cross between them: the training thread hands
 over snapshots (``submit_offer``) and takes ``Outcome`` values from ``outcomes``; the network thread awaits
-the ``Ledger`` methods; the worker does all tensor work, in the order in which it was asked. A checkpoint's
-agreed states are one job among the others (``checkpoint``): rounds that commit meanwhile wait behind it.
+the ``Ledger`` methods; the worker does all tensor work, in the order in which it was asked.
 """
 
 from __future__ import annotations
@@ -95,18 +94,19 @@ class TensorWorker:
 
         return read() if self._is_closed else self._thread.submit(read).result()
 
-    def checkpoint(self, write: Callable[[list[OuterState], Mapping[int, Values]], _T]) -> _T:
-        """Have the worker ``write`` the agreed states and the residuals of this moment, and wait: nothing
-        changes them meanwhile, and nothing of them may be kept. Raises as ``write`` and
-        ``PoisonGuard.check``."""
+    def borrow(self) -> tuple[list[OuterState], dict[int, Values]]:
+        """The agreed states and the residuals of one moment, for a checkpoint: not written to until each is
+        given back. Waits for the worker. Raises as ``PoisonGuard.check``."""
 
-        def work() -> _T:
-            for fragment in self._fragments:
-                fragment.guard.check()
-            residuals = {i: one.residual for i, one in enumerate(self._fragments) if one.residual is not None}
-            return write([fragment.state for fragment in self._fragments], residuals)
+        def work() -> tuple[list[OuterState], dict[int, Values]]:
+            states = [fragment.borrow() for fragment in self._fragments]
+            return states, {i: one.residual for i, one in enumerate(self._fragments) if one.residual}
 
         return self._thread.submit(work).result()
+
+    def give_back(self, fragment: int, version: int) -> None:
+        """What was borrowed of it at ``version`` is read."""
+        self._thread.submit(self._fragments[fragment].give_back, version)
 
     def restore(self, residuals: Mapping[int, Values]) -> None:
         """Go on from a checkpoint, before the node runs: put saved residuals back. What the process before

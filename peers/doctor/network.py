@@ -34,7 +34,6 @@ from p2p_co2.net.transport.probe import (
     Look,
     Passed,
     Prober,
-    ProberBusy,
     judge_clock,
     open_prober,
 )
@@ -49,9 +48,8 @@ NETWORK_S = 22.0
 STARTUP_S, OPEN_S = 6.0, 5.0
 MAX_PEERS_ASKED, MAX_MEASURED, LOOKS = 4, 3, 3
 SLOW_BYTES_PER_S = 125_000.0
-FIRST_BYTES, SECOND_BYTES, QUICK_S = 128 << 10, 2 << 20, 0.5
+FIRST_BYTES, SECOND_BYTES, QUICK_S = 128 << 10, 1 << 20, 0.5
 """A rate is measured on the first; on the second where that took less than ``QUICK_S``."""
-BUSY_TRIES, BUSY_S = 4, 0.4
 AFTER_SEEDS = ("clock", "nat", "reachability", "upload", "download")
 """Findings that need somebody to ask."""
 
@@ -275,13 +273,12 @@ async def look_at_reachability(swarm: Swarm, config: PeerConfig) -> tuple[Findin
     try:
         async with swarm.prober(seed) as prober:
             for port in await _daemon_ports(swarm.p2p, seed.observed):
-                reached[f"libp2p port {port}"] = await prober.dial_back(port, GREETING, config.announce_host)
+                reached[f"libp2p port {port}"] = await prober.dial_back(port, GREETING)
             if config.carrier != "libp2p":
                 port, answer = await _dial_back_to_listener(prober, config)
                 reached[f"grpc port {port}"] = answer
     except (TransportError, EnvironmentFault) as error:
-        advice = "correct --announce-host" if "seen from here" in str(error) else "try again in a minute"
-        finding = Finding("reachability", State.UNKNOWN, f"{seed.name}: {error}", advice)
+        finding = Finding("reachability", State.UNKNOWN, f"{seed.name}: {error}", "try again in a minute")
         return finding, any(reached.values()) or None
     words = ", ".join(f"{name} {'reached' if did else 'not reached'}" for name, did in reached.items())
     words = f"by {seed.name}: {words or 'no port to try'}"
@@ -317,7 +314,7 @@ async def _dial_back_to_listener(prober: Prober, config: PeerConfig) -> tuple[in
         raise EnvironmentFault(f"cannot listen on port {config.grpc_port}: {error.strerror}") from None
     async with listener:
         port = listener.sockets[0].getsockname()[1]
-        return port, await prober.dial_back(port, token, config.announce_host)
+        return port, await prober.dial_back(port, token)
 
 
 # ---- rates
@@ -353,22 +350,15 @@ async def _passed(
     swarm: Swarm, target: Target, measure: Callable[[Prober, int], Awaitable[Passed]], size: int
 ) -> Passed | str:
     """What came through, or why there is no figure."""
-    trouble = ""
-    for _ in range(BUSY_TRIES):
-        try:
-            async with swarm.prober(target) as prober:
-                return await measure(prober, size)
-        except ProberBusy as error:
-            trouble = str(error)  # two that ask at once must not stay in step
-            await asyncio.sleep(BUSY_S * random.Random().uniform(0.5, 1.5))
-        except TransportError as error:
-            return f"{target.name}: {error}"
-    return f"{target.name}: {trouble}"
+    try:
+        async with swarm.prober(target) as prober:
+            return await measure(prober, size)
+    except TransportError as error:
+        return f"{target.name}: {error}"
 
 
 def together(passed: Iterable[Passed]) -> float | None:
-    """Bytes per second while any of them ran: meant to run at once, but who was busy with somebody else comes
-    after the others, and each alone then had the whole line."""
+    """Bytes per second while any of them ran: one that came after the others had the whole line."""
     known = sorted(passed, key=lambda one: one.began_at)
     running_s, until = 0.0, -math.inf
     for one in known:

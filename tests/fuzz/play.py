@@ -102,14 +102,14 @@ def check_bounds(trainer: Trainer) -> None:
     """The node lives, nothing reached the training thread, and what is held is bounded. Raises
     ``AssertionError``."""
     node = trainer.node
-    assert node._bug is None, node._bug
+    assert node.life.bug is None, node.life.bug
     assert trainer.ledger.failure is None
-    assert not node._stopping.is_set()
+    assert not node.life.stopping.is_set()
     for name, (held, most) in node.router.held().items():
         assert held <= most, name
     for index, fragment in enumerate(node.rounds._fragments):
         held = sum(fragment._early._bytes.values())
-        assert held <= max(bounds.EARLY_FLOOR_BYTES, 2 * node.shape.payload_bytes(index))
+        assert held <= max(bounds.EARLY_FLOOR_BYTES, 2 * trainer.shape.payload_bytes(index))
         assert len(fragment.history._commits) <= bounds.KEEP_DECISIONS
         assert len(fragment.history._ended) <= bounds.KEEP_ATTEMPTS
     assert len(node.rounds._coordination._gatherings) <= 8

@@ -25,7 +25,7 @@ from p2p_co2.node.environment import Clock, Environment
 from p2p_co2.node.lanes import Piece
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.node import Node
-from p2p_co2.node.progress import LocalProgress
+from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.rounds import Offer, PayloadShape
 from p2p_co2.protocol.schedule import Stage
 from p2p_co2.protocol.wire.identity import Identity, PeerId
@@ -177,13 +177,11 @@ class Trainer:
         if environment is None:
             assert world is not None
             environment = world.environment(self.identity)
+        self.group, blocks = environment.group, tuple(codec.blocks(f.numel) for f in plan.fragments)
+        self.shape = PayloadShape(codec.block_bytes, blocks, chunk_bytes=self.ledger.chunk_bytes)
         self.node = Node(
             environment,
-            PayloadShape(
-                codec.block_bytes,
-                tuple(codec.blocks(f.numel) for f in plan.fragments),
-                chunk_bytes=self.ledger.chunk_bytes,
-            ),
+            self.shape,
             [state_size_bytes(fragment.numel) for fragment in plan.fragments],
             self.ledger,
             self.ledger.agreed(),
@@ -221,19 +219,19 @@ class Trainer:
         return self.node.progress.settled
 
     def over(self) -> frozenset[int]:
-        return self.node.progress.over
+        return self.node.state.over
 
     def stage(self, fragment: int) -> Stage:
-        return self.node.stage(fragment)
+        return self.node.rounds.stage(fragment)
 
     def is_line_full(self) -> bool:
-        return self.node.is_line_full()
+        return False
 
     def traffic_bytes(self) -> tuple[int, int]:
-        return self.node.traffic_bytes()
+        return 0, 0
 
     def failure(self) -> BaseException | None:
-        return self.node._bug
+        return self.node.life.bug
 
     def report(self, kind: type[Event], fields: Mapping[str, Any]) -> None:
         self.events.append(kind(at=0.0, peer=self.me, **fields))

@@ -31,10 +31,6 @@ from p2p_co2.net.transport.libp2p.hivemind import (
 from p2p_co2.protocol.wire.identity import PeerId, public_key_of
 from p2p_co2.protocol.wire.limits import MAX_RECORD_BYTES
 
-CALL_TIMEOUT_S = 15.0
-"""Bound on one store or search."""
-BACKOFF_STEP_S = 0.5
-"""Between two tries while libp2p does not dial: it waits 5 s after a first failure, longer after more."""
 BUCKET_SIZE = 8
 """Kademlia's k, as BitTorrent has it: with hivemind's 20 a search for peers among 24 cost 270 kB. A record is
 on five nodes."""
@@ -94,11 +90,11 @@ class Dht:
         """Be known to the seeds, at the price of a message to each. Whether one of them was started anew: it
         has forgotten what it kept, and this node has joined again. Raises ``TransportError``."""
         known = dict(self._seed_nodes)
-        await self._greet_all(self._others(seeds))
-        is_anew = known != self._seed_nodes
-        if is_anew:
-            await self._look_around()
-        return is_anew
+        await self._greet_all([seed for seed in seeds if not seed.endswith(f"/p2p/{self._me}")])
+        if known == self._seed_nodes:
+            return False
+        await self._look_around()
+        return True
 
     async def store(self, entry: Entry, most_s: float) -> None:
         """Store a record that lives ``most_s`` at most. Raises ``TransportError``."""
@@ -108,7 +104,7 @@ class Dht:
                 f"a record of {size_bytes} bytes for {lifetime_s:.0f} s is out of bounds"
             )
         node = self._running()
-        async with self._calling(f"the DHT did not take a record within {CALL_TIMEOUT_S:.0f} s"):
+        async with self._calling(f"the DHT did not take a record within {CONNECT_TIMEOUT_S:.0f} s"):
             stored = await node.store(entry.key, entry.sealed, entry.expires_at, subkey=entry.writer)
         # hivemind says no as well when a node had this very record from another node just before, so look
         if not stored and (await self.find([entry.key]))[0].get(entry.writer) != entry.sealed:
@@ -119,7 +115,7 @@ class Dht:
         """The entries under each key; those of nodes whose answer holds anything forged are left out by
         hivemind. Raises ``TransportError``."""
         node = self._running()
-        async with self._calling(f"the DHT did not answer within {CALL_TIMEOUT_S:.0f} s"):
+        async with self._calling(f"the DHT did not answer within {CONNECT_TIMEOUT_S:.0f} s"):
             found = await node.get_many(list(keys), sufficient_expiration_time=math.inf)
         return [_entries(found[key]) for key in keys]
 
@@ -127,7 +123,7 @@ class Dht:
         """Have the seeds themselves hold a record: they are there when all peers have left."""
         key, value = DHTID.generate(source=entry.key), MSGPackSerializer.dumps(entry.sealed)
         call = self._running().protocol.call_store  # gives None where nobody answers
-        async with self._calling(f"no seed took a record within {CALL_TIMEOUT_S:.0f} s"):
+        async with self._calling(f"no seed took a record within {CONNECT_TIMEOUT_S:.0f} s"):
             told = (PeerID.from_base58(seed) for seed in self._seeds)
             args = [key], [value], [entry.expires_at], [entry.writer]
             await asyncio.gather(*(call(seed, *args) for seed in told))
@@ -137,7 +133,7 @@ class Dht:
         are some and none of them answers."""
         ids = [DHTID.generate(source=key) for key in keys]
         call = self._running().protocol.call_find  # gives None where nobody answers
-        async with self._calling(f"no seed answered within {CALL_TIMEOUT_S:.0f} s"):
+        async with self._calling(f"no seed answered within {CONNECT_TIMEOUT_S:.0f} s"):
             answers = await asyncio.gather(*(call(PeerID.from_base58(seed), ids) for seed in self._seeds))
         if self._seeds and not any(answers):
             raise TransportError("no seed says where the run is; is the organiser's seed still up?")
@@ -170,22 +166,19 @@ class Dht:
     # ---- joining
 
     async def _join(self, seeds: Sequence[str]) -> None:
-        others = self._others(seeds)
-        self._seeds = frozenset(PeerId(seed.rpartition("/p2p/")[2]) for seed in others)
+        others = [seed for seed in seeds if not seed.endswith(f"/p2p/{self._me}")]
+        self._seeds = frozenset(_peer_of(seed) for seed in others)
         if others:
             await self._greet_all(others)
             await self._look_around()
-
-    def _others(self, seeds: Sequence[str]) -> list[str]:
-        """All but this node itself."""
-        return [seed for seed in seeds if not seed.endswith(f"/p2p/{self._me}")]
 
     async def _greet_all(self, others: Sequence[str]) -> None:
         """Greet seeds; raises ``TransportError`` if there are some and none answers."""
         causes = await asyncio.gather(*(self._greet(seed) for seed in others))
         if others and all(causes):
-            places = [seed.partition("/p2p/")[0] for seed in others]
-            told = "; ".join(f"{place}: {cause}" for place, cause in zip(places, causes, strict=True))
+            told = "; ".join(
+                f"{seed.partition('/p2p/')[0]}: {cause}" for seed, cause in zip(others, causes, strict=True)
+            )
             raise TransportError(
                 "no seed can be reached; is this machine online, and the organiser's seed up? A ticket of "
                 f"another seed works too ({told})"
@@ -198,18 +191,18 @@ class Dht:
         await asyncio.sleep(0)  # hivemind enters those who answered into its table in tasks of their own
         with daemon_errors(""):
             try:
-                async with asyncio.timeout(CALL_TIMEOUT_S):
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await node.find_nearest_nodes([node.node_id])
             except TimeoutError:
                 return
 
     async def _greet(self, seed: str) -> str:
         """Reach a seed and become known to it; the cause of failure in words, "" if there is none."""
-        peer = PeerId(seed.rpartition("/p2p/")[2])
+        peer = _peer_of(seed)
         try:
             public_key_of(peer)
-            await self._reach(peer, seed)
-            async with self._calling(f"it did not answer within {CALL_TIMEOUT_S:.0f} s"):
+            await reach(self._p2p, peer, [seed], CONNECT_TIMEOUT_S)
+            async with self._calling(f"it did not answer within {CONNECT_TIMEOUT_S:.0f} s"):
                 known = await self._running().protocol.call_ping(PeerID.from_base58(peer))
         except (TransportError, RemoteProtocolError) as error:
             return str(error)
@@ -218,26 +211,13 @@ class Dht:
         self._seed_nodes[peer] = known
         return ""
 
-    async def _reach(self, peer: PeerId, seed: str) -> None:
-        """Reach a seed. One that was away is tried until libp2p may dial again: after a failure the daemon
-        refuses for some seconds without a look, and the seed may be back. Raises ``TransportError``."""
-        clock = asyncio.get_running_loop()
-        give_up_at = clock.time() + CONNECT_TIMEOUT_S
-        while True:
-            try:
-                return await reach(self._p2p, peer, [seed], CONNECT_TIMEOUT_S)
-            except TransportError as error:
-                if "dial backoff" not in str(error) or clock.time() + BACKOFF_STEP_S > give_up_at:
-                    raise
-            await asyncio.sleep(BACKOFF_STEP_S)
-
     @asynccontextmanager
     async def _calling(self, timed_out: str) -> AsyncIterator[None]:
         """Bound a call of hivemind's and give its failures their name. An answer that came without a daemon
         is none: hivemind means its own storage then."""
         require_daemon(self._p2p)
         with daemon_errors(timed_out):
-            async with asyncio.timeout(CALL_TIMEOUT_S):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 yield
         require_daemon(self._p2p)
 
@@ -250,6 +230,10 @@ class Dht:
         stored = self._running().protocol.storage.get(DHTID.from_bytes(key_id))
         is_ours = stored is not None and isinstance(stored.value, DictionaryDHTValue)
         return stored.value.data if is_ours else ()
+
+
+def _peer_of(seed: str) -> PeerId:
+    return PeerId(seed.rpartition("/p2p/")[2])
 
 
 def _entries(found: ValueWithExpiration | None) -> Entries:

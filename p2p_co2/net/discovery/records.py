@@ -16,16 +16,24 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.libp2p.hivemind import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
 from p2p_co2.protocol.wire.identity import PeerId, unseal
-from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_FRAGMENTS, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
+from p2p_co2.protocol.wire.limits import (
+    HELLO_WINDOW_S,
+    MAX_ADDRESSES,
+    MAX_FRAGMENTS,
+    MAX_PEERS,
+    MAX_RECORD_BYTES,
+    MAX_STRING,
+)
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 
+_Content = TypeVar("_Content", PeerRecord, RunManifest, RunPosition)
 PEER_CONTEXT = b"p2p-co2 peer record"
 MANIFEST_CONTEXT = b"p2p-co2 run manifest"
 POSITION_CONTEXT = b"p2p-co2 run position"
@@ -33,17 +41,14 @@ PEER_SHARDS = 8
 MAX_ENTRIES = MAX_PEERS // PEER_SHARDS
 """Writers under one key of the DHT."""
 MAX_LIFETIME_S = 48 * 3600.0
-CLOCK_SLACK_S = 300.0
-POSITION_LIFETIME_S = 30 * 86400.0
+CLOCK_SLACK_S = 2 * HELLO_WINDOW_S
+POSITION_LIFETIME_S = 15 * MAX_LIFETIME_S
 """A position is asked for when everybody is gone, which may be long ago."""
 POSITION_RENEWED_S = 60.0
-TOGETHER_S = 3 * POSITION_RENEWED_S
-"""Who wrote within this time of the newest position was there at the end."""
 NOBODY = PeerId("")
 OnForged = Callable[[PeerId, RemoteProtocolError], None]
 """(``NOBODY``, what is wrong): the DHT does not say who handed over a record."""
-_PACKED_STRING = frozenset((*range(0xA0, 0xC0), 0xD9, 0xDA))
-_PACKED_BYTES = frozenset((0xC4, 0xC5))
+_PACKED_STRING, _PACKED_BYTES = frozenset((*range(0xA0, 0xC0), 0xD9, 0xDA)), frozenset((0xC4, 0xC5))
 """First bytes of a msgpack string and of a msgpack byte string of less than 64 KiB."""
 
 
@@ -52,13 +57,13 @@ def run_digest(config: bytes) -> bytes:
     return hashlib.sha256(b"p2p-co2 run\0" + config).digest()
 
 
-def peers_key(run: bytes, shard: int) -> str:
-    return f"p2p-co2/{run.hex()}/peers/{shard}"
-
-
 def shard_of(peer: PeerId) -> int:
     """The shard that holds a peer's record."""
     return hashlib.sha256(peer.encode()).digest()[0] % PEER_SHARDS
+
+
+def peers_key(run: bytes, shard: int) -> str:
+    return f"p2p-co2/{run.hex()}/peers/{shard}"
 
 
 def position_key(run: bytes, shard: int) -> str:
@@ -70,13 +75,11 @@ def manifest_key(run: bytes) -> str:
 
 
 def run_position(said: Sequence[RunPosition], now: float) -> RunPosition | None:
-    """What at least half of those claim, or more, that were there last; None if nobody was. ``now``: unix
-    seconds; what is dated later counts as of now, so that nobody makes the others too old."""
+    """What at least half of those claim, or more, that were there last: whose word is not much older than the
+    newest; None if nobody was. ``now``: unix seconds; what is dated later counts as of now."""
     newest_at = min(now, max((one.written_at for one in said), default=0.0))
-    last = sorted(
-        (one for one in said if one.written_at >= newest_at - TOGETHER_S), key=lambda one: one.position
-    )
-    return last[len(last) // 2] if last else None
+    last = [one for one in said if one.written_at >= newest_at - 3 * POSITION_RENEWED_S]
+    return sorted(last, key=lambda one: one.position)[len(last) // 2] if last else None
 
 
 class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no annotations
@@ -90,9 +93,11 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
         self._run, self._on_refused, self._clock = run, on_refused, clock
         self.run_key: PeerId | None = None
         self.stored_under: Callable[[bytes], Collection[str]] = lambda _: ()
-        self._peers = {_key_id(peers_key(run, shard)): shard for shard in range(PEER_SHARDS)}
-        self._manifest = _key_id(manifest_key(run))
-        self._positions = {_key_id(position_key(run, shard)): shard for shard in range(PEER_SHARDS)}
+        self._checks = {_key_id(manifest_key(run)): (self._ends_of_manifest, -1)}
+        for shard in range(PEER_SHARDS):
+            self._checks[_key_id(peers_key(run, shard))] = self._ends_of_peer, shard
+            self._checks[_key_id(position_key(run, shard))] = self._ends_of_position, shard
+        """By key: what checks a record and says when it ends at the latest, and whose it may be."""
         self._unseal = lru_cache(maxsize=MAX_PEERS)(unseal)  # a record is met many times and checked once
 
     def validate(self, record: DHTRecord) -> bool:
@@ -103,7 +108,14 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
             stored = self.stored_under(record.key)
             if writer not in stored and len(stored) >= MAX_ENTRIES:
                 raise RemoteProtocolError("too many records", f"{len(stored)} under one key")
-            self._check(record, writer, sealed)
+            if record.key not in self._checks:
+                raise RemoteProtocolError("unknown record", "under no key of this run")
+            latest_of, shard = self._checks[record.key]
+            latest = latest_of(writer, sealed)
+            if shard not in (-1, shard_of(PeerId(writer))):
+                raise RemoteProtocolError("wrong record", f"of peer {writer}: wrong shard")
+            if not record.expiration_time <= latest:  # written so that NaN is refused
+                raise RemoteProtocolError("wrong record", f"of peer {writer}: lives too long")
         except RemoteProtocolError as error:
             self._on_refused(NOBODY, error)
             return False
@@ -111,14 +123,11 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
 
     def peer_record(self, writer: str, sealed: bytes) -> PeerRecord:
         """The peer record inside a value; raises ``RemoteProtocolError``."""
-        record = PeerRecord()
-        _parse(record, self._open(PEER_CONTEXT, writer, sealed))
-        if record.peer != writer or record.run != self._run:
-            detail = f"of peer {record.peer[:64]!r}, run {record.run[:8].hex()}"
-            raise RemoteProtocolError("wrong record", detail)
+        record = self._open(PeerRecord(), PEER_CONTEXT, writer, sealed)
         strings = [*record.maddrs, *record.grpc_addresses, record.software]
         if (
-            max(len(record.maddrs), len(record.grpc_addresses)) > MAX_ADDRESSES
+            record.peer != writer
+            or max(len(record.maddrs), len(record.grpc_addresses)) > MAX_ADDRESSES
             or max(map(len, strings)) > MAX_STRING
             or len(record.certificate_digest) not in ({32} if record.grpc_addresses else {0, 32})
             or not math.isfinite(record.expires_at)
@@ -128,11 +137,10 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
 
     def manifest(self, writer: str, sealed: bytes) -> RunManifest:
         """The run manifest inside a value; raises ``RemoteProtocolError``."""
-        manifest = RunManifest()
-        _parse(manifest, self._open(MANIFEST_CONTEXT, writer, sealed))
+        manifest = self._open(RunManifest(), MANIFEST_CONTEXT, writer, sealed)
         if self.run_key not in (None, writer):
             raise RemoteProtocolError("foreign manifest", f"signed by {writer[:64]!r}, not by the run's key")
-        if not manifest.run == run_digest(manifest.config) == self._run:
+        if run_digest(manifest.config) != self._run:
             raise RemoteProtocolError("wrong manifest", "its settings do not have the run's digest")
         if len(manifest.recipe_digest) != 32 or len(manifest.software) > MAX_STRING:
             raise RemoteProtocolError("wrong manifest", "out of bounds")
@@ -140,12 +148,10 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
 
     def position(self, writer: str, sealed: bytes) -> RunPosition:
         """The run's position inside a value, as its writer says; raises ``RemoteProtocolError``."""
-        said = RunPosition()
-        _parse(said, self._open(POSITION_CONTEXT, writer, sealed))
-        if said.peer != writer or said.run != self._run:
-            raise RemoteProtocolError("wrong record", f"position by {said.peer[:64]!r}")
+        said = self._open(RunPosition(), POSITION_CONTEXT, writer, sealed)
         if (
-            len(said.versions) > MAX_FRAGMENTS
+            said.peer != writer
+            or len(said.versions) > MAX_FRAGMENTS
             or len(said.software) > MAX_STRING
             or not 0 <= said.position < math.inf  # written so that NaN is refused
             or not said.written_at <= self._clock() + CLOCK_SLACK_S
@@ -153,43 +159,39 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
             raise RemoteProtocolError("wrong record", f"position by {writer}: out of bounds")
         return said
 
-    def _check(self, record: DHTRecord, writer: str, sealed: bytes) -> None:
-        latest = self._clock() + MAX_LIFETIME_S + CLOCK_SLACK_S
-        if record.key in self._peers:
-            content = self.peer_record(writer, sealed)
-            if self._peers[record.key] != shard_of(PeerId(writer)):
-                raise RemoteProtocolError("wrong record", f"of peer {writer}: wrong shard")
-            latest = min(latest, content.expires_at + 1.0)  # so an old record cannot be kept alive by others
-        elif record.key in self._positions:
-            if self._positions[record.key] != shard_of(PeerId(writer)):
-                raise RemoteProtocolError("wrong record", f"position by {writer}: wrong shard")
-            # Its end follows from what it says: who keeps an old one alive cannot outlast a newer one.
-            latest = self.position(writer, sealed).written_at + POSITION_LIFETIME_S + 1.0
-        elif record.key == self._manifest:
-            self.manifest(writer, sealed)
-        else:
-            raise RemoteProtocolError("unknown record", "under no key of this run")
-        if not record.expiration_time <= latest:  # written so that NaN is refused
-            raise RemoteProtocolError("wrong record", f"of peer {writer}: lives too long")
+    def _ends_of_peer(self, writer: str, sealed: bytes) -> float:
+        """So an old record cannot be kept alive by others."""
+        return min(self.peer_record(writer, sealed).expires_at + 1.0, self._ends_at_most())
 
-    def _open(self, context: bytes, writer: str, sealed: bytes) -> bytes:
+    def _ends_of_manifest(self, writer: str, sealed: bytes) -> float:
+        self.manifest(writer, sealed)
+        return self._ends_at_most()
+
+    def _ends_of_position(self, writer: str, sealed: bytes) -> float:
+        """It follows from what it says: who keeps an old one alive cannot outlast a newer one."""
+        return self.position(writer, sealed).written_at + POSITION_LIFETIME_S + 1.0
+
+    def _ends_at_most(self) -> float:
+        return self._clock() + MAX_LIFETIME_S + CLOCK_SLACK_S
+
+    def _open(self, content: _Content, context: bytes, writer: str, sealed: bytes) -> _Content:
+        """``content`` as ``writer`` has sealed it for this run."""
         if len(sealed) > MAX_RECORD_BYTES:
             raise RemoteProtocolError("record too large", f"{len(sealed)} bytes; at most {MAX_RECORD_BYTES}")
-        signer, content = self._unseal(context, sealed)
+        signer, plain = self._unseal(context, sealed)
         if signer != writer:
             raise RemoteProtocolError("foreign record", f"signed by {signer}, filed under {writer[:64]!r}")
+        try:
+            content.ParseFromString(plain)
+        except DecodeError:
+            raise RemoteProtocolError("unreadable", f"not a {type(content).__name__}") from None
+        if content.run != self._run:
+            raise RemoteProtocolError("wrong record", f"by {writer}: of another run")
         return content
 
 
 def _key_id(key: str) -> bytes:
     return bytes(DHTID.generate(source=key).to_bytes())
-
-
-def _parse(message: PeerRecord | RunManifest | RunPosition, content: bytes) -> None:
-    try:
-        message.ParseFromString(content)
-    except DecodeError:
-        raise RemoteProtocolError("unreadable", f"not a {type(message).__name__}") from None
 
 
 def _unpack(packed: bytes, heads: frozenset[int]) -> Any:

@@ -88,6 +88,11 @@ class Admission:
         self._nonces: OrderedDict[tuple[PeerId, bytes], float] = OrderedDict()
         self._nonces_of: Counter[PeerId] = Counter()
 
+    @property
+    def links(self) -> int:
+        """How many admitted links are open."""
+        return self._inside.total()
+
     def hello(self, to_peer: PeerId, certificate_digest: bytes) -> bytes:
         """Our sealed hello for one new link."""
         hello = LinkHello(

@@ -21,13 +21,16 @@ from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
-CONNECT_TIMEOUT_S = HELLO_TIMEOUT_S = 10.0
-"""Bound on one attempt to reach one address, and on a stranger's word who it is."""
+CONNECT_TIMEOUT_S = 10.0
+"""Bound on one attempt to reach one address."""
 MESSAGE_TIMEOUT_S = 60.0
 """A link must bring a whole message within this: peers that live say so every second. Who trickles byte by
 byte holds a link and its buffer no longer."""
 CLOSE_TIMEOUT_S = 2.0
 """How long ``Link.close`` waits for the other end to have taken everything, and a daemon's answer then."""
+
+DIRECT = "direct"
+"""The way of a link with nothing between."""
 
 OnMessage = Callable[[PeerId, bytes], Coroutine[Any, Any, None]]
 """(sender, message). It may raise ``RemoteProtocolError``: the link is dropped and the error reported. It is
@@ -51,13 +54,10 @@ class Link(Protocol):
 
     @property
     def is_far(self) -> bool:
-        """Whether it is a connection of its own over a way on which a second one beside it may help."""
+        """Whether it is a connection of its own over a far way, whose bulk takes turns on our line."""
 
     def look(self) -> Seen:
         """What the kernel knows of the way."""
-
-    def there_in_s(self, size_bytes: int) -> float:
-        """When a message of this size would be there if it were sent now; 0.0 where that is not known."""
 
     @property
     def acknowledged(self) -> Acknowledged | None:

@@ -8,54 +8,38 @@ that a library opened for us (``TCP_NOTSENT_LOWAT``, Linux, tcp(7)), and asks it
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import socket
 import stat
 import struct
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from p2p_co2.errors import RemoteProtocolError
 
-SAY_EVERY_S = 0.01
-"""A receiver says what it has at most this often."""
+_T = TypeVar("_T")
 WAITING_S = 0.25
 """So much longer than the way takes may what is under way keep the next message waiting."""
 LEAST_BYTES, MOST_BYTES = 32 << 10, 32 << 20
 """Room that there always is, and that there is at most."""
 MOST_MESSAGES = 4096
 """Told apart under way."""
-UNSENT_BYTES, MOST_UNSENT_BYTES = 32 << 10, 1 << 20
-"""What a connection may hold unsent: one of three on a slow home link needs 0.05 s for the first."""
-SLOW_BYTES_PER_S, UNSENT_S = 0.6e6, 0.2
-"""A faster connection may hold what it carries beyond the first in so long: a core may be busy meanwhile."""
-IDLE_S, STRETCH_S = 0.05, 1.0
-"""A pause this long empties the buffer; a connection's speed is measured over so long beside pauses."""
+UNSENT_BYTES, MOST_UNSENT_BYTES, UNSENT_S = 32 << 10, 1 << 20, 0.1
+"""A connection may hold unsent what it carries in so long, from the first to the second: a core may be busy
+meanwhile."""
 NEAR_S = 0.002
 """Round trips below this are of this machine or its network: such a connection is left alone."""
-WINDOWS_EACH_TRIP = 3.0
-"""What BBR sends in a round trip as it begins (2.9)."""
-MEASURES_S = 0.2
-"""BBR measures the way for so long and a round trip, every 10 s, with almost no window meanwhile."""
-HELD_S = 0.01
-"""The kernel is not asked again what it holds for so long: the questions took a tenth of a core."""
-FRESH_MS = 100
-"""What a connection knows of round trips is as old as the last acknowledgement that it got."""
 _MAX_DIGITS = 18
-_ROUND_TRIP, _SEEN = struct.Struct("68xI"), struct.Struct("=B15xI8xI24xI8xI48xQ20xI")
-"""``tcpi_rtt``; and ``tcpi_state``, ``snd_mss``, ``sacked``, ``last_ack_recv`` (milliseconds), ``rtt``,
-``bytes_acked`` and ``min_rtt`` (microseconds), in ``struct tcp_info`` of linux/tcp.h."""
-_HELD = struct.Struct("B15xI4xI40xI8xI20xQ32xI4x")
-"""``tcpi_state``, ``snd_mss``, ``unacked``, ``rtt``, ``snd_cwnd``, ``pacing_rate`` and ``notsent_bytes``."""
+_INFO = struct.Struct("=B15xI8xI24xI8xI48xQ20xI8xQ")
+"""Of ``struct tcp_info`` (linux/tcp.h): ``state``, ``snd_mss``, ``sacked``, ``last_ack_recv`` (milliseconds),
+``rtt``, ``bytes_acked``, ``min_rtt`` (microseconds) and ``delivery_rate``."""
 _ESTABLISHED = 1
-_OPEN_FILES = "/proc/self/fd"
 
-OpenFile = tuple[str, int]
-"""(descriptor, inode): a descriptor alone may be another file's by now."""
+OpenFile = tuple[int, tuple[int, int]]
+"""(descriptor, device and inode): a descriptor alone may be another file's by now."""
 
 
 class Seen(NamedTuple):
@@ -91,6 +75,11 @@ class Acknowledged:
         """Whether bulk may be handed over."""
         return self.sent_bytes - self.arrived_bytes < self.room_bytes
 
+    @property
+    def under_way(self) -> int:
+        """Messages that are told apart, at most ``MOST_MESSAGES``."""
+        return len(self._messages)
+
     def sent(self, size_bytes: int, now: float) -> None:
         """A message is handed over."""
         self.sent_bytes += size_bytes
@@ -124,160 +113,107 @@ class Acknowledged:
 
 
 class SendBuffer:
-    """The kernel's send buffer of one open connection to ``host:port`` (``host`` an address).
+    """The kernel's send buffer of our connection to ``host:port`` (``host`` an address).
 
-    gRPC has no option for it, hence the search through this process's own sockets. ``others``: files of
-    those to the same place that are known. A far connection is bounded to ``UNSENT_BYTES``; one that turns
-    out to be fast may hold more. Law: a connection that is not found changes nothing but the figures.
+    gRPC has no option for it, hence the search through this process's own sockets. A far connection is
+    bounded. Law: one that is near, or not found, is left alone and nothing is known of it.
     """
 
-    def __init__(self, host: str, port: int, others: Collection[OpenFile] = ()) -> None:
-        found = [one for one in _files_to(host, port) if one not in others]
-        self.files = [one for one in found if _bound(one)]
-        self.is_far = bool(self.files)
-        self._bound_bytes, self._last_at = UNSENT_BYTES, -1e9
-        self._taken_bytes, self._taken_s = 0, 0.0
-        self._held, self._held_at = list[bytes](), -1e9
-        """What the kernel holds of each, and when it was asked; anew once it has taken a message."""
-        self.handing_bytes = 0
-        """Of messages that it is to take and has not."""
+    def __init__(self, host: str, port: int) -> None:
+        bound = partial(_bound_far, host, port)
+        self._file = next((file for file in _open_sockets() if _on_copy(file, bound)), None)
+        self.bound_bytes = UNSENT_BYTES
+        """What it may hold unsent, if it is far."""
 
-    def took(self, size_bytes: int, started_at: float, now: float) -> None:
-        """The connection took a message from ``started_at`` to ``now``; the first after a pause only fills
-        the buffer and is not counted."""
-        if started_at - self._last_at <= IDLE_S:
-            self._taken_bytes += size_bytes
-            self._taken_s += now - self._last_at
-        self._last_at, self._held_at = now, -1e9
-        if self._taken_s >= STRETCH_S:
-            self._make_room(self._taken_bytes / self._taken_s)
-            self._taken_bytes, self._taken_s = 0, 0.0
+    @property
+    def is_far(self) -> bool:
+        return self._file is not None
 
     def look(self) -> Seen:
-        """See ``Link.look``."""
-        seen = [_seen(info) for info in self._infos(_SEEN.size)]
-        waits_s = [one.queued_s for one in seen if one.queued_s is not None]
-        return Seen(min(waits_s, default=None), sum(one.there_bytes for one in seen))
-
-    def there_in_s(self, size_bytes: int) -> float:
-        """When so much more will be there, as far as the kernel knows; 0.0 where it does not."""
-        if (now := time.monotonic()) - self._held_at >= HELD_S:
-            self._held, self._held_at = list(self._infos(_HELD.size)), now
-        more_bytes = self.handing_bytes + size_bytes
-        return max((_there_in_s(info, more_bytes) for info in self._held), default=0.0)
-
-    def _infos(self, size_bytes: int) -> Iterator[bytes]:
-        """The beginning of each connection's ``struct tcp_info``, if it is still there."""
-        for one in self.files:
-            with _copy_of(one) as connection:
-                if connection is not None:
-                    yield connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size_bytes)
-
-    def _make_room(self, bytes_per_s: float) -> None:
-        wanted = min(int(UNSENT_S * (bytes_per_s - SLOW_BYTES_PER_S)), MOST_UNSENT_BYTES)
-        wanted = max(wanted, UNSENT_BYTES)
-        if not self._bound_bytes / 1.5 < wanted < self._bound_bytes * 1.5:
-            self._bound_bytes = wanted
-            for one in self.files:
-                with _copy_of(one) as connection:
-                    if connection is not None:
-                        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, wanted)
+        """See ``Link.look``. A connection that turns out to be fast may hold more from then on."""
+        info = None if self._file is None else _on_copy(self._file, _info)
+        if self._file is None or info is None:
+            return Seen()
+        seen, bytes_per_s = seen_in(info)
+        wanted = min(MOST_UNSENT_BYTES, max(UNSENT_BYTES, int(UNSENT_S * bytes_per_s)))
+        if not self.bound_bytes / 1.5 < wanted < self.bound_bytes * 1.5:
+            self.bound_bytes = wanted
+            _on_copy(self._file, lambda connection: _bound(connection, wanted))
+        return seen
 
 
-def _bound(file: OpenFile) -> bool:
-    """Bound a connection's send buffer to ``UNSENT_BYTES``, unless it is near."""
-    with _copy_of(file) as connection:
-        if connection is not None:
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
-            if _ROUND_TRIP.unpack(info)[0] / 1e6 >= NEAR_S:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-                return True
-    return False
-
-
-def _seen(info: bytes) -> Seen:
+def seen_in(info: bytes) -> tuple[Seen, int]:
     """What a ``struct tcp_info`` says: how much longer than the shortest the round trip is, unless nothing
-    was carried for a while, and what is there, behind what was lost too. Old kernels say nothing."""
-    if len(info) < _SEEN.size:
-        return Seen()
-    state, segment_bytes, sacked, heard_ms_ago, now_us, there_bytes, least_us = _SEEN.unpack(info)
-    is_known = state == _ESTABLISHED and heard_ms_ago <= FRESH_MS
+    was carried for a while, and what is there, behind what was lost too; and the bytes per second that are
+    delivered. Old kernels say nothing."""
+    if len(info) < _INFO.size:
+        return Seen(), 0
+    state, segment_bytes, sacked, heard_ms_ago, now_us, there_bytes, least_us, rate = _INFO.unpack(info)
+    is_known = state == _ESTABLISHED and heard_ms_ago / 1e3 <= WAITING_S  # older is what it was
     queued_s = max(0, now_us - least_us) / 1e6 if is_known else None
-    return Seen(queued_s, there_bytes + sacked * segment_bytes)
+    return Seen(queued_s, there_bytes + sacked * segment_bytes), rate
 
 
-def _there_in_s(info: bytes, more_bytes: int) -> float:
-    """When what a connection holds and ``more_bytes`` will be there, at the rate at which it may send now or
-    once it has measured the way; 0.0 of one that is closed, and on an old kernel."""
-    if len(info) < _HELD.size:
-        return 0.0
-    state, segment_bytes, under_way, trip_us, window, pacing, unsent_bytes = _HELD.unpack(info)
-    if state != _ESTABLISHED:
-        return 0.0
-    held_bytes = under_way * segment_bytes + unsent_bytes + more_bytes
-    by_window_s = held_bytes / max(1.0, WINDOWS_EACH_TRIP * 1e6 * window * segment_bytes / max(1, trip_us))
-    by_pace_s = held_bytes / max(1.0, pacing)
-    return float(max(by_pace_s, min(by_window_s, MEASURES_S + trip_us / 1e6 + by_pace_s)))
+def _bound_far(host: str, port: int, connection: socket.socket) -> bool:
+    """Whether it is a far connection to ``host:port``, which is bounded then."""
+    there = connection.getpeername()
+    if not isinstance(there, tuple) or (str(there[0]).removeprefix("::ffff:"), there[1]) != (host, port):
+        return False
+    round_trip_us = _INFO.unpack(_info(connection).ljust(_INFO.size, b"\0"))[4]
+    return round_trip_us / 1e6 >= NEAR_S and _bound(connection, UNSENT_BYTES)
 
 
-def _files_to(host: str, port: int) -> list[OpenFile]:
-    """Our open connections to ``host:port``."""
-    found = []
-    for name in os.listdir(_OPEN_FILES):
-        connection = _socket_of(name)
-        if connection is None:
-            continue
-        with contextlib.closing(connection), contextlib.suppress(OSError):  # not connected (any more)
-            is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
-            if is_tcp and connection.type == socket.SOCK_STREAM:
-                there, there_port = connection.getpeername()[:2]
-                if (there.removeprefix("::ffff:"), there_port) == (host, port):
-                    found.append((name, os.fstat(connection.fileno()).st_ino))
-    return found
+def _bound(connection: socket.socket, most_bytes: int) -> bool:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, most_bytes)
+    return True
 
 
-@contextlib.contextmanager
-def _copy_of(file: OpenFile) -> Iterator[socket.socket | None]:
-    """The connection, on a copy of its descriptor; None if that is another file's by now. It is found anew
-    each time: a copy of ours would keep the connection open. What fails because it has broken is left."""
-    connection = _socket_of(*file)
-    if connection is None:
-        yield None
-        return
-    with contextlib.closing(connection), contextlib.suppress(OSError):
-        yield connection
+def _info(connection: socket.socket) -> bytes:
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
 
 
-def _socket_of(name: str, inode: int | None = None) -> socket.socket | None:
-    """A socket on a copy of descriptor ``name``; None if that is none, or not the one of ``inode``.
+def _open_sockets() -> Iterator[OpenFile]:
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found = os.fstat(int(name))
+        except OSError:
+            continue  # closed meanwhile
+        if stat.S_ISSOCK(found.st_mode):
+            yield int(name), (found.st_dev, found.st_ino)
 
-    Only where the inode is not known the kernel is asked for family and type, which takes longer than all
-    else. No other file is copied: to close the copy of one that is locked (fcntl(2)) would unlock it.
+
+def _on_copy(file: OpenFile, use: Callable[[socket.socket], _T]) -> _T | None:
+    """What ``use`` makes of a socket, on a copy of its descriptor: ours would keep it open. None where it is
+    another file's by now, has broken, or is of another kind.
+
+    No other file is copied: to close the copy of one that is locked (fcntl(2)) would unlock it. A default
+    timeout of the user's would change the original with the copy; where there is none nothing is set, since
+    another thread may be making it non-blocking at this moment.
     """
+    number, key = file
     try:
-        if not _is_socket(int(name), inode):
+        if _key(number) != key:
             return None
-        copy = os.dup(int(name))
+        copy = os.dup(number)
     except OSError:
-        return None  # another thread has closed it meanwhile
-    try:
-        if not _is_socket(copy, inode):
-            os.close(copy)  # another thread has opened a file by that number
-            return None
-        # A default timeout of the user's changes the original with the copy. Where there is none nothing is
-        # set: another thread that makes it non-blocking at this moment would find that undone.
-        blocks = socket.getdefaulttimeout() is not None and os.get_blocking(copy)
-        family, kind, protocol = (-1, -1, -1) if inode is None else (socket.AF_INET, socket.SOCK_STREAM, 0)
-        connection = socket.socket(family, kind, protocol, fileno=copy)
-        if blocks:
-            os.set_blocking(copy, True)
-    except OSError:
-        os.close(copy)
         return None
-    return connection
+    try:
+        if _key(copy) != key:
+            return None  # another thread has opened a file by that number
+        blocks = socket.getdefaulttimeout() is not None and os.get_blocking(copy)
+        connection = socket.socket(fileno=copy)
+        try:
+            if blocks:
+                os.set_blocking(copy, True)
+            return use(connection)
+        finally:
+            connection.detach()
+    except OSError:
+        return None
+    finally:
+        os.close(copy)
 
 
-def _is_socket(descriptor: int, inode: int | None) -> bool:
-    """Whether it is one, and the one of ``inode``. Raises ``OSError``."""
+def _key(descriptor: int) -> tuple[int, int]:
     found = os.fstat(descriptor)
-    return stat.S_ISSOCK(found.st_mode) and inode in (None, found.st_ino)
+    return found.st_dev, found.st_ino

@@ -24,7 +24,6 @@ from p2p_co2.protocol.catchup.goals import (
     chunk_bytes_of,
     split_donors,
 )
-from p2p_co2.protocol.catchup.load import Store
 from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.catchup.manifest import chunk_at, chunk_count, chunk_digest
 
@@ -41,7 +40,6 @@ __all__ = [
     "Goal",
     "Loading",
     "Shape",
-    "Store",
     "chunk_at",
     "chunk_bytes_of",
     "chunk_count",

@@ -6,8 +6,8 @@ it, for the newcomer to replay.
 
 Laws: one large export at a time (``EXPORTS_FREE_BYTES``), none for longer than its idle and its whole time
 allow; one that nobody takes chunks of makes room at once. The tensor side is busy with large exports for at
-most one part in 1 + ``EXPORT_REST`` of its time. Who asks for another fragment meanwhile is told which is
-being given, and to come again. Price: room goes to whoever asks first, and identities are free to make.
+most one part in 1 + ``EXPORT_REST`` of its time. Price: room goes to whoever asks first, and identities are
+free to make.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 from p2p_co2.system.memory import Buffer, Joined
 
-EXPORT_KEPT_S, SMALL_KEPT_S = 15.0, 60.0
-"""An export that nobody asks for is dropped after this long: a newcomer that was interrupted may be back. One
-within ``EXPORTS_FREE_BYTES`` is kept for longer: over a slow line the next chunk is asked for late."""
-EXPORT_LONGEST_S, SMALL_LONGEST_S = 60.0, 600.0
-EXPORT_SLOWEST_BYTES_PER_S = 250e3
-"""A large export is kept for ``EXPORT_LONGEST_S`` and the time its bytes take at this rate, in any case."""
+EXPORT_KEPT_S = 60.0
+"""An export that nobody asks for is dropped after this long: over a slow line the next chunk is asked for
+late."""
+EXPORT_LONGEST_S, EXPORT_SLOWEST_BYTES_PER_S = 600.0, 250e3
+"""It is dropped in any case after the first, and the time that its bytes take at the second."""
 CHOOSING_S = 4.0
 """A newcomer asks for its first chunk within so long: it compares what several donors promise."""
+LOADS_S = 15.0
+"""And for the next chunk within so long, or others may have its room."""
 REPLAYED_WITHIN_S = 60.0
 """So long after an export that somebody loaded has gone, the rounds since are kept, of one fragment."""
 EXPORT_REST = 3.0
@@ -45,56 +46,34 @@ TAKERS_KEPT = 64
 
 @dataclass
 class Export:
-    """A state that is being given. ``users``: by peer, the chunks that it was sent (a bit each), and until
-    when it counts as loading."""
+    """A state that is being given, until ``ends_at`` in any case. ``users``: until when each peer that asked
+    counts as loading it; ``is_taken``: whether anybody was sent a chunk."""
 
-    version: int
     data: bytes | Joined
-    made_at: float
     asked_at: float
+    ends_at: float
     manifest: Manifest
-    is_small: bool
-    longest_s: float
-    users: OrderedDict[PeerId, tuple[int, float]] = field(default_factory=OrderedDict)
+    users: OrderedDict[PeerId, float] = field(default_factory=OrderedDict)
+    is_taken: bool = False
 
-    def promised(self, peer: PeerId, now: float) -> None:
-        """``peer`` is sent the manifest, and may choose for a while: once."""
+    def is_asked_for(self, peer: PeerId, now: float, loads_until: float) -> None:
+        """``peer`` asked for the manifest, or a chunk, and may be back until then."""
         self.asked_at = now
-        if peer not in self.users:
-            self._note(peer, 0, now + CHOOSING_S)
-
-    def gave(self, peer: PeerId, chunk: int, now: float) -> bool:
-        """``peer`` is sent a chunk; whether it is a new one: asking twice is no progress."""
-        self.asked_at = now
-        known, until = self.users.get(peer, (0, now))
-        is_new, chunks = not known >> chunk & 1, known | 1 << chunk
-        is_whole = chunks.bit_count() == len(self.manifest.chunk_digests)
-        self._note(peer, chunks, now if is_whole else now + EXPORT_KEPT_S if is_new else until)
-        return is_new
-
-    def _note(self, peer: PeerId, chunks: int, until: float) -> None:
-        self.users[peer] = chunks, until
+        self.users[peer] = max(loads_until, self.users.get(peer, now))
         if len(self.users) > MAX_WAITING:
             self.users.popitem(last=False)
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether anybody was sent a chunk."""
-        return any(chunks for chunks, _ in self.users.values())
-
-    def ends_at(self) -> float:
-        kept_s = SMALL_KEPT_S if self.is_small and self.is_taken else EXPORT_KEPT_S
-        return min(self.asked_at + kept_s, self.made_at + self.longest_s)
+    def dropped_at(self) -> float:
+        return min(self.asked_at + EXPORT_KEPT_S, self.ends_at)
 
     def is_in_use(self, now: float, but_for: PeerId) -> bool:
         """By anybody else."""
-        return any(now < until for peer, (_, until) in self.users.items() if peer != but_for)
+        return any(now < until for peer, until in self.users.items() if peer != but_for)
 
 
 class Donor:
     """Holds the last rounds' means and the states that somebody is loading now. ``versions``: where every
-    fragment of this peer is. ``gave``: who was sent something new, and when last; other threads look at
-    it."""
+    fragment of this peer is. ``gave``: who was sent a chunk, and when last; other threads look at it."""
 
     def __init__(self, identity: Identity, run: bytes, shape: Shape, out: Outbox) -> None:
         self._identity, self._run, self._shape, self._out = identity, run, shape, out
@@ -133,17 +112,15 @@ class Donor:
         """The answer to ``ExportWanted``."""
         shape, size, place = self._shape, len(data), Fetch(what=STATE, fragment=fragment, version=version)
         manifest = self._sign(place, size, chunk_digests, digest=digest)
-        is_small = shape.is_free(size)
         longest_s = EXPORT_LONGEST_S + size * shape.scale / EXPORT_SLOWEST_BYTES_PER_S
-        longest_s = SMALL_LONGEST_S if is_small else longest_s
-        export = Export(version, data, now, now, manifest, is_small, longest_s)
+        export = Export(data, now, now + longest_s, manifest)
         self.exports[fragment, version] = export
         self._exports_changed()
         if not shape.is_free(sum(shape.state_bytes)):
             self._rests_until = now + EXPORT_REST * (now - self._began_at.pop(fragment, now))
         for peer, fetch in self._waiting.pop(fragment, []):
             if _suits(fetch, version):
-                export.promised(peer, now)
+                export.is_asked_for(peer, now, now + CHOOSING_S)
                 self._answer(fetch, peer, manifest)
             else:
                 self._refuse_version(fetch, peer, version)
@@ -173,14 +150,14 @@ class Donor:
         is_replayed = self._replayed is not None and now >= self._replayed[2]
         if is_replayed:
             self._replayed = None
-        over = [key for key, export in self.exports.items() if now >= export.ends_at()]
+        over = [key for key, export in self.exports.items() if now >= export.dropped_at()]
         for key in over:
             self._drop(key, now)
         if is_replayed or over:
             self._exports_changed()
 
     def get_timer(self) -> float | None:
-        ends = [export.ends_at() for export in self.exports.values()]
+        ends = [export.dropped_at() for export in self.exports.values()]
         if self._replayed is not None:
             ends.append(self._replayed[2])
         return min(ends, default=None)
@@ -210,8 +187,9 @@ class Donor:
             self._refuse(fetch, peer, "that state is no longer kept", newest=self.versions[fetch.fragment])
             return
         self._send_chunk(fetch, peer, export.data)
-        if export.gave(peer, fetch.chunk, now):
-            self._note_taker(peer, now)
+        export.is_asked_for(peer, now, now + LOADS_S)
+        export.is_taken = True
+        self._note_taker(peer, now)
 
     def _serve_manifest(self, fetch: Fetch, peer: PeerId, now: float) -> None:
         """The newest state, if there is room for it; else one that is there already; else come again."""
@@ -222,13 +200,12 @@ class Donor:
                 self._wait(fetch, peer, now)
                 return
             older = [its for key, its in self.exports.items() if key[0] == fragment and _suits(fetch, key[1])]
-            export = max(older, key=lambda known: known.version, default=None)
+            export = max(older, key=lambda known: known.manifest.version, default=None)
         if export is not None:
-            export.promised(peer, now)
+            export.is_asked_for(peer, now, now + CHOOSING_S)
             self._answer(fetch, peer, export.manifest)
         elif _suits(fetch, current):
-            serving = next((known for known, _ in self.exports), next(iter(self._waiting), -1))
-            self._refuse(fetch, peer, "busy with another newcomer", again=True, serving=serving + 1)
+            self._refuse(fetch, peer, "busy with another newcomer", again=True)
         else:
             self._refuse_version(fetch, peer, current)
 
@@ -300,11 +277,8 @@ class Donor:
         reason = f"at version {version}, {'not there yet' if early else 'past it'}"
         self._refuse(fetch, peer, reason, newest=version, again=early)
 
-    def _refuse(
-        self, fetch: Fetch, peer: PeerId, reason: str, newest: int = 0, again: bool = False, serving: int = 0
-    ) -> None:
+    def _refuse(self, fetch: Fetch, peer: PeerId, reason: str, newest: int = 0, again: bool = False) -> None:
         refusal = Refusal(request=fetch.request, reason=reason, newest_version=newest, again=again)
-        refusal.serving = serving
         self._out.send(peer, refusal)
 
 

@@ -4,8 +4,8 @@
               ^                        |
               +---- nobody has it -----+     at most ``BEGUN_ANEW_MOST`` times
 
-When no chunk is left to deal, an idle donor repeats what another owes for long. A donor that is silent or
-wrong loses its place, and its chunks go back into the queue.
+When no chunk is left to deal, an idle donor repeats what another owes for long (work stealing). A donor that
+is silent or wrong loses its place, and its chunks go back into the queue.
 
 Laws: nothing is allocated before a signed manifest of the size that this peer computed; what others
 contradict is refused before a byte of it is asked for; every chunk kept has the digest that was promised;
@@ -29,8 +29,8 @@ from p2p_co2.protocol.catchup.goals import (
     Outbox,
     Shape,
 )
-from p2p_co2.protocol.catchup.lines import Lines
-from p2p_co2.protocol.catchup.load import STALLED_S, Load, Promised, Terms
+from p2p_co2.protocol.catchup.load import STALLED_S, Load, Terms
+from p2p_co2.protocol.catchup.owed import Owed, OwedChunks
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 
@@ -53,11 +53,9 @@ class Fetcher:
     def __init__(self, run: bytes, shape: Shape, out: Outbox) -> None:
         self._shape, self._out = shape, out
         self.terms = Terms(run, shape)
-        self.lines = Lines(shape.chunk_bytes * shape.scale)
+        self.owed = OwedChunks()
         self._loads: dict[int, Load] = {}
         self._waiting: dict[int, Goal] = {}
-        self._put_aside: set[int] = set()
-        """Fragments whose load has waited for another one already: nobody can send us to and fro."""
         self._quarantined: dict[PeerId, float] = {}
         self._requests = 0
         self.got_at, self._looked_at, self._tell_at = -math.inf, -math.inf, math.inf
@@ -104,7 +102,7 @@ class Fetcher:
         """``peer`` gives nothing any more: its chunks go back to be dealt."""
         for load in self._loads.values():
             self._lose(load, peer, reason)
-        self.lines.drop(peer)
+        self.owed.drop(peer)
         self._settle(now)
 
     def quarantine(self, peer: PeerId, reason: str, now: float) -> None:
@@ -127,8 +125,6 @@ class Fetcher:
                 self._take_chunk(load, message, sender, now)
             elif not load.take_refusal(message, sender, now):
                 self._lose(load, sender, message.reason[:200])
-            elif message.again:
-                self._go_with(message.serving - 1, load, now)
         except RemoteProtocolError as error:
             load.wasted += isinstance(message, Chunk)
             self._out.emit(DonorRefused(sender, error.reason, error.detail))
@@ -142,20 +138,16 @@ class Fetcher:
             raise RemoteProtocolError("unasked chunk", f"fragment {chunk.fragment} chunk {chunk.chunk}")
         is_new = load.chunks.take(chunk, sender)
         load.wasted += not is_new
-        self.lines.gave(sender, (load.request, chunk.chunk), now)
+        self._give_back(self.owed.gave(sender, (load.request, chunk.chunk), now))
         if is_new:
             load.moved_at = self.got_at = now
 
-    def _go_with(self, fragment: int, load: Load, now: float) -> None:
-        """Donors give another fragment's state just now: if that is wanted too, load it first."""
-        other, mine = self._waiting.get(fragment), load.goal.fragment
-        has_any = any(isinstance(its, Promised) for its in load.donors.values())
-        if other is None or {other.what, load.goal.what} != {STATE} or has_any or mine in self._put_aside:
-            return
-        self._end(mine)
-        self._put_aside.add(mine)
-        self._waiting[mine] = load.goal
-        self._start(self._waiting.pop(fragment), now)
+    def _give_back(self, lost: Iterable[Owed]) -> None:
+        """These were asked for, and do not come."""
+        for request, chunk in lost:
+            for load in self._loads.values():
+                if load.request == request and load.chunks is not None:
+                    load.chunks.give_back([chunk])
 
     # ---- time
 
@@ -163,12 +155,8 @@ class Fetcher:
         for load in self._loads.values():
             for peer in load.silent(now):
                 self._lose(load, peer, "its manifest did not come")
-        for peer, (request, chunk), is_silent in self.lines.take_lost(now):
-            for load in self._loads.values():
-                if load.request == request and load.chunks is not None:
-                    load.chunks.give_back([chunk])
-            if is_silent:
-                self.forget_donor(peer, "silent", now)
+        for peer in self.owed.silent(now):
+            self.forget_donor(peer, "silent", now)
         if now >= self._tell_at:
             self._tell_at = now + TELL_EVERY_S
             self._tell()
@@ -178,9 +166,9 @@ class Fetcher:
         if not self._loads:
             return None
         loads = self._loads.values()
-        times = [at for load in loads for at in (load.get_timer(), load.stalled_at(self.lines.came_at))]
+        times = [at for load in loads for at in (load.get_timer(), load.stalled_at(self.owed.came_at))]
         look_at = self._looked_at + LOOK_EVERY_S if any(map(self._idle, loads)) else math.inf
-        return min([*times, self.lines.silent_at(), self._tell_at, look_at])
+        return min([*times, self.owed.silent_at(), self._tell_at, look_at])
 
     def _tell(self) -> None:
         """How far the states are that are being loaded, or wait for it."""
@@ -217,7 +205,7 @@ class Fetcher:
     def _ended(self, load: Load, now: float) -> CatchUpEvent | None:
         if load.is_chosen and load.chunks is not None and not load.chunks.missing:
             return load.finished(now)
-        if now >= load.stalled_at(self.lines.came_at):
+        if now >= load.stalled_at(self.owed.came_at):
             load.reason = f"{load.reason} (nothing came for {STALLED_S:.0f} s)"
             return load.failed()
         return load.failed() if load.is_out_of_donors else None
@@ -225,10 +213,9 @@ class Fetcher:
     def _end(self, fragment: int) -> None:
         """Wait for nobody any more."""
         if (load := self._loads.pop(fragment, None)) is not None:
-            self._put_aside.discard(fragment)
-            self.lines.forget(load.request)
+            self.owed.forget(load.request)
         if not self._loads:
-            self.lines.clear()
+            self.owed.clear()
 
     def _may_start(self, goal: Goal) -> bool:
         states = [load.goal.fragment for load in self._loads.values() if load.goal.what == STATE]
@@ -246,7 +233,7 @@ class Fetcher:
 
     def _begin(self, load: Load, now: float) -> None:
         """Ask for manifests, the first time or anew."""
-        self.lines.forget(load.request)
+        self.owed.forget(load.request)
         self._quarantined = {peer: until for peer, until in self._quarantined.items() if until > now}
         load.begin(self._quarantined, now)
 
@@ -255,7 +242,7 @@ class Fetcher:
     def _lose(self, load: Load, peer: PeerId, reason: str) -> None:
         """Go on without ``peer``."""
         load.forget(peer, reason)
-        chunks = self.lines.forget(load.request, peer)
+        chunks = self.owed.forget(load.request, peer)
         if load.chunks is not None:
             load.chunks.give_back(chunks)
 
@@ -267,7 +254,7 @@ class Fetcher:
             dealt = False
             for load in loads:
                 if load.chunks is not None and load.chunks.pending:
-                    peer = self.lines.least_owing(load.givers)
+                    peer = self.owed.least_owing(load.givers)
                     if peer is not None:
                         self._ask_chunk(load, peer, load.chunks.pending.popleft(), now)
                         dealt = True
@@ -275,7 +262,7 @@ class Fetcher:
         for load in loads:
             for peer in self._idle(load):
                 assert load.chunks is not None
-                chunk = self.lines.overdue(load.request, load.chunks.missing, peer, now)
+                chunk = self.owed.overdue(load.request, load.chunks.missing, peer, now)
                 if chunk is not None:
                     self._ask_chunk(load, peer, chunk, now)
 
@@ -283,12 +270,12 @@ class Fetcher:
         """Donors that owe nobody anything, of a load that has nothing left to deal."""
         if load.chunks is None or load.chunks.pending:
             return []
-        return [peer for peer in load.givers if self.lines.is_idle(peer)]
+        return [peer for peer in load.givers if self.owed.is_idle(peer)]
 
     def _ask_chunk(self, load: Load, peer: PeerId, chunk: int, now: float) -> None:
         assert load.chunks is not None
         load.dealt_at, goal = now, load.goal
-        self.lines.ask(peer, (load.request, chunk), now)
+        self.owed.ask(peer, (load.request, chunk), now)
         fetch = Fetch(what=goal.what, fragment=goal.fragment, want_chunk=True, chunk=chunk)
         fetch.version, fetch.request = load.chunks.manifest.version, load.request
         self._out.send(peer, fetch)

@@ -75,7 +75,7 @@ otherwise (False); None if nobody else says anything."""
 class Fetched:
     """All bytes of a goal, every chunk checked against the manifest. ``decision`` is the signed outcome of a
     ROUND, ``digest`` of a STATE. ``donors``: who signed the manifest, the one that gave most first.
-    ``chunks_wasted`` came and were thrown away; ``chunks_kept`` an earlier process had loaded."""
+    ``chunks_wasted`` came and were thrown away."""
 
     goal: Goal
     version: int
@@ -85,7 +85,6 @@ class Fetched:
     donors: tuple[PeerId, ...]
     duration_s: float
     chunks_wasted: int
-    chunks_kept: int = 0
 
     @property
     def donor(self) -> PeerId:

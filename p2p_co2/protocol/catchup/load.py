@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.catchup.goals import ROUND, STATE, Fetched, FetchFailed, Goal, Shape, Vouch
@@ -22,7 +22,6 @@ from p2p_co2.protocol.catchup.manifest import (
     check_manifest,
     chunk_at,
     chunk_count,
-    chunk_digest,
     content_of,
 )
 from p2p_co2.protocol.wire.identity import PeerId
@@ -41,22 +40,6 @@ STALLED_S = 120.0
 """A load for which nothing comes for so long is given up: twice what a chunk is waited for."""
 EARLY_AGAINS = 5
 """What a donor says it has not reached yet is asked for so often: nobody may ever reach it."""
-
-
-class Store(Protocol):
-    """What a peer keeps of a state that it has not loaded whole, beyond its own end (``node.kept_chunks``).
-
-    Law: what it gives back is checked like a stranger's bytes. No call raises for the disk's sake.
-    """
-
-    def held_version(self, fragment: int, total_bytes: int) -> int:
-        """The version of a fragment's state of which there are chunks; 0 for none."""
-
-    def resume(self, manifest: Manifest) -> memoryview | None:
-        """What was kept of a promise, or None; from now on nothing else of its fragment is kept."""
-
-    def keep(self, manifest: Manifest, start: int, data: bytes) -> None:
-        """Keep bytes at ``start`` that have proved right."""
 
 
 class Unasked(Enum):
@@ -90,13 +73,11 @@ Standing = Unasked | Asked | Again | Promised
 
 @dataclass
 class Terms:
-    """What all loads share. ``run``: its digest; ``vouch``: what the swarm says of a promised state;
-    ``store``: where chunks of states are kept."""
+    """What all loads share. ``run``: its digest; ``vouch``: what the swarm says of a promised state."""
 
     run: bytes
     shape: Shape
     vouch: Vouch = lambda donor, fragment, version, digest: None
-    store: Store | None = None
 
     def vouched(self, donor: PeerId, promise: Manifest) -> bool | None:
         """A round proves itself by its decision: only of a state there is something to say."""
@@ -106,20 +87,13 @@ class Terms:
 
 
 class Chunks:
-    """One content: memory for all of it, and what of it is missing. ``pending``: what nobody was asked for;
-    ``kept``: how many chunks an earlier process had."""
+    """One content: memory for all of it, and what of it is missing. ``pending``: the queue of chunks that
+    nobody was asked for; ``gave``: how many each donor gave."""
 
-    def __init__(self, promise: Promised, store: Store | None) -> None:
+    def __init__(self, promise: Promised) -> None:
         self.content, self.manifest = promise
-        self._store = store
-        kept = store.resume(self.manifest) if store is not None else None
-        self.data = zeros(self.manifest.total_bytes) if kept is None else kept
-        self.missing = {
-            chunk
-            for chunk, digest in enumerate(self.manifest.chunk_digests)
-            if kept is None or chunk_digest(kept[self._place(chunk)]) != digest
-        }
-        self.kept = len(self.manifest.chunk_digests) - len(self.missing)
+        self.data = zeros(self.manifest.total_bytes)
+        self.missing = set(range(len(self.manifest.chunk_digests)))
         self.pending = deque(sorted(self.missing))
         self.gave: Counter[PeerId] = Counter()
 
@@ -129,10 +103,7 @@ class Chunks:
         if chunk.chunk not in self.missing:
             return False
         self.missing.discard(chunk.chunk)
-        place = self._place(chunk.chunk)
-        self.data[place] = chunk.data
-        if self._store is not None:
-            self._store.keep(self.manifest, place.start, chunk.data)
+        self.data[chunk_at(chunk.chunk, self.manifest.total_bytes, self.manifest.chunk_bytes)] = chunk.data
         self.gave[donor] += 1
         if chunk.chunk in self.pending:
             self.pending.remove(chunk.chunk)
@@ -143,9 +114,6 @@ class Chunks:
         again = [chunk for chunk in chunks if chunk in self.missing and chunk not in self.pending]
         self.pending.extendleft(sorted(again, reverse=True))
 
-    def _place(self, chunk: int) -> slice:
-        return chunk_at(chunk, self.manifest.total_bytes, self.manifest.chunk_bytes)
-
 
 class Load:
     """``request`` tells answers to it from others. ``donors``: how each stands; ``moved_at``: when anything
@@ -154,9 +122,6 @@ class Load:
 
     def __init__(self, goal: Goal, request: int, terms: Terms, now: float) -> None:
         self.goal, self.request, self._terms = goal, request, terms
-        held = self._store.held_version(goal.fragment, self._total_bytes) if self._store is not None else 0
-        self._held = held if self._oldest <= held <= goal.version else 0
-        """The version that an interrupted process had begun to load: asked for first."""
         self._started_at = self.moved_at = now
         self.dealt_at, self._choose_at = -math.inf, math.inf
         self.attempts = self.wasted = self._newest = 0
@@ -168,11 +133,6 @@ class Load:
     @property
     def _total_bytes(self) -> int:
         return self._terms.shape.bytes_of(self.goal.what, self.goal.fragment)
-
-    @property
-    def _store(self) -> Store | None:
-        """A round is small, and is asked for anew."""
-        return self._terms.store if self.goal.what == STATE else None
 
     @property
     def _oldest(self) -> int:
@@ -225,7 +185,7 @@ class Load:
         return [(peer, self._ask(peer, now)) for peer in due]
 
     def _ask(self, peer: PeerId, now: float) -> Fetch:
-        known, goal, only = self.donors.get(peer), self.goal, self._held
+        known, goal, only = self.donors.get(peer), self.goal, 0
         self.donors[peer] = Asked(now, known.times if isinstance(known, Asked | Again) else 0)
         if self.is_chosen and self.chunks is not None:
             only = self.chunks.manifest.version
@@ -255,9 +215,7 @@ class Load:
         if not isinstance(known, Asked):
             return False
         if not refusal.again:
-            goes_on, self._held = bool(self._held), 0  # the version that was begun is gone: whatever there is
-            self.donors[sender] = Again(now, known.times)
-            return goes_on
+            return False
         wait_s = min(AGAIN_CAP_S, AGAIN_FIRST_S * 2 ** min(known.times, EARLY_AGAINS))
         self.donors[sender] = Again(now + wait_s, known.times + 1)
         is_early = self.goal.what == ROUND or refusal.newest_version > 0
@@ -283,7 +241,7 @@ class Load:
         self.is_chosen, self.moved_at = True, now
         if self.chunks is None or self.chunks.content != promise.content:
             self.chunks = None  # lets go of the memory first
-            self.chunks = Chunks(promise, self._store)
+            self.chunks = Chunks(promise)
         self.chunks.pending = deque(sorted(self.chunks.missing))
 
     def _rank(self, camp: list[PeerId]) -> tuple[bool, bool, int, int]:
@@ -316,7 +274,7 @@ class Load:
         donors = tuple(sorted(given, key=lambda peer: (-given[peer], peer)))
         return Fetched(
             self.goal, promise.version, self.chunks.data, promise.decision, promise.digest, donors,
-            now - self._started_at, self.wasted, self.chunks.kept,
+            now - self._started_at, self.wasted,
         )  # fmt: skip
 
     def failed(self) -> FetchFailed:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeGuard
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.catchup.buffers import BUFFERS, FIRST_REQUEST, Buffers
 from p2p_co2.protocol.catchup.donor import Donor
 from p2p_co2.protocol.catchup.download import Fetcher
-from p2p_co2.protocol.catchup.goals import CatchUpEvent, CatchUpMessage, Goal, Outbox, Shape, Vouch
-from p2p_co2.protocol.catchup.load import Store
+from p2p_co2.protocol.catchup.goals import (
+    ROUND,
+    STATE,
+    CatchUpEvent,
+    CatchUpMessage,
+    Goal,
+    Outbox,
+    Shape,
+    Vouch,
+)
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Fetch, Manifest, Refusal
 from p2p_co2.system.memory import Buffer, Joined
-
-
-def is_about_buffers(message: CatchUpMessage) -> TypeGuard[Fetch | Chunk | Refusal]:
-    """Whether ``Buffers`` is to have it."""
-    if isinstance(message, Refusal):
-        return message.request >= FIRST_REQUEST
-    return message.what == BUFFERS and not isinstance(message, Manifest)
 
 
 class CatchUp:
@@ -37,7 +36,6 @@ class CatchUp:
         self.donor = Donor(identity, run, shape, self._out)
         self.donor.history.is_everywhere = is_everywhere or self.donor.history.is_everywhere
         self.fetcher = Fetcher(run, shape, self._out)
-        self.buffers = Buffers(self._out)
         self._busy_at = -math.inf
         self.revision = 0
 
@@ -46,10 +44,6 @@ class CatchUp:
         somebody missed. A round's bytes go before these. Other threads may ask."""
         came = now - max(self.fetcher.got_at, self._busy_at) <= within_s
         return came or bool(self.donor.takers(now, within_s))
-
-    def keep_in(self, store: Store) -> None:
-        """From now on the chunks of states go to ``store``, and come from it after a restart."""
-        self.fetcher.terms.store = store
 
     def ask_swarm(self, vouch: Vouch) -> None:
         """From now on a state is loaded only if ``vouch`` does not contradict its donor."""
@@ -75,7 +69,7 @@ class CatchUp:
 
     def is_busy(self, donor: PeerId, now: float) -> None:
         """A round's bytes came from ``donor``: it is not silent, and its chunks come after them."""
-        self.fetcher.lines.is_busy(donor, now)
+        self.fetcher.owed.is_busy(donor, now)
         self._busy_at = self._busy_at if self.fetcher.is_idle else now
 
     def forget_donor(self, peer: PeerId, now: float) -> None:
@@ -114,15 +108,14 @@ class CatchUp:
         self.revision += 1
         if not isinstance(message, Refusal) and message.fragment >= len(self.shape.mean_bytes):
             raise RemoteProtocolError("unknown fragment", str(message.fragment))
-        if is_about_buffers(message):
-            self.buffers.receive(message, sender, now)
-        elif isinstance(message, Fetch):
+        if not isinstance(message, Refusal | Manifest) and message.what not in (ROUND, STATE):
+            raise RemoteProtocolError("unknown kind", str(message.what))
+        if isinstance(message, Fetch):
             self.donor.receive(message, sender, now)
         else:
             self.fetcher.receive(message, sender, now)
 
     def handle_timer(self, now: float) -> None:
-        self.buffers.handle_timer(now)
         if self.fetcher.is_idle and self.donor.get_timer() is None:
             return  # a node asks every time that it wakes up
         self.revision += 1
@@ -130,7 +123,7 @@ class CatchUp:
         self.donor.handle_timer(now)
 
     def get_timer(self) -> float | None:
-        timers = (self.fetcher.get_timer(), self.donor.get_timer(), self.buffers.get_timer())
+        timers = (self.fetcher.get_timer(), self.donor.get_timer())
         return min((at for at in timers if at is not None), default=None)
 
     def held(self) -> dict[str, tuple[int, int]]:

@@ -1,11 +1,9 @@
-"""The observer's side: whom to ask next and for what, and what their answers come to. No I/O, no clock.
+"""The observer's side: whom to ask next, and what their answers come to. No I/O, no clock.
 
 Law: at most ``MAX_ASKED`` peers, one question in flight to each; a peer that fails is asked again ever more
-rarely, never forgotten while it is listed. Times of events are brought to this machine's clock when a peer's
-is off by more than ``OFFSET_MATTERS_S``.
-
-Certificates: a coordinator sends its own unasked, else one teller after the other is asked for it. What most
-tellers of a round signed counts, if two of them did, or its only member: one liar counts nothing.
+rarely. Times of events are brought to this machine's clock when a peer's is off by more than
+``OFFSET_MATTERS_S``. One of its signers sends a round's certificate: what most tellers of a round signed
+counts, if two of them did, or its only member. So one liar counts nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.reports.reader import MAX_DECISIONS, Opened, open_report, read_decision
-from p2p_co2.protocol.reports.responder import MAX_DECISIONS_ANSWERED
+from p2p_co2.protocol.reports.reader import Opened, open_report, read_decision
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import ReportRequest
+from p2p_co2.protocol.wire.messages_pb2 import Decision, ReportRequest
 from p2p_co2.telemetry.events import Event, Recalled, RoundCommitted, RoundCounted
 from p2p_co2.telemetry.feed import News, Sighting
 
@@ -33,8 +30,8 @@ OFFSET_MATTERS_S = 2.0
 MAX_ROUNDS_WANTED = 4096
 FORGET_LISTED_S = 900.0
 """A peer that is listed no more is asked on for this long: its last events may still be told."""
-TRIES = 3
-"""Tellers that are asked for one decision."""
+MAX_READS = 3
+"""Different certificates of one round that are kept."""
 
 
 @dataclass
@@ -51,25 +48,22 @@ class _Asked:
 
 @dataclass
 class _Wanted:
-    """A committed round whose decision is wanted: and who told of it."""
+    """A committed round: who told of it, and commits whose certificate holds, by who signed them."""
 
-    tellers: dict[str, str] = field(default_factory=dict)
-    at: float = 0.0
-    tries: int = 0
+    at: float
+    tellers: set[str] = field(default_factory=set)
     reads: dict[frozenset[str], RoundCounted] = field(default_factory=dict)
-    """Commits whose certificate holds, by who signed them."""
     done: bool = False
 
     def believed(self) -> RoundCounted | None:
         """What most tellers signed, and at least two of them or its only member: certificates of strangers
         cost nothing to make. None if it has not come."""
-        told = {signers: len(signers & self.tellers.keys()) for signers in self.reads}
-        best = max(told, key=lambda signers: (told[signers], sorted(signers)), default=None)
-        if best is None:
-            return None
-        read = self.reads[best]
-        is_alone = set(read.weights) == best and len(best) == 1
-        return read if told[best] >= 2 or (told[best] and is_alone) else None
+        told = {signers: len(signers & self.tellers) for signers in self.reads}
+        for best in sorted(told, key=lambda signers: (-told[signers], sorted(signers)))[:1]:
+            is_alone = told[best] == len(best) == len(self.reads[best].weights) == 1
+            if told[best] >= 2 or is_alone:
+                return self.reads[best]
+        return None
 
 
 class Poller:
@@ -115,13 +109,8 @@ class Poller:
         for peer, asked in sorted(due, key=lambda item: item[1].next_at)[: max(0, most)]:
             asked.in_flight, asked.asked_at = True, now
             request = ReportRequest(run=self._run, process=asked.process, after=asked.after)
-            self._want_decisions(request, peer)
             found.append((peer, request.SerializeToString()))
         return found
-
-    def next_at(self) -> float | None:
-        """When somebody is to be asked; None if all are being asked, or there is nobody."""
-        return min((asked.next_at for asked in self._asked.values() if not asked.in_flight), default=None)
 
     def answered(self, peer: PeerId, data: bytes, now: float, unix_now: float) -> None:
         """The answer of ``peer``, whatever it is."""
@@ -130,23 +119,23 @@ class Poller:
         try:
             opened = open_report(data, peer, self._run)
         except RemoteProtocolError as error:
-            refused = asked.sighting.refused + Counter({error.reason: 1})
             self._put_off(asked, now)
-            self._see(asked, refused=refused, reason=f"sent a report that is none: {error}")
+            self._refuse(asked, Counter({error.reason: 1}), reason=f"sent a report that is none: {error}")
             return
         asked.failures = 0
         interval_s = max(ASK_EVERY_S, len(self._asked) / ASKS_PER_S)
         asked.next_at = now + max(interval_s, opened.again_in_s)
-        self._see(
-            asked, state="answering", reason="", clock_offset_s=opened.sent_at - unix_now,
-            round_trip_s=now - asked.asked_at, refused=asked.sighting.refused + opened.refused,
+        self._refuse(
+            asked, opened.refused, state="answering", reason="", clock_offset_s=opened.sent_at - unix_now,
+            round_trip_s=now - asked.asked_at,
         )  # fmt: skip
         if opened.again_in_s > 0:
             return
         if opened.last < opened.newest:
             asked.next_at = now  # more than fits into one answer
         self._take_events(asked, opened, unix_now)
-        self._take_decisions(asked, opened, unix_now)
+        for decision in opened.decisions:
+            self._read(asked, decision, unix_now)
 
     def failed(self, peer: PeerId, reason: str, now: float) -> None:
         """``peer`` could not be asked."""
@@ -168,6 +157,9 @@ class Poller:
         asked.sighting = dataclasses.replace(asked.sighting, **changes)
         self._news.sightings.append(asked.sighting)
 
+    def _refuse(self, asked: _Asked, causes: Counter[str], **changes: Any) -> None:  # fields of Sighting
+        self._see(asked, refused=asked.sighting.refused + causes, **changes)
+
     def _take_events(self, asked: _Asked, opened: Opened, unix_now: float) -> None:
         offset_s = opened.sent_at - unix_now
         fresh = opened.process == asked.process and opened.first == asked.after + 1
@@ -183,50 +175,29 @@ class Poller:
     # ---- signed decisions
 
     def _told(self, event: RoundCommitted, teller: str) -> None:
-        key = (event.fragment, event.round)
-        wanted = self._wanted.get(key)
-        if wanted is None:
-            wanted = self._wanted[key] = _Wanted(at=event.at)
-            if len(self._wanted) > MAX_ROUNDS_WANTED:
-                self._wanted.popitem(last=False)
+        wanted = self._wanted.setdefault((event.fragment, event.round), _Wanted(event.at))
+        if len(self._wanted) > MAX_ROUNDS_WANTED:
+            self._wanted.popitem(last=False)
         if len(wanted.tellers) < MAX_ASKED:
-            wanted.tellers[PeerId(teller)] = event.coordinator
+            wanted.tellers.add(teller)
         self._count(wanted)
 
-    def _count(self, wanted: _Wanted) -> None:
-        read = wanted.believed()
-        if read is not None and not wanted.done:
-            wanted.done = True
-            wanted.reads = {}
-            self._news.events.append(dataclasses.replace(read, at=wanted.at))
-
-    def _want_decisions(self, request: ReportRequest, peer: PeerId) -> None:
-        for (fragment, round_), wanted in reversed(self._wanted.items()):
-            if len(request.decisions) >= MAX_DECISIONS_ANSWERED:
-                return
-            missing = not wanted.done and wanted.believed() is None
-            if missing and wanted.tries < TRIES and peer in wanted.tellers:
-                wanted.tries += 1
-                request.decisions.add(fragment=fragment, round=round_)
-
-    def _take_decisions(self, asked: _Asked, opened: Opened, unix_now: float) -> None:
-        for decision in opened.decisions[:MAX_DECISIONS]:
-            try:
-                counted, signers = read_decision(decision, self._run, unix_now)
-            except RemoteProtocolError as error:
-                refused = asked.sighting.refused + Counter({error.reason: 1})
-                self._see(asked, refused=refused)
-                continue
-            wanted = self._wanted.get((counted.fragment, counted.round))
-            if (
-                wanted is None
-                or wanted.done
-                or len(wanted.reads) >= TRIES
-                or not signers & wanted.tellers.keys()
-            ):
-                continue
+    def _read(self, asked: _Asked, decision: Decision, unix_now: float) -> None:
+        try:
+            counted, signers = read_decision(decision, self._run, unix_now)
+        except RemoteProtocolError as error:
+            self._refuse(asked, Counter({error.reason: 1}))
+            return
+        wanted = self._wanted.get((counted.fragment, counted.round))
+        if wanted and not wanted.done and len(wanted.reads) < MAX_READS and signers & wanted.tellers:
             wanted.reads.setdefault(signers, counted)
             self._count(wanted)
+
+    def _count(self, wanted: _Wanted) -> None:
+        read = None if wanted.done else wanted.believed()
+        if read is not None:
+            wanted.done, wanted.reads = True, {}
+            self._news.events.append(dataclasses.replace(read, at=wanted.at))
 
 
 def in_our_time(event: Event, offset_s: float, unix_now: float) -> Event:

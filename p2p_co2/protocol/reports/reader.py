@@ -189,7 +189,6 @@ def read_decision(decision: Decision, run: bytes, at: float) -> tuple[RoundCount
         peer=outcome.coordinator,
         fragment=outcome.key.fragment,
         round=outcome.key.round,
-        decided_by=outcome.coordinator,
         weights=counted_weights(outcome),
     )
     return counted, frozenset(outcome.members[index].peer for index, _ in votes)

@@ -7,6 +7,7 @@ view of rounds excepted, which only the kept events tell).
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections import OrderedDict, deque
 
@@ -15,7 +16,7 @@ from google.protobuf.message import DecodeError
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.reports.reader import MAX_EVENT_BYTES, REPORT_CONTEXT
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Decision, Report, ReportRequest
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, Report, ReportRequest
 from p2p_co2.telemetry.events import Event, RoundCommitted, RoundCounted
 from p2p_co2.telemetry.journal import event_line
 from p2p_co2.telemetry.view import PeerView, recalled
@@ -23,9 +24,7 @@ from p2p_co2.telemetry.view import PeerView, recalled
 MAX_EVENTS_KEPT = 2048
 """About a quarter of an hour of a peer in four fragments with a round every five seconds."""
 MAX_DECISIONS_KEPT = 64
-MAX_DECISION_BYTES_KEPT = 2 << 20
 MAX_REQUEST_BYTES = 4096
-MAX_DECISIONS_ANSWERED = 16
 MAX_ANSWER_BYTES = 128 << 10
 """Of decisions in one answer; events have ``reader.MAX_EVENT_BYTES``."""
 MIN_INTERVAL_S, RETELL_INTERVAL_S = 0.3, 2.0
@@ -48,7 +47,6 @@ class Responder:
         self._events: deque[Event] = deque()
         self._first = 1
         self._decisions: OrderedDict[tuple[int, int], Decision] = OrderedDict()
-        self._decision_bytes = 0
         self._asked_at: OrderedDict[PeerId, float] = OrderedDict()
         self._told: dict[PeerId, int] = {}
         self._allowance, self._allowed_at = MAX_ANSWERS_PER_S, 0.0
@@ -63,15 +61,15 @@ class Responder:
             self._first += 1
 
     def remember(self, fragment: int, round_: int, decision: Decision) -> None:
-        """Keep the signed decision of a committed round."""
-        size_bytes = decision.ByteSize()
-        if (fragment, round_) in self._decisions or size_bytes > MAX_ANSWER_BYTES:
-            return
-        self._decisions[fragment, round_] = decision
-        self._decision_bytes += size_bytes
-        while len(self._decisions) > MAX_DECISIONS_KEPT or self._decision_bytes > MAX_DECISION_BYTES_KEPT:
-            _, oldest = self._decisions.popitem(last=False)
-            self._decision_bytes -= oldest.ByteSize()
+        """Keep the certificate of a committed round if this peer is to tell it: of its signers that is the
+        coordinator, or else the first."""
+        outcome = Outcome.FromString(decision.outcome)
+        signers = {outcome.members[vote.member].peer for vote in decision.votes}
+        teller = outcome.coordinator if outcome.coordinator in signers else min(signers)
+        if teller == self._identity.peer_id and decision.ByteSize() <= MAX_ANSWER_BYTES:
+            self._decisions[fragment, round_] = decision
+            if len(self._decisions) > MAX_DECISIONS_KEPT:
+                self._decisions.popitem(last=False)
 
     def answer(self, data: bytes, asker: PeerId, now: float, unix_now: float) -> bytes:
         """The sealed ``Report`` to a serialised ``ReportRequest``. Raises ``RemoteProtocolError`` for one
@@ -91,8 +89,6 @@ class Responder:
         else:
             self._fill(report, known)
             self._told[asker] = report.last
-            for ref in request.decisions[:MAX_DECISIONS_ANSWERED]:
-                self._add_decision(report, ref.fragment, ref.round)
         return self._identity.seal(REPORT_CONTEXT, report.SerializeToString())
 
     def told_everybody(self, now: float) -> bool:
@@ -118,29 +114,24 @@ class Responder:
 
     def _fill(self, report: Report, known: int) -> None:
         lines: list[bytes] = []
-        size_bytes = 0
         if known < self._first - 1:
-            lines = [event_line(event) for event in recalled(self._base)]
-            size_bytes, known = sum(map(len, lines)), self._first - 1
+            lines, known = [event_line(event) for event in recalled(self._base)], self._first - 1
+        size_bytes, decision_bytes = sum(map(len, lines)), 0
         report.first, report.last = known + 1, known
-        for number in range(known + 1, report.newest + 1):
-            line = event_line(self._events[number - self._first])
+        for event in itertools.islice(self._events, known + 1 - self._first, None):
+            line = event_line(event)
             if size_bytes + len(line) > MAX_EVENT_BYTES:
                 break
             lines.append(line)
             size_bytes += len(line)
-            report.last = number
-            event = self._events[number - self._first]
-            if isinstance(event, RoundCommitted) and event.coordinator == self._identity.peer_id:
-                self._add_decision(report, event.fragment, event.round)
+            report.last += 1
+            if isinstance(event, RoundCommitted):
+                decision = self._decisions.get((event.fragment, event.round))
+                if decision is not None and decision_bytes + decision.ByteSize() <= MAX_ANSWER_BYTES:
+                    decision_bytes += decision.ByteSize()
+                    report.decisions.append(decision)
         self._allowance -= size_bytes / ANSWER_BYTES
         report.events = zlib.compress(b"".join(lines), 6) if lines else b""
-
-    def _add_decision(self, report: Report, fragment: int, round_: int) -> None:
-        decision = self._decisions.get((fragment, round_))
-        size_bytes = sum(known.ByteSize() for known in report.decisions)
-        if decision is not None and size_bytes + decision.ByteSize() <= MAX_ANSWER_BYTES:
-            report.decisions.append(decision)
 
     def _again_in_s(self, asker: PeerId, now: float, interval_s: float) -> float:
         """0 if the asker may have its answer now, ``interval_s`` after its last one, else how long to

@@ -4,7 +4,8 @@ Laws: a mean counts only from the part's owner in its generation, or from a memb
 owner had sent it; the payload is cut with views, never copied whole. Where an owner is lost, no leader says
 who comes next: once all live members say that they lack its mean, the next by rank takes the part
 (``Attempt.heir``), and all send it their slices. As long as one of them holds the mean, that one passes it
-on, the first by rank of those that do not say that they lack it.
+on, the first by rank of those that do not say that they lack it. An owner that holds it has sent it: that is
+under way, and is sent once more only when it must be lost, since it would make a slow line slower.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Exchange:
         self, offer: Offer, attempt: Attempt, swarm: Swarm, outlet: Outlet, *, observed: Durations, now: float
     ) -> None:
         self.attempt, self.parts_at = attempt, now
+        self._began_at = self._slices_at = now
+        """When the last piece of a slice came."""
         self._swarm, self._outlet, self._observed = swarm, outlet, observed
         self._payload = memoryview(offer.payload)
         self.mean = large_buffer(len(self._payload))
@@ -82,7 +85,8 @@ class Exchange:
         self._here_at: dict[int, float] = {}
         """When a part's mean was here, from its first owner."""
         self._room = Room(int(bounds.MAX_OWNED_PAYLOADS * len(self._payload)))
-        self._passed_on: set[tuple[PeerId, int]] = set()
+        self._again_at: dict[tuple[PeerId, int], float] = {}
+        """When a mean that was passed on must have come, or be lost."""
         self._audience = Audience(attempt)
 
     def start(self, now: float) -> None:
@@ -150,6 +154,7 @@ class Exchange:
         job = self._jobs.get(message.part)
         if job is None:
             raise RemoteProtocolError("wrong owner", f"PART {message.part} belongs to {state.owner}")
+        self._slices_at = now  # too late for the mean, it is still a measurement
         return job.add(message, sender, now)
 
     def reduced(self, job: ReduceJob, mean: Buffer, now: float) -> None:
@@ -204,6 +209,12 @@ class Exchange:
         return True
 
     @property
+    def _on_way_s(self) -> float:
+        """How long a mean may be under way before it must be lost: three times as long as the slices were."""
+        slices_s = (self._slices_at - self._began_at) or (self.parts_at - self._began_at)
+        return max(bounds.GRACE_S, 3 * slices_s)
+
+    @property
     def is_whole(self) -> bool:
         return not self._missing
 
@@ -244,16 +255,20 @@ class Exchange:
             if generation != state.generation:
                 continue
             lacking = [peer for peer in live if (part, generation) in lost[peer]]
-            if len(lacking) == len(live) and generation < bounds.MAX_GENERATION:
+            holders = [peer for peer in live if peer not in lacking]
+            if not holders and generation < bounds.MAX_GENERATION:
                 self._hand_on(part, now)
                 handed_on = True
-            elif state.is_held and next(p for p in live if p not in lacking) == self._swarm.me:
-                self._pass_on(part, state, lacking)
+            elif state.is_held and state.owner in holders:
+                if state.owner == self._swarm.me and now >= self._began_at + self._on_way_s:
+                    self._pass_on(part, state, lacking, now)
+            elif state.is_held and holders[0] == self._swarm.me:
+                self._pass_on(part, state, lacking, now)
         return handed_on
 
-    def _pass_on(self, part: int, state: PartState, lacking: list[PeerId]) -> None:
-        to = [peer for peer in lacking if (peer, part) not in self._passed_on and peer != state.owner]
-        self._passed_on.update((peer, part) for peer in to)
+    def _pass_on(self, part: int, state: PartState, lacking: list[PeerId], now: float) -> None:
+        to = [peer for peer in lacking if now >= self._again_at.get((peer, part), now)]
+        self._again_at.update(((peer, part), now + self._on_way_s) for peer in to)
         if to and state.contributors is not None:
             send_mean(
                 self.attempt, part, state.generation, state.place, state.contributors,

@@ -149,8 +149,12 @@ class Member:
         if not self._has_settled:
             return False
         handed_on = self.exchange.settle_lost(self._ballot.lost, self._ballot.gave_up, now)
+        within_s = self.attempt.result_within_s
         if handed_on:
-            self._ends_at = max(self._ends_at, now + self.attempt.result_within_s)
+            self._ends_at = max(self._ends_at, now + within_s)
+        else:  # somebody holds what is late: it comes over a slower line than was thought
+            late_s = bounds.COMPLETE_DEADLINES * self.attempt.parts_within_s + bounds.GRACE_S
+            self._ends_at = max(self._ends_at, self.begun_at + within_s + late_s)
         return handed_on
 
     def leave(self, reason: str, now: float) -> None:
@@ -165,9 +169,9 @@ class Member:
     # ---- the outcome
 
     def tell(self, decision: Decision, outcome: Outcome) -> None:
-        """Pass on the certificate that we made to all live peers that were not in the attempt, if we are one
-        of its tellers. A member hears the votes, and asks for what it lacks."""
-        if self._swarm.me in tellers_of(decision, outcome):
+        """Pass on the certificate that we made to all live peers that were not in the attempt, if we are the
+        first of its tellers. A member hears the votes, and asks for what it lacks."""
+        if self._swarm.me == tellers_of(decision, outcome)[0]:
             for peer in sorted(self._swarm.live.keys() - self.attempt.shares.keys()):
                 self._outlet.send(peer, decision)
 

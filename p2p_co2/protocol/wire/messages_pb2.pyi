@@ -535,25 +535,15 @@ class LinkHello(_message.Message):
     nonce: bytes
     def __init__(self, from_peer: _Optional[str] = ..., to_peer: _Optional[str] = ..., run: _Optional[bytes] = ..., certificate_digest: _Optional[bytes] = ..., sent_at: _Optional[float] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
-class RoundRef(_message.Message):
-    __slots__ = ("fragment", "round")
-    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    fragment: int
-    round: int
-    def __init__(self, fragment: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
-
 class ReportRequest(_message.Message):
-    __slots__ = ("run", "process", "after", "decisions")
+    __slots__ = ("run", "process", "after")
     RUN_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
-    DECISIONS_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     process: int
     after: int
-    decisions: _containers.RepeatedCompositeFieldContainer[RoundRef]
-    def __init__(self, run: _Optional[bytes] = ..., process: _Optional[int] = ..., after: _Optional[int] = ..., decisions: _Optional[_Iterable[_Union[RoundRef, _Mapping]]] = ...) -> None: ...
+    def __init__(self, run: _Optional[bytes] = ..., process: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("run", "peer", "process", "first", "last", "newest", "sent_at", "events", "decisions", "again_in_s")
@@ -596,48 +586,44 @@ class Relayed(_message.Message):
     def __init__(self, id: _Optional[int] = ..., peer: _Optional[str] = ..., request: _Optional[bytes] = ..., answer: _Optional[bytes] = ..., trouble: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Probe(_message.Message):
-    __slots__ = ("run", "look", "dial_back", "send_bytes", "take_bytes")
+    __slots__ = ("run", "look", "dial_back", "send_bytes", "bulk")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LOOK_FIELD_NUMBER: _ClassVar[int]
     DIAL_BACK_FIELD_NUMBER: _ClassVar[int]
     SEND_BYTES_FIELD_NUMBER: _ClassVar[int]
-    TAKE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BULK_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     look: LookProbe
     dial_back: DialBackProbe
     send_bytes: int
-    take_bytes: int
-    def __init__(self, run: _Optional[bytes] = ..., look: _Optional[_Union[LookProbe, _Mapping]] = ..., dial_back: _Optional[_Union[DialBackProbe, _Mapping]] = ..., send_bytes: _Optional[int] = ..., take_bytes: _Optional[int] = ...) -> None: ...
+    bulk: bytes
+    def __init__(self, run: _Optional[bytes] = ..., look: _Optional[_Union[LookProbe, _Mapping]] = ..., dial_back: _Optional[_Union[DialBackProbe, _Mapping]] = ..., send_bytes: _Optional[int] = ..., bulk: _Optional[bytes] = ...) -> None: ...
 
 class LookProbe(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DialBackProbe(_message.Message):
-    __slots__ = ("port", "host", "expect")
+    __slots__ = ("port", "expect")
     PORT_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
     EXPECT_FIELD_NUMBER: _ClassVar[int]
     port: int
-    host: str
     expect: bytes
-    def __init__(self, port: _Optional[int] = ..., host: _Optional[str] = ..., expect: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, port: _Optional[int] = ..., expect: _Optional[bytes] = ...) -> None: ...
 
 class ProbeAnswer(_message.Message):
-    __slots__ = ("refusal", "observed", "clock", "reached", "bytes", "duration_s")
+    __slots__ = ("refusal", "observed", "clock", "reached", "bulk")
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     OBSERVED_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    BULK_FIELD_NUMBER: _ClassVar[int]
     refusal: str
     observed: str
     clock: float
     reached: bool
-    bytes: int
-    duration_s: float
-    def __init__(self, refusal: _Optional[str] = ..., observed: _Optional[str] = ..., clock: _Optional[float] = ..., reached: _Optional[bool] = ..., bytes: _Optional[int] = ..., duration_s: _Optional[float] = ...) -> None: ...
+    bulk: bytes
+    def __init__(self, refusal: _Optional[str] = ..., observed: _Optional[str] = ..., clock: _Optional[float] = ..., reached: _Optional[bool] = ..., bulk: _Optional[bytes] = ...) -> None: ...
 
 class CircuitHop(_message.Message):
     __slots__ = ("type", "place", "limit", "status")

@@ -1,7 +1,7 @@
 """A peer's checkpoints: what is in one, and a folder that keeps the newest two.
 
 What is agreed, the own optimizer and the buffers: no live parameters, since a resumed peer goes on from the
-agreed ones, and so no frozen ones either, which are where the model came from.
+agreed ones, and no frozen ones.
 
 Laws: a checkpoint is whole or it is not there; while a new one is being written the previous one stays; a
 damaged newest one falls back to the previous, with the reason kept. A file of an abandoned future (the peer
@@ -92,7 +92,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the swarm agreed on, enough to sample or evaluate: no live parameters, no optimizer.
+    """What the swarm agreed on, enough to sample or evaluate; as ``Checkpoint``. ``path``: the file.
 
     Rebuild the module with the recipe, plan its fragments, compare ``plan_digest``, and load
     ``states[i].params`` as fragment i.
@@ -110,9 +110,9 @@ class Agreed:
 
 
 class Saving:
-    """A checkpoint on its way into ``folder``: what ``parts`` of it change with training come by ``put``, the
-    agreed states of each fragment by ``put_agreed``, then ``finish`` makes it whole; ``give_up`` otherwise.
-    One thread at a time. ``said``: of ``checkpoint.optimizer``.
+    """A checkpoint on its way into ``folder``: its ``parts`` come by ``put``, the agreed states by
+    ``put_agreed``, then ``finish`` makes it whole; ``give_up`` otherwise. One thread at a time. ``said``: of
+    ``checkpoint.optimizer``.
 
     Raises ``EnvironmentFault`` if the disk is full or the folder not writable (the earlier checkpoints
     stay), ``ConfigError`` for a buffer that cannot be saved.
@@ -121,11 +121,7 @@ class Saving:
     def __init__(self, folder: Path, checkpoint: Checkpoint, said: tree.Said) -> None:
         self._folder = folder
         self._path = folder / f"state-{checkpoint.inner_steps:012d}.safetensors"
-        self._agreed = {
-            f"agreed.{index}.{what}": values
-            for index, state in enumerate(checkpoint.states)
-            for what, values in (("params", state.params), ("momentum", state.momentum))
-        }
+        self._states = dict(enumerate(checkpoint.states))
         self._residuals = {f"residual.{index}": values for index, values in checkpoint.residuals.items()}
         changing = {name: value for part in parts(checkpoint, said) for name, value in part.items()}
         metadata = {
@@ -144,17 +140,25 @@ class Saving:
             name: torch.empty(len(values), dtype=torch.float32, device="meta")
             for name, values in self._residuals.items()
         }
-        self._writing = tensorfile.Writing(self._path, self._agreed | shapes | changing, metadata)
+        agreed = {
+            f"agreed.{index}.{what}": values
+            for index, state in self._states.items()
+            for what, values in (("params", state.params), ("momentum", state.momentum))
+        }
+        self._writing = tensorfile.Writing(self._path, agreed | shapes | changing, metadata)
 
     def put(self, part: Mapping[str, Tensor]) -> None:
         """Write the values of one of the ``parts``, as they are now."""
         for name, values in part.items():
             self._writing.put(name, values)
 
-    def put_agreed(self) -> None:
-        """Write the agreed states and the residuals, and let them go: nobody's memory is needed after it."""
-        for name in list(self._agreed):
-            self._writing.put(name, self._agreed.pop(name))
+    def put_agreed(self, is_read: Callable[[int, int], None] = lambda fragment, version: None) -> None:
+        """Write the agreed states and the residuals, and let them go; ``is_read`` hears which was written."""
+        for index in list(self._states):
+            state = self._states.pop(index)
+            self._writing.put(f"agreed.{index}.params", state.params)
+            self._writing.put(f"agreed.{index}.momentum", state.momentum)
+            is_read(index, state.version)
         for name in list(self._residuals):
             values = self._residuals.pop(name)
             for start in range(0, len(values), _PIECE):
@@ -169,7 +173,7 @@ class Saving:
 
     def give_up(self) -> None:
         """Leave nothing of it behind."""
-        self._agreed.clear()
+        self._states.clear()
         self._residuals.clear()
         self._writing.give_up()
 
@@ -220,7 +224,7 @@ def load(folder: Path) -> Checkpoint:
         ]
         return Checkpoint(
             run_config_json=metadata["run"],
-            optimizer=tree.unsay(json.loads(metadata["optimizer"]), optimizer_tensors),
+            optimizer=_optimizer(metadata, optimizer_tensors),
             inner=_inner(metadata),
             parameters=tuple((name, tuple(shape)) for name, shape in json.loads(metadata["parameters"])),
             residuals={int(index): value for index, value in _of(tensors, "residual.").items()},
@@ -264,6 +268,15 @@ def _shared(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[
         "inner_steps": int(metadata["inner_steps"]),
         "tokens": int(metadata["tokens"]),
     }
+
+
+def _optimizer(metadata: Mapping[str, str], tensors: Sequence[Tensor]) -> Mapping[str, Any]:
+    """Empty if it holds what only another version can say: the agreed state is worth more."""
+    try:
+        state_dict: Mapping[str, Any] = tree.unsay(json.loads(metadata["optimizer"]), tensors)
+    except ValueError:
+        return {}
+    return state_dict
 
 
 def _inner(metadata: Mapping[str, str]) -> InnerOptimizer:

@@ -166,15 +166,6 @@ class Writing:
             raise _write_fault(self._path, self._temporary, error) from error
 
 
-def write(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write ``tensors`` and ``metadata`` as ``path``, replacing what was there, all or nothing. ``tensors``
-    is emptied: each is let go once it is written. Raises as ``Writing``."""
-    writing = Writing(path, tensors, metadata)
-    for name in list(tensors):
-        writing.put(name, tensors.pop(name))
-    writing.finish()
-
-
 def read(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors whose name is ``wanted`` (host memory), and the metadata. The whole file is checked in
     any case.

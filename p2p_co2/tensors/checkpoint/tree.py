@@ -9,8 +9,7 @@ Price: a parameter whose state is left out begins with a new one after a resume.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +47,19 @@ def unsay(tree: Any, tensors: Sequence[Tensor]) -> Any:
     if not isinstance(tree, dict):
         return tree
     ((kind, content),) = tree.items()
-    if kind == "dict":
-        return {key: unsay(item, tensors) for key, item in content}
-    if kind in _LEAVES:
-        return _LEAVES[kind](content, tensors)
-    return _KINDS[kind]([unsay(item, tensors) for item in content])
+    match kind:
+        case "float":
+            return float.fromhex(content)
+        case "tensor":
+            return tensors[content]
+        case "dtype" if isinstance(dtype := getattr(torch, content, None), torch.dtype):
+            return dtype
+        case "dict":
+            return {key: unsay(item, tensors) for key, item in content}
+        case "list" | "tuple":
+            items = [unsay(item, tensors) for item in content]
+            return items if kind == "list" else tuple(items)
+    raise ValueError(f"{kind} is no kind of value")
 
 
 class _Saying:
@@ -74,12 +81,8 @@ class _Saying:
 
     def _entries(self, values: Mapping[Any, Any], what: str) -> list[Any]:
         """Each of them, or nothing of it."""
-        entries = []
-        for key, value in values.items():
-            for pair in self._try(what.format(key), (key, value)):
-                name, said = pair["tuple"]
-                entries.append([name, said])
-        return entries
+        said = (pair for key, value in values.items() for pair in self._try(what.format(key), (key, value)))
+        return [pair["tuple"] for pair in said]
 
     def _try(self, what: str, value: object) -> list[Any]:
         """``value`` as JSON in a list, or an empty one; its tensors are one part."""
@@ -95,47 +98,31 @@ class _Saying:
             self.parts.append(part)
         return [tree]
 
-    def _flatten(self, value: object, part: dict[str, Tensor]) -> Any:
+    def _flatten(self, value: Any, part: dict[str, Tensor]) -> Any:
         said: Any = value.item() if isinstance(value, np.generic) else value
         match said:
             case None | bool() | int() | str():
                 return said
             case float():
                 return {"float": said.hex()}
-            case complex():
-                return {"complex": [{"float": said.real.hex()}, {"float": said.imag.hex()}]}
             case torch.dtype():
                 return {"dtype": str(said).removeprefix("torch.")}
-        return self._collection(said, part)
-
-    def _collection(self, value: Any, part: dict[str, Tensor]) -> Any:
-        if isinstance(value, Tensor):
-            return {"tensor": self._tensor(value, part)}
-        if isinstance(value, np.ndarray):
-            return {"array": self._array(value, part)}
-        if isinstance(value, Mapping):
-            return {"dict": [[_key(key), self._flatten(item, part)] for key, item in value.items()]}
-        if isinstance(value, deque):
-            return {"deque": [value.maxlen, *(self._flatten(item, part) for item in value)]}
+            case Tensor():
+                return {"tensor": self._tensor(said, part)}
+            case Mapping():
+                return {"dict": [[_key(key), self._flatten(item, part)] for key, item in said.items()]}
         # A tuple with names would come back without them; torch's sizes are tuples.
-        kind = type(value).__name__ if not isinstance(value, torch.Size) else "tuple"
-        if _KINDS.get(kind) is not type(value) and not isinstance(value, torch.Size):
-            raise _Odd(f"a {kind}")
-        return {kind: [self._flatten(item, part) for item in value]}
+        if type(said) not in (list, tuple, torch.Size):
+            raise _Odd(f"a {type(said).__name__}")
+        kind = "list" if isinstance(said, list) else "tuple"
+        return {kind: [self._flatten(item, part) for item in said]}
 
     def _tensor(self, tensor: Tensor, part: dict[str, Tensor]) -> int:
-        trouble = trouble_with(tensor)
-        if trouble:
+        if trouble := trouble_with(tensor):
             raise _Odd(trouble)
         part[f"optimizer.{self._count}"] = tensor
         self._count += 1
         return self._count - 1
-
-    def _array(self, array: np.ndarray[Any, Any], part: dict[str, Tensor]) -> int:
-        try:
-            return self._tensor(torch.from_numpy(array.copy()), part)
-        except (TypeError, ValueError):
-            raise _Odd(f"an array of {array.dtype}") from None
 
 
 def _key(key: object) -> int | str:
@@ -144,26 +131,3 @@ def _key(key: object) -> int | str:
     if isinstance(key, bool) or not isinstance(key, int | str):
         raise _Odd(f"a key of type {type(key).__name__}")
     return key
-
-
-def _dtype(name: str, _: Sequence[Tensor]) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
-    return dtype
-
-
-_LEAVES: dict[str, Callable[[Any, Sequence[Tensor]], Any]] = {
-    "float": lambda text, _: float.fromhex(text),
-    "dtype": _dtype,
-    "tensor": lambda index, tensors: tensors[index],
-    "array": lambda index, tensors: tensors[index].numpy(),
-}
-_KINDS: dict[str, Callable[[list[Any]], Any]] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "complex": lambda parts: complex(*parts),
-    "deque": lambda items: deque(items[1:], items[0]),
-}

@@ -1,7 +1,7 @@
 """Tensor to bytes and back: how outer gradients are encoded for the wire.
 
 ``get_codec(name)`` gives the codec of a run, which ``p2p_co2.codec_specs`` lists; ``Codec`` says what all of
-them keep. ``encode_with_residual`` adds error feedback, ``relative_error`` measures what was lost.
+them keep. ``relative_error`` measures what was lost.
 
 | codec | bits per value, scale included | ||x-q||^2/||x||^2, Gaussian |
 |---|---|---|
@@ -17,10 +17,9 @@ from importlib import import_module
 
 from p2p_co2.codec_specs import SPECS, codec_names
 from p2p_co2.errors import LocalProtocolError
-from p2p_co2.tensors.codec.base import Codec
-from p2p_co2.tensors.codec.residual import encode_with_residual, relative_error
+from p2p_co2.tensors.codec.base import Codec, relative_error
 
-__all__ = ["Codec", "encode_with_residual", "get_codec", "relative_error"]
+__all__ = ["Codec", "get_codec", "relative_error"]
 
 
 @cache

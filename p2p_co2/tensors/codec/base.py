@@ -3,8 +3,8 @@
 Laws: the payload is whole blocks of ``block_values`` values, each block self-contained (its codes, then its
 scale if it has one, all little-endian), so a slice at block boundaries is contiguous bytes and decodes alone
 to the same values as within the whole. A decoded value is a table's entry times the scale in fp32, which
-rounds once and alike on every IEEE machine: the same bits on CPU and GPU. Encoding of finite values never
-gives NaN or Inf. Codecs hold no state, so one instance serves all threads.
+rounds once and alike on every IEEE machine. Encoding of finite values never gives NaN or Inf. Codecs hold no
+state, so one instance serves all threads. All tensors are in host memory.
 
 Price: a payload is padded with zeros to whole blocks, and a scale costs 32 bits for each 128 values (a
 quarter of a bit per value). Blocks whose largest magnitude is below ``SMALLEST`` are sent as zeros, so that
@@ -13,6 +13,7 @@ neither scales nor decoded values are ever subnormal, which some processors roun
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
@@ -31,12 +32,11 @@ SMALLEST = 2.0**-110
 """Blocks with a smaller absolute maximum are zero on the wire."""
 LARGEST = torch.finfo(torch.float32).max
 CHUNK_BLOCKS = 2048
-"""Blocks worked on at once on a CPU: 256 Ki values, 1 MiB of scratch per step, which stays in the cache and
-is large enough to hide what each torch call costs (at 512 blocks encoding is half as fast)."""
+"""Blocks worked on at once: 256 Ki values, 1 MiB of scratch per step, which stays in the cache and is large
+enough to hide what each torch call costs."""
 PIECE_VALUES = CHUNK_BLOCKS * BLOCK_VALUES
 """The same in values; a whole number of any codec's blocks."""
-DEVICE_CHUNK_BLOCKS = 1 << 17
-"""The same on any other device: 16 Mi values, so that scratch stays at 64 MiB per step."""
+_ENERGY_VALUES, _SMALLEST_ENERGY = 1 << 16, 1e-20
 _NOT_FINITE = "values to encode are not finite: training has diverged; lower the learning rates"
 
 
@@ -67,49 +67,48 @@ class Codec(ABC):
         return self.blocks(numel) * self.block_bytes
 
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        """Encode ``values`` (fp32 [n], any device) into uint8 [blocks(n) * block_bytes] on the same device.
+        """Encode ``values`` (fp32 [n]) into uint8 [blocks(n) * block_bytes].
 
-        ``out`` takes the payload if given (same shape, dtype and device, contiguous). Raises ``ValueError``
-        if a value is NaN or Inf (training has diverged), ``LocalProtocolError`` for another dtype or shape.
+        ``out`` takes the payload if given (same shape and dtype, contiguous). Raises ``ValueError`` if a
+        value is NaN or Inf (training has diverged), ``LocalProtocolError`` for another dtype or shape.
         """
-        if values.dtype != torch.float32 or values.dim() != 1:
-            raise LocalProtocolError(
-                f"encode takes a flat fp32 tensor, not {values.dtype} {tuple(values.shape)}"
-            )
+        if (values.dtype, values.dim(), values.device.type) != (torch.float32, 1, "cpu"):
+            what = f"{values.dtype} {tuple(values.shape)} on {values.device}"
+            raise LocalProtocolError(f"encode takes a flat fp32 tensor in host memory, not {what}")
         values = values.detach().contiguous()
         numel, width = values.numel(), self.block_values
         if out is None:
-            out = torch.empty(self.payload_bytes(numel), dtype=torch.uint8, device=values.device)
-        must_fit(out, torch.uint8, self.payload_bytes(numel), values.device)
+            out = torch.empty(self.payload_bytes(numel), dtype=torch.uint8, device="cpu")
+        must_fit(out, torch.uint8, self.payload_bytes(numel))
         rows, whole = out.view(-1, self.block_bytes), numel // width
         if (kernel := self._kernel(values)) is not None:
             if kernel.encode(None, values, None, out, whole, is_measured=False).blocks < whole:
                 raise ValueError(_NOT_FINITE)
         else:
             blocks = values[: whole * width].view(whole, width)
-            for start, stop in _chunks(whole, values.device):
+            for start, stop in _chunks(whole):
                 self._encode_blocks(blocks[start:stop], rows[start:stop])
         if whole * width < numel:
-            last = torch.zeros(1, width, dtype=torch.float32, device=values.device)
+            last = torch.zeros(1, width, dtype=torch.float32, device="cpu")
             last[0, : numel - whole * width] = values[whole * width :]
             self._encode_blocks(last, rows[whole:])
         return out
 
     def decode(self, payload: Tensor, out: Tensor | None = None) -> Tensor:
-        """Decode ``payload`` (uint8 [k * block_bytes]) into fp32 [k * block_values] on the same device.
+        """Decode ``payload`` (uint8 [k * block_bytes]) into fp32 [k * block_values].
 
         ``out`` takes the values if given. The payload's bytes must have passed ``check`` if a peer sent
         them. Raises ``RemoteProtocolError`` if it is not whole blocks.
         """
         rows = self._rows(payload)
         if out is None:
-            out = torch.empty(len(rows) * self.block_values, dtype=torch.float32, device=payload.device)
-        must_fit(out, torch.float32, len(rows) * self.block_values, payload.device)
+            out = torch.empty(len(rows) * self.block_values, dtype=torch.float32, device="cpu")
+        must_fit(out, torch.float32, len(rows) * self.block_values)
         if (kernel := self._kernel(rows)) is not None:
             kernel.decode(rows, out, len(rows))
             return out
         blocks = out.view(-1, self.block_values)
-        for start, stop in _chunks(len(rows), payload.device):
+        for start, stop in _chunks(len(rows)):
             self._decode_blocks(rows[start:stop], blocks[start:stop])
         return out
 
@@ -120,7 +119,7 @@ class Codec(ABC):
         or value that is NaN, Inf, or a scale that is negative or so large that a value would overflow).
         """
         rows = self._rows(payload)
-        for start, stop in _chunks(len(rows), payload.device):
+        for start, stop in _chunks(len(rows)):
             if not self._finite(rows[start:stop]):
                 raise RemoteProtocolError(
                     "not finite", f"in blocks {start} to {stop} of a {self.name} payload"
@@ -146,7 +145,7 @@ class Codec(ABC):
     def encode_difference(
         self, base: Tensor, values: Tensor, rows: Tensor, wanted: Tensor | None = None
     ) -> tuple[float, float] | None:
-        """Encode ``base - values`` (fp32 [n] each, on a CPU) and measure what that loses, in one pass: None,
+        """Encode ``base - values`` (fp32 [n] each) and measure what that loses, in one pass: None,
         and nothing done, where there is none for this codec.
 
         ``wanted`` (fp32 [n]) takes what was encoded. Returns ``||wanted - decoded||**2`` and
@@ -172,7 +171,7 @@ class Codec(ABC):
         )
 
     def decode_sound(self, payload: Buffer, values: Tensor) -> bool:
-        """Decode what a peer sent into ``values`` (fp32 [n], on a CPU) in one pass. False, with ``values``
+        """Decode what a peer sent into ``values`` (fp32 [n]) in one pass. False, with ``values``
         spoilt, if that cannot be: there is no such pass, the size is another, or a value is not finite."""
         whole, left = divmod(len(values), self.block_values)
         kernel = self._kernel(values)
@@ -195,7 +194,7 @@ class Codec(ABC):
 
     def _kernel(self, *tensors: Tensor) -> CodecPasses | None:
         """What does these in one pass, if anything."""
-        fits = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+        fits = all(tensor.is_contiguous() for tensor in tensors)
         if passes.kernel is None or self.in_passes is None or not fits:
             return None
         return passes.kernel.of(self.in_passes, self._scale_limit_bits)
@@ -277,17 +276,42 @@ def absmax(values: Tensor, scratch: Tensor | None = None) -> Tensor:
     return most
 
 
-def _chunks(blocks: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    step = CHUNK_BLOCKS if device.type == "cpu" else DEVICE_CHUNK_BLOCKS
-    for start in range(0, blocks, step):
-        yield start, min(start + step, blocks)
+def _chunks(blocks: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, blocks, CHUNK_BLOCKS):
+        yield start, min(start + CHUNK_BLOCKS, blocks)
 
 
-def must_fit(out: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
-    """Raise ``LocalProtocolError`` unless ``out`` is contiguous, of this dtype and device, and [numel]."""
-    fits = out.dtype == dtype and out.shape == (numel,) and out.device == device and out.is_contiguous()
-    if not fits:
-        raise LocalProtocolError(
-            f"out must be contiguous {dtype} [{numel}] on {device}, "
-            f"not {out.dtype} {tuple(out.shape)} on {out.device}"
-        )
+def must_fit(out: Tensor, dtype: torch.dtype, numel: int) -> None:
+    """Raise ``LocalProtocolError`` unless ``out`` is contiguous, of this dtype, and [numel], in host
+    memory."""
+    if (out.dtype, out.shape, out.device.type, out.is_contiguous()) != (dtype, (numel,), "cpu", True):
+        what = f"{out.dtype} {tuple(out.shape)} on {out.device}"
+        raise LocalProtocolError(f"out must be contiguous {dtype} [{numel}] in host memory, not {what}")
+
+
+def error_energy(values: Tensor, decoded: Tensor) -> tuple[float, float]:
+    """``||values - decoded||**2`` and ``||values||**2``, to be added up over pieces: in fp32 per piece, in
+    fp64 over pieces. ``values``: fp32 [n]; ``decoded``: fp32 [at least n], the rest is padding."""
+    lost = energy = 0.0
+    for start in range(0, values.numel(), _ENERGY_VALUES):
+        wanted = values[start : start + _ENERGY_VALUES]
+        difference = wanted - decoded[start : start + len(wanted)]
+        here = torch.dot(wanted, wanted).item()
+        if not _SMALLEST_ENERGY < here < math.inf:  # squares beyond fp32's range
+            wanted, difference = wanted.double(), difference.double()
+            here = torch.dot(wanted, wanted).item()
+        energy += here
+        lost += torch.dot(difference, difference).item()
+    return lost, energy
+
+
+def error_ratio(lost: float, energy: float) -> float:
+    """``lost / energy``; 0 if both are zero, Inf if only ``energy`` is."""
+    if energy == 0.0:
+        return 0.0 if lost == 0.0 else math.inf
+    return lost / energy
+
+
+def relative_error(values: Tensor, decoded: Tensor) -> float:
+    """``||values - decoded||**2 / ||values||**2``; as ``error_energy``."""
+    return error_ratio(*error_energy(values, decoded))

@@ -3,21 +3,15 @@
 Sources: 8-bit block-wise quantisation (arXiv 2110.02861), the 4-bit formats of QLoRA (arXiv 2305.14314).
 
 Law: decoding needs neither bitsandbytes nor its kernels, only the tables below, which are part of the
-protocol; so the peers agree bit for bit whichever version and device each one encodes with.
+protocol; so the peers agree bit for bit whichever version each one encodes with.
 
-``int8`` uses a symmetric linear table, (code - 127) / 127, in place of bitsandbytes' default dynamic one.
-For blocks of 128 it has 2.5 times less squared error on Gaussian values (4.2e-5 against 1.04e-4), it has a
--1 so that a negative maximum survives, and it avoids a fault of the CPU kernel: with the dynamic table, zeros
-come out as 2.1e-5 of the block's maximum, a bias in every untouched row of an embedding.
+``int8`` uses a symmetric linear table, (code - 127) / 127, in place of bitsandbytes' default dynamic one. For
+blocks of 128 it has 2.5 times less squared error on Gaussian values, a -1 so that a negative maximum
+survives, and no bias in rows of zeros. The nearest entry of a linear table needs no search: it is a rounding,
+five to six times as fast as bitsandbytes' kernel with the same error.
 
-The nearest entry of a linear table needs no search, so int8 is a rounding, in torch or by ``passes``, with
-the same bits on CPU and GPU. Even in torch it is five to six times as fast on a CPU as bitsandbytes' kernel
-(2300-2600 against 370-500 MB/s of fp32 per thread) with the same error. One code in a thousand differs from
-the kernel's, by one, where a value lies about half-way between two entries.
-
-Price: on a CPU, fp4 and nf4 encode about twenty times slower than int4. Importing bitsandbytes takes seconds,
-so it is imported at the first encode that needs it; on some processors it then logs that an optional package,
-``kernels``, is missing, which these codecs do not use.
+Price: fp4 and nf4 encode about twenty times slower than int4. Importing bitsandbytes takes seconds, so it is
+imported at the first encode that needs it; it may log that an optional package, ``kernels``, is missing.
 """
 
 from __future__ import annotations
@@ -71,8 +65,8 @@ class BitsAndBytesFourBit(ScaledCodec):
 
     def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
         packed = self._codes(rows)
-        codes = torch.empty(packed.shape, dtype=torch.int32, device=rows.device).copy_(packed)
-        pairs = torch.index_select(_pair_table(self.values_of_codes, rows.device), 0, codes.view(-1))
+        codes = torch.empty(packed.shape, dtype=torch.int32, device="cpu").copy_(packed)
+        pairs = torch.index_select(_pair_table(self.values_of_codes), 0, codes.view(-1))
         torch.mul(pairs.view(torch.float32).view(values.shape), self._scales(rows), out=values)
 
 
@@ -85,9 +79,7 @@ class Int8(ScaledCodec):
 
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
         scratch = torch.empty_like(values)
-        # By a tensor: a GPU divides by a number as it multiplies by its inverse, which rounds otherwise.
-        steps = torch.full((), 127.0, dtype=torch.float32, device=values.device)
-        scale = _flushed(absmax(values, scratch)).div_(steps).clamp_(max=self.scale_limit)
+        scale = _flushed(absmax(values, scratch)).div_(127.0).clamp_(max=self.scale_limit)
         self._write_scales(rows, scale)
         # The nearest entry of a linear table is a rounding; a zero scale gives the code of zero.
         inverse = torch.where(scale > 0.0, 1.0 / scale, 0.0)
@@ -106,8 +98,8 @@ def _flushed(most: Tensor) -> Tensor:
 
 
 @cache
-def _pair_table(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """For each byte the fp32 bits of its two values, in order, as one int64: [256] on ``device``."""
+def _pair_table(values: tuple[float, ...]) -> Tensor:
+    """For each byte the fp32 bits of its two values, in order, as one int64: [256]."""
     table = torch.tensor(values, dtype=torch.float32, device="cpu")
     byte = torch.arange(256, dtype=torch.int64, device="cpu")
-    return torch.stack([table[byte >> 4], table[byte & 15]], dim=1).view(torch.int64).view(256).to(device)
+    return torch.stack([table[byte >> 4], table[byte & 15]], dim=1).view(torch.int64).view(256)

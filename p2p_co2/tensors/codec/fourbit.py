@@ -3,10 +3,9 @@
 ``e3m0`` (Streaming DiLoCo, arXiv 2501.18512: sign, three exponent bits, no mantissa): scale = absmax / 16 per
 block, magnitudes 0, 1/4, 1/2, 1, 2, 4, 8, 16 scales, rounded to nearest. ``int4`` has a file of its own.
 
-A decoded value is a small integer times the scale: exact but for the one rounding of that product, so alike
-on every device. On a CPU ``passes`` does it in one. Elsewhere, and where those were not built, two bytes are
-looked up at once, in a table of 65536 times four 8-bit integers, which are turned into fp32 and multiplied by
-the scales.
+A decoded value is a small integer times the scale: exact but for the one rounding of that product. ``passes``
+does it in one. Where those were not built, two bytes are looked up at once, in a table of 65536 times four
+8-bit integers, which are turned into fp32 and multiplied by the scales.
 
 Law: encoding what was decoded gives the same bytes. For e3m0 this is plain, since its scales divide by a
 power of two.
@@ -44,8 +43,8 @@ class FourBitCodec(ScaledCodec):
 
     def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
         words = rows.view(torch.uint16)[:, : self.block_values // 4]
-        quads = torch.empty(words.shape, dtype=torch.int32, device=rows.device).copy_(words)
-        table = _quad_table(self.steps_of_codes, rows.device)
+        quads = torch.empty(words.shape, dtype=torch.int32, device="cpu").copy_(words)
+        table = _quad_table(self.steps_of_codes)
         steps = torch.index_select(table, 0, quads.view(-1)).view(torch.int8)
         values.copy_(steps.view(values.shape)).mul_(self._scales(rows) * self.unit)
 
@@ -77,7 +76,7 @@ class E3M0(FourBitCodec):
         self._write_scales(rows, most / 16.0)
         bits = torch.div(values, most.masked_fill(most == 0.0, 1.0), out=scratch).view(torch.int32)
         shifted = torch.empty_like(bits)
-        codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
+        codes = torch.empty(values.shape, dtype=torch.uint8, device="cpu")
         # |value / absmax| <= 1 has an exponent of at most 127: twice it, and the mantissa bit, fit one byte.
         half_exponents = codes.copy_(torch.bitwise_right_shift(bits, 22, out=shifted))
         steps = half_exponents.clamp_min_(239).sub_(239)  # 1 is 1/8 of a scale, 15 is 16 scales
@@ -89,10 +88,9 @@ class E3M0(FourBitCodec):
 
 
 @cache
-def _quad_table(steps: tuple[int, ...], device: torch.device) -> Tensor:
-    """For each two bytes, first byte low, the steps of their four values in order, as one int32: [65536] on
-    ``device``."""
+def _quad_table(steps: tuple[int, ...]) -> Tensor:
+    """For each two bytes, first byte low, the steps of their four values in order, as one int32: [65536]."""
     table = torch.tensor(steps, dtype=torch.int8, device="cpu")
     word = torch.arange(1 << 16, dtype=torch.int64, device="cpu")
     quads = torch.stack([table[word >> shift & 15] for shift in (0, 4, 8, 12)], dim=1)
-    return quads.view(torch.int32).view(-1).to(device)
+    return quads.view(torch.int32).view(-1)

@@ -1,18 +1,13 @@
 """int4: the integers -7..7 times a scale, absmax / 7 per block, rounded to nearest.
 
-A block is a row of torch's own 4-bit embedding tables: 64 bytes of codes (the integer plus 8, the first one
-in the low nibble), then a scale and a bias of -8 scales, both fp16. On a CPU kernels of our own encode,
-decode and take means in one pass (``passes``). Without them torch's operations encode, and its
-fused ``quantized::embedding_bag_4bit_unpack`` decodes a whole payload in one vectorised pass, as fast as
-memory takes it; other devices look codes up in a table.
+A block is 64 bytes of codes (the integer plus 8, the first one in the low nibble), then a scale and a bias of
+-8 scales, both fp16: a row of torch's own 4-bit embedding tables.
 
-Laws: with a scale of 11 bits ``code * scale + bias`` is exact in fp32 however it is computed, so every
-kernel and device give the same bits. Encoding what was decoded gives the same bytes: 7 scales divided by 7
-are the scale again.
+Laws: with a scale of 11 bits ``code * scale + bias`` is exact in fp32 however it is computed. Encoding what
+was decoded gives the same bytes: 7 scales divided by 7 are the scale again.
 
 Price: fp16's range. Decoded values are multiples of 2**-24 (6e-8): blocks whose largest value is below 1e-6
-are sent coarsely, below 3e-8 as zeros. Values beyond 57316 saturate there. And with torch's kernel a decode
-into given memory is one pass more, since it makes its own.
+are sent coarsely, below 3e-8 as zeros. Values beyond 57316 saturate there.
 """
 
 from __future__ import annotations
@@ -20,7 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from p2p_co2.tensors.codec import passes
 from p2p_co2.tensors.codec.base import absmax
 from p2p_co2.tensors.codec.fourbit import FourBitCodec
 from p2p_co2.tensors.codec.passes import INT4
@@ -31,7 +25,6 @@ _LARGEST_SCALE = 8188.0
 """The largest one whose bias is finite in fp16."""
 _UNIT = 2.0**-24
 """The smallest fp16 and the distance of those below 2**-14."""
-_unpack = getattr(torch.ops.quantized, "embedding_bag_4bit_unpack", None)
 
 
 class Int4(FourBitCodec):
@@ -51,21 +44,12 @@ class Int4(FourBitCodec):
         if bool((most >= 7.5 * _LARGEST_SCALE).any()):
             scratch.clamp_(-7.0, 7.0)
         integers = scratch.add_(_ROUNDER).view(torch.int32)
-        codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device).copy_(integers)
+        codes = torch.empty(values.shape, dtype=torch.uint8, device="cpu").copy_(integers)
         self._pack(codes, rows)
 
-    def decode(self, payload: Tensor, out: Tensor | None = None) -> Tensor:
-        if out is not None or payload.device.type != "cpu" or passes.kernel is not None or _unpack is None:
-            return super().decode(payload, out)
-        values: Tensor = _unpack(self._rows(payload))
-        return values.view(-1)
-
     def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
-        if rows.device.type == "cpu" and _unpack is not None:
-            values.copy_(_unpack(rows))
-        else:
-            super()._decode_blocks(rows, values)
-            values.add_(0.0)  # as torch's kernel: no negative zeros, which hostile codes make of a scale of 0
+        super()._decode_blocks(rows, values)
+        values.add_(0.0)  # no negative zeros, which hostile codes make of a scale of 0
 
     def _finite(self, rows: Tensor) -> bool:
         field = super()._scales(rows)

@@ -36,15 +36,11 @@ class LiveParameters:
     """
 
     def __init__(self, module: nn.Module, plan: FragmentPlan) -> None:
-        self._module, self._plan = module, plan
+        self._plan = plan
         self._computing_s = 0.0
         self._waited_for = set[torch.device]()
         """Since that was taken: what is queued there now is the copies' own work."""
-        self.look_up()
-
-    def look_up(self) -> None:
-        """Go on with the parameters that the module has now, by name. Raises as the constructor."""
-        self._parameters = named_parameters(self._module)
+        self._parameters = named_parameters(module)
         for fragment in self._plan.fragments:
             for part in fragment.slices:
                 parameter = self._parameters.get(part.name)

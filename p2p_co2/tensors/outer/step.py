@@ -2,8 +2,8 @@
 
 ``init`` and ``step`` are an algorithm over a plain ``OuterState``, one per fragment. The mean is read piece
 by piece, so nothing of the fragment's size is made but the new state, and that lies in the old one's memory
-where nobody else needs it. Price: the mean is decoded three times, four with Nesterov, in pieces that stay in
-the cache; that is cheaper than to write it and read it as a whole.
+where nobody else needs it. Price: the mean is decoded three times (four with Nesterov in the old memory), in
+pieces that stay in the cache.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ def step(
         reuse = ""
     momentum = state.momentum if reuse else new(size)
     params = state.params if reuse == "all" else new(size)
-    done = _momentum_step_(config, state.momentum, mean, gap, mean_square, momentum)
+    # The change waits in the new parameters' memory, if they have one of their own.
+    change = None if params is state.params else params
+    done = _momentum_step_(config, state.momentum, mean, gap, mean_square, momentum, change)
     moved_norm, is_finite = _params_step_(config, state.params, mean, gap, momentum, params, done)
     # A momentum that is not finite makes a change that is not.
     if not (math.isfinite(norm) and math.isfinite(moved_norm) and is_finite):
@@ -133,36 +135,38 @@ def _not_finite() -> RemoteProtocolError:
 
 
 def _momentum_step_(
-    config: OuterConfig, old: Tensor, mean: Readable, gap: float, mean_square: float, out: Tensor
-) -> Changed:
-    """Fill ``out``, which may be ``old``, with the new momentum."""
+    config: OuterConfig, old: Tensor, mean: Readable, gap: float, mean_square: float, out: Tensor,
+    change: Tensor | None,
+) -> Changed:  # fmt: skip
+    """Fill ``out``, which may be ``old``, with the new momentum, and ``change``, if given, with what the
+    parameters lose."""
     bound = clip_bound(config, mean_square)
     scratch = torch.empty(min(_WIDTH, old.numel()), dtype=torch.float32, device="cpu")
     clipped, energy, largest = 0, 0.0, 0.0
     for at in _pieces(old.numel()):
-        change = scratch[: at.stop - at.start]
-        done = change_of(config, old[at], mean[at], 1.0 / gap, bound, out[at], change)
-        clipped, energy, largest = (
-            clipped + done.clipped,
-            energy + done.energy,
-            max(largest, done.largest_change),
-        )
+        room = scratch[: at.stop - at.start] if change is None else change[at]
+        done = change_of(config, old[at], mean[at], 1.0 / gap, bound, out[at], room)
+        clipped, energy = clipped + done.clipped, energy + done.energy
+        largest = max(largest, done.largest_change)
     return Changed(clipped, energy, largest)
 
 
 def _params_step_(
     config: OuterConfig, old: Tensor, mean: Readable, gap: float, momentum: Tensor, out: Tensor, done: Changed
 ) -> tuple[float, bool]:
-    """Fill ``out``, which may be ``old``, with the new parameters. The change's norm, and whether all of it
-    is finite."""
+    """Fill ``out`` with the new parameters: it is ``old``, or holds the change. The change's norm, and
+    whether all of it is finite."""
     if done.largest_change == math.inf:
         return math.inf, False
     shift, total, largest = norm_shift(done.largest_change) if done.largest_change else 0, 0, 0.0
     for at in _pieces(old.numel()):
-        change = last_change(config, momentum[at], mean[at] if config.nesterov else None, gap)
+        change = out[at]
+        if out is old:
+            change = last_change(config, momentum[at], mean[at] if config.nesterov else None, gap)
         here, most = take_piece_(change, old[at], shift)
         total, largest = total + here, max(largest, most)
-        out[at] = change
+        if out is old:
+            out[at] = change
     return norm_of(total, shift) if done.largest_change else 0.0, math.isfinite(largest)
 
 

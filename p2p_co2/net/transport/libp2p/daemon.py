@@ -2,13 +2,12 @@
 stopped without a trace.
 
 hivemind's own start hides why the daemon died. So we start its binary, read what it prints, and hand hivemind
-the running daemon (``P2P.replicate``, its public way to share one). A daemon that ends is started again under
-the ``P2P`` that used it: same identity, port and handlers. Its links, places and knowledge of others are
-lost; whoever uses the ``P2P`` only sees links that end. That reaches into hivemind's client (1.1.12).
+the running daemon (``P2P.replicate``). A daemon that ends is started again under the ``P2P`` that used it:
+same identity, port and handlers, in hivemind's client (1.1.12). Its links and places are lost.
 
 Laws: one daemon per process, with our identity. It ends when its control connection does, even after a
-SIGKILL (within 2 s). Its control socket lies in a folder of mode 700. It is tried ``TRIES`` times in a row at
-most. Price: a Go program in the hivemind wheel, Linux x86-64 only, about 30 MB of memory.
+SIGKILL (within 2 s). Its control socket lies in a folder of mode 700. Price: a Go program in the hivemind
+wheel, Linux x86-64 only, about 30 MB of memory.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import importlib.resources
 import ipaddress
 import logging
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -34,6 +32,7 @@ from pathlib import Path
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
 from p2p_co2.net.transport.addresses import address_of, is_loopback, is_own, multiaddr_of
+from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import DAEMON_GONE
 from p2p_co2.net.transport.libp2p.hivemind import P2P, Multiaddr, P2PDaemonError, quiet_stream_ends
 from p2p_co2.system.process import shut_in_forks_at
@@ -41,14 +40,10 @@ from p2p_co2.system.process import shut_in_forks_at
 logger = logging.getLogger(__name__)
 
 STARTUP_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 5.0
+"""A daemon that dies again sooner than that is still the same trouble."""
 TRIES = 8
-FIRST_WAIT_S, STEADY_S = 0.5, 60.0
-"""Before the second try, doubled each time up to the second of these. A daemon that dies again sooner than
-that is still the same trouble."""
-_PUBLIC, _LISTEN = "-forceReachabilityPublic", "-hostAddrs="
-_OUTPUT_LINES = 30
-_PREFIX = "p2p-co2-"
+"""In a row; the wait before each is twice that before the last, from half a second on."""
+_PUBLIC, _LISTEN, _PREFIX = "-forceReachabilityPublic", "-hostAddrs=", "p2p-co2-"
 _SOCKET_PATH_BYTES = 100
 """Unix sockets take a path of 107 bytes at most."""
 _FAULTS = {
@@ -60,6 +55,11 @@ _FAULTS = {
     "no space left": "the disk is full; free some space",
 }
 """What the daemon prints before it ends, and what helps."""
+_EXEC_FAULTS = {
+    errno.ENOENT: "is missing; reinstall it: pip install --force-reinstall hivemind",
+    errno.ENOEXEC: "does not run here: it is for Linux x86-64; use such a machine, WSL, or a container",
+    errno.EACCES: "may not be executed; allow it: chmod +x",
+}
 
 
 class DaemonP2P(P2P):  # type: ignore[misc]  # hivemind has no annotations
@@ -79,12 +79,12 @@ class Daemon:
     """The daemon's process, its folder, and the last lines that it printed; made in the loop that uses it.
 
     A thread waits for its end, and no signal handler does: SIGCHLD is the whole process's, and a DataLoader
-    or the user may take it. Whoever else collects the child's exit status takes that and no more.
+    or the user may take it.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
         self.process, self.folder, self.socket = process, folder, folder / "p2pd.sock"
-        self.output: deque[str] = deque(maxlen=_OUTPUT_LINES)
+        self.output: deque[str] = deque(maxlen=30)
         self._loop = asyncio.get_running_loop()
         self._ready, self._ended = asyncio.Event(), asyncio.Event()
         self._rest = b""
@@ -103,7 +103,7 @@ class Daemon:
         """Return when it listens; raises ``EnvironmentFault`` when it ended instead."""
         await self._ready.wait()
         if self.has_ended:
-            raise _explain(" / ".join(self.output))
+            raise self.fault()
 
     async def wait_exit(self) -> str:
         """Wait until the daemon has ended; returns its last words. Safe to cancel."""
@@ -114,18 +114,25 @@ class Daemon:
         """End the process and remove its folder; at once if cancelled meanwhile."""
         try:
             self._signal(signal.SIGTERM)
-            try:
-                async with asyncio.timeout(STOP_TIMEOUT_S):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(2 * CLOSE_TIMEOUT_S):
                     await self._ended.wait()
-            except TimeoutError:
-                self._signal(signal.SIGKILL)
-                await self._ended.wait()
+            self._signal(signal.SIGKILL)
+            await self._ended.wait()
             self._waiting.join()  # it has said its last word
         except asyncio.CancelledError:
             self._signal(signal.SIGKILL)
             raise
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def fault(self) -> EnvironmentFault:
+        """What is behind the words that it printed before it ended."""
+        output = " / ".join(self.output)
+        for sign, fix in _FAULTS.items():
+            if sign in output.lower():
+                return EnvironmentFault(f"the libp2p daemon did not start: {fix} ({output[-200:]})")
+        return EnvironmentFault(f"the libp2p daemon did not start; it said: {output[-400:] or 'nothing'}")
 
     def _signal(self, number: signal.Signals) -> None:
         if not self.has_ended:
@@ -144,14 +151,12 @@ class Daemon:
         self._ready.set()
 
     def _read(self) -> None:
-        try:
+        data: bytes | None = b""
+        with suppress(OSError):
             while data := self._printed.read():
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 for line in lines:
                     self._heard(line.decode(errors="replace").rstrip())
-        except OSError as error:
-            logger.debug("the libp2p daemon's output cannot be read: %s", error)
-            data = b""
         if data is not None:
             self._loop.remove_reader(self._printed.fileno())  # it is at its end: ready for ever
 
@@ -188,17 +193,15 @@ async def start_p2p(
         async with asyncio.timeout(startup_timeout_s):
             await daemon.wait_ready()
             p2p = await DaemonP2P.replicate(Multiaddr(f"/unix{daemon.socket}"))
-    except TimeoutError:
+    except BaseException as error:
         await daemon.stop()
-        raise EnvironmentFault(
-            f"the libp2p daemon was not up after {startup_timeout_s:.0f} s: this machine is very busy, or a "
-            "security program holds the daemon back; stop other work or allow the program p2pd"
-        ) from None
-    except (OSError, asyncio.IncompleteReadError, P2PDaemonError):
-        await daemon.stop()
-        raise _explain(" / ".join(daemon.output)) from None
-    except BaseException:
-        await daemon.stop()
+        if isinstance(error, TimeoutError):
+            raise EnvironmentFault(
+                f"the libp2p daemon was not up after {startup_timeout_s:.0f} s: this machine is very busy, "
+                "or a security program holds the daemon back; stop other work or allow the program p2pd"
+            ) from None
+        if isinstance(error, OSError | asyncio.IncompleteReadError | P2PDaemonError):
+            raise daemon.fault() from None
         raise
     p2p.daemon, p2p.arguments = daemon, tuple(arguments)
     shut_in_forks_at(str(p2p._client_listen_maddr).removeprefix("/unix"))
@@ -225,28 +228,21 @@ def require_daemon(p2p: P2P) -> None:
         raise TransportError(DAEMON_GONE)
 
 
-async def wait_p2p_exit(p2p: P2P) -> str:
-    """Wait until the daemon of ``p2p`` has ended by itself; returns its last words. Safe to cancel."""
-    if not isinstance(p2p, DaemonP2P) or p2p.daemon is None:
-        return "it was stopped"
-    return await p2p.daemon.wait_exit()
-
-
 async def keep_alive(p2p: P2P, revived: Callable[[str], Awaitable[None]]) -> str:
     """Start the daemon of ``p2p`` again whenever it ends; ``revived`` hears the old one's last words.
     Returns why it is given up, in words. Safe to cancel."""
-    failures, began_at = 0, -STEADY_S
-    while True:
-        words = await wait_p2p_exit(p2p)
-        if not isinstance(p2p, DaemonP2P) or p2p.daemon is None:
+    failures, began_at = 0, time.monotonic()
+    while isinstance(p2p, DaemonP2P) and p2p.daemon is not None:
+        words = await p2p.daemon.wait_exit()
+        if p2p.daemon is None:
             return words  # it was stopped by us
-        if time.monotonic() - began_at > STEADY_S:
+        if time.monotonic() - began_at > STARTUP_TIMEOUT_S:
             failures = 0
         while p2p.daemon.has_ended:
-            if failures >= TRIES:
+            if failures == TRIES:
                 return f"{words}; {TRIES} starts in a row came to nothing"
             if failures:
-                await asyncio.sleep(min(STEADY_S, FIRST_WAIT_S * 2**failures))
+                await asyncio.sleep(2.0 ** (failures - 2))
             failures += 1
             try:
                 await _revive(p2p)
@@ -255,6 +251,7 @@ async def keep_alive(p2p: P2P, revived: Callable[[str], Awaitable[None]]) -> str
                 words = str(error)
         began_at = time.monotonic()
         await revived(words)
+    return "it was stopped"
 
 
 async def _revive(p2p: DaemonP2P) -> None:
@@ -275,11 +272,10 @@ async def _revive(p2p: DaemonP2P) -> None:
             for protocol, answer in unary.items():
                 await control.add_unary_handler(protocol, answer)
             await p2p._ping_daemon()
-    except (TimeoutError, OSError, asyncio.IncompleteReadError, P2PDaemonError) as error:
+    except BaseException as error:
         await daemon.stop()
-        raise EnvironmentFault(f"the libp2p daemon did not start again: {error or 'it hangs'}") from None
-    except BaseException:
-        await daemon.stop()
+        if isinstance(error, OSError | asyncio.IncompleteReadError | P2PDaemonError):  # a timeout too
+            raise EnvironmentFault(f"the libp2p daemon did not start again: {error or 'it hangs'}") from None
         raise
     finally:
         control.unary_handlers.update(unary)
@@ -336,7 +332,10 @@ def _launch(arguments: Sequence[str]) -> Daemon:
         )
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise _explain_exec(error, binary) from None
+        fix = _EXEC_FAULTS.get(
+            error.errno or 0, f"cannot be started ({error.strerror}); close other programs"
+        )
+        raise EnvironmentFault(f"the libp2p daemon {fix} ({binary})") from None
     return Daemon(process, folder)
 
 
@@ -369,14 +368,8 @@ def _arguments(
     except ValueError:
         fix = f"{host!r} is no IP address to listen on; 0.0.0.0 means all of this machine"
         raise ConfigError("host", "", fix) from None
-    arguments = [
-        f"-id={identity_path}",
-        f"{_LISTEN}{multiaddr_of(host, port)}",
-        "-idleTimeout=30s",  # it ends itself if we do not connect within this
-        "-dhtServer",
-        "-autonat",
-        "-connManager",
-    ]
+    arguments = [f"-id={identity_path}", f"{_LISTEN}{multiaddr_of(host, port)}", "-dhtServer", "-autonat"]
+    arguments += ["-connManager", "-idleTimeout=30s"]  # it ends itself if we do not connect within this
     if not is_loopback(host):
         arguments.append("-natPortMap")  # asks the router (UPnP, NAT-PMP) to let others in
     if public:
@@ -391,8 +384,6 @@ def _arguments(
 def _require_free(host: str, port: int) -> None:
     """Raise ``EnvironmentFault`` if somebody listens on the port: the daemon would share it without a word,
     and half of those that dial would reach the other."""
-    if not port:
-        return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -404,29 +395,3 @@ def _require_free(host: str, port: int) -> None:
                     f"port {port} is in use; choose another (--port of a seed, --libp2p-port of a peer; 0: "
                     "any free one)"
                 ) from None
-
-
-def _explain_exec(error: OSError, binary: Path) -> EnvironmentFault:
-    if error.errno == errno.ENOENT:
-        return EnvironmentFault(
-            f"the libp2p daemon is missing ({binary}); reinstall it: pip install --force-reinstall hivemind"
-        )
-    if error.errno == errno.ENOEXEC:
-        machine = f"{platform.system()} {platform.machine()}"
-        return EnvironmentFault(
-            f"the libp2p daemon ({binary}) does not run on this machine ({machine}): it is for Linux x86-64; "
-            "use such a machine, WSL on Windows, or a container"
-        )
-    if error.errno == errno.EACCES:
-        return EnvironmentFault(f"the libp2p daemon may not be executed; allow it: chmod +x {binary}")
-    return EnvironmentFault(
-        f"cannot start the libp2p daemon: {error.strerror}; close other programs and try again"
-    )
-
-
-def _explain(output: str) -> EnvironmentFault:
-    """The fault behind what the daemon printed before it ended."""
-    for sign, fix in _FAULTS.items():
-        if sign in output.lower():
-            return EnvironmentFault(f"the libp2p daemon did not start: {fix} ({output[-200:]})")
-    return EnvironmentFault(f"the libp2p daemon did not start; it said: {output[-400:] or 'nothing'}")

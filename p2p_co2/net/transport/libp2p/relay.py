@@ -87,13 +87,11 @@ async def ask_for_place(p2p: P2P, relay: PeerId, maddr: str, me: PeerId) -> Plac
             question = CircuitHop(type=_RESERVE).SerializeToString()
             writer.write(bytes((len(question),)) + question)
             await writer.drain()
-            answer = CircuitHop.FromString(await _read_answer(reader))
+            answer = await read_hop(reader)
     except TimeoutError:
         raise TransportError(f"it did not answer within {CONNECT_TIMEOUT_S:.0f} s") from None
     except (OSError, asyncio.IncompleteReadError):
         raise TransportError("it hung up when asked to relay") from None
-    except DecodeError:
-        raise TransportError("it answers nonsense when asked to relay") from None
     finally:
         await hang_up(writer)
     if answer.type != _STATUS or answer.status != _OK:
@@ -101,8 +99,8 @@ async def ask_for_place(p2p: P2P, relay: PeerId, maddr: str, me: PeerId) -> Plac
     return Place(relay, f"{maddr}/p2p-circuit/p2p/{me}", answer.limit.data_bytes)
 
 
-async def _read_answer(reader: asyncio.StreamReader) -> bytes:
-    """One message with its length before it as a varint. Raises ``TransportError`` if it is too large."""
+async def read_hop(reader: asyncio.StreamReader) -> CircuitHop:
+    """One message with its length before it as a varint. Raises ``TransportError`` for nonsense."""
     length = shift = 0
     while True:
         byte = (await reader.readexactly(1))[0]
@@ -111,4 +109,8 @@ async def _read_answer(reader: asyncio.StreamReader) -> bytes:
         if length > _MAX_ANSWER_BYTES or shift > 21:
             raise TransportError("its answer is too large")
         if byte < 0x80:
-            return await reader.readexactly(length)
+            break
+    try:
+        return CircuitHop.FromString(await reader.readexactly(length))
+    except DecodeError:
+        raise TransportError("it answers nonsense when asked to relay") from None

@@ -1,8 +1,8 @@
 """Streams of one protocol over the daemon: served by one coroutine each, or asked questions on.
 
-Frames are 4 bytes of length (big-endian), then the bytes. libp2p proves who is at the other end. A carrier's
-link goes one way, so an answer needs a link back, and with it a record in the DHT: right for members, wrong
-for somebody that only looks. ``Answering`` and ``Asking`` answer on the asker's own stream.
+Frames are 4 bytes of length (big-endian), then the bytes. libp2p proves who is at the other end. A link goes
+one way, so an answer needs a link back, and a record in the DHT with it: right for members, wrong for
+somebody that only looks. ``AnswerServer`` answers on the asker's own stream.
 
 Laws: sizes are checked before allocation; every wait is bounded; whoever opens too many streams, or breaks a
 rule, is hung up on; no task is left after ``close``. Price: three to five times the CPU of gRPC.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S, MESSAGE_TIMEOUT_S
@@ -21,14 +22,21 @@ from p2p_co2.net.transport.libp2p.hivemind import P2P, StreamInfo
 from p2p_co2.protocol.wire.identity import PeerId
 
 HEADER_BYTES = 4
-QUESTION_EVERY_S = 0.1
-"""A stream's questions are read no faster: even a refusal is signed."""
 MAX_STREAMS, MAX_STREAMS_PER_PEER = 64, 2
 
 Serve = Callable[[StreamInfo, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """What is done with one stream. ``OSError``, ``TimeoutError`` and ``IncompleteReadError`` end it quietly: the
 other end is gone, or has no more questions."""
-Answer = Callable[[PeerId, bytes], bytes]
+
+
+class Asker(NamedTuple):
+    """Who asks, and the multiaddr at which it is seen."""
+
+    peer: PeerId
+    maddr: str
+
+
+Answer = Callable[[Asker, bytes], Awaitable[bytes]]
 """(who asks, question) to answer; raises ``RemoteProtocolError`` to hang up."""
 OnRude = Callable[[PeerId, RemoteProtocolError], None]
 
@@ -105,34 +113,42 @@ class ServedStreams:
             await hang_up(writer)
 
 
-class Answering:
-    """Answers questions of one ``protocol``; ``on_rude`` hears of those that break its rules."""
+class AnswerServer:
+    """Answers questions of one ``protocol``; ``on_rude`` hears of those that break its rules.
+    ``most_question_bytes`` is asked before each question, ``pause_s`` passes after each answer."""
 
     def __init__(
-        self, p2p: P2P, protocol: str, answer: Answer, on_rude: OnRude, most_question_bytes: int
+        self,
+        p2p: P2P,
+        protocol: str,
+        answer: Answer,
+        on_rude: OnRude,
+        most_question_bytes: Callable[[Asker], int],
+        pause_s: float = 0.0,
     ) -> None:
-        self._answer, self._on_rude, self._most_bytes = answer, on_rude, most_question_bytes
+        self._answer, self._on_rude = answer, on_rude
+        self._most_bytes, self._pause_s = most_question_bytes, pause_s
         self._streams = ServedStreams(p2p, protocol, self._serve, MAX_STREAMS, MAX_STREAMS_PER_PEER)
         self.start, self.close = self._streams.start, self._streams.close
 
     async def _serve(
         self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        asker = PeerId(info.peer_id.to_base58())
+        asker = Asker(PeerId(info.peer_id.to_base58()), str(info.addr))
         try:
             while True:
                 async with asyncio.timeout(MESSAGE_TIMEOUT_S):
-                    question = await read_frame(reader, self._most_bytes)
-                answer = self._answer(asker, question)
+                    question = await read_frame(reader, self._most_bytes(asker))
+                answer = await self._answer(asker, question)
                 async with asyncio.timeout(MESSAGE_TIMEOUT_S):
                     writer.write(framed(answer))
                     await writer.drain()
-                await asyncio.sleep(QUESTION_EVERY_S)
+                await asyncio.sleep(self._pause_s)
         except RemoteProtocolError as error:
-            self._on_rude(asker, error)
+            self._on_rude(asker.peer, error)
 
 
-class Asking:
+class QuestionClient:
     """Asks peers over one ``protocol``; keeps a stream to each that answers. End it with ``close``."""
 
     def __init__(self, p2p: P2P, protocol: str, most_answer_bytes: int) -> None:
@@ -153,32 +169,24 @@ class Asking:
         return await self._ask_on(stream, peer, question, timeout_s)
 
     async def _ask_on(self, stream: Stream, peer: PeerId, question: bytes, timeout_s: float) -> bytes:
-        reader, writer = stream
-        answered = False
+        (reader, writer), is_kept = stream, False
         try:
             async with asyncio.timeout(timeout_s):
                 writer.write(framed(question))
                 await writer.drain()
                 answer = await read_frame(reader, self._most_bytes)
-            answered = True
+            is_kept = self._streams.setdefault(peer, stream) is stream
         except TimeoutError:
             raise TransportError(f"did not answer within {timeout_s:.0f} s") from None
         except (OSError, asyncio.IncompleteReadError):
             raise TransportError("hung up") from None
         finally:
-            if answered and peer not in self._streams:
-                self._streams[peer] = stream
-            else:
+            if not is_kept:
                 await hang_up(writer)
         return answer
 
-    async def forget(self, peer: PeerId) -> None:
-        """Hang up on a peer that will not be asked again soon."""
-        kept = self._streams.pop(peer, None)
-        if kept is not None:
-            await hang_up(kept[1])
-
     async def close(self) -> None:
         """Hang up on everybody. May be called twice."""
-        for peer in list(self._streams):
-            await self.forget(peer)
+        streams, self._streams = self._streams, {}
+        for _, writer in streams.values():
+            await hang_up(writer)

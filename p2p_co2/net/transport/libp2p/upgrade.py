@@ -2,34 +2,33 @@
 
 A stream stays on the connection that it was opened on. So a relayed link is closed, to be opened anew, when a
 direct connection is there. And libp2p tries to punch a hole only when a relayed connection comes in, when it
-may not know its own public address yet. So the peer with the smaller id makes the connection anew, at growing
-intervals, as long as both ends say that they have such an address.
+may not know its own public address yet. So the peer with the smaller id makes the connection anew, once, when
+both ends have had time to find such an address and say that they have one.
 
 The other end must dial at the same moment: a router that follows sequence numbers drops what only one side
 opened, and takes the port for a minute. With such routers 12 of 13 holes were punched where both dialled
 within 0.7 s, and none of six otherwise. Law: what a link was sent before it moves arrives; only a message
-that is just being handed over may be lost, as with any link that ends.
+that is just being handed over may be lost, as with any link that ends. Price: where the one try fails, the
+two stay on their relay.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from p2p_co2.errors import TransportError
 from p2p_co2.net.transport.addresses import is_public_maddr, is_relayed
-from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
+from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, DIRECT
 from p2p_co2.net.transport.libp2p.control import hang_up_on, own_maddrs, reach, ways_to_peers
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.protocol.wire.identity import PeerId
 
-DIRECT = "direct"
-LOOK_EVERY_S = 15.0
-ANEW_AFTER_S = (45.0, 180.0, 180.0, 600.0, 3600.0)
-"""Seconds after a link was first relayed at which the connection is made anew to punch a hole; then as often
-as the last of them. What is left of a try that failed is gone after two minutes, in Linux."""
+LOOK_EVERY_S = 1.5 * CONNECT_TIMEOUT_S
+LOOKS_BEFORE = 2
+"""A connection that is still relayed after so many looks is made anew: libp2p needs 15 s to find out that
+nobody can dial it."""
 MAX_REMEMBERED = 4096
 
 
@@ -63,73 +62,76 @@ class LinkUpgrades:
         p2p: P2P,
         me: PeerId,
         links: Callable[[], Iterable[RelayedLink]],
-        newest: Callable[[PeerId], Sequence[str]] = lambda peer: (),
+        newest: Callable[[PeerId], Sequence[str]],
     ) -> None:
         self._p2p, self._me, self._links, self._newest = p2p, me, links, newest
-        self._relayed_since: dict[PeerId, float] = {}
-        self._tries: dict[PeerId, int] = {}
-        self._task: asyncio.Task[None] | None = None
-        self._dialling: dict[PeerId, asyncio.Task[None]] = {}
+        self._looks: dict[PeerId, int] = {}
+        """How often each peer that was ever met through a relay was seen there; more than ``LOOKS_BEFORE``:
+        its try has been made."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dialling: set[PeerId] = set()
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._look_after(), name="upgrades of libp2p links")
+        """Look after links from now on."""
+        self._tasks.add(asyncio.create_task(self._look_after(), name="upgrades of libp2p links"))
 
     async def stop(self) -> None:
-        """May be called twice."""
-        looking, self._task = self._task, None  # first: links may end while we wait, and nobody dials now
-        if looking is not None:
-            tasks = [looking, *self._dialling.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        """Leave links as they are. May be called twice."""
+        tasks, self._tasks = self._tasks, set()  # first: links may end while we wait, and nobody dials now
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def was_relayed(self, peer: PeerId) -> bool:
-        return peer in self._relayed_since
+        """Whether an earlier link to the peer was."""
+        return peer in self._looks
 
     def opened(self, link: RelayedLink) -> None:
         """Remember a new link's way."""
-        if link.is_relayed and len(self._relayed_since) < MAX_REMEMBERED:
-            self._relayed_since.setdefault(link.peer, time.monotonic())
+        if link.is_relayed and len(self._looks) < MAX_REMEMBERED:
+            self._looks.setdefault(link.peer, 0)
 
     def ended(self, link: RelayedLink) -> None:
         """A link has ended that we did not close. If the other end is making the connection anew, this one
         has to dial now; once at a time, however often a liar hangs up."""
-        peer = link.peer
-        if link.is_relayed and self._me > peer and self._task is not None and peer not in self._dialling:
-            task = self._dialling[peer] = asyncio.create_task(self._dial(link), name=f"dial {peer}")
-            task.add_done_callback(lambda _: self._dialling.pop(peer))
+        if link.is_relayed and self._me > link.peer and self._tasks and link.peer not in self._dialling:
+            self._dialling.add(link.peer)
+            self._tasks.add(asyncio.create_task(self._dial(link), name=f"dial {link.peer}"))
 
     async def _dial(self, link: RelayedLink) -> None:
         try:
             await reach(self._p2p, link.peer, self._maddrs(link), CONNECT_TIMEOUT_S)
         except TransportError:
             return  # it is gone: who has something to send to it will say so
+        finally:
+            self._dialling.discard(link.peer)
+            if (task := asyncio.current_task()) is not None:
+                self._tasks.discard(task)
 
     async def _look_after(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            relayed = [link for link in self._links() if link.is_relayed]
             try:
-                await self._improve(relayed)
+                await self.look()
             except TransportError:
                 continue  # the daemon is busy or gone; the links themselves tell of it
 
-    async def _improve(self, relayed: list[RelayedLink]) -> None:
+    async def look(self) -> None:
+        """Close links whose peer has a direct connection, and make those anew whose turn it is. Raises
+        ``TransportError``."""
+        relayed = [link for link in self._links() if link.is_relayed]
         ways = await ways_to_peers(self._p2p, CONNECT_TIMEOUT_S) if relayed else {}
         for link in relayed:
-            if any(not is_relayed(way) for way in ways.get(link.peer, ())):
+            peer, looks = link.peer, self._looks.get(link.peer, 0)
+            if any(not is_relayed(way) for way in ways.get(peer, ())):
                 await link.close("moving to a direct connection")
-            elif self._is_due(link.peer) and await self._may_punch(link):
-                self._tries[link.peer] = self._tries.get(link.peer, 0) + 1
-                await hang_up_on(self._p2p, link.peer, CONNECT_TIMEOUT_S)
-                await reach(self._p2p, link.peer, self._maddrs(link), CONNECT_TIMEOUT_S)
-
-    def _is_due(self, peer: PeerId) -> bool:
-        if self._me > peer:
-            return False  # the other end does it
-        tries = self._tries.get(peer, 0)
-        wait_s = sum(ANEW_AFTER_S[: tries + 1]) + max(0, tries + 1 - len(ANEW_AFTER_S)) * ANEW_AFTER_S[-1]
-        return time.monotonic() - self._relayed_since.get(peer, time.monotonic()) > wait_s
+            elif looks < LOOKS_BEFORE:
+                self._looks[peer] = looks + 1
+            # The other end does it where its id is the smaller one.
+            elif looks == LOOKS_BEFORE and self._me < peer and await self._may_punch(link):
+                self._looks[peer] = looks + 1
+                await hang_up_on(self._p2p, peer, CONNECT_TIMEOUT_S)
+                await reach(self._p2p, peer, self._maddrs(link), CONNECT_TIMEOUT_S)
 
     async def _may_punch(self, link: RelayedLink) -> bool:
         """Whether both ends know an address of theirs that the world sees."""

@@ -1,4 +1,4 @@
-"""gate: nothing runs until somebody knocks, and nothing is left when it closes."""
+"""Socket activation: nothing runs until somebody connects, and nothing is left when it closes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ import pytest
 from p2p_co2.errors import EnvironmentFault, TransportError
 from p2p_co2.protocol.wire.messages_pb2 import Relayed
 from p2p_co2.system.process import processes_below
-from p2p_co2.system.socket_activation import Gate
+from p2p_co2.system.socket_activation import Ask, SocketActivation
 
 PROGRAM = """
 import sys, socket
@@ -54,7 +56,16 @@ def command(tmp_path: Path, how: str = "stay") -> list[str]:
     return [sys.executable, str(path), how]
 
 
-def test_nothing_runs_until_somebody_knocks(tmp_path: Path) -> None:
+@contextmanager
+def serving(command: list[str], ask: Ask | None = None) -> Iterator[SocketActivation]:
+    activation = SocketActivation("127.0.0.1", 0, command, ask)
+    try:
+        yield activation
+    finally:
+        activation.close()
+
+
+def test_nothing_runs_until_somebody_connects_and_nothing_is_left(tmp_path: Path) -> None:
     asked: list[str] = []
 
     def ask(message: Relayed) -> Future[Relayed]:
@@ -62,32 +73,23 @@ def test_nothing_runs_until_somebody_knocks(tmp_path: Path) -> None:
         return answers(b"hello")
 
     before = set(processes_below(os.getpid()))
-    gate = Gate("127.0.0.1", 0, command(tmp_path), ask)
-    try:
+    with serving(command(tmp_path), ask) as board:
         assert set(processes_below(os.getpid())) == before
-        assert get(gate.address) == "hello"
-        assert get(gate.address) == "hello"
+        assert get(board.address) == "hello"
+        assert get(board.address) == "hello"
         assert len(set(processes_below(os.getpid())) - before) == 1
-    finally:
-        gate.close()
     assert asked == ["who", "who"]
     assert set(processes_below(os.getpid())) == before
-    assert not [thread for thread in threading.enumerate() if thread.name == "p2p-co2 gate"]
+    assert not [thread for thread in threading.enumerate() if "activation" in thread.name]
     with pytest.raises(urllib.error.URLError):
-        get(gate.address)
+        get(board.address)
 
 
 def test_what_cannot_be_answered_is_told_in_words(tmp_path: Path) -> None:
-    def ask(message: Relayed) -> Future[Relayed]:
-        failed: Future[Relayed] = Future()
-        failed.set_exception(TransportError("nobody there"))
-        return failed
-
-    gate = Gate("127.0.0.1", 0, command(tmp_path), ask)
-    try:
-        assert get(gate.address) == "nobody there"
-    finally:
-        gate.close()
+    failed: Future[Relayed] = Future()
+    failed.set_exception(TransportError("nobody there"))
+    with serving(command(tmp_path), lambda message: failed) as board:
+        assert get(board.address) == "nobody there"
 
 
 HASTY = """
@@ -104,52 +106,35 @@ if not marker.exists():
 """
 
 
+def wait_until_it_ran(board: SocketActivation) -> None:
+    ends_at = time.monotonic() + 120
+    while not board.runs:
+        assert time.monotonic() < ends_at
+        time.sleep(0.01)
+
+
 def test_an_answer_to_a_program_that_is_gone_is_not_given_to_the_next(tmp_path: Path) -> None:
     late: Future[Relayed] = Future()
     path = tmp_path / "hasty.py"
     path.write_text(HASTY + PROGRAM)
-    gate = Gate(
-        "127.0.0.1",
-        0,
-        [sys.executable, str(path), str(tmp_path / "marker")],
-        lambda message: late if message.peer == "gone" else answers(b"mine"),
-    )
-    try:
+    hasty = [sys.executable, str(path), str(tmp_path / "marker")]
+    with serving(hasty, lambda message: late if message.peer == "gone" else answers(b"mine")) as board:
         with pytest.raises((urllib.error.URLError, ConnectionError)):
-            get(gate.address)
-        ends_at = time.monotonic() + 120
-        while gate._program is not None and time.monotonic() < ends_at:
-            time.sleep(0.01)  # until the gate knows that the program is gone
+            get(board.address)
+        wait_until_it_ran(board)
         late.set_result(Relayed(answer=b"another's"))
-        assert get(gate.address) == "mine"
-    finally:
-        gate.close()
+        assert get(board.address) == "mine"
 
 
-def test_a_program_that_breaks_the_rules_is_ended_and_the_port_lives_on(tmp_path: Path) -> None:
-    path = tmp_path / "rude.py"
-    path.write_text(
-        "import sys, socket, time\n"
-        "relay = socket.socket(fileno=int(sys.argv[-1]))\n"
-        "relay.sendall(b'\\xff' * 8)\n"
-        "time.sleep(60)\n"
+def test_a_program_that_breaks_the_rules_is_ended(tmp_path: Path) -> None:
+    rude = (
+        "import sys, socket, time; relay = socket.socket(fileno=int(sys.argv[-1])); "
+        "relay.sendall(b'\\xff' * 8); time.sleep(600)"
     )
-    gate = Gate("127.0.0.1", 0, [sys.executable, str(path)])
-    try:
-        host, _, port = gate.address.removeprefix("http://").rstrip("/").partition(":")
+    with serving([sys.executable, "-c", rude]) as board:
+        host, _, port = board.address.removeprefix("http://").rstrip("/").partition(":")
         with socket.create_connection((host, int(port))):
-            ends_at = time.monotonic() + 120
-            started = False
-            while time.monotonic() < ends_at:
-                running = gate._program is not None
-                started |= running
-                if started and not running:
-                    break
-                time.sleep(0.01)
-            assert started
-            assert not running
-    finally:
-        gate.close()
+            wait_until_it_ran(board)
 
 
 def test_a_port_in_use_is_told_with_its_fix() -> None:
@@ -157,4 +142,4 @@ def test_a_port_in_use_is_told_with_its_fix() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(EnvironmentFault, match="choose another port"):
-            Gate("127.0.0.1", taken.getsockname()[1], ["true"])
+            SocketActivation("127.0.0.1", taken.getsockname()[1], ["true"])

@@ -1,0 +1,134 @@
+"""What a peer tells: its status for heartbeats, and how its rounds machine is to see it and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from p2p_co2.node.state import PeerState, works
+from p2p_co2.protocol.membership import Membership, PeerInfo
+from p2p_co2.protocol.rounds import PeerView
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_PEERS
+from p2p_co2.protocol.wire.messages_pb2 import Status
+from p2p_co2.protocol.wire.status import finished_bits
+
+ENDS_ROUNDS = 0.2
+"""A run comes to its end so many rounds before it: from then on nobody rests."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """``now``: the machines' clock; ``monotonic``: the one that positions are given in. ``rounds_per_s``: how
+    fast positions move by themselves; 0 if they count inner steps. ``rounds``: when the run ends; 0 for
+    never."""
+
+    now: Callable[[], float]
+    monotonic: Callable[[], float]
+    rounds_per_s: float = 0.0
+    rounds: int = 0
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a status says of the process and its line. ``process``: another number for each process of this
+    peer; ``upload_bytes_per_s``: as measured by now, 0 if not known; ``download_bytes_per_s``: the cap, 0 for
+    none."""
+
+    software: str
+    process: int
+    download_bytes_per_s: float
+    upload_bytes_per_s: Callable[[], float]
+
+
+class StatusWriter:
+    """``is_at_rest``: whether all that this peer hears are done where it is; set by what concludes that."""
+
+    def __init__(self, state: PeerState, membership: Membership, times: Times, host: Host) -> None:
+        self._state, self._membership = state, membership
+        self._times, self._host = times, host
+        self.is_at_rest = False
+        self._status = Status()
+        self._status_of: object = None
+
+    def status(self) -> Status:
+        """What the next heartbeats say of this peer; messages that carry it hold copies."""
+        local, (versions, digests), host = self._state.local, self._state.held, self._host
+        membership, upload = self._membership, host.upload_bytes_per_s()
+        heartbeat_s = membership.heartbeat_s if membership.quiet_s and self.rests else 0.0
+        content = (local, versions, digests, upload, self.is_at_rest, heartbeat_s)
+        if content != self._status_of:
+            self._status_of = content
+            self._status = Status(
+                phase=local.phase, inner_steps=local.inner_steps, tokens=local.tokens, loss=local.loss,
+                versions=versions, digests=digests, upload_bytes_per_s=upload,
+                download_bytes_per_s=host.download_bytes_per_s, software=host.software,
+                finished=finished_bits(local.finished, len(versions)), process=host.process,
+                settled=self.is_at_rest, heartbeat_s=heartbeat_s,
+                model=model.digest if (model := membership.strangers.model) is not None else 0,
+            )  # fmt: skip
+        self._status.position = self.position()
+        return self._status
+
+    @property
+    def rests(self) -> bool:
+        """Whether this peer only trains, or pauses, and the run's end is not near: in the quiet of a round of
+        minutes it has little to tell."""
+        local, rounds = self._state.local, self._times.rounds
+        if local.phase not in (Status.TRAINING, Status.PAUSED) or local.finished:
+            return False
+        return not rounds or self.position() < rounds - ENDS_ROUNDS
+
+    def position(self) -> float:
+        """This peer's position now: what the training thread last said, carried on by the clock. Who takes no
+        more steps stands at the run's end, though a last step or a pause may have brought it further."""
+        local, times = self._state.local, self._times
+        if local.is_over and times.rounds:
+            return min(local.position, times.rounds)
+        moving = local.phase == Status.TRAINING and not local.is_over
+        elapsed_s = times.monotonic() - local.position_at if moving else 0.0
+        return max(0.0, local.position + elapsed_s * times.rounds_per_s)
+
+    def views(self) -> dict[PeerId, PeerView]:
+        """The live peers, this one among them, as the rounds machine wants to know them."""
+        views = {peer: view_of(info) for peer, info in self._membership.live.items()}
+        state, host = self._state, self._host
+        views[state.me] = PeerView(
+            host.upload_bytes_per_s(), state.works, state.held[0], host.download_bytes_per_s,
+            state.local.finished, step_s=state.step_s,
+        )  # fmt: skip
+        return views
+
+    def paces(self) -> dict[PeerId, float]:
+        """How fast this peer may send bulk to those with a download cap: their rate, shared by all who may be
+        sending to them at once."""
+        live = self._membership.live
+        caps = {p: cap for p, info in live.items() if (cap := info.status.download_bytes_per_s) > 0}
+        if not caps:
+            return {}
+        senders = max(1, sum(info.status.phase == Status.TRAINING for info in live.values()))
+        return {peer: cap / senders for peer, cap in caps.items()}
+
+
+def view_of(info: PeerInfo) -> PeerView:
+    """A live peer for the rounds machine: made once for each news of it, since there are many peers."""
+    if info.view is None:
+        said = info.status
+        info.view = _view_of(
+            said.phase, info.versions, said.upload_bytes_per_s, said.download_bytes_per_s, said.finished,
+            info.digests, info.is_missed,
+        )  # fmt: skip
+    assert isinstance(info.view, PeerView)
+    return info.view
+
+
+@lru_cache(MAX_PEERS)
+def _view_of(
+    phase: Status.Phase, versions: tuple[int, ...], upload_rate: float, download_rate: float,
+    finished_bits: bytes, digests: tuple[bytes, ...], is_missed: bool,
+) -> PeerView:  # fmt: skip
+    bits = int.from_bytes(finished_bits, "little")
+    finished = frozenset(f for f in range(len(versions)) if bits >> f & 1)
+    is_training = works(phase, len(finished) == len(versions))
+    return PeerView(upload_rate, is_training, versions, download_rate, finished, digests, 0.0, is_missed)

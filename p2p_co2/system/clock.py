@@ -1,0 +1,40 @@
+"""A clock that stands while its process stands: suspended, stopped, or starved of the processor.
+
+    clock.wakes_by(at)    before sleeping: by then the process looks at its timers again
+    clock.woke()          first thing afterwards
+    clock.now()           any time, any thread
+
+Time beyond ``STOOD_S`` after the moment at which it should have woken does not pass for it. So all machines
+that reckon with this clock go on as if nothing had been: nobody is silent, and no deadline missed, by what
+this process slept through. Price: what another does in that time seems quicker than it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+STOOD_S = 1.0
+"""A busy machine may wake a thread so late: that is no standstill."""
+
+
+class ProcessClock:
+    """``monotonic``: seconds that never go back; ``begins_at``: what this clock shows first."""
+
+    def __init__(self, monotonic: Callable[[], float], begins_at: float) -> None:
+        self._monotonic = monotonic
+        self._ahead_s, self._stands_at = begins_at - monotonic(), math.inf
+
+    def now(self) -> float:
+        return min(self._monotonic() + self._ahead_s, self._stands_at)
+
+    def wakes_by(self, at: float) -> None:
+        """The process sleeps now, until ``at`` at the latest."""
+        self._stands_at = at + STOOD_S
+
+    def woke(self) -> bool:
+        """It is awake: time passes again, from where it stood. Whether it had stood."""
+        stood_s = max(0.0, self._monotonic() + self._ahead_s - self._stands_at)
+        self._ahead_s -= stood_s
+        self._stands_at = math.inf
+        return stood_s > 0
