@@ -31,6 +31,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from p2p_co2.planning.profiles import LinkProfile
+
 DEVICE = "wan"
 SLICE_S = 0.002
 """Packets are handled together once in so long: waking up costs ten times what a packet does."""
@@ -47,18 +49,6 @@ _NICE = -10
 """The training on this machine must not make the emulated internet late."""
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _TUN_WITHOUT_INFO_WITH_VIRTIO, _OFFLOAD_CHECKSUM_AND_TCP4 = 0x0001 | 0x1000 | 0x4000, 0x01 | 0x02
-
-
-@dataclass(frozen=True)
-class WanLink:
-    """One address's link. Rates in bits/s; latency and jitter in seconds one way between two such links;
-    ``loss`` a share of packets on that way."""
-
-    latency_s: float
-    jitter_s: float
-    loss: float
-    up_bits_per_s: float
-    down_bits_per_s: float
 
 
 @dataclass
@@ -93,9 +83,9 @@ class _Queue:
 class _Path:
     """The way from one address to another."""
 
-    def __init__(self, source: WanLink, target: WanLink, up: _Queue, down: _Queue) -> None:
-        self.latency_s = (source.latency_s + target.latency_s) / 2
-        self.jitter_s = (source.jitter_s + target.jitter_s) / 2
+    def __init__(self, source: LinkProfile, target: LinkProfile, up: _Queue, down: _Queue) -> None:
+        self.latency_s = (source.latency_ms + target.latency_ms) / 2e3
+        self.jitter_s = (source.jitter_ms + target.jitter_ms) / 2e3
         self.loss = (source.loss + target.loss) / 2
         self.up, self.down = up, down
         self._latest_at = 0.0
@@ -115,7 +105,7 @@ class Wan:
     """The emulated internet. ``links`` by IPv4 address (4 bytes). Packets go in with ``now`` (seconds of any
     monotonic clock) and come out when they are due."""
 
-    def __init__(self, links: Mapping[bytes, WanLink], seed: int) -> None:
+    def __init__(self, links: Mapping[bytes, LinkProfile], seed: int) -> None:
         self._links = dict(links)
         self._up = {address: _Queue(link.up_bits_per_s) for address, link in links.items()}
         self._down = {address: _Queue(link.down_bits_per_s) for address, link in links.items()}
@@ -206,7 +196,7 @@ def forward(device: int, wan: Wan, wanted: list[bool]) -> None:
         time.sleep(SLICE_S)
 
 
-def write_links(path: Path, links: Mapping[str, WanLink], seed: int) -> None:
+def write_links(path: Path, links: Mapping[str, LinkProfile], seed: int) -> None:
     """For the process: links by IPv4 address in text."""
     table = {"seed": seed, "links": {address: asdict(link) for address, link in links.items()}}
     path.write_text(json.dumps(table, indent=1) + "\n", encoding="ascii")
@@ -217,7 +207,7 @@ def main(arguments: list[str]) -> int:
     from p2p_co2.system.process import end_with_parent
 
     table = json.loads(Path(arguments[0]).read_text(encoding="ascii"))
-    links = {socket.inet_aton(address): WanLink(**link) for address, link in table["links"].items()}
+    links = {socket.inet_aton(address): LinkProfile(**link) for address, link in table["links"].items()}
     end_with_parent(int(arguments[1]))
     wan, wanted = Wan(links, table["seed"]), [True]
     for number in (signal.SIGTERM, signal.SIGINT):

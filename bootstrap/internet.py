@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bootstrap import forwarder, netns
-from bootstrap.forwarder import DEVICE, WanLink
+from bootstrap.forwarder import DEVICE
 from bootstrap.local_swarm import environment
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.planning.profiles import LinkProfile
@@ -127,16 +127,7 @@ class Internet:
 
     def start(self) -> None:
         """Let the packets flow. Raises ``EnvironmentFault``."""
-        links = {
-            machine.public_address: WanLink(
-                latency_s=machine.profile.latency_ms / 1e3,
-                jitter_s=machine.profile.jitter_ms / 1e3,
-                loss=machine.profile.loss,
-                up_bits_per_s=machine.profile.up_bits_per_s,
-                down_bits_per_s=machine.profile.down_bits_per_s,
-            )
-            for machine in self.machines.values()
-        }
+        links = {machine.public_address: machine.profile for machine in self.machines.values()}
         forwarder.write_links(self._folder / "wan.json", links, self._seed)
         arguments = program("bootstrap.forwarder", str(self._folder / "wan.json"), str(os.getpid()))
         with self._log.open("wb") as log:
@@ -158,7 +149,11 @@ class Internet:
 
     def traffic_bytes(self) -> dict[str, tuple[int, int]]:
         """Bytes (up, down) that each machine's line has carried, packet headers included."""
-        text = netns.call_inside(self._middle, lambda: Path("/proc/thread-self/net/dev").read_text())
+        assert self._forwarder is not None
+        try:
+            text = Path(f"/proc/{self._forwarder.pid}/net/dev").read_text()
+        except OSError as error:
+            raise EnvironmentFault(f"the packet forwarder has gone: {error.strerror}") from None
         devices = {}
         for line in text.splitlines()[2:]:
             device, _, figures = line.partition(":")

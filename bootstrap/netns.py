@@ -2,33 +2,28 @@
 
 All that is made on a machine is a namespace whose name carries the id and the start time of its owner, or
 lies inside one. ``remove`` ends what runs in it; ``sweep`` removes those whose owner is dead. Nothing else of
-the machine is changed. Needs root and iproute2. Sources: ip-netns(8), setns(2).
+the machine is changed. Needs root and iproute2. Source: ip-netns(8).
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shutil
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from p2p_co2.errors import EnvironmentFault
 
 _PREFIX = "p2pco2"
 _OURS = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-\S+")
 _MOUNTED = Path("/run/netns")
-_CLONE_NEWNET = 0x40000000
 _COMMAND_S = 20.0
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -108,36 +103,10 @@ def inside(namespace: str, arguments: Sequence[str]) -> list[str]:
     return ["ip", "netns", "exec", namespace, *arguments]
 
 
-def call_inside(namespace: str, call: Callable[[], _Result]) -> _Result:
-    """What ``call`` returns when a thread of its own runs it inside. Raises ``EnvironmentFault``."""
-    results: list[_Result] = []
-    problems: list[str] = []
-
-    def enter() -> None:
-        try:
-            with (_MOUNTED / namespace).open() as place:
-                if ctypes.CDLL(None, use_errno=True).setns(place.fileno(), _CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), "setns")
-            results.append(call())
-        except OSError as error:
-            problems.append(f"{error.strerror or error} ({error.filename or namespace})")
-
-    thread = threading.Thread(target=enter, name="in a namespace")
-    thread.start()
-    thread.join()
-    if problems:
-        raise EnvironmentFault(f"cannot work in the network namespace {namespace}: {problems[0]}")
-    return results[0]
-
-
 def set_kernel_options(namespace: str, options: dict[str, str]) -> None:
-    """Set sysctl(8) options of the namespace, by path below /proc/sys/net."""
-
-    def write() -> None:
-        for path, value in options.items():
-            Path("/proc/sys/net", path).write_text(value)
-
-    call_inside(namespace, write)
+    """Set sysctl(8) options of the namespace, by path below /proc/sys/net. Raises ``EnvironmentFault``."""
+    lines = [f"echo {value} > /proc/sys/net/{path}" for path, value in options.items()]
+    _run(inside(namespace, ["sh", "-c", " && ".join(lines)]))
 
 
 def masquerade(router: str, outside: str, symmetric: bool) -> None:

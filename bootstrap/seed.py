@@ -135,6 +135,8 @@ class Seed:
             self._digest, self._key = run.digest(), self._identity.peer_id
             self._others = self._known_seeds()
         self._must_join = given is not None
+        self._named: tuple[str, ...] = ()
+        """Seeds of the ticket that was printed last."""
 
     async def serve(self) -> None:
         """Until cancelled. Raises ``EnvironmentFault``, ``TransportError``."""
@@ -157,14 +159,14 @@ class Seed:
             stack.push_async_callback(probes.close)
             await probes.start()
             self.say(f'run "{run.name}", recipe {run.recipe}, digest {self._digest.hex()[:16]}')
-            ticket = await self._print_ticket(p2p)
+            await self._print_ticket(p2p)
             self.say(f"join with: {how_to_join(run)}")
             self.say("Ctrl-C ends the seed; peers that know each other go on")
             if options.port == 0 and not options.also:
                 self.say("the port is a free one: for a ticket that outlives a restart, give --port")
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._keep_up(discovery), name="keep up")
-                group.create_task(self._keep_daemon(p2p, discovery, ticket), name="keep the daemon")
+                group.create_task(self._keep_daemon(p2p, discovery), name="keep the daemon")
 
     def _known_seeds(self) -> tuple[str, ...]:
         """The other seeds of this run, from the ticket that this seed printed when it was last up."""
@@ -197,18 +199,16 @@ class Seed:
         await discovery.keep_manifest()
         return RunConfig.from_canonical_bytes(manifest.config)
 
-    async def _print_ticket(self, p2p: P2P, before: str = "") -> str:
-        """Print and keep the ticket, unless that of ``before`` still leads here; the one that counts."""
+    async def _print_ticket(self, p2p: P2P) -> None:
+        """Print and keep the ticket, unless the one before still leads here."""
         from p2p_co2.net.transport.libp2p.control import own_maddrs
 
         own = seed_addresses(await own_maddrs(p2p, _DAEMON_TIMEOUT_S))
-        if before and set(own).intersection(Ticket.parse(before).seeds):
-            return before
-        seeds = tuple(dict.fromkeys((*own, *self._others)))[:MAX_ADDRESSES]
-        ticket = str(Ticket(self._digest, self._key, seeds))
-        _keep(self._options.folder, "ticket", f"{ticket}\n")
-        self.say(f"ticket: {ticket}")
-        return ticket
+        if not set(own).intersection(self._named):
+            self._named = tuple(dict.fromkeys((*own, *self._others)))[:MAX_ADDRESSES]
+            ticket = str(Ticket(self._digest, self._key, self._named))
+            _keep(self._options.folder, "ticket", f"{ticket}\n")
+            self.say(f"ticket: {ticket}")
 
     async def _keep_up(self, discovery: Discovery) -> None:
         """Publish the settings again and again, keep where the run is, and tell how many peers there are when
@@ -232,17 +232,16 @@ class Seed:
                 peers = found
                 self._say_now(f"peers: {peers}")
 
-    async def _keep_daemon(self, p2p: P2P, discovery: Discovery, ticket: str) -> None:
+    async def _keep_daemon(self, p2p: P2P, discovery: Discovery) -> None:
         """Start the libp2p daemon again when it dies or hangs. Raises ``EnvironmentFault`` if it cannot."""
         from p2p_co2.net.transport.libp2p.daemon import keep_alive
 
         async def revived(words: str) -> None:
-            nonlocal ticket
             self._say_now(f"the libp2p daemon had ended ({words}); it was started again")
             try:
                 await discovery.rebootstrap(self._others)
                 await discovery.keep_manifest()
-                ticket = await self._print_ticket(p2p, before=ticket)
+                await self._print_ticket(p2p)
             except (TransportError, EnvironmentFault) as error:
                 self._say_now(f"warning: {error}")
 

@@ -99,7 +99,6 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> Non
     import_slow(options)
     running.go_on()
     end_with_parent(options.parent)
-    device = _checked_device(options.config.device)
     _look_first(options.config, watch.say)
     _look_into_folder(options)
     signal.signal(signal.SIGUSR1, running.toggle_pause)
@@ -114,7 +113,7 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> Non
             if isinstance(event, Warned) and event.text == ALONE:
                 watch.say(f"to invite somebody: p2p-co2 join {options.ticket}")
 
-        _join_and_train(options, device, running, on_event, watch.say)
+        _join_and_train(options, running, on_event, watch.say)
         if journal.failed:
             watch.say(f"warning: {journal.failed}")
 
@@ -134,8 +133,10 @@ def _look_into_folder(options: JoinOptions) -> None:
 
 def _look_first(config: PeerConfig, say: Callable[[str], None]) -> None:
     """The doctor's look at this machine: says what limits the peer. Raises ``EnvironmentFault`` for what
-    forbids it."""
+    forbids it, ``ConfigError`` for a device that is not there."""
     for finding in look_at_machine(config):
+        if finding.state == State.CANNOT and finding.name == "device":
+            raise ConfigError.of_option("--device", f"{finding.measured}; {finding.advice}")
         if finding.state == State.CANNOT:
             raise EnvironmentFault(f"{finding.name}: {finding.measured}; {finding.advice}")
         if finding.state == State.LIMITED:
@@ -174,7 +175,6 @@ class _Running:
 
 def _join_and_train(
     options: JoinOptions,
-    device: str,
     running: _Running,
     on_event: Callable[[Event], None],
     say: Callable[[str], None],
@@ -192,15 +192,13 @@ def _join_and_train(
             say(f"board: {connection.board}")
         say(f'run "{connection.run.name}", recipe {connection.run.recipe}')
         recipe = load_run_recipe(connection.run, options.recipe, options.data)
-        _train(connection, recipe, options, device, running)
+        _train(connection, recipe, options, running)
     finally:
         connection.close()
 
 
-def _train(
-    connection: Connection, recipe: Recipe, options: JoinOptions, device: str, running: _Running
-) -> None:
-    model = recipe.model.to(device)
+def _train(connection: Connection, recipe: Recipe, options: JoinOptions, running: _Running) -> None:
+    model = recipe.model.to(options.config.device)
     optimizer = recipe.optimizer(model.parameters())  # a first one imports much of torch
     running.go_on()
     peer = connection.start(
@@ -226,20 +224,6 @@ def _data_seed(run: RunConfig, config: PeerConfig, inner_steps: int) -> int:
     peer = Identity.load_or_create(config.folder / "identity").peer_id
     digest = hashlib.sha256(f"{run.seed} {peer} {inner_steps}".encode()).digest()
     return int.from_bytes(digest[:6], "big")
-
-
-def _checked_device(device: str) -> str:
-    import torch
-
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        problem = f"torch knows no device {device!r}; use cpu or cuda"
-        raise ConfigError.of_option("--device", problem) from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        problem = "torch sees no CUDA device here; use cpu, or a CUDA build of torch"
-        raise ConfigError.of_option("--device", problem)
-    return device
 
 
 class AgreedLoss:

@@ -70,9 +70,12 @@ class Campaign(LocalSwarm):
         self.ticket = self.ticket or ticket
         return seed
 
-    def join(self, name: str, *options: str, variables: Mapping[str, str] | None = None) -> Child:
-        """Start a peer."""
-        place = ["--folder", str(self.folder / name), "--name", name, "--threads", "1", "--recipe", RECIPE]
+    def join(
+        self, name: str, *options: str, recipe: str = RECIPE, variables: Mapping[str, str] | None = None
+    ) -> Child:
+        """Start a peer. ``recipe``: "" for the built-in one."""
+        place = ["--folder", str(self.folder / name), "--name", name, "--threads", "1"]
+        place += ["--recipe", recipe] if recipe else []
         command = console("join", self.ticket, *place, *options)
         return self.start(name, command, {**environment(), **(variables or {})})
 

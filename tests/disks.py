@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 
 def fill(disk: Path) -> None:
     """Leave no room on ``disk``; removing the file "filling" gives it back."""
     with (disk / "filling").open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(1024))
-        except OSError:
-            return
+        for size in (1 << 16, 1024, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
 import p2p_co2
-from p2p_co2.telemetry.events import Event, Warned
+from p2p_co2.telemetry.events import Event, PeerFinished, Warned
 
 WORDS, WIDTH = 17, 8
 
@@ -59,10 +59,13 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=50)
     draw, warnings = torch.Generator().manual_seed(options.seed), list[str]()
+    ended = list[PeerFinished]()
 
     def on_event(event: Event) -> None:
         if isinstance(event, Warned):
             warnings.append(event.text)
+        if isinstance(event, PeerFinished):
+            ended.append(event)
 
     config = p2p_co2.PeerConfig(folder=options.folder, min_peers=2, board=False, checkpoint_every_s=1.0)
     with p2p_co2.join(options.ticket, model, optimizer, config, on_event) as peer:
@@ -91,7 +94,7 @@ def main() -> None:
         "missing": sorted(found.missing_keys),
         "unexpected": found.unexpected_keys,
         "warnings": warnings,
-        "rounds": min(peer._sync.versions),
+        "rounds": min(ended[0].versions),
     }
     print("told:", json.dumps(told), flush=True)
 

@@ -18,11 +18,12 @@ from bootstrap.stage import exit_status_of
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.net.discovery import Discovery
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.system.ctrl_c import hand_over
 from p2p_co2.system.process import processes_below
 from p2p_co2.ticket import Ticket
-from tests.transport_peers import open_peer, until
+from tests.transport_peers import until
 
 PYTHON = [sys.executable, "-c"]
 BOUND_S = 120.0
@@ -62,20 +63,6 @@ def test_nothing_survives_a_child_that_does_not_listen(tmp_path: Path) -> None:
     assert child.exit_status() == -signal.SIGKILL
     assert not psutil.pid_exists(child.pid)
     assert _gone(below)
-
-
-def test_nothing_survives_an_error_in_the_parent(tmp_path: Path) -> None:
-    started = []
-
-    def fail() -> None:
-        with LocalSwarm(tmp_path, grace_s=BOUND_S) as swarm:
-            started.append(swarm.start("polite", [*PYTHON, POLITE]))
-            swarm.wait_for_line(started[0], "ready:", BOUND_S)
-            raise RuntimeError("the parent failed")
-
-    with pytest.raises(RuntimeError, match="the parent failed"):
-        fail()
-    assert not psutil.pid_exists(started[0].pid)
 
 
 def test_a_grandchild_left_behind_by_a_dead_child_is_ended(tmp_path: Path) -> None:
@@ -120,23 +107,25 @@ async def test_a_seed_brings_its_libp2p_daemon_back_where_it_was(tmp_path: Path)
     options = SeedOptions(folder=tmp_path, host="127.0.0.1")
     others = set(processes_below(os.getpid()))
     serving = asyncio.create_task(Seed(options, run, None, said.append).serve())
+    peer = Identity.generate()
+    (tmp_path / "peer").write_bytes(peer.libp2p_bytes())
+    p2p = await start_p2p(tmp_path / "peer")
+    discovery = Discovery(p2p, peer, run.digest(), lambda *_: None)
     try:
-        async with open_peer("libp2p", tmp_path / "peer", run=run.digest()) as peer:
-            p2p = peer.carrier._p2p  # type: ignore[attr-defined]
-            discovery = Discovery(p2p, peer.identity, run.digest(), lambda *_: None)
-            await until(lambda: serving.done() or any("join with" in line for line in said))
-            before = next(line for line in said if line.startswith("ticket: "))
-            await discovery.start(Ticket.parse(before.removeprefix("ticket: ")).seeds)
-            (daemon,) = set(processes_below(os.getpid())) - others - {p2p.daemon.process.pid}
-            os.kill(daemon, signal.SIGKILL)
-            await until(lambda: serving.done() or any("started again" in line for line in said))
-            await discovery.rebootstrap(Ticket.parse(before.removeprefix("ticket: ")).seeds)
-            assert (await discovery.fetch_manifest(identity.peer_id)).config == run.canonical_bytes()
-            assert [line for line in said if line.startswith("ticket: ")] == [before]
-            await discovery.close()
+        await until(lambda: serving.done() or any("join with" in line for line in said))
+        before = next(line for line in said if line.startswith("ticket: "))
+        await discovery.start(Ticket.parse(before.removeprefix("ticket: ")).seeds)
+        (daemon,) = set(processes_below(os.getpid())) - others - {p2p.daemon.process.pid}
+        os.kill(daemon, signal.SIGKILL)
+        await until(lambda: serving.done() or any("started again" in line for line in said))
+        await discovery.rebootstrap(Ticket.parse(before.removeprefix("ticket: ")).seeds)
+        assert (await discovery.fetch_manifest(identity.peer_id)).config == run.canonical_bytes()
+        assert [line for line in said if line.startswith("ticket: ")] == [before]
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
+        await discovery.close()
+        await stop_p2p(p2p)
 
 
 @pytest.mark.parametrize(

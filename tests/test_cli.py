@@ -57,18 +57,18 @@ def test_version() -> None:
     assert (result.returncode, result.stdout) == (0, f"p2p-co2 {__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["seed", "join", "demo", "plan", "sample", "eval", "init"])
-def test_every_command_explains_itself_without_torch_or_hivemind(command: str) -> None:
+def test_every_command_explains_itself_without_torch_or_hivemind() -> None:
     script = (
-        "import sys\nfrom p2p_co2.cli.main import main\n"
-        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "import sys\nfrom p2p_co2.cli.main import HELP_ORDER, main\n"
+        "for command in HELP_ORDER:\n"
+        "    try:\n        main([command, '--help'])\n"
+        "    except SystemExit as end:\n        assert end.code == 0, end.code\n"
         "print(sorted({'torch', 'hivemind', 'grpc', 'matplotlib'} & set(sys.modules)))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", script, command, "--help"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert command in result.stdout
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert all(f"p2p-co2 {command} [OPTIONS]" in result.stdout for command in cli.HELP_ORDER)
     assert result.stdout.splitlines()[-1] == "[]"
 
 
@@ -78,25 +78,10 @@ def test_the_default_run_file_is_the_defaults() -> None:
     assert (ROOT / "examples" / "run.toml").read_text(encoding="utf-8") == DEFAULT_RUN_FILE
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("fragments = = 4", ["not valid TOML", "line 1"]),
-        ("fragmnets = 4", ["fragmnets", "unknown key"]),
-        (
-            'fragments = 9\n[clock]\nmode = "steps"\ninner_steps_per_round = 8',
-            ["inner_steps_per_round is 8", "at least 9"],
-        ),
-        ("[outer]\nlr = -0.1", ["outer.lr", "greater than 0"]),
-        ('[codec]\nname = "int5"', ["codec.name", "int4"]),
-    ],
-)  # fmt: skip
-def test_a_bad_run_file_is_refused_by_file_key_and_what_would_be_right(
-    tmp_path: Path, content: str, words: list[str]
-) -> None:
+def test_a_bad_run_file_is_refused_by_file_key_and_what_would_be_right(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(content)
-    refused(run("seed", str(path), "--folder", str(tmp_path / "seed")), str(path), *words)
+    path.write_text('[codec]\nname = "int5"')
+    refused(run("seed", str(path), "--folder", str(tmp_path / "seed")), str(path), "codec.name", "int4")
 
 
 @pytest.mark.parametrize(
@@ -104,8 +89,6 @@ def test_a_bad_run_file_is_refused_by_file_key_and_what_would_be_right(
     [
         ("--carrier", "pigeon", ["'grpc'", "'libp2p'", "pigeon"]),
         ("--grpc-port", "70000", ["65535"]),
-        ("--batch", "-1", ["greater than or equal to 0"]),
-        ("--upload", "-1", ["greater than or equal to 0"]),
         ("--upload", "9", ["below 10000 bytes/s", "0 for no cap"]),
         ("--download", "fast", ["--download", "'fast' is no rate", "20Mbit"]),
         ("--hours", "22-7", ["--hours", "'22-7' is no span of the day", "22:00-07:00"]),
@@ -115,9 +98,8 @@ def test_a_bad_option_is_refused_by_its_name(option: str, value: str, words: lis
     refused(run("join", "p2pco2-x", option, value), option, *words)
 
 
-@pytest.mark.parametrize("ticket", ["nonsense", "p2pco2-", "p2pco2-AAAA", "p2pco2-" + "Z" * 5000])
-def test_a_wrong_ticket_is_refused_before_anything_starts(tmp_path: Path, ticket: str) -> None:
-    refused(run("join", ticket, "--folder", str(tmp_path / "peer")))
+def test_a_wrong_ticket_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    refused(run("join", "p2pco2-AAAA", "--folder", str(tmp_path / "peer")))
     assert not (tmp_path / "peer").exists()
 
 
@@ -132,7 +114,6 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--rule", "hope"], ["--rule", "'keep'"]),
         (["--codec", "int5"], ["--codec", "int4"]),
         (["--round-s", "0"], ["--round-s", "greater than 0"]),
         (["--peers", "0"], ["--peers", "at least 1"]),
@@ -153,7 +134,6 @@ def test_a_demo_does_not_overwrite_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
-        (EnvironmentFault("port 5 is in use"), 1, "error: port 5 is in use"),
         (TransportError("nobody there"), 1, "error: nobody there"),
         (
             OSError(errno.ENOSPC, "No space left on device", "x.bin"),
@@ -165,7 +145,6 @@ def test_a_demo_does_not_overwrite_a_run(tmp_path: Path) -> None:
             1,
             "error: Permission denied: runs; use a file or folder that is yours",
         ),
-        (OSError(errno.EIO, "Input/output error", "x"), 1, "error: Input/output error: x"),
     ],
 )
 def test_faults_outside_the_program_are_one_line(
@@ -349,30 +328,15 @@ def _interrupted_at(module: str, command: list[str]) -> tuple[int, str]:
     return result.returncode, result.stderr
 
 
-@pytest.mark.parametrize(
-    ("module", "command"),
-    [
-        ("p2p_co2.trainer", ["join"]),
-        ("p2p_co2.trained", ["eval"]),
-        ("p2p_co2.cli.simulate", ["simulate"]),
-    ],
-)
-def test_a_ctrl_c_while_a_command_imports_ends_it(module: str, command: list[str]) -> None:
+def test_a_ctrl_c_while_join_imports_ends_it() -> None:
     identity = Identity.generate()
     seed = f"/ip4/127.0.0.1/tcp/9/p2p/{identity.peer_id}"
     ticket = str(Ticket(bytes(32), identity.peer_id, (seed,)))
-    assert _interrupted_at(module, [*command, ticket]) == (-signal.SIGINT, "stopped\n")
+    assert _interrupted_at("p2p_co2.trainer", ["join", ticket]) == (-signal.SIGINT, "stopped\n")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["seed", "--folder"], ["demo", "--no-board", "--folder"], ["rehearse", "--folder"],
-        ["plan", "examples/run.toml", "--plot"],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("command", [["seed", "--folder"], ["plan", "examples/run.toml", "--plot"]])
 def test_a_ctrl_c_that_an_import_swallows_is_not_lost(tmp_path: Path, command: list[str]) -> None:
-    """The seed went on as if nothing had been pressed, in 2 of 24 tries."""
     assert _interrupted_at("torch", [*command, str(tmp_path / "it")]) == (-signal.SIGINT, "stopped\n")
     assert not (tmp_path / "it").exists()
 

@@ -116,7 +116,7 @@ async def test_a_seed_with_a_wrong_clock_and_a_thin_link(tmp_path: Path) -> None
     async with seed(tmp_path, ahead_s=3600.0, cap=50_000.0) as ticket:
         states, words, _ = await looked_at_rest(ticket, {"download": LIMITED, "upload": OK})
         assert (states["clock"], states["download"], states["upload"]) == (CANNOT, LIMITED, OK), words
-        assert "-3600" in words["clock"]
+        assert words["clock"].startswith(("-3600", "-3599"))
 
 
 async def test_a_run_that_is_gone(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ async def test_a_run_that_is_gone(tmp_path: Path) -> None:
 
 
 async def test_what_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(*arguments: object) -> None:
+    async def never(*arguments: object, **options: object) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr(network, "NETWORK_S", 0.0)

@@ -179,8 +179,8 @@ def pause_and_fill_the_disk_of(swarm: Campaign, peer: Child) -> None:
     words = [event.text for event in swarm.events(name, Warned, since=resumed_at)]
     (warned,) = (text for text in words if "no checkpoint was written" in text)
     assert "the disk is full; free some space or give another folder" in warned
-    said = [text for text in peer.last_lines(500).splitlines() if "warning: " in text]
-    assert sum("the disk is full" in text for text in said) == 1
+    told = [text for text in peer.last_lines(500).splitlines() if "warning: " in text]
+    assert sum("the disk is full" in text for text in told) == 1, told
     assert checkpoint.load(folder).inner_steps == before.inner_steps  # the one before it is whole
 
     swarm.toggle_pause(peer)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from bootstrap.local_swarm import environment
 from p2p_co2.telemetry.events import Paused, PeerFinished, Progress, Resumed, RoundCommitted
 from tests.campaign import Campaign, paced_run
-from tests.test_faults import start_up_s
 
 pytestmark = pytest.mark.swarm
 SEVEN_S, DAY_S = 7 * 3600, 24 * 3600
@@ -20,6 +23,14 @@ SEVEN_S, DAY_S = 7 * 3600, 24 * 3600
 def swarm(tmp_path: Path) -> Iterator[Campaign]:
     with Campaign(tmp_path) as swarm:
         yield swarm
+
+
+def start_up_s() -> float:
+    """How long this machine takes now for most of what a peer does before it looks for the swarm."""
+    began_at = time.monotonic()
+    command = [sys.executable, "-c", "import p2p_co2.trainer"]
+    subprocess.run(command, check=True, env=os.environ | environment())
+    return time.monotonic() - began_at
 
 
 def zone_where_it_is_seven_at(at: float) -> str:

@@ -13,9 +13,10 @@ import pytest
 from rich.console import Console
 
 from bootstrap.plan.links import GivenLink, read_links
-from bootstrap.plan.plan import PlanOptions, make_plan, run_plan
-from bootstrap.plan.report import print_plan
+from bootstrap.plan.plan import PlanOptions, make_plan
+from bootstrap.plan.report import print_plan, run_plan
 from p2p_co2.errors import ConfigError
+from p2p_co2.planning import Link
 from p2p_co2.recipes import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,15 +63,8 @@ def test_what_is_given_is_not_measured_and_needs_no_torch(run_file: Path) -> Non
         "print(sorted({'torch', 'hivemind', 'grpc', 'matplotlib'} & set(sys.modules)))"
     )
     arguments = ["plan", str(run_file), "--parameters", "100000000", "--step-s", "0.5", "--json"]
-    result = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    table, modules = result.stdout.rsplit("\n", 2)[:2]
+    said = subprocess.check_output([sys.executable, "-c", script, *arguments], cwd=ROOT, text=True)
+    table, modules = said.rsplit("\n", 2)[:2]
     assert modules == "[]"
     assert json.loads(table)["given"]["setting"]["parameters"] == 10**8
 
@@ -79,21 +73,14 @@ def test_the_table_says_what_binds_and_what_to_write(run_file: Path) -> None:
     text = StringIO()
     print_plan(make_plan(options(run_file)), Console(file=text, width=200))
     shown = " ".join(text.getvalue().split())
-    for words in (
-        "does not reach 95%",
-        "What binds: upload",
-        "clock.round_s = ",
-        "of the sends are left out",
-        "20 Mbit/s up",
-    ):
+    for words in ("does not reach 95%", "What binds: upload", "clock.round_s = ", "sends are left out"):
         assert words in shown
 
 
 def test_of_more_peers_than_a_run_may_have_the_plan_says_which_it_is_of(run_file: Path) -> None:
-    text = StringIO()
-    print_plan(make_plan(options(run_file, peers=80)), Console(file=text, width=200))
-    assert "64 peers in a round" in text.getvalue()
-    assert "of 80 peers the slowest 64, all that may come" in text.getvalue()
+    plan = make_plan(options(run_file, peers=80))
+    assert len(plan.setting.links) == 64
+    assert "of 80 peers the slowest 64, all that may come" in plan.sources["links"]
 
 
 @pytest.mark.parametrize("mode", ["time", "steps"])
@@ -120,12 +107,7 @@ def test_links_by_profile_figures_and_measurement(tmp_path: Path) -> None:
     assert cable[0].up_bytes_per_s == 5e6
     assert "cable" in words
     (given,), _ = read_links(GivenLink(up_mbit=8, rtt_ms=50, loss=0.01), 1, 0)
-    assert (given.up_bytes_per_s, given.down_bytes_per_s, given.round_trip_s, given.loss) == (
-        1e6,
-        1e7,
-        0.05,
-        0.01,
-    )
+    assert given == Link(up_bytes_per_s=1e6, down_bytes_per_s=1e7, round_trip_s=0.05, loss=0.01)
     path = tmp_path / "link.json"
     path.write_text(
         json.dumps({"link": {"up_bytes_per_s": 5.0, "down_bytes_per_s": 6.0, "round_trip_s": 0.5}})

@@ -276,7 +276,6 @@ def test_user_batches_that_run_out_say_so(own: Path) -> None:
         next(batches)
 
 
-SMALL: dict[str, str | int | float | bool] = {"layers": 1, "width": 16, "heads": 2, "context": 16}
 OWN_OF_RUN = """
 from pathlib import Path
 import torch
@@ -290,21 +289,19 @@ def make(width: int = 3):
 
 
 @pytest.fixture
-def own_file(tmp_path: Path) -> Path:
-    path = tmp_path / "own.py"
-    path.write_text(OWN_OF_RUN, encoding="utf-8")
-    return path
+def own_file(own: Path) -> Path:
+    own.write_text(OWN_OF_RUN, encoding="utf-8")
+    return own
 
 
 def has_run(own_file: Path) -> bool:
     return own_file.with_suffix(".ran").exists()
 
 
-def run_of(name: str, options: dict[str, str | int | float | bool], seed: int = 0) -> RunConfig:
+def run_of(name: str, options: dict[str, str | int | float | bool]) -> RunConfig:
     """A run as its organiser publishes it."""
-    return RunConfig(
-        recipe=name, recipe_options=options, recipe_digest=recipe_digest(name, options), seed=seed
-    )
+    digest = recipe_digest(name, options)
+    return RunConfig(recipe=name, recipe_options=options, recipe_digest=digest, fragments=2)
 
 
 # ---- by hand
@@ -313,7 +310,7 @@ def run_of(name: str, options: dict[str, str | int | float | bool], seed: int = 
 def test_a_peer_may_train_on_a_text_of_its_own(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 100)
-    inputs, _ = next(load_run_recipe(run_of("byte-gpt", SMALL), data={"text": str(text)}).batches(0, 4))
+    inputs, _ = next(load_run_recipe(run_of("byte-gpt", TINY), data={"text": str(text)}).batches(0, 4))
     assert set(inputs.flatten().tolist()) <= set(b"abcdefgh")
 
 
@@ -345,7 +342,7 @@ def test_another_recipe_than_the_organisers_is_refused_before_it_runs(own_file: 
 
 def test_an_own_file_for_a_built_in_recipe_is_refused_before_it_runs(own_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"built-in recipe 'byte-gpt'; leave it out"):
-        load_run_recipe(run_of("byte-gpt", SMALL), f"{own_file}:make")
+        load_run_recipe(run_of("byte-gpt", TINY), f"{own_file}:make")
     assert not has_run(own_file)
 
 
@@ -355,7 +352,6 @@ def test_data_of_ones_own_must_leave_the_recipe_what_it_is(own_file: Path) -> No
     assert not has_run(own_file)
 
 
-LAYERED: dict[str, str | int | float | bool] = {"layers": 2, "width": 16, "heads": 2, "context": 16}
 OWN_WITH_BUFFERS = """
 import torch
 from torch import nn
@@ -364,11 +360,6 @@ def make():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     return model, [torch.ones(2, 3)], lambda model, x: model(x).square().mean()
 """
-
-
-def published(name: str, options: dict[str, str | int | float | bool]) -> RunConfig:
-    digest = recipe_digest(name, options)
-    return RunConfig(recipe=name, recipe_options=options, recipe_digest=digest, fragments=2)
 
 
 def checkpoint_of(run: RunConfig) -> tuple[Checkpoint, dict[str, Tensor]]:
@@ -400,13 +391,13 @@ def parameters_of(trained: Trained) -> dict[str, Tensor]:
 
 
 def test_what_is_sampled_and_measured_are_the_agreed_parameters(tmp_path: Path) -> None:
-    saved, agreed = checkpoint_of(published("byte-gpt", LAYERED))
+    saved, agreed = checkpoint_of(run_of("byte-gpt", TINY))
     save(tmp_path, saved)
     trained = Trained.load(tmp_path)
     loaded = parameters_of(trained)
     assert loaded.keys() == agreed.keys()
     assert all(loaded[name].equal(agreed[name]) for name in agreed)
-    reference = load_recipe("byte-gpt", LAYERED, seed=1)
+    reference = load_recipe("byte-gpt", TINY, seed=1)
     reference.model.load_state_dict(agreed, strict=False)
     assert reference.held_out is not None
     assert trained.held_out_loss() == reference.held_out(reference.model)
@@ -415,7 +406,7 @@ def test_what_is_sampled_and_measured_are_the_agreed_parameters(tmp_path: Path) 
 def test_an_own_recipe_is_named_again_and_its_buffers_come_along(tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(OWN_WITH_BUFFERS, encoding="utf-8")
-    saved, agreed = checkpoint_of(published(f"{own}:make", {}))
+    saved, agreed = checkpoint_of(run_of(f"{own}:make", {}))
     save(tmp_path / "checkpoint", saved)
     with pytest.raises(ConfigError, match=r"--recipe FILE\.py:function"):
         Trained.load(tmp_path / "checkpoint")
@@ -431,7 +422,7 @@ def test_an_own_recipe_is_named_again_and_its_buffers_come_along(tmp_path: Path)
 
 
 def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
-    saved, _ = checkpoint_of(published("byte-gpt", LAYERED))
+    saved, _ = checkpoint_of(run_of("byte-gpt", TINY))
     save(tmp_path, replace(saved, plan_digest=bytes(32)))
     with pytest.raises(ConfigError, match="is of another model"):
         Trained.load(tmp_path)

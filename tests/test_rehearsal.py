@@ -4,6 +4,7 @@ test made and removes."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,18 @@ def start_rehearsal(folder: Path, *options: str) -> subprocess.Popen[bytes]:
 # ---- lines
 
 
+def inside(machine: Machine, make: Callable[[], socket.socket]) -> socket.socket:
+    """A socket that a thread makes on a machine's network."""
+
+    def enter() -> socket.socket:
+        with (Path("/run/netns") / machine.namespace).open() as place:
+            assert ctypes.CDLL(None).setns(place.fileno(), 0x40000000) == 0
+        return make()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(enter).result()
+
+
 def transfer(sender: Machine, receiver: Machine, data: bytes) -> tuple[bytes, float]:
     """(what arrived, seconds) of one TCP connection."""
 
@@ -79,8 +92,7 @@ def transfer(sender: Machine, receiver: Machine, data: bytes) -> tuple[bytes, fl
         made.listen()
         return made
 
-    listener = netns.call_inside(receiver.namespace, listen)
-    dialling = netns.call_inside(sender.namespace, socket.socket)
+    listener, dialling = inside(receiver, listen), inside(sender, socket.socket)
     with listener, dialling:
         dialling.settimeout(BOUND_S)
         dialling.connect((receiver.address, listener.getsockname()[1]))

@@ -7,20 +7,18 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import pytest
 
 from bootstrap.local_swarm import Child, LocalSwarm, environment
-from p2p_co2.config import ClockConfig, RunConfig, write_toml
+from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.system.process import program
 from p2p_co2.telemetry.events import (
-    Event,
     LinkLost,
     LinkOpened,
     PeerFinished,
@@ -34,7 +32,7 @@ from p2p_co2.telemetry.journal import read_events
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.connection import GATHER_BOUND_S
 from tests import campaign
-from tests.campaign import RECIPE
+from tests.campaign import Campaign
 
 pytestmark = pytest.mark.swarm
 
@@ -43,8 +41,7 @@ START_S = 180.0
 """Bound on a process's start: importing torch, several processes at a time, on few cores that may stand still
 for seconds. Nothing here is about speed."""
 LEAVE_S = 60.0
-TWO_OVER_LIBP2P = ("--min-peers", "2", "--carrier", "libp2p", "--recipe", RECIPE)
-"""The recipe rests between steps, so that those who come find the cores free."""
+TWO_OVER_LIBP2P = ("--min-peers", "2", "--carrier", "libp2p")
 OWN_RECIPE = """
 import torch
 from torch import nn
@@ -60,59 +57,13 @@ def make():
         return nn.functional.mse_loss(model(batch[0]), batch[1])
     return Recipe(nn.Linear(8, 8), batches, loss)
 """
-_E = TypeVar("_E", bound=Event)
-
-
-class Swarm(LocalSwarm):
-    """A seed and peers of one run, with what their journals say."""
-
-    ticket = ""
-
-    def publish(self, run: RunConfig) -> None:
-        (self.folder / "run.toml").write_text(write_toml(run))
-        place = ["--host", "127.0.0.1", "--folder", str(self.folder / "seed")]
-        seed = self.start(
-            "seed", program("bootstrap", "seed", str(self.folder / "run.toml"), *place), environment()
-        )
-        self.ticket = self.wait_for_line(seed, "ticket:", START_S)
-
-    def join(self, name: str, *options: str) -> Child:
-        place = ["--folder", str(self.folder / name), "--name", name, "--threads", "1"]
-        return self.start(name, program("peers", self.ticket, *place, *options), environment())
-
-    def events(self, name: str, kind: type[_E]) -> list[_E]:
-        path = self.folder / name / "events.jsonl"
-        return [event for event in read_events(path) if isinstance(event, kind)] if path.exists() else []
-
-    def wait_until(self, what: str, happened: Callable[[], bool], timeout_s: float = START_S) -> None:
-        ends_at = time.monotonic() + timeout_s
-        while not happened():
-            logs = "\n".join(f"{child.name}:\n{child.last_lines()}" for child in self.children)
-            assert not self.dead_unasked(), logs
-            assert time.monotonic() < ends_at, f"{what}: not after {timeout_s} s\n{logs}"
-            time.sleep(0.1)
-
-    def wait_for_step(self, name: str, step: int) -> None:
-        self.wait_until(
-            f"{name} at inner step {step}",
-            lambda: any(event.inner_steps >= step for event in self.events(name, Progress)[-1:]),
-        )
-
-    def finished(self, *names: str) -> list[PeerFinished]:
-        """Wait until these peers have ended by themselves; how each finished."""
-        peers = [child for child in self.children if child.name in names]
-        assert self.wait(peers, START_S), "\n".join(peer.last_lines() for peer in peers)
-        assert [peer.exit_status() for peer in peers] == [0] * len(peers), [
-            peer.last_lines() for peer in peers
-        ]
-        return [self.events(name, PeerFinished)[-1] for name in names]
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[Swarm]:
+def opened(folder: Path) -> Iterator[Campaign]:
     """A swarm of which nothing is left when the block ends."""
     folder.mkdir(exist_ok=True)
-    with Swarm(folder, grace_s=LEAVE_S) as swarm:
+    with Campaign(folder, grace_s=LEAVE_S) as swarm:
         yield swarm
         below = [process for child in swarm.running() for process in psutil.Process(child.pid).children(True)]
     assert not [process for process in below if process.is_running()]
@@ -120,7 +71,7 @@ def opened(folder: Path) -> Iterator[Swarm]:
 
 
 @pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
+def swarm(tmp_path: Path) -> Iterator[Campaign]:
     with opened(tmp_path) as swarm:
         yield swarm
 
@@ -137,27 +88,22 @@ def run_of(rounds: int, recipe: str = "byte-gpt") -> RunConfig:
     )
 
 
-def paced_run() -> RunConfig:
-    return campaign.paced_run(1.0, step_s=0.05)
-
-
-def assert_agreed(ends: list[PeerFinished]) -> None:
-    assert len({end.digest for end in ends}) == 1, ends
-    assert ends[0].digest
-    assert min(ends[0].versions) >= 2
-
-
 def test_two_peers_agree_over_each_carrier(tmp_path: Path) -> None:
     """Two swarms side by side, one on each carrier."""
     with ExitStack() as both:
         swarms = {carrier: both.enter_context(opened(tmp_path / carrier)) for carrier in ("grpc", "libp2p")}
         for carrier, swarm in swarms.items():
-            swarm.publish(run_of(rounds=6))
+            swarm.start_seed(run_of(rounds=6))
             for name in ("one", "two"):
-                swarm.join(name, "--min-peers", "2", "--carrier", carrier)
+                swarm.join(name, "--min-peers", "2", "--carrier", carrier, recipe="")
         for carrier, swarm in swarms.items():
-            ends = swarm.finished("one", "two")
-            assert_agreed(ends)
+            peers = swarm.children[1:]
+            assert swarm.wait(peers, START_S), swarm.tails()
+            assert [peer.exit_status() for peer in peers] == [0, 0], [peer.last_lines() for peer in peers]
+            ends = [swarm.events(name, PeerFinished)[-1] for name in ("one", "two")]
+            assert len({end.digest for end in ends}) == 1, ends
+            assert ends[0].digest
+            assert min(ends[0].versions) >= 2
             for name in ("one", "two"):
                 assert {event.carrier for event in swarm.events(name, LinkOpened)} == {carrier}
             losses = [event.loss for event in swarm.events("one", Progress) if event.loss == event.loss]
@@ -167,9 +113,9 @@ def test_two_peers_agree_over_each_carrier(tmp_path: Path) -> None:
 
 
 def test_a_daemon_dies_a_peer_leaves_at_ctrl_c_and_comes_back_and_two_ctrl_cs_end_at_once(
-    swarm: Swarm,
+    swarm: Campaign,
 ) -> None:
-    swarm.publish(paced_run())
+    swarm.start_seed(campaign.paced_run(1.0, step_s=0.05))
     one, two = (swarm.join(name, *TWO_OVER_LIBP2P) for name in ("one", "two"))
     swarm.wait_until("a round of both", lambda: _contributors(swarm, "one") == 2)
     outlive_a_killed_daemon(swarm, one)
@@ -177,7 +123,7 @@ def test_a_daemon_dies_a_peer_leaves_at_ctrl_c_and_comes_back_and_two_ctrl_cs_en
     end_at_once(swarm, one)
 
 
-def outlive_a_killed_daemon(swarm: Swarm, peer: Child) -> None:
+def outlive_a_killed_daemon(swarm: Campaign, peer: Child) -> None:
     daemon, *others = psutil.Process(peer.pid).children(recursive=True)
     assert (daemon.name(), others) == ("p2pd", [])
     killed_at = time.time()
@@ -192,7 +138,7 @@ def outlive_a_killed_daemon(swarm: Swarm, peer: Child) -> None:
     )
 
 
-def leave_and_resume(swarm: Swarm, two: Child) -> None:
+def leave_and_resume(swarm: Campaign, two: Child) -> None:
     gone = len(swarm.events("one", PeerLeft))
     # What a terminal does: all of the foreground group gets it, and the libp2p daemon if it is in there.
     os.killpg(two.pid, signal.SIGINT)
@@ -212,7 +158,7 @@ def leave_and_resume(swarm: Swarm, two: Child) -> None:
     assert again.running()
 
 
-def end_at_once(swarm: Swarm, peer: Child) -> None:
+def end_at_once(swarm: Campaign, peer: Child) -> None:
     below = psutil.Process(peer.pid).children(recursive=True)
     assert below, "the libp2p daemon is a child"
     peer.asked_to_end = True
@@ -228,17 +174,17 @@ def end_at_once(swarm: Swarm, peer: Child) -> None:
 
 
 def test_seeds_die_and_come_back_and_who_has_another_recipe_or_no_seed_is_told(
-    swarm: Swarm, tmp_path: Path
+    swarm: Campaign, tmp_path: Path
 ) -> None:
     here, other = tmp_path / "recipe.py", tmp_path / "other.py"
     here.write_text(OWN_RECIPE)
     other.write_text(OWN_RECIPE + "# a change, were it only a comment\n")
-    run, own = run_of(0, f"{here}:make"), ("--recipe", f"{here}:make")
-    swarm.publish(run)
-    first, ticket = swarm.children[0], Ticket.parse(swarm.ticket)
+    run, own = run_of(0, f"{here}:make"), f"{here}:make"
+    first = swarm.start_seed(run)
+    ticket = Ticket.parse(swarm.ticket)
     refused = {
-        "another than the run's": swarm.join("changed", "--recipe", f"{other}:make"),
-        "--recipe": swarm.join("unnamed"),
+        "another than the run's": swarm.join("changed", recipe=f"{other}:make"),
+        "--recipe": swarm.join("unnamed", recipe=""),
     }
     place = ["--host", "127.0.0.1", "--folder", str(swarm.folder / "seed2")]
     second = swarm.start("seed2", program("bootstrap", "seed", "--also", swarm.ticket, *place), environment())
@@ -248,27 +194,27 @@ def test_seeds_die_and_come_back_and_who_has_another_recipe_or_no_seed_is_told(
     assert_refused(swarm, refused)
 
     swarm.kill(first)
-    stranded = swarm.join("stranded", *own)  # its ticket names the dead one alone
+    stranded = swarm.join("stranded", recipe=own)  # its ticket names the dead one alone
     stranded.asked_to_end = True
     swarm.ticket = ticket_of_both
-    right = swarm.join("one", *own)
-    swarm.wait_for_step("one", 1)
+    right = swarm.join("one", recipe=own)
+    swarm.wait_until("a step", lambda: any(each.inner_steps for each in swarm.events("one", Progress)))
     assert swarm.wait([stranded], START_S)
     assert stranded.exit_status() == 1
     assert "no seed can be reached" in stranded.last_lines()
     assert "Traceback" not in stranded.last_lines(100)
 
-    first.log.unlink()
-    swarm.publish(run)
-    again = Ticket.parse(swarm.ticket)
+    swarm.ticket = str(ticket)  # which says where it was
+    back = swarm.start_seed(run)
+    again = Ticket.parse(swarm.wait_for_line(back, "ticket:", START_S))
     assert (again.run, again.run_key) == (ticket.run, ticket.run_key)
-    swarm.interrupt(swarm.children[-1])
-    assert swarm.wait([swarm.children[-1]], LEAVE_S)
-    assert swarm.children[-1].exit_status() == 0
+    swarm.interrupt(back)
+    assert swarm.wait([back], LEAVE_S)
+    assert back.exit_status() == 0
     assert right.running()
 
 
-def assert_refused(swarm: Swarm, refused: dict[str, Child]) -> None:
+def assert_refused(swarm: Campaign, refused: dict[str, Child]) -> None:
     """Each of them in one line that says why, by the words in it."""
     for peer in refused.values():
         peer.asked_to_end = True
@@ -337,7 +283,7 @@ def test_ctrl_c_ends_a_demo_with_all_its_processes(tmp_path: Path) -> None:
         assert not [process for process in below if process.is_running()]
 
 
-def _contributors(swarm: Swarm, name: str, since: float = 0.0) -> int:
+def _contributors(swarm: Campaign, name: str, since: float = 0.0) -> int:
     """Most contributors of a round that a peer saw committed after ``since``."""
     commits = [event for event in swarm.events(name, RoundCommitted) if event.at > since]
     return max((event.contributors for event in commits), default=0)

@@ -7,10 +7,10 @@ import struct
 
 import pytest
 
-from bootstrap.forwarder import HEADER_BYTES, QUEUE_S, Wan, WanLink, segment_count
+from bootstrap.forwarder import HEADER_BYTES, QUEUE_S, Wan, segment_count
 from bootstrap.lines import LineChanges, lines_of
 from p2p_co2.errors import ConfigError
-from p2p_co2.planning.profiles import PROFILES
+from p2p_co2.planning.profiles import PROFILES, LinkProfile
 
 A, B = socket.inet_aton("192.0.0.67"), socket.inet_aton("192.0.0.69")
 FAST = 1e12
@@ -18,8 +18,8 @@ FAST = 1e12
 
 def link(
     latency_s: float, jitter_s: float = 0.0, loss: float = 0.0, up: float = FAST, down: float = FAST
-) -> WanLink:
-    return WanLink(latency_s, jitter_s, loss, up, down)
+) -> LinkProfile:
+    return LinkProfile("test", int(up), int(down), 1e3 * latency_s, 1e3 * jitter_s, loss, "open")
 
 
 PLAIN = link(0.04)

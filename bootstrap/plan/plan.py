@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,22 +78,6 @@ def make_plan(options: PlanOptions) -> Plan:
         advice=advise(setting, options.target),
         sources=sources,
     )
-
-
-def run_plan(options: PlanOptions, say: Callable[[str], None] = print) -> int:
-    """Print the plan; returns the exit status. Raises ``ConfigError`` and ``EnvironmentFault``."""
-    plan = make_plan(options)
-    if options.as_json:
-        say(json.dumps(as_table(plan), indent=2))
-    else:
-        from bootstrap.plan.report import print_plan
-
-        print_plan(plan)
-    if options.plot is not None:
-        from bootstrap.plan.picture import draw_plan
-
-        draw_plan(plan, options.plot)
-    return 0
 
 
 def _check(options: PlanOptions) -> None:

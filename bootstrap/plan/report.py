@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bootstrap.plan.plan import Plan
+from bootstrap.plan.plan import Plan, PlanOptions, as_table, make_plan
 from p2p_co2.planning import Forecast, Setting
 
 WHY = {
@@ -26,6 +27,20 @@ WHY = {
 _PLAIN_WIDTH = 110
 
 Row = tuple[str, Callable[[Setting, Forecast], str]]
+
+
+def run_plan(options: PlanOptions, say: Callable[[str], None] = print) -> int:
+    """Print the plan; returns the exit status. Raises ``ConfigError`` and ``EnvironmentFault``."""
+    plan = make_plan(options)
+    if options.as_json:
+        say(json.dumps(as_table(plan), indent=2))
+    else:
+        print_plan(plan)
+    if options.plot is not None:
+        from bootstrap.plan.picture import draw_plan
+
+        draw_plan(plan, options.plot)
+    return 0
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:

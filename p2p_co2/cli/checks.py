@@ -85,7 +85,8 @@ def plan(
 ) -> None:
     """What a run will cost on given links, whether they are enough, and what to change."""
     from bootstrap.plan.links import GivenLink
-    from bootstrap.plan.plan import PlanOptions, run_plan
+    from bootstrap.plan.plan import PlanOptions
+    from bootstrap.plan.report import run_plan
 
     given = GivenLink(
         profile=profile, up_mbit=up_mbit, down_mbit=down_mbit, rtt_ms=rtt_ms, loss=loss, file=link

@@ -47,7 +47,9 @@ def look_at_machine(config: PeerConfig) -> Iterator[Finding]:
     yield torch
     if torch.state == State.OK:
         yield check_device(config.device)
-        yield check_kernels(*_kernels())
+        from p2p_co2.tensors.codec import passes
+
+        yield check_kernels(bool(passes.libraries()), passes.kernel is not None)
     yield check_threads(config.limits.threads, len(os.sched_getaffinity(0)), cpu_quota())
     yield check_memory(available_memory_bytes(), BASE_BYTES)
     yield check_disk(config.folder, LEAST_DISK_BYTES)
@@ -87,12 +89,9 @@ def check_device(name: str) -> Finding:
         return Finding("device", State.CANNOT, f"torch knows no device {name!r}", "use --device cpu or cuda")
     if device.type == "cpu":
         return Finding("device", State.OK, f"cpu, {_processor()}")
-    if device.type != "cuda" or not torch.cuda.is_available():
-        advice = "use --device cpu, or install a build of torch for it and its driver"
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+        advice = "use --device cpu, or install a build of torch for it and its driver; they count from cuda:0"
         return Finding("device", State.CANNOT, f"torch sees no {name} here", advice)
-    if (device.index or 0) >= torch.cuda.device_count():
-        advice = f"there are {torch.cuda.device_count()}; they count from cuda:0"
-        return Finding("device", State.CANNOT, f"no device {name}", advice)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     words = f"{torch.cuda.get_device_name(device)}, {gigabytes(free_bytes)} of {gigabytes(total_bytes)} free"
     if free_bytes < total_bytes / 2:
@@ -105,20 +104,10 @@ def check_kernels(built: bool, runs: bool) -> Finding:
     """What the codecs have to compute with. ``built``: at installation; ``runs``: this processor can run it.
     Without it torch's operations give the same values."""
     if runs:
-        return Finding("kernels", State.OK, "compiled at installation")
-    why = (
-        "compiled, and this processor has no AVX2 or no F16C"
-        if built
-        else "none: no C compiler at installation"
-    )
+        return Finding("kernels", State.OK, "compiled")
+    why = "compiled, and this processor has no AVX2 or no F16C" if built else "no C compiler at installation"
     advice = "install gcc and then p2p-co2 again: encoding and averaging are slower without, training is not"
     return Finding("kernels", State.LIMITED, why, advice)
-
-
-def _kernels() -> tuple[bool, bool]:
-    from p2p_co2.tensors.codec import passes
-
-    return bool(passes.libraries()), passes.kernel is not None
 
 
 def check_threads(wanted: int, cores: int, quota: float) -> Finding:
@@ -169,9 +158,7 @@ def check_disk(folder: Path, needed_bytes: float, name: str = "disk") -> Finding
 
 
 def check_files(soft: int) -> Finding:
-    if soft == resource.RLIM_INFINITY:
-        return Finding("open files", State.OK, "no limit")
-    if soft >= ENOUGH_FILES:
+    if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
         return Finding("open files", State.OK, f"limit {soft}")
     advice = f"raise the limit in this shell: ulimit -n {4 * ENOUGH_FILES}"
     state = State.CANNOT if soft < LEAST_FILES else State.LIMITED
@@ -283,10 +270,7 @@ def look_at_needs(run: RunConfig, config: PeerConfig, peers: int, link: Measured
 def check_link(floor_s: float, round_s: float) -> Finding:
     """``floor_s``: the least time in which this link moves one round of all fragments."""
     words = f"an exchange takes {floor_s:.3g} s of this link, a round is {round_s:g} s"
-    if floor_s > round_s:
-        advice = "answers will be stale: a faster link, or a longer round"
-        return Finding("run's link", State.LIMITED, words, advice)
     if floor_s > 0.8 * round_s:
-        advice = "hardly enough: use a cable, not Wi-Fi, and spare the link"
+        advice = "answers will be stale: use a cable, not Wi-Fi, and spare the link, or a longer round"
         return Finding("run's link", State.LIMITED, words, advice)
     return Finding("run's link", State.OK, words)

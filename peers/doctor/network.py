@@ -10,12 +10,10 @@ there proved to be us."""
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import math
 import os
 import random
 import statistics
-import struct
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -28,7 +26,7 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, P2PCo2Error, TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.addresses import address_of
-from p2p_co2.net.transport.libp2p.control import daemon_errors, own_maddrs
+from p2p_co2.net.transport.libp2p.control import own_maddrs
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.probe import (
@@ -150,7 +148,8 @@ async def _stages(
             tell(Finding(name, State.UNKNOWN, "nobody answered who could be asked", "see seeds"))
         return
     tell(clock_finding([target.offset_s for target in swarm.answering]))
-    tell(await look_at_nat(swarm, config))
+    seen = [target.observed for target in swarm.answering if target.observed]
+    tell(nat_finding(nat_kind(seen), seen[0] if seen else None, ports_in_words(config)))
     finding, outcome.is_reachable = await look_at_reachability(swarm, config)
     tell(finding)
     findings, outcome.link = await look_at_rates(swarm)
@@ -224,52 +223,16 @@ class NatKind(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True)
-class Sight:
-    """One observer's view. ``local``: our end of the connection to it, None if not known. ``observed``: where
-    it sees us, None if through a relay."""
-
-    local: Place | None
-    observed: Place | None
-
-
-async def look_at_nat(swarm: Swarm, config: PeerConfig) -> Finding:
-    """Compare the addresses at which all who answered see us with our own ends of those connections."""
-    try:
-        with daemon_errors("the libp2p daemon did not list its connections"):
-            async with asyncio.timeout(OPEN_S):
-                listed = await swarm.p2p.list_peers()
-    except TransportError as error:
-        return Finding("nat", State.UNKNOWN, str(error), "try again")
-    far = {info.peer_id.to_base58(): [address_of(str(addr)) for addr in info.addrs] for info in listed}
-    ends = connections()
-    sights = []
-    for target in swarm.answering:
-        own = [ends[place] for place in far.get(target.peer, []) if place in ends]
-        sights.append(Sight(own[0] if own else None, target.observed))
-    observed = next((sight.observed for sight in sights if sight.observed), None)
-    return nat_finding(nat_kind(sights), observed, ports_in_words(config))
-
-
-def nat_kind(sights: Sequence[Sight]) -> NatKind:
-    """The kind that all ``sights`` together show: one local port seen alike by two observers is a mapping
-    that hole punching can use, seen differently it is not. One observer alone often cannot tell."""
-    seen = [(sight.local, sight.observed) for sight in sights if sight.observed is not None]
-    own = {local[0] for local, _ in seen if local}
+def nat_kind(seen: Sequence[Place]) -> NatKind:
+    """By the places at which observers see our daemon, which dials all of them from its own port. Seen alike
+    by two is a mapping that hole punching can use, seen differently it is not; one alone cannot tell."""
     if not seen:
         return NatKind.UNKNOWN
-    if any(at[0] in own or ipaddress.ip_address(at[0]).is_loopback for _, at in seen):
+    if any(not cannot_listen(address, 0) for address, _ in seen):  # it is this machine's
         return NatKind.NONE
-    mappings: dict[Place, list[Place]] = {}
-    for local, observed in seen:
-        if local:
-            mappings.setdefault(local, []).append(observed)
-    if any(len(set(observed)) > 1 for observed in mappings.values()):
-        return NatKind.SYMMETRIC
-    is_shared = any(len(observed) > 1 for observed in mappings.values())
-    # A router that keeps the port keeps it for everybody.
-    keeps_port = any(local and local[1] == observed[1] for local, observed in seen)
-    return NatKind.CONE if is_shared or keeps_port else NatKind.SOME
+    if len(seen) == 1:
+        return NatKind.SOME
+    return NatKind.CONE if len(set(seen)) == 1 else NatKind.SYMMETRIC
 
 
 def nat_finding(kind: NatKind, observed: Place | None, ports: str) -> Finding:
@@ -286,22 +249,6 @@ def nat_finding(kind: NatKind, observed: Place | None, ports: str) -> Finding:
     if kind == NatKind.NONE:
         return Finding("nat", State.OK, words)
     return Finding("nat", State.UNKNOWN, words, "nobody saw this machine directly: see reachability")
-
-
-def connections(
-    tables: Sequence[Path] = (Path("/proc/net/tcp"), Path("/proc/net/tcp6")),
-) -> dict[Place, Place]:
-    """This network namespace's established TCP connections (proc(5)): their far end to our end."""
-    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
-    return {_place(row[2]): _place(row[1]) for row in rows if row[3] == "01"}
-
-
-def _place(text: str) -> Place:
-    """The kernel's "0100007F:1F90" (words in the machine's order) as (address, port)."""
-    address, _, port = text.partition(":")
-    words = struct.iter_unpack(">I", bytes.fromhex(address))
-    parsed = ipaddress.ip_address(b"".join(struct.pack("=I", word) for (word,) in words))
-    return str(getattr(parsed, "ipv4_mapped", None) or parsed), int(port, 16)
 
 
 def ports_in_words(config: PeerConfig) -> str:
