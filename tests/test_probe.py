@@ -17,7 +17,6 @@ from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
-from p2p_co2.net.transport.libp2p.streams import framed
 from p2p_co2.net.transport.probe import (
     DIAL_BYTES,
     GREETING,
@@ -185,39 +184,27 @@ async def test_nonsense_ends_the_stream_and_nothing_else(tmp_path: Path) -> None
             await prober.look()
 
 
-@asynccontextmanager
-async def lying(it: World, frame: bytes) -> AsyncIterator[Prober]:
-    """A prober at a server that answers every question with ``frame``."""
-    await it.server.close()
-    ended = asyncio.Event()
+@dataclass
+class Liar:
+    """A client to whom every question is answered alike."""
 
-    async def serve(info: object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1)
-        writer.write(frame)
-        await writer.drain()
-        await reader.read()
-        await hang_up(writer)
-        ended.set()
+    said: bytes
 
-    await it.server_p2p.add_binary_stream_handler(PROTOCOL, serve)
-    async with it.prober() as prober:
-        yield prober
-    async with asyncio.timeout(PATIENCE_S):
-        await ended.wait()
+    async def ask(self, *question: object) -> bytes:
+        if not self.said:
+            raise RemoteProtocolError("wrong message size", "far too many")
+        return self.said
 
 
 @pytest.mark.parametrize(
-    ("frame", "words"),
+    ("said", "words"),
     [
-        (framed(ProbeAnswer(clock=float("nan")).SerializeToString()), "its clock is no number"),
-        (framed(b"\xff\xff\xff"), "not a ProbeAnswer"),
-        ((1 << 31).to_bytes(4), "answers nonsense"),
-        (framed(ProbeAnswer(refusal="\x1b[2Jno").SerializeToString()), r"refused: \?\[2Jno"),
+        (ProbeAnswer(clock=float("nan")).SerializeToString(), "its clock is no number"),
+        (b"\xff\xff\xff", "not a ProbeAnswer"),
+        (b"", "answers nonsense"),
+        (ProbeAnswer(refusal="\x1b[2Jno").SerializeToString(), r"refused: \?\[2Jno"),
     ],
 )
-async def test_a_prober_that_answers_nonsense_is_one_failed_question(
-    tmp_path: Path, frame: bytes, words: str
-) -> None:
-    async with world(tmp_path) as it, lying(it, frame) as prober:
-        with pytest.raises(TransportError, match=words):
-            await prober.look()
+async def test_a_prober_that_answers_nonsense_is_one_failed_question(said: bytes, words: str) -> None:
+    with pytest.raises(TransportError, match=words):
+        await Prober(Liar(said), PeerId("b"), (), RUN).look()  # type: ignore[arg-type]

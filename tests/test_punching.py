@@ -156,7 +156,7 @@ async def hide(stack: AsyncExitStack, path: Path, p2p: P2P, machine: Machine, kn
         while not places.held:
             await places.renew()
     carrier = Libp2pCarrier(p2p, identity, RUN)
-    made = Hidden(identity, p2p, machine, places.held[0].maddr, carrier)
+    made = Hidden(identity, p2p, machine, places.held[0], carrier)
     await carrier.start(made.on_message, lambda peer, error: None)
     stack.push_async_callback(carrier.close)
     return made

@@ -40,7 +40,7 @@ class Reach:
         self.own_maddrs = tuple(maddrs)
         if self._places is not None:
             await self._places.renew()
-            maddrs = [*(place.maddr for place in self._places.held), *maddrs]
+            maddrs = [*self._places.held, *maddrs]
             cause = "" if lead_nowhere_else(self._ticket.seeds) else self._places.trouble
             self.advice = unreachable_advice(cause) if cause else ""
         record = PeerRecord(peer=self._me, run=self._ticket.run, maddrs=publishable(maddrs))

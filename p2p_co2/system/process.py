@@ -35,7 +35,6 @@ _PROGRAM = (
     "import sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path.insert(0, root); "
     "from p2p_co2.system.process import run_program; sys.path.remove(root); run_program(module)"
 )
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def require_supported_platform(system: str = sys.platform, machine: str = platform.machine()) -> None:
@@ -207,28 +206,19 @@ def full_disk_named(folder: Path) -> Iterator[None]:
 
 
 def is_kept(folder: Path) -> bool | None:
-    """Whether a process has ``folder`` (``FolderLock``); None where nobody ever had, where we may not look,
-    and for a copy or another machine's folder, whose lock says nothing."""
+    """Whether a process of this machine has ``folder`` (``FolderLock``); None where nobody ever had, or we
+    may not look. Of a copy it says no, whatever becomes of the folder that was copied."""
     try:
         file = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        is_ours = os.pread(file, 256, 0).decode(errors="replace").splitlines()[1:] == [_place_of(file)]
     except OSError:
         return True
     finally:
         os.close(file)
-    return False if is_ours else None
-
-
-def _place_of(file: int) -> str:
-    """Of an open file: on which machine since which start of it, and which file. A copy has another."""
-    status, boot = os.fstat(file), "unknown"
-    with suppress(OSError):
-        boot = _BOOT_ID.read_text().strip()
-    return f"{boot} {status.st_dev}:{status.st_ino}"
+    return False
 
 
 class FolderLock:
@@ -257,21 +247,18 @@ class FolderLock:
         try:
             os.ftruncate(self._file, 0)
             with full_disk_named(path):
-                os.pwrite(self._file, f"{os.getpid()}\n{_place_of(self._file)}\n".encode(), 0)
+                os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
         except OSError:
             self.release()
             raise
 
     def _taken(self) -> bool:
         """Take it; twice, since ``is_kept`` may be looking."""
-        assert self._file is not None
         for wait_s in (0.05, 0.0):
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                time.sleep(wait_s)
-            else:
+            with suppress(OSError):
+                fcntl.flock(self.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
+            time.sleep(wait_s)
         return False
 
     def fileno(self) -> int:

@@ -26,7 +26,6 @@ from p2p_co2.net.transport.libp2p.hivemind import (
     MSGPackSerializer,
     PeerID,
     ValueWithExpiration,
-    get_dht_time,
 )
 from p2p_co2.protocol.wire.identity import PeerId, public_key_of
 from p2p_co2.protocol.wire.limits import MAX_RECORD_BYTES
@@ -96,13 +95,10 @@ class Dht:
         await self._look_around()
         return True
 
-    async def store(self, entry: Entry, most_s: float) -> None:
-        """Store a record that lives ``most_s`` at most. Raises ``TransportError``."""
-        size_bytes, lifetime_s = len(entry.sealed), entry.expires_at - get_dht_time()
-        if size_bytes > MAX_RECORD_BYTES or not 0 < lifetime_s <= most_s:
-            raise LocalProtocolError(
-                f"a record of {size_bytes} bytes for {lifetime_s:.0f} s is out of bounds"
-            )
+    async def store(self, entry: Entry) -> None:
+        """Store a record. Raises ``TransportError``."""
+        if len(entry.sealed) > MAX_RECORD_BYTES:
+            raise LocalProtocolError(f"a record of {len(entry.sealed)} bytes")
         node = self._running()
         async with self._calling(f"the DHT did not take a record within {CONNECT_TIMEOUT_S:.0f} s"):
             stored = await node.store(entry.key, entry.sealed, entry.expires_at, subkey=entry.writer)

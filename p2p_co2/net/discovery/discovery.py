@@ -6,11 +6,12 @@ expires, so records have to be published again before they do, and for that long
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from p2p_co2 import __version__
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TicketError, TransportError
-from p2p_co2.net.discovery.dht import Dht, Entry
+from p2p_co2.net.discovery.dht import Dht, Entries, Entry
 from p2p_co2.net.discovery.records import (
     MANIFEST_CONTEXT,
     MAX_LIFETIME_S,
@@ -32,6 +33,8 @@ from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS, MAX_RECORD_BYTES, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 
+_Content = TypeVar("_Content", PeerRecord, RunManifest, RunPosition)
+
 
 class Discovery:
     """One node of the run's DHT. ``run`` is the run's digest (32 bytes); ``on_refused`` hears of records that
@@ -46,6 +49,16 @@ class Discovery:
         self.sealed_manifest = b""
         """The run's signed settings, as they were published, fetched or taken; empty before that."""
 
+    def _checked(
+        self, entries: Iterable[tuple[str, bytes]], read: Callable[[str, bytes], _Content]
+    ) -> Iterator[tuple[_Content, bytes]]:
+        """What right records say, and the sealed records themselves; others are reported."""
+        for writer, sealed in entries:
+            try:
+                yield read(writer, sealed), sealed
+            except RemoteProtocolError as error:
+                self._on_refused(NOBODY, error)
+
     # ---- peers
 
     async def publish_self(self, record: PeerRecord, lifetime_s: float) -> None:
@@ -54,22 +67,15 @@ class Discovery:
         own.CopyFrom(record)
         own.peer, own.run, own.expires_at = me, self._run, get_dht_time() + lifetime_s
         sealed = self._identity.seal(PEER_CONTEXT, own.SerializeToString())
-        key = peers_key(self._run, shard_of(me))
-        await self._dht.store(Entry(key, me, sealed, own.expires_at), MAX_LIFETIME_S)
+        await self._dht.store(Entry(peers_key(self._run, shard_of(me)), me, sealed, own.expires_at))
 
     async def find_peers(self) -> list[PeerRecord]:
         """The checked, unexpired records of all other peers, sorted by peer. Raises ``TransportError``."""
-        found = []
-        for entries in await self._dht.find([peers_key(self._run, shard) for shard in range(PEER_SHARDS)]):
-            for writer, sealed in entries.items():
-                try:
-                    record = self._records.peer_record(writer, sealed)
-                except RemoteProtocolError as error:
-                    self._on_refused(NOBODY, error)
-                    continue
-                if record.expires_at > get_dht_time() and writer != self._identity.peer_id:
-                    found.append(record)
-        return sorted(found, key=lambda record: record.peer)[:MAX_PEERS]
+        found = await self._dht.find([peers_key(self._run, shard) for shard in range(PEER_SHARDS)])
+        records = self._checked(_all_of(found), self._records.peer_record)
+        now, me = get_dht_time(), self._identity.peer_id
+        others = [record for record, _ in records if record.expires_at > now and record.peer != me]
+        return sorted(others, key=lambda record: record.peer)[:MAX_PEERS]
 
     # ---- the run's settings
 
@@ -84,13 +90,9 @@ class Discovery:
         if run_digest(config) != self._run or len(recipe_digest) != 32:
             raise LocalProtocolError("the manifest of another run, or a recipe digest that is not 32 bytes")
         manifest = RunManifest(
-            run=self._run,
-            config=config,
-            recipe_digest=recipe_digest,
-            software=__version__,
-            published_at=get_dht_time(),
-            protocol=PROTOCOL_VERSION,
-        )
+            run=self._run, config=config, recipe_digest=recipe_digest, software=__version__,
+            published_at=get_dht_time(), protocol=PROTOCOL_VERSION,
+        )  # fmt: skip
         sealed = self._identity.seal(MANIFEST_CONTEXT, manifest.SerializeToString())
         if len(sealed) > MAX_RECORD_BYTES:
             size = f"{len(sealed)} bytes when published, at most {MAX_RECORD_BYTES}"
@@ -106,14 +108,9 @@ class Discovery:
         version of the protocol: nobody would answer, and a peer that hears nobody trains alone.
         """
         self._records.run_key = run_key
-        (entries,) = await self._dht.find([manifest_key(self._run)])
-        for writer, sealed in entries.items():
-            try:
-                if writer == run_key:
-                    return self.take_manifest(run_key, sealed)
-                self._records.manifest(writer, sealed)
-            except RemoteProtocolError as error:
-                self._on_refused(NOBODY, error)
+        found = await self._dht.find([manifest_key(self._run)])
+        for _, sealed in self._checked(_all_of(found), self._records.manifest):
+            return self.take_manifest(run_key, sealed)
         raise TransportError(
             f"the settings of run {self._run[:8].hex()} are not in the DHT; ask the organiser to start "
             "a seed of this run"
@@ -131,62 +128,55 @@ class Discovery:
     async def keep_manifest(self, lifetime_s: float = MAX_LIFETIME_S) -> None:
         """Store the manifest that we published or fetched once more, so that it outlives its author. It
         carries its signature with it, so anybody may. Raises ``TransportError``."""
-        run_key = self._records.run_key
+        run_key, key = self._records.run_key, manifest_key(self._run)
         if run_key is None or not self.sealed_manifest:
             raise LocalProtocolError("no manifest to keep: publish or fetch it first")
-        ends_at = get_dht_time() + lifetime_s
-        entry = Entry(manifest_key(self._run), run_key, self.sealed_manifest, ends_at)
-        await self._dht.store(entry, MAX_LIFETIME_S)
+        await self._dht.store(Entry(key, run_key, self.sealed_manifest, get_dht_time() + lifetime_s))
 
     # ---- where the run is
 
     async def publish_position(self, said: RunPosition) -> None:
         """Tell those that come later where the run is. Raises ``TransportError``."""
-        own, me = RunPosition(), self._identity.peer_id
+        own = RunPosition()
         own.CopyFrom(said)
-        own.peer, own.run, own.written_at = me, self._run, get_dht_time()
-        entry = self._position(me, own, self._identity.seal(POSITION_CONTEXT, own.SerializeToString()))
+        own.peer, own.run, own.written_at = self._identity.peer_id, self._run, get_dht_time()
+        entry = self._position(own, self._identity.seal(POSITION_CONTEXT, own.SerializeToString()))
         await self._dht.tell_seeds(entry)
-        await self._dht.store(entry, POSITION_LIFETIME_S)
+        await self._dht.store(entry)
 
     async def find_positions(self) -> list[RunPosition]:
         """Where each peer was that ever said so, checked, as the seeds have it. Raises ``TransportError`` if
         none of them answers."""
-        return [said for said, _ in self._newest(await self._dht.ask_seeds(self._position_keys())).values()]
+        return [said for said, _ in self._newest(await self._dht.ask_seeds(self._position_keys()))]
 
     async def gather_positions(self) -> list[tuple[str, bytes]]:
         """For a seed: hold what all of the DHT knows of positions, and return it sealed, by writer;
         ``hold_positions`` takes it back after a restart. Raises ``TransportError``."""
-        found = await self._dht.find(self._position_keys())
-        sealed = [entry for entries in found for entry in entries.items()]
+        sealed = _all_of(await self._dht.find(self._position_keys()))
         self.hold_positions(sealed)
         return sealed
 
     def hold_positions(self, sealed: Iterable[tuple[str, bytes]]) -> None:
         """Answer for these from now on; what is no position of this run is reported and dropped."""
-        for writer, (said, value) in self._newest(sealed).items():
-            self._dht.hold(self._position(writer, said, value))
+        for said, value in self._newest(sealed):
+            self._dht.hold(self._position(said, value))
 
     def _position_keys(self) -> Sequence[str]:
         return [position_key(self._run, shard) for shard in range(PEER_SHARDS)]
 
-    def _position(self, writer: PeerId, said: RunPosition, sealed: bytes) -> Entry:
+    def _position(self, said: RunPosition, sealed: bytes) -> Entry:
+        writer = PeerId(said.peer)
         key = position_key(self._run, shard_of(writer))
         return Entry(key, writer, sealed, said.written_at + POSITION_LIFETIME_S)
 
-    def _newest(self, sealed: Iterable[tuple[str, bytes]]) -> dict[PeerId, tuple[RunPosition, bytes]]:
+    def _newest(self, sealed: Iterable[tuple[str, bytes]]) -> Iterable[tuple[RunPosition, bytes]]:
         """The newest position of this run by each writer, as it says and sealed; others are reported."""
-        newest = dict[PeerId, tuple[RunPosition, bytes]]()
-        for writer, value in sealed:
-            try:
-                said = self._records.position(writer, value)
-            except RemoteProtocolError as error:
-                self._on_refused(NOBODY, error)
-                continue
-            known = newest.get(PeerId(writer))
-            if known is None or said.written_at > known[0].written_at:
-                newest[PeerId(writer)] = said, value
-        return newest
+        said = sorted(self._checked(sealed, self._records.position), key=lambda one: one[0].written_at)
+        return {one[0].peer: one for one in said}.values()
+
+
+def _all_of(found: Iterable[Entries]) -> list[tuple[str, bytes]]:
+    return [entry for entries in found for entry in entries.items()]
 
 
 def _require_our_protocol(manifest: RunManifest) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from p2p_co2.errors import ConfigError, PeerLost
@@ -49,34 +48,31 @@ class SlowLine:
         return line
 
 
-class _Transmitter:
-    """One direction of the line: one message after the other at its rate."""
-
-    def __init__(self, bits_per_s: float) -> None:
-        self._bits_per_s, self._free_at = bits_per_s, 0.0
-
-    async def pass_on(self, size_bytes: int) -> None:
-        """Return when a message of this size has passed."""
-        now = time.monotonic()
-        self._free_at = max(now, self._free_at) + 8 * size_bytes / self._bits_per_s
-        await asyncio.sleep(self._free_at - now)
-
-
 class Line:
-    """One process's line, which all of its carriers share."""
+    """One process's line, which all of its carriers share: in each direction one message after the other."""
 
     def __init__(self, line: SlowLine, seed: int) -> None:
         self.line, self._chance = line, random.Random(seed)
-        self.up, self.down = _Transmitter(line.up_bits_per_s), _Transmitter(line.down_bits_per_s)
+        self._up_free_at = self._down_free_at = 0.0
+
+    async def pass_up(self, size_bytes: int) -> None:
+        """Return when a message of this size has left."""
+        now = time.monotonic()
+        self._up_free_at = max(now, self._up_free_at) + 8 * size_bytes / self.line.up_bits_per_s
+        await asyncio.sleep(self._up_free_at - now)
+
+    async def pass_down(self, size_bytes: int) -> None:
+        """Return when a message of this size has been taken in."""
+        now = time.monotonic()
+        self._down_free_at = max(now, self._down_free_at) + 8 * size_bytes / self.line.down_bits_per_s
+        await asyncio.sleep(self._down_free_at - now)
 
     def latency_s(self, size_bytes: int) -> float:
         """Of one message: what jitter and lost packets make of the line's."""
-        line = self.line
-        late_s = max(0.0, line.latency_s + self._chance.gauss(0.0, line.jitter_s))
+        late_s = max(0.0, self.line.latency_s + self._chance.gauss(0.0, self.line.jitter_s))
         packets = -(-size_bytes // PACKET_BYTES)
-        if self._chance.random() < 1 - (1 - line.loss) ** packets:
-            late_s += 2 * line.latency_s
-        return late_s
+        is_hit = self._chance.random() < 1 - (1 - self.line.loss) ** packets
+        return late_s + 2 * self.line.latency_s * is_hit
 
 
 class SlowCarrier:
@@ -88,7 +84,7 @@ class SlowCarrier:
 
     async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
         async def slowly(sender: PeerId, data: bytes) -> None:
-            await self._line.down.pass_on(len(data))
+            await self._line.pass_down(len(data))
             await on_message(sender, data)
 
         await self._carrier.start(slowly, on_refused)
@@ -106,8 +102,8 @@ class SlowLink:
     is_far = False
     acknowledged: Acknowledged | None = None
 
-    def __init__(self, link: Link, line: Line, clock: Callable[[], float] = time.monotonic) -> None:
-        self._link, self._line, self._clock = link, line, clock
+    def __init__(self, link: Link, line: Line) -> None:
+        self._link, self._line = link, line
         self.peer, self.carrier, self.way = link.peer, link.carrier, link.way
         self.wait_closed = link.wait_closed
         self._under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_UNDER_WAY)
@@ -122,8 +118,8 @@ class SlowLink:
         async with self._writing:
             if self._carrying.done():
                 raise PeerLost(await self._link.wait_closed())
-            await self._line.up.pass_on(len(data))
-            self._latest_at = max(self._latest_at, self._clock() + self._line.latency_s(len(data)))
+            await self._line.pass_up(len(data))
+            self._latest_at = max(self._latest_at, time.monotonic() + self._line.latency_s(len(data)))
             await self._under_way.put((self._latest_at, data))
 
     async def close(self) -> None:
@@ -136,7 +132,7 @@ class SlowLink:
         try:
             while True:
                 arrives_at, data = await self._under_way.get()
-                await asyncio.sleep(arrives_at - self._clock())
+                await asyncio.sleep(arrives_at - time.monotonic())
                 await self._link.send(data)
         except PeerLost:
             return  # `send` and `wait_closed` tell of it

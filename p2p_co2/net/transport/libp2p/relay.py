@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
@@ -31,16 +30,6 @@ _RESERVE, _STATUS, _OK = 0, 2, 100
 _MAX_ANSWER_BYTES = 8 << 10
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place at a relay. ``maddr``: how others reach us through it; ``circuit_bytes``: after which the relay
-    cuts a circuit off, 0 for never."""
-
-    relay: PeerId
-    maddr: str
-    circuit_bytes: int
-
-
 class Places:
     """Our places at the relays among ``seeds`` (multiaddrs that end in /p2p/ID). Call ``renew`` often."""
 
@@ -48,7 +37,8 @@ class Places:
         self._p2p, self._me = p2p, me
         self._seeds = [seed for seed in seeds if not seed.endswith(f"/p2p/{me}")]
         self._renew_at = 0.0
-        self.held: tuple[Place, ...] = ()
+        self.held: tuple[str, ...] = ()
+        """Multiaddrs by which others reach us through them."""
         self.trouble = ""
         """Why there is none, in words; empty while there is one, and before the first ``renew``."""
 
@@ -56,31 +46,32 @@ class Places:
         """Ask for places, or ask again, if it is time to; never raises for a relay's sake."""
         if time.monotonic() < self._renew_at or not self._seeds:
             return
-        answers = await asyncio.gather(*(self._ask(seed) for seed in self._seeds[:MAX_PLACES]))
-        self.held = tuple(answer for answer in answers if isinstance(answer, Place))
-        causes = [answer for answer in answers if isinstance(answer, str)]
-        self.trouble = "" if self.held else "; ".join(causes)
+        asked = self._seeds[:MAX_PLACES]
+        answers = await asyncio.gather(
+            *(ask_for_place(self._p2p, seed, self._me) for seed in asked), return_exceptions=True
+        )
+        held, causes = list[str](), list[str]()
+        for seed, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, str):
+                held.append(answer)
+            elif isinstance(answer, TransportError):
+                causes.append(f"{seed.rpartition('/p2p/')[0]}: {answer}")
+            else:
+                raise answer
+        self.held, self.trouble = tuple(held), "" if held else "; ".join(causes)
         # Without a place nobody reaches us: ask again soon.
-        self._renew_at = time.monotonic() + (MESSAGE_TIMEOUT_S if self.held else CONNECT_TIMEOUT_S)
+        self._renew_at = time.monotonic() + (MESSAGE_TIMEOUT_S if held else CONNECT_TIMEOUT_S)
 
     def forget(self) -> None:
         """What we held is lost; ask again at the next ``renew``."""
         self.held, self._renew_at = (), 0.0
 
-    async def _ask(self, seed: str) -> Place | str:
-        address, _, relay = seed.rpartition("/p2p/")
-        try:
-            place = await ask_for_place(self._p2p, PeerId(relay), seed, self._me)
-        except TransportError as error:
-            return f"{address}: {error}"
-        if 0 < place.circuit_bytes < ENOUGH_BYTES:
-            return f"{address}: passes on only {place.circuit_bytes >> 10} KiB at a time"
-        return place
 
-
-async def ask_for_place(p2p: P2P, relay: PeerId, maddr: str, me: PeerId) -> Place:
-    """A place at ``relay``, which ``maddr`` names. Raises ``TransportError``. Safe to cancel."""
-    await reach(p2p, relay, [maddr], CONNECT_TIMEOUT_S)
+async def ask_for_place(p2p: P2P, seed: str, me: PeerId) -> str:
+    """A place at a relay: the multiaddr by which others reach us there. Raises ``TransportError``. Safe to
+    cancel."""
+    relay = PeerId(seed.rpartition("/p2p/")[2])
+    await reach(p2p, relay, [seed], CONNECT_TIMEOUT_S)
     reader, writer = await open_stream(p2p, relay, HOP, CONNECT_TIMEOUT_S)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -96,7 +87,9 @@ async def ask_for_place(p2p: P2P, relay: PeerId, maddr: str, me: PeerId) -> Plac
         await hang_up(writer)
     if answer.type != _STATUS or answer.status != _OK:
         raise TransportError(f"it does not relay for us (status {answer.status})")
-    return Place(relay, f"{maddr}/p2p-circuit/p2p/{me}", answer.limit.data_bytes)
+    if 0 < answer.limit.data_bytes < ENOUGH_BYTES:
+        raise TransportError(f"passes on only {answer.limit.data_bytes >> 10} KiB at a time")
+    return f"{seed}/p2p-circuit/p2p/{me}"
 
 
 async def read_hop(reader: asyncio.StreamReader) -> CircuitHop:

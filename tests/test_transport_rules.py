@@ -1,0 +1,333 @@
+"""What carriers agree on without a network: who is let in, what addresses are, and lines made slow."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2p_co2.errors import ConfigError, PeerLost, RemoteProtocolError, TransportError
+from p2p_co2.net.transport import admission as rules
+from p2p_co2.net.transport.addresses import (
+    Resolver,
+    address_of,
+    is_loopback,
+    is_near,
+    is_own,
+    is_public_maddr,
+    network_of,
+)
+from p2p_co2.net.transport.admission import (
+    KEPT_LINKS,
+    MAX_INBOUND_LINKS,
+    MAX_LINKS_PER_NETWORK,
+    MAX_NONCES_PER_PEER,
+    MAX_STRANGERS,
+    MAX_STRANGERS_PER_NETWORK,
+    SPREAD_LINKS,
+    SPREAD_STRANGERS,
+    Admission,
+    network_at,
+)
+from p2p_co2.net.transport.slow import Line, SlowLine, SlowLink
+from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S
+from tests.made_links import turns
+from tests.test_libp2p import BY_SEED, DIRECT
+from tests.transport_peers import RUN
+
+# ---- admission
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_door_admits_once_and_forgets_in_time() -> None:
+    clock, us, them = Clock(), Identity.generate(), Identity.generate()
+    admission, other = Admission(us, RUN, clock), Admission(them, RUN, clock)
+    hello = other.hello(us.peer_id, b"c")
+    assert admission.admit(hello, b"c") == them.peer_id
+    clock.now += HELLO_WINDOW_S
+    with pytest.raises(RemoteProtocolError, match="replayed"):
+        admission.admit(hello, b"c")
+    clock.now += 1
+    with pytest.raises(RemoteProtocolError, match="stale"):
+        admission.admit(hello, b"c")
+    clock.now += 2 * HELLO_WINDOW_S
+    admission.admit(other.hello(us.peer_id, b"c"), b"c")
+
+
+def test_the_door_bounds_what_it_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, us, them = Clock(), Identity.generate(), Identity.generate()
+    admission, other = Admission(us, RUN, clock), Admission(them, RUN, clock)
+    for _ in range(MAX_NONCES_PER_PEER):
+        admission.leave(admission.admit(other.hello(us.peer_id, b""), b""))
+    with pytest.raises(RemoteProtocolError, match="too often"):
+        admission.admit(other.hello(us.peer_id, b""), b"")
+    for _ in range(MAX_STRANGERS):
+        admission.knock()
+    with pytest.raises(RemoteProtocolError, match="too many links"):
+        admission.knock()
+    for _ in range(MAX_STRANGERS):
+        admission.forget()
+    admission.knock()
+
+
+def crowd(us: Identity, clock: Clock, count: int) -> list[bytes]:
+    """Hellos of as many new identities."""
+    return [Admission(Identity.generate(), RUN, clock).hello(us.peer_id, b"") for _ in range(count)]
+
+
+def test_one_network_cannot_take_all_places_and_those_who_work_get_in_though_many_have() -> None:
+    clock, us, friend = Clock(), Identity.generate(), Identity.generate()
+    admission = Admission(us, RUN, clock)
+    for _ in range(MAX_STRANGERS_PER_NETWORK):
+        admission.knock("192.0.2.1")
+    with pytest.raises(RemoteProtocolError, match="too many links"):
+        admission.knock("192.0.2.1")
+    admission.knock("198.51.100.1")
+    hellos = crowd(us, clock, MAX_INBOUND_LINKS - KEPT_LINKS + 2)
+    inside = []
+    for hello in hellos[:MAX_LINKS_PER_NETWORK]:
+        inside.append((admission.admit(hello, b"", "192.0.2.1"), "192.0.2.1"))
+    with pytest.raises(RemoteProtocolError, match="too many links"):
+        admission.admit(hellos[-1], b"", "192.0.2.1")
+    for number, hello in enumerate(hellos[MAX_LINKS_PER_NETWORK:-2]):  # a crowd with many addresses
+        inside.append((admission.admit(hello, b"", f"198.51.{number}.1"), f"198.51.{number}.1"))
+    with pytest.raises(RemoteProtocolError, match="too many links"):
+        admission.admit(hellos[-1], b"", "203.0.113.1")
+    admission.is_known = {friend.peer_id}.__contains__
+    other = Admission(friend, RUN, clock)
+    assert admission.admit(other.hello(us.peer_id, b""), b"", "192.0.2.1") == friend.peer_id
+    admission.leave(friend.peer_id, "192.0.2.1")
+    for peer, network in inside:
+        admission.leave(peer, network)
+    for number, hello in enumerate(crowd(us, clock, MAX_INBOUND_LINKS - KEPT_LINKS)):  # all places are free
+        admission.admit(hello, b"", f"198.51.{number}.1")
+
+
+@pytest.mark.parametrize("address", ["198.51.{}.{}", "2001:db8:{}:{}::/64"])
+def test_an_attacker_in_a_few_neighbourhoods_leaves_places_for_others(address: str) -> None:
+    """Three with 96 addresses each took all places for newcomers, and all for those who have said nothing."""
+    clock, us = Clock(), Identity.generate()
+    admission = Admission(us, RUN, clock)
+    held = strangers = 0
+    for number, hello in enumerate(crowd(us, clock, 3 * 96)):
+        network = address.format(number % 3, number // 3)
+        with contextlib.suppress(RemoteProtocolError):
+            admission.knock(network)
+            strangers += 1
+        with contextlib.suppress(RemoteProtocolError):
+            admission.admit(hello, b"", network)
+            held += 1
+    assert held == MAX_INBOUND_LINKS - KEPT_LINKS - SPREAD_LINKS
+    assert strangers == MAX_STRANGERS - SPREAD_STRANGERS
+    for number, hello in enumerate(crowd(us, clock, SPREAD_STRANGERS)):
+        network = address.format(100 + number, 1)
+        admission.knock(network)
+        admission.admit(hello, b"", network)
+    admission.admit(*crowd(us, clock, 1), b"")  # this machine itself
+
+
+def test_dials_of_a_crowd_do_not_keep_out_those_who_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "MAX_NONCES", 8)
+    clock, us, friend = Clock(), Identity.generate(), Identity.generate()
+    admission = Admission(us, RUN, clock)
+    for hello in crowd(us, clock, 8):
+        admission.leave(admission.admit(hello, b""))
+    with pytest.raises(RemoteProtocolError, match="too often"):
+        admission.admit(*crowd(us, clock, 1), b"")
+    admission.is_known = {friend.peer_id}.__contains__
+    other = Admission(friend, RUN, clock)
+    for _ in range(8):
+        admission.leave(admission.admit(other.hello(us.peer_id, b""), b""))
+    with pytest.raises(RemoteProtocolError, match="too often"):
+        admission.admit(other.hello(us.peer_id, b""), b"")
+
+
+@given(st.binary(max_size=200))
+def test_the_door_survives_any_bytes(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        Admission(Identity.generate(), RUN, Clock()).admit(data, b"")
+
+
+# ---- addresses
+
+
+def test_addresses() -> None:
+    for near in ("127.0.0.1", "10.1.2.3", "172.31.0.1", "192.168.1.2", "100.64.0.1", "::1", "fd00::1"):
+        assert is_near(near), near
+    for far in ("203.0.113.5", "192.0.0.67", "172.32.0.1", "2001:db8::1", "peer.example.org"):
+        assert not is_near(far), far
+    assert is_public_maddr(DIRECT)
+    assert not any(map(is_public_maddr, (BY_SEED, "/ip4/192.168.1.2/tcp/1", "/dns/x/tcp/1", "", "/ip4")))
+    assert network_of("2001:db8:0:1::5") == network_of("2001:db8:0:1:ffff::9") == "2001:db8:0:1::/64"
+    assert network_at("127.0.0.1") == network_at("::1") == ""
+    assert is_own("127.0.0.1")
+    assert not is_own("203.0.113.5")
+    assert is_loopback("127.0.0.1")
+    assert not is_loopback("203.0.113.5")
+
+
+@pytest.mark.parametrize(
+    ("maddr", "place"),
+    [
+        ("/ip4/203.0.113.7/tcp/40000", ("203.0.113.7", 40000)),
+        ("/ip6/2001:db8::1/tcp/4/p2p/12D3KooW", ("2001:db8::1", 4)),
+        ("/ip4/203.0.113.7/tcp/4001/p2p/QmRelay/p2p-circuit", None),
+        ("/ip4/203.0.113.7/udp/4001/quic", None),
+        ("/dns4/example.org/tcp/80", None),
+        ("/ip4/300.0.113.7/tcp/4001", None),
+        ("/ip4/203.0.113.7/tcp/0", None),
+        ("", None),
+    ],
+)
+def test_only_a_direct_tcp_connection_has_an_address(maddr: str, place: tuple[str, int] | None) -> None:
+    assert address_of(maddr) == place
+
+
+LONG_S = 60.0
+
+
+class PlayedLookup:
+    """Hangs on names that begin with "slow" until it is released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.asked: list[str] = []
+
+    def __call__(self, host: str) -> list[str]:
+        self.asked.append(host)
+        if host.startswith("slow"):
+            self.released.wait()
+        if host == "nowhere":
+            raise OSError("no such name")
+        return ["192.0.2.1", "2001:db8::1"]
+
+
+async def test_addresses_need_no_lookup_and_names_get_one() -> None:
+    played = PlayedLookup()
+    lookups = Resolver(1, played)
+    assert await lookups.addresses_of("127.0.0.1", LONG_S) == ["127.0.0.1"]
+    assert await lookups.addresses_of("::1", LONG_S) == ["::1"]
+    assert played.asked == []
+    assert await lookups.addresses_of("peer.example", LONG_S) == ["192.0.2.1", "2001:db8::1"]
+    with pytest.raises(TransportError, match="no such name"):
+        await lookups.addresses_of("nowhere", LONG_S)
+    assert await lookups.addresses_of("peer.example", LONG_S)  # its place is free again
+
+
+async def test_names_that_hang_hold_their_places_and_no_thread_of_anybody_else() -> None:
+    played = PlayedLookup()
+    lookups = Resolver(2, played)
+    before = threading.active_count()
+    for number in range(2):
+        with pytest.raises(TransportError, match="do not answer"):
+            await lookups.addresses_of(f"slow{number}", 0.01)
+    for _ in range(50):
+        with pytest.raises(TransportError, match="too many names"):
+            await lookups.addresses_of("peer.example", LONG_S)
+    assert threading.active_count() <= before + 2
+    assert await lookups.addresses_of("192.0.2.7", LONG_S) == ["192.0.2.7"]
+    assert await asyncio.to_thread(lambda: "the others' threads are free") != ""
+    played.released.set()
+    async with asyncio.timeout(LONG_S):
+        while True:
+            try:
+                await lookups.addresses_of("peer.example", LONG_S)
+                break
+            except TransportError:
+                await asyncio.sleep(0.01)
+
+
+# ---- slow lines
+
+
+LINE = SlowLine(up_bits_per_s=8e6, down_bits_per_s=8e6, latency_s=0.05, jitter_s=0.0, loss=0.0)
+
+
+class Link:
+    peer, carrier, way = PeerId("b"), "grpc", "direct"
+
+    def __init__(self) -> None:
+        self.came: list[tuple[float, bytes]] = []
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def send(self, data: bytes) -> None:
+        if self.closed.done():
+            raise PeerLost(self.closed.result())
+        self.came.append((time.monotonic(), data))
+
+    async def close(self) -> None:
+        if not self.closed.done():
+            self.closed.set_result("closed by us")
+
+    async def wait_closed(self) -> str:
+        return await asyncio.shield(self.closed)
+
+
+async def came(link: Link, count: int) -> None:
+    async with asyncio.timeout(10):
+        while len(link.came) < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_messages_come_in_order_no_sooner_than_the_line_allows() -> None:
+    link, slow = Link(), Line(SlowLine(8e6, 8e6, 0.05, 0.03, 0.0), seed=1)
+    line = SlowLink(link, slow)
+    began_at = time.monotonic()
+    sent = [bytes((number,)) * 10_000 for number in range(20)]
+    for data in sent:
+        await line.send(data)
+    assert time.monotonic() - began_at >= 0.2  # 200 kB at 1 MB/s
+    await came(link, 20)
+    assert [data for _, data in link.came] == sent
+    assert link.came[-1][0] - began_at >= 0.2 + 0.0
+    await line.close()
+
+
+async def test_all_links_share_the_line() -> None:
+    slow = Line(LINE, seed=0)
+    lines = [SlowLink(Link(), slow) for _ in range(2)]
+    began_at = time.monotonic()
+    await asyncio.gather(*(line.send(bytes(100_000)) for line in lines))
+    assert time.monotonic() - began_at >= 0.2
+    for line in lines:
+        await line.close()
+
+
+def test_a_lost_packet_is_a_round_trip() -> None:
+    slow = Line(SlowLine(1e6, 1e6, 0.05, 0.0, 0.01), seed=0)
+    late = [slow.latency_s(1000) for _ in range(10_000)]
+    assert sorted(set(late)) == pytest.approx([0.05, 0.15])
+    assert 60 < sum(value > 0.1 for value in late) < 140
+    assert sum(slow.latency_s(500_000) > 0.1 for _ in range(100)) > 90
+
+
+async def test_a_broken_link_is_a_lost_peer() -> None:
+    link = Link()
+    line = SlowLink(link, Line(SlowLine(1e9, 1e9, 0.0, 0.0, 0.0), seed=0))
+    link.closed.set_result("the peer is gone")
+    await line.send(b"on its way")
+    await turns()
+    with pytest.raises(PeerLost, match="gone"):
+        await line.send(b"too late")
+    await line.close()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1,2,3", "1,2,3,4,x", "0,1,0,0,0", "1,1,0,0,1", "1,1,nan,0,0", "1,1,-1,0,0"]
+)
+def test_what_is_no_line_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        SlowLine.parse(text)
