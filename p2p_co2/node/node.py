@@ -97,7 +97,7 @@ class Node:
         self._alarm: asyncio.TimerHandle | None = None
         self._told: object = None
         """What the rounds machine was last told of this peer and the others."""
-        self._looked_revision = self._pumped_revision = -1
+        self._looked_revision, self._pumped_revisions = -1, (-1, -1)
         self._has_strangers = False
         """Whether somebody came or went of whom the rounds machine has not heard."""
         inbox = Inbox(self.membership, self.rounds, self.catchup, self.progress.status, self.know_all)
@@ -251,14 +251,16 @@ class Node:
         whether rounds or catching up may have anything to say, or another timer."""
         if self._links is None or self._stopping.is_set():
             return
-        if not timers and self.membership.is_idle and self.membership.revision == self._pumped_revision:
-            return  # most heartbeats are no news
-        self._pumped_revision = self.membership.revision
+        timers = timers or self.rounds.revision != self._pumped_revisions[1]
+        revisions = self.membership.revision, self.rounds.revision
+        if not timers and self.membership.is_idle and revisions == self._pumped_revisions:
+            return  # most heartbeats, and most votes, are no news
         for _ in range(1000 if timers or not self.membership.is_idle else 0):
             self._send_all()
             if not self._handle_all():
                 break
             timers = True
+        self._pumped_revisions = self.membership.revision, self.rounds.revision
         # The timers' task costs more than a message: it is woken for an earlier timer, or to conclude.
         if self._sleeps_until > -math.inf:
             self._sleep_until(self._next_timer_at() if timers else self._news_at())
