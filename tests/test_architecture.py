@@ -51,7 +51,6 @@ TOO_LARGE = {
     "p2p_co2.protocol.rounds.asking.Asking",
     "p2p_co2.protocol.rounds.coordination.Coordination",
     "p2p_co2.protocol.rounds.fragment.FragmentRounds",
-    "p2p_co2.protocol.rounds.gathering.Gathering",
     "p2p_co2.protocol.rounds.machine.Rounds",
     "p2p_co2.protocol.rounds.member.Member",
     "p2p_co2.protocol.rounds.owner.PartJob",

@@ -7,9 +7,10 @@ from google.protobuf.message import Message
 
 from p2p_co2.protocol.rounds import Aborted, Began, PayloadShape, PeerView
 from p2p_co2.protocol.rounds.bounds import GRACE_S, READY_CAP_S
-from p2p_co2.protocol.rounds.deadline import Cadence, Durations, ReadyHistory
+from p2p_co2.protocol.rounds.deadline import Cadence, Durations
 from p2p_co2.protocol.rounds.gathering import Gathering
 from p2p_co2.protocol.rounds.rank import coordination_order
+from p2p_co2.protocol.rounds.roster import Roster
 from p2p_co2.protocol.rounds.swarm import Outlet
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
@@ -59,10 +60,10 @@ def test_two_of_three_have_more_time_since_both_must_have_the_means(
     half of the means back at 5 bytes/s, four times that, and four times more; no longer than may be."""
     net = Network(live, shape=PayloadShape(8, (16,), round_s=round_s))
     first, other, *_ = coordination_order(net.names, 0, 1)
+    swarm = net.peers[first].machine._swarm
     gathering = Gathering(
-        0, 1, net.peers[first].machine._swarm, Outlet(first), history=ReadyHistory(), cadence=Cadence(),
-        now=0.0,
-    )  # fmt: skip
+        Roster(0, 1, swarm), swarm, Outlet(first), cadence=Cadence(), adaptive_s=10.0, now=0.0
+    )
     for name in (first, other):
         ready = wire.Ready(fragment=0, round=1, state_digest=DIGEST, weight=1.0, upload_bytes_per_s=5.0)
         gathering.ready(ready, name, 0.0)

@@ -50,22 +50,24 @@ class Pump:
         self._envelope_head = head_of(group)
         self.links: Links | None = None
         self.is_open = False
-        self._pumped_revision = -1
+        self._pumped = -1, -1
+        """The revisions of membership and rounds at the end of the last call."""
 
     def pump(self, timers: bool = True) -> None:
         """Send what the machines have to send and carry out their events until they are silent. ``timers``:
         whether rounds or catching up may have anything to say, or another timer."""
-        membership, _, _ = self._machines
+        membership, rounds, _ = self._machines
         if self.links is None or not self.is_open:
             return
-        if not timers and membership.is_idle and membership.revision == self._pumped_revision:
-            return  # most heartbeats are no news
-        self._pumped_revision = membership.revision
+        timers = timers or rounds.revision != self._pumped[1]
+        if not timers and membership.is_idle and membership.revision == self._pumped[0]:
+            return  # most heartbeats, and most votes, are no news
         for _ in range(EVENTS_AT_ONCE if timers or not membership.is_idle else 0):
             self._send_all(self.links)
             if not self._handle_all():
                 break
             timers = True
+        self._pumped = membership.revision, rounds.revision
         # The timers' task costs more than a message: it is woken for an earlier timer, or to conclude.
         if not self._alarm.is_awake:
             self._alarm.ring_by(self._next_timer_at() if timers else self._news_at())

@@ -18,6 +18,7 @@ from p2p_co2.protocol.rounds.deadline import Cadence, Durations, ReadyHistory
 from p2p_co2.protocol.rounds.events import Began
 from p2p_co2.protocol.rounds.gathering import Gathering, attempt_nonce, behind_message
 from p2p_co2.protocol.rounds.history import History
+from p2p_co2.protocol.rounds.roster import Roster
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Begin, Decision, Listen, Outcome, Ready, Waiting
@@ -98,14 +99,21 @@ class Coordination:
         if before is not None:
             members = frozenset(PeerId(member.peer) for member in before[1].members)
             self._moved[message.fragment] = message.round - 1, members
-        self._gathering(place, now).ready(message, sender, now)
+        gathering = self._gathering(place, now)
+        if sender not in gathering.roster.readies:
+            self._history[place[0]].arrived(place[1], now)
+        gathering.ready(message, sender, now)
 
     def _gathering(self, place: Place, now: float) -> Gathering:
         known = self._gatherings.get(place)
         if known is None:
             past, cadence = self._history[place[0]], self.cadences[place[0]]
             past.forget(place[1])
-            known = Gathering(*place, self._swarm, self._outlet, history=past, cadence=cadence, now=now)
+            adaptive_s = past.deadline_s(place[1], cadence.gather_cap_s(place[1]), self._swarm.my_step_s())
+            roster = Roster(*place, self._swarm)
+            known = Gathering(
+                roster, self._swarm, self._outlet, cadence=cadence, adaptive_s=adaptive_s, now=now
+            )
             self._gatherings[place] = known
         return known
 
@@ -187,8 +195,8 @@ class Coordination:
         """Forget a READY: its peer left, wants another round or coordinator, or has ended the offer."""
         gathering = self._gatherings.get(place)
         if gathering is not None:
-            gathering.readies.pop(peer, None)
-            if not gathering.readies:
+            gathering.roster.readies.pop(peer, None)
+            if not gathering.roster.readies:
                 del self._gatherings[place]
 
     # ---- BEGIN
@@ -198,7 +206,7 @@ class Coordination:
         for place, gathering in list(self._gatherings.items()):
             if gathering.may_close(self._moved_to(place), now):
                 del self._gatherings[place]
-                if not self._is_elsewhere(place, gathering.readies, now):
+                if not self._is_elsewhere(place, gathering.roster.readies, now):
                     self._close(place, gathering, now)
                 return True
         return False
@@ -209,7 +217,7 @@ class Coordination:
         return moved if version == place[1] - 1 else frozenset()
 
     def _close(self, place: Place, gathering: Gathering, now: float) -> None:
-        shortage = gathering.shortage(gathering.agreeing()[1], now)
+        shortage = gathering.shortage(now)
         if shortage:
             gathering.refuse(shortage[: bounds.MAX_REASON])
             return
@@ -217,9 +225,9 @@ class Coordination:
         self._counter += 1
         nonce = attempt_nonce(self._swarm.me, *place, self._counter, now)
         begin = gathering.begin(nonce, self.observed[place[0]])
-        begun = _Begun(begin, gathering.readies, now, gathering.in_time_until)
+        begun = _Begun(begin, gathering.roster.readies, now, gathering.in_time_until)
         group = tuple(PeerId(member.peer) for member in begin.members)
-        begun.late.update(peer for peer in gathering.alike(begin.state_digest) if peer not in group)
+        begun.late.update(peer for peer in gathering.roster.alike(begin.state_digest) if peer not in group)
         self._begun.pop(place, None)
         self._begun[place] = begun
         for old in [key for key in self._begun if key[0] == place[0]][:-BEGUN_KEPT]:
@@ -242,11 +250,11 @@ class Coordination:
     def peers_changed(self) -> None:
         if self._leaves_it_to_others():
             for place, gathering in self._gatherings.items():
-                for peer in filter(self._swarm.is_live, gathering.readies):
+                for peer in filter(self._swarm.is_live, gathering.roster.readies):
                     self._outlet.send(peer, Waiting(fragment=place[0], round=place[1]))
             self._gatherings.clear()
         for place, gathering in list(self._gatherings.items()):
-            for peer in [peer for peer in gathering.readies if not self._swarm.is_live(peer)]:
+            for peer in [peer for peer in gathering.roster.readies if not self._swarm.is_live(peer)]:
                 self.withdraw(place, peer)
 
     def get_timer(self) -> float | None:

@@ -242,6 +242,11 @@ class Exchange:
             for generation in range(state.generation + state.is_lost(self._swarm, now))
         )
 
+    def holds_any(self, lost: dict[PeerId, frozenset[tuple[int, int]]]) -> bool:
+        """Whether we hold the mean of a part that somebody lacks, which they should know."""
+        told = set[tuple[int, int]]().union(*lost.values())
+        return any(self.parts[p].is_held and self.parts[p].generation == number for p, number in told)
+
     def settle_lost(
         self, lost: dict[PeerId, frozenset[tuple[int, int]]], gave_up: set[PeerId], now: float
     ) -> bool:

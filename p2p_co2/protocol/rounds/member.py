@@ -35,10 +35,10 @@ from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import AskOutcome, Decision, LostPart, Outcome, Result
 
-RESEND_S = 1.0
+RESEND_S = 2.0
 """A RESULT is repeated after this, then after twice as long and so on."""
 SPEAK_S = 0.5
-"""Once somebody lacks the mean of a lost owner, all say what they lack within this."""
+"""Once somebody lacks the mean of a lost owner, all that lack or hold it say so within this."""
 
 
 class Phase(Enum):
@@ -99,13 +99,13 @@ class Member:
             return
         if self.phase is Phase.EXCHANGING:
             if self.exchange.is_whole:
-                self._vote(now)
+                self._sign(now)
             else:
                 self._tell_lost(now)
         if self._settle_lost(now):
             self._tell_lost(now)
         self.exchange.play()
-        if self._ballot.leading():
+        if self._ballot.leading() and self.certificate is None:
             self.certificate = self._ballot.certificate(self._outcome) if self._outcome else None
             if self.certificate is None and self._again_s > SPEAK_S:  # others have it: ask soon
                 self._again_s, self._again_at = SPEAK_S, now + SPEAK_S
@@ -115,11 +115,14 @@ class Member:
     def _may_commit(self) -> bool:
         return self._ballot.may_commit([p for p in self.attempt.shares if self._swarm.is_live(p)])
 
-    def _vote(self, now: float) -> None:
+    def _sign(self, now: float) -> None:
+        """Vote, unless the votes that were heard are enough: whoever heard fewer asks."""
         self.phase, self.means_at = Phase.SIGNED, now
         self._outcome = outcome_of(self.attempt, self._run, self.exchange.outcomes())
-        signature = self._identity.sign(DECISION_CONTEXT, self._outcome)
-        self._tell(self._result(now, digest=digest(self._outcome), signature=signature), now)
+        self.certificate = self._ballot.certificate(self._outcome)
+        if self.certificate is None:
+            signature = self._identity.sign(DECISION_CONTEXT, self._outcome)
+            self._tell(self._result(now, digest=digest(self._outcome), signature=signature), now)
 
     def _tell_lost(self, now: float) -> None:
         if self.exchange.lost(now) != self._ballot.lost.get(self._swarm.me, frozenset()):
@@ -142,7 +145,7 @@ class Member:
             self._has_settled = True
         if not any(self._ballot.lost.values()):
             return False
-        if self._told is None:
+        if self._told is None and self.exchange.holds_any(self._ballot.lost):
             self._tell(self._result(now), now)
         if self._settles_at is None:
             self._settles_at = now + SPEAK_S

@@ -93,7 +93,7 @@ _TABLE = (
     Kind(wire.Begin, Machine.ROUNDS),
     Kind(wire.Part, Machine.ROUNDS, Cost.BULK, role=Role.SLICE),
     Kind(wire.Mean, Machine.ROUNDS, Cost.BULK, role=Role.MEAN),
-    Kind(wire.Result, Machine.ROUNDS),
+    Kind(wire.Result, Machine.ROUNDS, is_quiet=True),
     Kind(wire.Decision, Machine.ROUNDS),
     Kind(wire.AskOutcome, Machine.ROUNDS),
     Kind(wire.Behind, Machine.ROUNDS),
