@@ -26,9 +26,6 @@ class FakeLink:
         self.is_far, self.gate = carrier.is_far, carrier.gate
         self.queued_s: float | None = 0.0
         self.there_bytes = 0
-        self.bytes_per_s = 0.0
-        """0.0: unknown."""
-        self.carried: list[bytes] = []
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def send(self, data: bytes) -> None:
@@ -36,15 +33,11 @@ class FakeLink:
         if self.closed.done():
             raise PeerLost(self.closed.result())
         self._carrier.sent.append(data)
-        self.carried.append(data)
         if self.acknowledged is not None:
             self.acknowledged.sent(len(data), time.monotonic())
 
     def look(self) -> Seen:
         return Seen(self.queued_s, self.there_bytes)
-
-    def there_in_s(self, size_bytes: int) -> float:
-        return size_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
 
     async def close(self) -> None:
         if not self.closed.done():

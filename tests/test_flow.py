@@ -124,18 +124,6 @@ def test_what_a_round_trip_is_longer_than_the_shortest_waits_before_the_line() -
     assert seen(info.pack(1, 1448, 2, 20, 90_000, 7000, 40_000)[:120]) == (None, 0)  # an old kernel
 
 
-def test_when_more_would_be_there_by_a_connection() -> None:
-    # state, segment, under way, round trip, window, pacing rate, unsent
-    info = struct.Struct("=B15xI4xI40xI8xI20xQ32xI4x")
-    there_in_s = flow._there_in_s
-    sent_soon = info.pack(1, 1000, 10, 100_000, 100, 400_000, 30_000)
-    assert there_in_s(sent_soon, 40_000) == 0.2  # 80 kB at 400 kB/s
-    assert there_in_s(info.pack(1, 1000, 10, 100_000, 20, 900_000, 30_000), 20_000) == 0.1  # of 600 kB/s
-    assert there_in_s(info.pack(1, 1000, 0, 0, 0, 0, 0), 5) == 5.0  # it has not begun
-    assert there_in_s(info.pack(7, 1000, 10, 100_000, 100, 400_000, 30_000), 40_000) == 0.0  # closed
-    assert there_in_s(sent_soon[:120], 40_000) == 0.0  # an old kernel does not say
-
-
 def unsent_bounds(buffer: SendBuffer) -> set[int]:
     """``TCP_NOTSENT_LOWAT`` of its connections that are open."""
     bounds = set()
@@ -223,13 +211,12 @@ def test_a_file_that_has_a_connections_number_by_now_stays_locked(tmp_path: Path
         buffer = SendBuffer(*listener.getsockname())
         number = connection.fileno()
         buffer.files = [(str(number), os.fstat(number).st_ino)]  # of a far machine it finds them itself
-        assert buffer.there_in_s(1 << 30) > 0
         opened = path.open("r+")
         os.dup2(opened.fileno(), number)
         fcntl.lockf(opened, fcntl.LOCK_EX)
         assert is_locked(path)
         buffer.took(1, 0.0, 0.0)
-        assert buffer.there_in_s(1) == buffer.look().there_bytes == 0
+        assert buffer.look().there_bytes == 0
         assert not SendBuffer(*listener.getsockname()).files
         assert is_locked(path)
         connection.close()
@@ -246,5 +233,5 @@ def test_another_connection_of_the_same_number_is_none_of_ours() -> None:
         with socket.create_connection(listener.getsockname()) as other:
             os.dup2(other.fileno(), number)
             buffer.took(1, 0.0, 0.0)
-        assert buffer.there_in_s(1) == buffer.look().there_bytes == 0
+        assert buffer.look().there_bytes == 0
         connection.close()

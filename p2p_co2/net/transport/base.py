@@ -51,13 +51,10 @@ class Link(Protocol):
 
     @property
     def is_far(self) -> bool:
-        """Whether it is a connection of its own over a way on which a second one beside it may help."""
+        """Whether it is a connection of its own to another machine or network: its bulk takes turns."""
 
     def look(self) -> Seen:
         """What the kernel knows of the way."""
-
-    def there_in_s(self, size_bytes: int) -> float:
-        """When a message of this size would be there if it were sent now; 0.0 where that is not known."""
 
     @property
     def acknowledged(self) -> Acknowledged | None:

@@ -14,7 +14,6 @@ import os
 import socket
 import stat
 import struct
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
@@ -37,20 +36,12 @@ IDLE_S, STRETCH_S = 0.05, 1.0
 """A pause this long empties the buffer; a connection's speed is measured over so long beside pauses."""
 NEAR_S = 0.002
 """Round trips below this are of this machine or its network: such a connection is left alone."""
-WINDOWS_EACH_TRIP = 3.0
-"""What BBR sends in a round trip as it begins (2.9)."""
-MEASURES_S = 0.2
-"""BBR measures the way for so long and a round trip, every 10 s, with almost no window meanwhile."""
-HELD_S = 0.01
-"""The kernel is not asked again what it holds for so long: the questions took a tenth of a core."""
 FRESH_MS = 100
 """What a connection knows of round trips is as old as the last acknowledgement that it got."""
 _MAX_DIGITS = 18
 _ROUND_TRIP, _SEEN = struct.Struct("68xI"), struct.Struct("=B15xI8xI24xI8xI48xQ20xI")
 """``tcpi_rtt``; and ``tcpi_state``, ``snd_mss``, ``sacked``, ``last_ack_recv`` (milliseconds), ``rtt``,
 ``bytes_acked`` and ``min_rtt`` (microseconds), in ``struct tcp_info`` of linux/tcp.h."""
-_HELD = struct.Struct("B15xI4xI40xI8xI20xQ32xI4x")
-"""``tcpi_state``, ``snd_mss``, ``unacked``, ``rtt``, ``snd_cwnd``, ``pacing_rate`` and ``notsent_bytes``."""
 _ESTABLISHED = 1
 _OPEN_FILES = "/proc/self/fd"
 
@@ -137,10 +128,6 @@ class SendBuffer:
         self.is_far = bool(self.files)
         self._bound_bytes, self._last_at = UNSENT_BYTES, -1e9
         self._taken_bytes, self._taken_s = 0, 0.0
-        self._held, self._held_at = list[bytes](), -1e9
-        """What the kernel holds of each, and when it was asked; anew once it has taken a message."""
-        self.handing_bytes = 0
-        """Of messages that it is to take and has not."""
 
     def took(self, size_bytes: int, started_at: float, now: float) -> None:
         """The connection took a message from ``started_at`` to ``now``; the first after a pause only fills
@@ -148,7 +135,7 @@ class SendBuffer:
         if started_at - self._last_at <= IDLE_S:
             self._taken_bytes += size_bytes
             self._taken_s += now - self._last_at
-        self._last_at, self._held_at = now, -1e9
+        self._last_at = now
         if self._taken_s >= STRETCH_S:
             self._make_room(self._taken_bytes / self._taken_s)
             self._taken_bytes, self._taken_s = 0, 0.0
@@ -158,13 +145,6 @@ class SendBuffer:
         seen = [_seen(info) for info in self._infos(_SEEN.size)]
         waits_s = [one.queued_s for one in seen if one.queued_s is not None]
         return Seen(min(waits_s, default=None), sum(one.there_bytes for one in seen))
-
-    def there_in_s(self, size_bytes: int) -> float:
-        """When so much more will be there, as far as the kernel knows; 0.0 where it does not."""
-        if (now := time.monotonic()) - self._held_at >= HELD_S:
-            self._held, self._held_at = list(self._infos(_HELD.size)), now
-        more_bytes = self.handing_bytes + size_bytes
-        return max((_there_in_s(info, more_bytes) for info in self._held), default=0.0)
 
     def _infos(self, size_bytes: int) -> Iterator[bytes]:
         """The beginning of each connection's ``struct tcp_info``, if it is still there."""
@@ -204,20 +184,6 @@ def _seen(info: bytes) -> Seen:
     is_known = state == _ESTABLISHED and heard_ms_ago <= FRESH_MS
     queued_s = max(0, now_us - least_us) / 1e6 if is_known else None
     return Seen(queued_s, there_bytes + sacked * segment_bytes)
-
-
-def _there_in_s(info: bytes, more_bytes: int) -> float:
-    """When what a connection holds and ``more_bytes`` will be there, at the rate at which it may send now or
-    once it has measured the way; 0.0 of one that is closed, and on an old kernel."""
-    if len(info) < _HELD.size:
-        return 0.0
-    state, segment_bytes, under_way, trip_us, window, pacing, unsent_bytes = _HELD.unpack(info)
-    if state != _ESTABLISHED:
-        return 0.0
-    held_bytes = under_way * segment_bytes + unsent_bytes + more_bytes
-    by_window_s = held_bytes / max(1.0, WINDOWS_EACH_TRIP * 1e6 * window * segment_bytes / max(1, trip_us))
-    by_pace_s = held_bytes / max(1.0, pacing)
-    return float(max(by_pace_s, min(by_window_s, MEASURES_S + trip_us / 1e6 + by_pace_s)))
 
 
 def _files_to(host: str, port: int) -> list[OpenFile]:

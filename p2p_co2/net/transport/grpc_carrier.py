@@ -253,9 +253,6 @@ class GrpcLink:
     def look(self) -> Seen:
         return self.send_buffer.look() if self.send_buffer is not None else Seen()
 
-    def there_in_s(self, size_bytes: int) -> float:
-        return self.send_buffer.there_in_s(size_bytes) if self.send_buffer is not None else 0.0
-
     async def open(self, hello: bytes, address: str) -> None:
         """Say hello and wait for the welcome. Raises ``TransportError``."""
         try:
@@ -273,9 +270,8 @@ class GrpcLink:
             if self.send_buffer is None:
                 await self._write(data)
                 return
-            started_at, self.send_buffer.handing_bytes = time.monotonic(), len(data)
+            started_at = time.monotonic()
             await self._write(data)
-            self.send_buffer.handing_bytes = 0
             self.send_buffer.took(len(data), started_at, time.monotonic())
 
     async def close(self) -> None:

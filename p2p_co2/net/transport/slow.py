@@ -117,9 +117,6 @@ class SlowLink:
     def look(self) -> Seen:
         return Seen()
 
-    def there_in_s(self, size_bytes: int) -> float:
-        return 0.0
-
     async def send(self, data: bytes) -> None:
         check_outgoing(data)
         async with self._writing:

@@ -21,24 +21,23 @@ from p2p_co2.protocol.catchup.manifest import (
     check_chunk,
     check_manifest,
     chunk_at,
-    chunk_count,
     content_of,
 )
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 from p2p_co2.system.memory import zeros
 
-LEAST_DONORS, MOST_DONORS = 2, 8
-"""Asked at once for one goal: as many as it has chunks, within these."""
+MOST_DONORS = 8
+"""Asked at once for one goal."""
 PROMISE_FLOOR_S, EXPORT_BYTES_PER_S = 3.0, 100e6
 """A manifest is waited for so long, and for the time in which a donor surely writes its state out."""
-CHOOSE_FLOOR_S, CHOOSE_CAP_S = 0.2, 2.0
-"""After the first manifest, the others are waited for: as long again as the first took, within these."""
-AGAIN_FIRST_S, AGAIN_CAP_S = 0.25, 2.0
-"""A donor that said "again" is asked after the first, then after twice as long each time, up to the cap."""
+CHOOSE_S = 1.0
+"""After the first manifest the others are waited for so long, where none is known to be right."""
+AGAIN_S = 0.5
+"""A donor that said "again" is asked after so long."""
 STALLED_S = 120.0
 """A load for which nothing comes for so long is given up: twice what a chunk is waited for."""
-EARLY_AGAINS = 5
+EARLY_AGAINS = 10
 """What a donor says it has not reached yet is asked for so often: nobody may ever reach it."""
 
 
@@ -175,13 +174,11 @@ class Load:
     def questions(self, now: float) -> list[tuple[PeerId, Fetch]]:
         """Ask whom it is time to ask again, and others until as many as are wanted are at it."""
         due = [peer for peer, its in self.donors.items() if isinstance(its, Again) and now >= its.at]
-        chunks = chunk_count(self._total_bytes, self._terms.shape.chunk_bytes)
-        wanted = min(MOST_DONORS, max(LEAST_DONORS, chunks))
         promised = [peer for peer, its in self.donors.items() if isinstance(its, Promised)]
         at_it = len(self.givers if self.is_chosen else promised)
         at_it += sum(isinstance(its, Asked) for its in self.donors.values())
         listed = [peer for peer, its in self.donors.items() if its is Unasked.LISTED]
-        due += listed[: max(0, wanted - at_it - len(due))]
+        due += listed[: max(0, MOST_DONORS - at_it - len(due))]
         return [(peer, self._ask(peer, now)) for peer in due]
 
     def _ask(self, peer: PeerId, now: float) -> Fetch:
@@ -196,8 +193,8 @@ class Load:
 
     def take_manifest(self, manifest: Manifest, sender: PeerId, now: float) -> None:
         """Raises ``RemoteProtocolError`` for one that breaks the rules, or that the others contradict."""
-        asked, terms = self.donors.get(sender), self._terms
-        if not isinstance(asked, Asked):
+        terms = self._terms
+        if not isinstance(self.donors.get(sender), Asked):
             return  # doubled under way
         check_manifest(
             manifest, self.goal, self._total_bytes, self._oldest, sender, terms.run, terms.shape.chunk_bytes
@@ -205,8 +202,7 @@ class Load:
         if terms.vouched(sender, manifest) is False:
             raise RemoteProtocolError("bad state", f"the others know none like that of {manifest.version}")
         self.donors[sender], self.moved_at = Promised(content_of(manifest), manifest), now
-        wait_s = min(CHOOSE_CAP_S, max(CHOOSE_FLOOR_S, now - asked.at))
-        self._choose_at = min(self._choose_at, now + wait_s)
+        self._choose_at = min(self._choose_at, now + CHOOSE_S)
 
     def take_refusal(self, refusal: Refusal, sender: PeerId, now: float) -> bool:
         """The donor cannot help, or not now, or no longer. Whether it may be asked once more."""
@@ -216,8 +212,7 @@ class Load:
             return False
         if not refusal.again:
             return False
-        wait_s = min(AGAIN_CAP_S, AGAIN_FIRST_S * 2 ** min(known.times, EARLY_AGAINS))
-        self.donors[sender] = Again(now + wait_s, known.times + 1)
+        self.donors[sender] = Again(now + AGAIN_S, known.times + 1)
         is_early = self.goal.what == ROUND or refusal.newest_version > 0
         return known.times < EARLY_AGAINS or not is_early
 

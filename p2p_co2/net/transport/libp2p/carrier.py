@@ -219,9 +219,6 @@ class Libp2pLink:
     def look(self) -> Seen:
         return Seen()
 
-    def there_in_s(self, size_bytes: int) -> float:
-        return 0.0
-
     async def open(self, hello: bytes) -> None:
         """Say hello and wait for the welcome. Raises ``TransportError``."""
         try:
