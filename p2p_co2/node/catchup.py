@@ -80,9 +80,6 @@ class CatchupController:
     def busy(self) -> bool:
         return bool(self._targets)
 
-    def is_fetching(self, fragment: int) -> bool:
-        return fragment in self._targets
-
     # ---- where to go
 
     def go_to(self, fragment: int, version: int, digest: bytes, donors: tuple[PeerId, ...]) -> bool:
