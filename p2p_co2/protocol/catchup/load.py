@@ -208,9 +208,7 @@ class Load:
         """The donor cannot help, or not now, or no longer. Whether it may be asked once more."""
         known, self._newest = self.donors[sender], max(self._newest, refusal.newest_version)
         self.reason = f"{sender[-6:]}: {refusal.reason[:200] or 'refused without a reason'}"
-        if not isinstance(known, Asked):
-            return False
-        if not refusal.again:
+        if not isinstance(known, Asked) or not refusal.again:
             return False
         self.donors[sender] = Again(now + AGAIN_S, known.times + 1)
         is_early = self.goal.what == ROUND or refusal.newest_version > 0
@@ -220,15 +218,15 @@ class Load:
 
     def choose(self, now: float) -> None:
         """Fix what is loaded, once it is sure or the others were waited for."""
-        camps: dict[Content, list[PeerId]] = {}
+        candidates: dict[Content, list[PeerId]] = {}
         for peer, its in list(self.donors.items()) if not self.is_chosen else ():
             if isinstance(its, Promised) and self._terms.vouched(peer, its.manifest) is False:
                 self.forget(peer, "the others know no such state")  # they say more by now
             elif isinstance(its, Promised):
-                camps.setdefault(its.content, []).append(peer)
-        if not camps:
+                candidates.setdefault(its.content, []).append(peer)
+        if not candidates:
             return
-        best = max(camps.values(), key=self._rank)
+        best = max(candidates.values(), key=self._rank)
         promise, waits = self.donors[best[0]], any(isinstance(its, Asked) for its in self.donors.values())
         assert isinstance(promise, Promised)
         if waits and now < self._choose_at and not self._rank(best)[0]:
@@ -239,16 +237,16 @@ class Load:
             self.chunks = Chunks(promise)
         self.chunks.pending = deque(sorted(self.chunks.missing))
 
-    def _rank(self, camp: list[PeerId]) -> tuple[bool, bool, int, int]:
+    def _rank(self, peers: list[PeerId]) -> tuple[bool, bool, int, int]:
         """The highest is loaded: what most peers report, what others vouch for, what most donors promise.
         Then the newest; but of what nobody else knows the oldest: it is easy to promise a version that
         nobody has reached."""
-        promised, goal = self.donors[camp[0]], self.goal
+        promised, goal = self.donors[peers[0]], self.goal
         assert isinstance(promised, Promised)
         promise = promised.manifest
         known = bool(goal.digest) and (promise.version, promise.digest) == (goal.version, goal.digest)
-        trusted = any(self._terms.vouched(peer, promise) for peer in camp)
-        return known, trusted, len(camp), promise.version if known or trusted else -promise.version
+        trusted = any(self._terms.vouched(peer, promise) for peer in peers)
+        return known, trusted, len(peers), promise.version if known or trusted else -promise.version
 
     def get_timer(self) -> float:
         """When somebody is to be asked again, counts as silent, or the choice is to be made."""
