@@ -101,14 +101,6 @@ def test_donors_that_become_known_later_take_part() -> None:
     assert world.now - 10.0 < 2 * LARGE / 8e6 + 2.0
 
 
-def test_a_small_state_is_asked_of_as_many_donors_as_it_has_chunks() -> None:
-    world = World(donors=5)
-    world.want(fragment=0)
-    world.run()
-    world.fetched()
-    assert len({sender for sender, message in world.sent if isinstance(message, Manifest)}) == 4
-
-
 def test_a_round_is_replayed_from_the_history_with_its_decision() -> None:
     world = World()
     decision = Decision(outcome=b"outcome", votes=[Vote(member=0, signature=b"signature")])

@@ -17,6 +17,8 @@ def test_what_a_process_slept_through_did_not_pass_for_it() -> None:
     clock.wakes_by(1003.0)
     real += 3600.0
     assert clock.now() == 1003.0 + STOOD_S  # also for whoever asks before it has looked at its timers
+    clock.wakes_by(clock.now() + 0.1)  # a message is handled first, and sets another timer
+    assert clock.now() == 1003.0 + STOOD_S
     assert clock.woke()
     assert clock.now() == 1003.0 + STOOD_S
     real += 1.0

@@ -12,8 +12,7 @@ import pytest
 from p2p_co2.digest import digest
 from p2p_co2.node.commits import CommitHandler
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced, SliceRefused, agreed_mean
-from p2p_co2.node.offers import Offers
-from p2p_co2.node.outer_state import OuterState
+from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.state import PAST_KEPT, Effects, PeerState
 from p2p_co2.protocol.rounds import FellBehind, Offer, PayloadShape, PeerView, ReduceWanted, Refused, Rounds
 from p2p_co2.protocol.wire.identity import PeerId

@@ -119,10 +119,6 @@ def test_a_line_that_was_measured_low_is_found_out_in_a_few_bursts() -> None:
     assert not pace.bytes_per_s
 
 
-def test_no_rate_is_no_limit() -> None:
-    assert [Pace().admit_at(1 << 30, 5.0) for _ in range(3)] == [5.0, 5.0, 5.0]
-
-
 def test_a_line_is_what_receivers_acknowledge_while_it_is_full_not_what_buffers_take() -> None:
     meter = UploadMeter()
     for number, full_s in enumerate((0.0, 0.0, 1.0, 1.0, 1.0)):
@@ -232,31 +228,3 @@ def test_a_low_rate_of_busy_first_seconds_does_not_stay_for_good(is_far: bool, k
     for _ in range(10):
         exchange(6, known_again, looks=False)
     assert meter.bytes_per_s == pytest.approx(known_again, rel=0.1)
-
-
-def test_a_fast_line_that_has_become_faster_is_found_out_though_its_bursts_are_short() -> None:
-    """Above ``FAST_BYTES_PER_S`` bulk takes no turns, so nothing else keeps the bursts from being short."""
-    meter, now = UploadMeter(), 1000.0
-
-    def exchange(line: float) -> None:
-        """60 MB, of which buffers hold 3 MB, and a round trip of 50 ms."""
-        nonlocal now
-        began_at, sent, looked_at, there = now, 0.0, now, 0.0
-        while sent < 60e6:
-            meter.started(now)
-            sent += 0.5e6
-            now = max(now + 0.5e6 / 400e6, began_at + (sent - 3e6) / line)
-            if now - looked_at >= 0.04:
-                is_there = min(sent, line * max(0.0, now - began_at - 0.05))
-                meter.came(int(is_there - there), now - looked_at, True, now)
-                looked_at, there = now, is_there
-            meter.finished("bcd"[int(sent / 0.5e6) % 3], 500_000, now)
-        now += 5.0
-        assert meter.rest(now)
-
-    for _ in range(5):
-        exchange(30e6)
-    assert meter.bytes_per_s == pytest.approx(30e6, rel=0.15)
-    for _ in range(4):
-        exchange(125e6)
-    assert meter.bytes_per_s == pytest.approx(125e6, rel=0.1)

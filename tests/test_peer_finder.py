@@ -17,6 +17,7 @@ from p2p_co2.node.peer_finder import (
     FinderEvents,
     PeerFinder,
     PositionWriter,
+    Unreachable,
     find_every_s,
 )
 from p2p_co2.protocol.membership import Membership
@@ -152,3 +153,61 @@ def test_who_trains_alone_is_told_so_once() -> None:
     assert look(201.0 + ALONE_S) == 1
     assert "p2p-co2 join TICKET" in told[0]
     assert look(999.0) == look(1000.0, others=1) == look(1001.0) == look(2000.0) == 1
+
+
+# ---- who cannot be reached
+
+
+B = PeerId("b")
+
+
+def expiring(expires_at: float, peer: str = "b") -> PeerRecord:
+    return PeerRecord(peer=peer, expires_at=expires_at)
+
+
+def test_only_a_peer_that_renews_its_record_is_told_of_and_once() -> None:
+    known = Unreachable()
+    assert known.listed([expiring(60.0)]) == []
+    known.failed(B, "grpc: refused")
+    assert known.listed([expiring(60.0)]) == []
+    assert known.listed([expiring(60.0)]) == []
+    assert known.listed([expiring(80.0)]) == [(B, "grpc: refused")]
+    known.failed(B, "grpc: refused again")
+    assert known.listed([expiring(100.0)]) == []
+
+
+def test_a_peer_that_was_met_is_told_of_again() -> None:
+    known = Unreachable()
+    for expires_at in (60.0, 200.0):
+        known.failed(B, "no answer")
+        assert known.listed([expiring(expires_at)]) == []
+        assert known.listed([expiring(expires_at + 20)]) == [(B, "no answer")]
+        known.met(B)
+    assert known.listed([expiring(400.0)]) == []
+
+
+def test_somebody_is_unmet_who_renews_a_record_and_is_not_heard() -> None:
+    known = Unreachable()
+    for expires_at, live, unmet in (
+        (60.0, (), False),  # it may be about to answer, or dead
+        (60.0, (), False),
+        (80.0, (B,), False),
+        (100.0, (B,), False),
+        (120.0, (), False),  # it was heard until now
+        (140.0, (), True),
+        (160.0, (), True),
+        (160.0, (B,), False),
+    ):
+        known.listed([expiring(expires_at)], live)
+        assert known.is_somebody_unmet == unmet, expires_at
+    known.listed([], ())
+    assert not known.is_somebody_unmet
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "MAX_PEERS", 2)
+    known = Unreachable()
+    for name in "abcd":
+        known.failed(PeerId(name), "no answer")
+    known.listed([expiring(60.0, name) for name in "abcd"])
+    assert [peer for peer, _ in known.listed([expiring(80.0, name) for name in "abcd"])] == ["a", "b"]

@@ -78,8 +78,6 @@ def test_who_announced_a_slow_beat_is_missed_after_some_of_them_and_not_before()
     assert lost_at(ever, 1000.0) == pytest.approx(at, abs=QUIET_S)
 
 
-
-
 def test_what_changes_is_told_at_once_and_the_end_of_rest_brings_the_next_beat_forward() -> None:
     machine = resting()
     machine.handle_timer(machine.get_timer() or 0.0)

@@ -15,8 +15,7 @@ from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.agreement import Agreement
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, agreed_mean
-from p2p_co2.node.offers import Offers
-from p2p_co2.node.outer_state import OuterState
+from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.state import Effects, PeerState
 from p2p_co2.protocol.catchup import (
     ROUND,
@@ -80,9 +79,6 @@ class CatchupController:
 
     def busy(self) -> bool:
         return bool(self._targets)
-
-    def is_fetching(self, fragment: int) -> bool:
-        return fragment in self._targets
 
     # ---- where to go
 

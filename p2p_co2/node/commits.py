@@ -13,8 +13,7 @@ from statistics import median_low
 
 from p2p_co2.node.catchup import CatchupController
 from p2p_co2.node.ledger import Ledger, SliceRefused, agreed_mean, weights_of
-from p2p_co2.node.offers import Offers
-from p2p_co2.node.outer_state import OuterState
+from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.state import Effects
 from p2p_co2.protocol.rounds import (
     Aborted,

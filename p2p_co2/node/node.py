@@ -20,17 +20,15 @@ from typing import Any
 
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.node.agreement import Agreement
-from p2p_co2.node.alarm import Alarm
 from p2p_co2.node.catchup import CatchupController
 from p2p_co2.node.commits import CommitHandler
 from p2p_co2.node.environment import Environment, Links, PeerNetwork
 from p2p_co2.node.ledger import AgreedVersion, Ledger
 from p2p_co2.node.links import LinkObserver
-from p2p_co2.node.offers import Offers
-from p2p_co2.node.outer_state import OuterState
+from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.peer_finder import FinderEvents, PeerFinder
 from p2p_co2.node.progress import Fetches, SwarmProgress
-from p2p_co2.node.pump import Pump
+from p2p_co2.node.pump import Alarm, Pump
 from p2p_co2.node.router import Inbox, Router, RouterEvents
 from p2p_co2.node.state import Effects, LocalProgress, PeerState
 from p2p_co2.node.status import Host, StatusWriter, Times

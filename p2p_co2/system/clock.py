@@ -29,8 +29,9 @@ class ProcessClock:
         return min(self._monotonic() + self._ahead_s, self._stands_at)
 
     def wakes_by(self, at: float) -> None:
-        """The process sleeps now, until ``at`` at the latest."""
-        self._stands_at = at + STOOD_S
+        """The process sleeps until ``at`` at the latest. Nothing where it has yet to see that it stood."""
+        if self._monotonic() + self._ahead_s <= self._stands_at:
+            self._stands_at = at + STOOD_S
 
     def woke(self) -> bool:
         """It is awake: time passes again, from where it stood. Whether it had stood."""

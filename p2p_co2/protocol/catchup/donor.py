@@ -40,8 +40,6 @@ EXPORT_REST = 3.0
 """How many times as long as an export took no other is begun, if all states together are large."""
 MAX_WAITING = 64
 """Peers that wait for one export."""
-TAKERS_KEPT = 64
-"""So many of those that were given something last are remembered: more than a donor gives to at a time."""
 
 
 @dataclass
@@ -73,7 +71,7 @@ class Export:
 
 class Donor:
     """Holds the last rounds' means and the states that somebody is loading now. ``versions``: where every
-    fragment of this peer is. ``gave``: who was sent a chunk, and when last; other threads look at it."""
+    fragment of this peer is. ``gave_at``: when anybody was sent a chunk last; other threads look at it."""
 
     def __init__(self, identity: Identity, run: bytes, shape: Shape, out: Outbox) -> None:
         self._identity, self._run, self._shape, self._out = identity, run, shape, out
@@ -85,7 +83,7 @@ class Donor:
         self._waiting: dict[int, list[tuple[PeerId, Fetch]]] = {}
         self._began_at: dict[int, float] = {}
         self._rests_until = -math.inf
-        self.gave: dict[PeerId, float] = {}
+        self.gave_at = -math.inf
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``CatchUp.held``."""
@@ -94,12 +92,7 @@ class Donor:
         return {
             "HISTORY_ROUNDS_KEPT": (len(self.history), kept),
             "MAX_WAITING": (max([0, *users, *map(len, self._waiting.values())]), MAX_WAITING),
-            "TAKERS_KEPT": (len(self.gave), TAKERS_KEPT),
         }
-
-    def takers(self, now: float, within_s: float) -> list[PeerId]:
-        """Who was given anything of late."""
-        return [peer for peer, at in list(self.gave.items()) if now - at <= within_s]
 
     def exported_bytes(self) -> int:
         """What is held for others to load."""
@@ -172,7 +165,7 @@ class Donor:
             self._refuse(fetch, peer, reason, newest=self.history.newest(fetch.fragment), again=early)
         elif fetch.want_chunk:
             self._send_chunk(fetch, peer, kept.mean)
-            self._note_taker(peer, now)
+            self.gave_at = now
         else:
             if kept.manifest is None:
                 digests = kept.chunk_digests(self._shape.chunk_bytes)
@@ -189,7 +182,7 @@ class Donor:
         self._send_chunk(fetch, peer, export.data)
         export.is_asked_for(peer, now, now + LOADS_S)
         export.is_taken = True
-        self._note_taker(peer, now)
+        self.gave_at = now
 
     def _serve_manifest(self, fetch: Fetch, peer: PeerId, now: float) -> None:
         """The newest state, if there is room for it; else one that is there already; else come again."""
@@ -266,11 +259,6 @@ class Donor:
             chunk=fetch.chunk, data=bytes(data[chunk_at(fetch.chunk, len(data), self._shape.chunk_bytes)]),
         )  # fmt: skip
         self._out.send(peer, chunk)
-
-    def _note_taker(self, peer: PeerId, now: float) -> None:
-        self.gave[peer] = now  # never taken out to be put back: who looks meanwhile would miss it
-        if len(self.gave) > TAKERS_KEPT:
-            del self.gave[min(self.gave, key=self.gave.__getitem__)]
 
     def _refuse_version(self, fetch: Fetch, peer: PeerId, version: int) -> None:
         early = version < fetch.version

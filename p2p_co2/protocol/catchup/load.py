@@ -21,24 +21,23 @@ from p2p_co2.protocol.catchup.manifest import (
     check_chunk,
     check_manifest,
     chunk_at,
-    chunk_count,
     content_of,
 )
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 from p2p_co2.system.memory import zeros
 
-LEAST_DONORS, MOST_DONORS = 2, 8
-"""Asked at once for one goal: as many as it has chunks, within these."""
+MOST_DONORS = 8
+"""Asked at once for one goal."""
 PROMISE_FLOOR_S, EXPORT_BYTES_PER_S = 3.0, 100e6
 """A manifest is waited for so long, and for the time in which a donor surely writes its state out."""
-CHOOSE_FLOOR_S, CHOOSE_CAP_S = 0.2, 2.0
-"""After the first manifest, the others are waited for: as long again as the first took, within these."""
-AGAIN_FIRST_S, AGAIN_CAP_S = 0.25, 2.0
-"""A donor that said "again" is asked after the first, then after twice as long each time, up to the cap."""
+CHOOSE_S = 1.0
+"""After the first manifest the others are waited for so long, where none is known to be right."""
+AGAIN_S = 0.5
+"""A donor that said "again" is asked after so long."""
 STALLED_S = 120.0
 """A load for which nothing comes for so long is given up: twice what a chunk is waited for."""
-EARLY_AGAINS = 5
+EARLY_AGAINS = 10
 """What a donor says it has not reached yet is asked for so often: nobody may ever reach it."""
 
 
@@ -175,13 +174,11 @@ class Load:
     def questions(self, now: float) -> list[tuple[PeerId, Fetch]]:
         """Ask whom it is time to ask again, and others until as many as are wanted are at it."""
         due = [peer for peer, its in self.donors.items() if isinstance(its, Again) and now >= its.at]
-        chunks = chunk_count(self._total_bytes, self._terms.shape.chunk_bytes)
-        wanted = min(MOST_DONORS, max(LEAST_DONORS, chunks))
         promised = [peer for peer, its in self.donors.items() if isinstance(its, Promised)]
         at_it = len(self.givers if self.is_chosen else promised)
         at_it += sum(isinstance(its, Asked) for its in self.donors.values())
         listed = [peer for peer, its in self.donors.items() if its is Unasked.LISTED]
-        due += listed[: max(0, wanted - at_it - len(due))]
+        due += listed[: max(0, MOST_DONORS - at_it - len(due))]
         return [(peer, self._ask(peer, now)) for peer in due]
 
     def _ask(self, peer: PeerId, now: float) -> Fetch:
@@ -196,8 +193,8 @@ class Load:
 
     def take_manifest(self, manifest: Manifest, sender: PeerId, now: float) -> None:
         """Raises ``RemoteProtocolError`` for one that breaks the rules, or that the others contradict."""
-        asked, terms = self.donors.get(sender), self._terms
-        if not isinstance(asked, Asked):
+        terms = self._terms
+        if not isinstance(self.donors.get(sender), Asked):
             return  # doubled under way
         check_manifest(
             manifest, self.goal, self._total_bytes, self._oldest, sender, terms.run, terms.shape.chunk_bytes
@@ -205,19 +202,15 @@ class Load:
         if terms.vouched(sender, manifest) is False:
             raise RemoteProtocolError("bad state", f"the others know none like that of {manifest.version}")
         self.donors[sender], self.moved_at = Promised(content_of(manifest), manifest), now
-        wait_s = min(CHOOSE_CAP_S, max(CHOOSE_FLOOR_S, now - asked.at))
-        self._choose_at = min(self._choose_at, now + wait_s)
+        self._choose_at = min(self._choose_at, now + CHOOSE_S)
 
     def take_refusal(self, refusal: Refusal, sender: PeerId, now: float) -> bool:
         """The donor cannot help, or not now, or no longer. Whether it may be asked once more."""
         known, self._newest = self.donors[sender], max(self._newest, refusal.newest_version)
         self.reason = f"{sender[-6:]}: {refusal.reason[:200] or 'refused without a reason'}"
-        if not isinstance(known, Asked):
+        if not isinstance(known, Asked) or not refusal.again:
             return False
-        if not refusal.again:
-            return False
-        wait_s = min(AGAIN_CAP_S, AGAIN_FIRST_S * 2 ** min(known.times, EARLY_AGAINS))
-        self.donors[sender] = Again(now + wait_s, known.times + 1)
+        self.donors[sender] = Again(now + AGAIN_S, known.times + 1)
         is_early = self.goal.what == ROUND or refusal.newest_version > 0
         return known.times < EARLY_AGAINS or not is_early
 
@@ -225,15 +218,15 @@ class Load:
 
     def choose(self, now: float) -> None:
         """Fix what is loaded, once it is sure or the others were waited for."""
-        camps: dict[Content, list[PeerId]] = {}
+        candidates: dict[Content, list[PeerId]] = {}
         for peer, its in list(self.donors.items()) if not self.is_chosen else ():
             if isinstance(its, Promised) and self._terms.vouched(peer, its.manifest) is False:
                 self.forget(peer, "the others know no such state")  # they say more by now
             elif isinstance(its, Promised):
-                camps.setdefault(its.content, []).append(peer)
-        if not camps:
+                candidates.setdefault(its.content, []).append(peer)
+        if not candidates:
             return
-        best = max(camps.values(), key=self._rank)
+        best = max(candidates.values(), key=self._rank)
         promise, waits = self.donors[best[0]], any(isinstance(its, Asked) for its in self.donors.values())
         assert isinstance(promise, Promised)
         if waits and now < self._choose_at and not self._rank(best)[0]:
@@ -244,16 +237,16 @@ class Load:
             self.chunks = Chunks(promise)
         self.chunks.pending = deque(sorted(self.chunks.missing))
 
-    def _rank(self, camp: list[PeerId]) -> tuple[bool, bool, int, int]:
+    def _rank(self, peers: list[PeerId]) -> tuple[bool, bool, int, int]:
         """The highest is loaded: what most peers report, what others vouch for, what most donors promise.
         Then the newest; but of what nobody else knows the oldest: it is easy to promise a version that
         nobody has reached."""
-        promised, goal = self.donors[camp[0]], self.goal
+        promised, goal = self.donors[peers[0]], self.goal
         assert isinstance(promised, Promised)
         promise = promised.manifest
         known = bool(goal.digest) and (promise.version, promise.digest) == (goal.version, goal.digest)
-        trusted = any(self._terms.vouched(peer, promise) for peer in camp)
-        return known, trusted, len(camp), promise.version if known or trusted else -promise.version
+        trusted = any(self._terms.vouched(peer, promise) for peer in peers)
+        return known, trusted, len(peers), promise.version if known or trusted else -promise.version
 
     def get_timer(self) -> float:
         """When somebody is to be asked again, counts as silent, or the choice is to be made."""

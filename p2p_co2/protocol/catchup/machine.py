@@ -42,8 +42,7 @@ class CatchUp:
     def moves(self, now: float, within_s: float) -> bool:
         """Whether a chunk came to this peer of late, or one went to others; of a state or of a round that
         somebody missed. A round's bytes go before these. Other threads may ask."""
-        came = now - max(self.fetcher.got_at, self._busy_at) <= within_s
-        return came or bool(self.donor.takers(now, within_s))
+        return now - max(self.fetcher.got_at, self._busy_at, self.donor.gave_at) <= within_s
 
     def ask_swarm(self, vouch: Vouch) -> None:
         """From now on a state is loaded only if ``vouch`` does not contradict its donor."""
