@@ -48,14 +48,11 @@ IN_CIRCLES = {
     "p2p_co2.protocol.rounds.member",
 }
 TOO_LARGE = {
-    "p2p_co2.protocol.rounds.asking.Asking",
     "p2p_co2.protocol.rounds.coordination.Coordination",
     "p2p_co2.protocol.rounds.fragment.FragmentRounds",
     "p2p_co2.protocol.rounds.machine.Rounds",
     "p2p_co2.protocol.rounds.member.Member",
-    "p2p_co2.protocol.rounds.owner.PartJob",
     "p2p_co2.protocol.rounds.swarm.Swarm",
-    "p2p_co2.protocol.rounds.exchange.Exchange",
 }
 WHOLES_GIVEN_AWAY: set[str] = set()
 TIME_CONSTANTS = 200

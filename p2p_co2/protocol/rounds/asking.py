@@ -33,7 +33,7 @@ class Asking:
         self.offer = offer
         self.asked: list[PeerId] = []
         self.failure = ""
-        self._swarm, self._outlet, self._receipts, self._is_retry = swarm, outlet, receipts, is_retry
+        self._swarm, self._outlet, self._receipts = swarm, outlet, receipts
         self._began_at = self._sent_at = self._timer_at = now
         self._give_up_at = now + bounds.READY_CAP_S
         self._tries = self._sent_on = 0
@@ -51,7 +51,7 @@ class Asking:
             download_bytes_per_s=swarm.my_download_bytes_per_s(), last=offer.is_last,
             offer_id=offer.offer_id,
         )  # fmt: skip
-        self._ask_next(now)
+        self._ask_next(now, is_retry)
 
     # ---- answers
 
@@ -148,10 +148,10 @@ class Asking:
     def _may_ask(self, peer: PeerId) -> bool:
         return peer not in self.asked or peer in self._blameless
 
-    def _ask_next(self, now: float) -> None:
+    def _ask_next(self, now: float, is_retry: bool = False) -> None:
         order = self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
         ahead = [p for p in self._ahead(order) if not self._swarm.repute.is_passed_over(p, now)]
-        if not self.asked and (self._is_retry or 2 * len(ahead) >= len(order)):
+        if not self.asked and (is_retry or 2 * len(ahead) >= len(order)):
             order = ahead + order
         left = [peer for peer in order if self._may_ask(peer)]
         again = bool(left) and left[0] in self.asked

@@ -48,6 +48,8 @@ class PartState:
         self.transfer = Assembly(len(place), place)
         self.contributors: Contributors | None = None
         self.is_held = False
+        self.again_at: dict[PeerId, float] = {}
+        """When its mean, which was passed on to a peer, must have come or be lost."""
 
     def is_lost(self, swarm: Swarm, now: float) -> bool:
         """Whether its owner is late, or went: one that is back at once is another process."""
@@ -85,8 +87,6 @@ class Exchange:
         self._here_at: dict[int, float] = {}
         """When a part's mean was here, from its first owner."""
         self._room = Room(int(bounds.MAX_OWNED_PAYLOADS * len(self._payload)))
-        self._again_at: dict[tuple[PeerId, int], float] = {}
-        """When a mean that was passed on must have come, or be lost."""
         self._audience = Audience(attempt)
 
     def start(self, now: float) -> None:
@@ -101,7 +101,7 @@ class Exchange:
                 by_owner.setdefault(state.owner, []).append(self._slice_messages(part))
         streams = [chain.from_iterable(parts) for parts in by_owner.values()]
         while streams:
-            streams = [stream for stream in streams if self._send_next(stream)]
+            streams = [stream for stream in streams if _send_next(stream, self._outlet)]
 
     # ---- slices
 
@@ -118,12 +118,6 @@ class Exchange:
                 total=len(view),
             )  # fmt: skip
             yield state.owner, with_data(head, data)
-
-    def _send_next(self, stream: Iterator[tuple[PeerId, Part]]) -> bool:
-        item = next(stream, None)
-        if item is not None:
-            self._outlet.send(*item)
-        return item is not None
 
     def _own(self, part: int, arrivals: Arrivals, now: float) -> None:
         state = self.parts[part]
@@ -162,7 +156,8 @@ class Exchange:
         if mine is not None and mine.is_answered_by(job):
             self.parts_at = now
             state.contributors = mine.reduced(job, mean, state.place)
-            self._holds(job.part)
+            state.is_held = True
+            self._missing.discard(job.part)
 
     def refused_slice(self, job: ReduceJob, peer: PeerId) -> bool:
         """Drop a slice from an open job; False if the job is not open any more."""
@@ -189,14 +184,11 @@ class Exchange:
             state.contributors = contributors
         is_new = state.transfer.add(message.offset, message.total, message.data)
         if is_new and state.transfer.whole is not None and state.contributors is not None:
-            self._holds(message.part)
+            state.is_held = True
+            self._missing.discard(message.part)
             if not state.generation and sender == state.owner:
                 self._here_at[message.part] = now
         return is_new
-
-    def _holds(self, part: int) -> None:
-        self.parts[part].is_held = True
-        self._missing.discard(part)
 
     def _follows(self, state: PartState, sender: PeerId, now: float) -> bool:
         """Whether ``sender`` may pass on the mean of an owner that is lost: the first one that does."""
@@ -209,18 +201,8 @@ class Exchange:
         return True
 
     @property
-    def _on_way_s(self) -> float:
-        """How long a mean may be under way before it must be lost: three times as long as the slices were."""
-        slices_s = (self._slices_at - self._began_at) or (self.parts_at - self._began_at)
-        return max(bounds.GRACE_S, 3 * slices_s)
-
-    @property
     def is_whole(self) -> bool:
         return not self._missing
-
-    def outcomes(self) -> list[PartOutcome]:
-        """Of all parts, once they are held."""
-        return [state.outcome(self.attempt, part) for part, state in enumerate(self.parts)]
 
     def owners_of_missing(self) -> set[PeerId]:
         return {self.parts[part].source for part in self._missing}
@@ -264,16 +246,18 @@ class Exchange:
             if not holders and generation < bounds.MAX_GENERATION:
                 self._hand_on(part, now)
                 handed_on = True
-            elif state.is_held and state.owner in holders:
-                if state.owner == self._swarm.me and now >= self._began_at + self._on_way_s:
-                    self._pass_on(part, state, lacking, now)
-            elif state.is_held and holders[0] == self._swarm.me:
+            elif state.is_held and self._swarm.me == (state.owner if state.owner in holders else holders[0]):
                 self._pass_on(part, state, lacking, now)
         return handed_on
 
     def _pass_on(self, part: int, state: PartState, lacking: list[PeerId], now: float) -> None:
-        to = [peer for peer in lacking if now >= self._again_at.get((peer, part), now)]
-        self._again_at.update(((peer, part), now + self._on_way_s) for peer in to)
+        """Send a mean that may be lost: what its owner sent must be so after three times as long as the
+        slices were under way."""
+        slices_s = (self._slices_at - self._began_at) or (self.parts_at - self._began_at)
+        lost_after_s = max(bounds.GRACE_S, 3 * slices_s)
+        first_at = self._began_at + lost_after_s if state.owner == self._swarm.me else now
+        to = [peer for peer in lacking if now >= state.again_at.get(peer, first_at)]
+        state.again_at.update((peer, now + lost_after_s) for peer in to)
         if to and state.contributors is not None:
             send_mean(
                 self.attempt, part, state.generation, state.place, state.contributors,
@@ -320,17 +304,11 @@ class Exchange:
         for job in list(self._jobs.values()):
             job.check(now)
 
-    def get_timer(self) -> float | None:
+    def get_timer(self, told: frozenset[tuple[int, int]]) -> float | None:
+        """When an owner waits no longer, or the next mean is late that was not ``told`` to be lost."""
         times = [due_at for job in self._jobs.values() if (due_at := job.get_timer()) is not None]
-        return min(times, default=None)
-
-    def due_at(self, told: frozenset[tuple[int, int]]) -> float | None:
-        """When the next mean is late that was not ``told`` to be lost."""
-        times = (
-            self.parts[part].due_at
-            for part in self._missing
-            if (part, self.parts[part].generation) not in told
-        )
+        missing = ((part, self.parts[part]) for part in self._missing)
+        times += [state.due_at for part, state in missing if (part, state.generation) not in told]
         return min(times, default=None)
 
     def note_duration(self, begun_at: float, now: float) -> None:
@@ -340,6 +318,14 @@ class Exchange:
             at = self.parts_at if owner == self._swarm.me else self._here_at.get(part, now)
             took_s[owner] = max(took_s.get(owner, 0.0), at - begun_at)
         self._swarm.lateness.owners_took(took_s, self.attempt.parts_within_s)
+
+
+def _send_next(stream: Iterator[tuple[PeerId, Part]], outlet: Outlet) -> bool:
+    """Send one more piece; False if there is none."""
+    item = next(stream, None)
+    if item is not None:
+        outlet.send(*item)
+    return item is not None
 
 
 class Audience:

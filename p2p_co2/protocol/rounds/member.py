@@ -118,7 +118,8 @@ class Member:
     def _sign(self, now: float) -> None:
         """Vote, unless the votes that were heard are enough: whoever heard fewer asks."""
         self.phase, self.means_at = Phase.SIGNED, now
-        self._outcome = outcome_of(self.attempt, self._run, self.exchange.outcomes())
+        parts = [state.outcome(self.attempt, part) for part, state in enumerate(self.exchange.parts)]
+        self._outcome = outcome_of(self.attempt, self._run, parts)
         self.certificate = self._ballot.certificate(self._outcome)
         if self.certificate is None:
             signature = self._identity.sign(DECISION_CONTEXT, self._outcome)
@@ -209,7 +210,7 @@ class Member:
         told = self._ballot.lost.get(self._swarm.me, frozenset())
         times = [self._ends_at, self._again_at if self._has_to_ask() else None]
         if self.phase is Phase.EXCHANGING:
-            times += [self.exchange.get_timer(), self.exchange.due_at(told)]
+            times.append(self.exchange.get_timer(told))
         if self.phase is not Phase.LEAVING and self._settles_at is not None and not self._has_settled:
             times.append(self._settles_at)
         return min(at for at in times if at is not None)

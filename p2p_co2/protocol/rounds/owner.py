@@ -92,9 +92,14 @@ class PartJob:
         self._swarm, self._outlet, self._arrivals = swarm, outlet, arrivals
         self._began_at = now
         self._due_at = now + attempt.parts_within_s
-        self._size_bytes = len(own_slice)
         self._whole: dict[PeerId, Buffer] = {swarm.me: own_slice}
         self._transfers: dict[PeerId, Assembly] = {}
+
+    @property
+    def _size_bytes(self) -> int:
+        """Of one slice, and of the mean."""
+        start, stop = self.attempt.ranges[self.part]
+        return (stop - start) * self._swarm.shape.block_bytes
 
     def get_timer(self) -> float | None:
         return None if self.job is not None or self.is_done else self._due_at
