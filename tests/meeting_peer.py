@@ -3,11 +3,13 @@
     python tests/meeting_peer.py TICKET FOLDER KIND
 
 KIND "right" is the model that all peers share; "turned" has a matrix of the same size and another shape,
-"other-base" other frozen values. Stop it with SIGINT.
+"other-base" other frozen values. It says its held-out loss: "joined at LOSS" before its first step, "fresh at
+LOSS" with statistics of nothing, "left at LOSS" after its last step; stop it with SIGINT.
 """
 
 from __future__ import annotations
 
+import copy
 import signal
 import sys
 import time
@@ -35,8 +37,18 @@ def make_model(kind: str) -> nn.Sequential:
 
 
 def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    inputs = torch.randn(64, 16, generator=generator)
+    """Inputs far from what fresh running statistics expect."""
+    inputs = 5.0 + 3.0 * torch.randn(64, 16, generator=generator)
     return inputs, inputs.mean(1, keepdim=True)
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module) -> float:
+    inputs, wanted = draw(torch.Generator().manual_seed(99))
+    model.eval()
+    loss = float(((model(inputs) - wanted) ** 2).mean())
+    model.train()
+    return loss
 
 
 def main(ticket: str, folder: Path, kind: str) -> None:
@@ -49,6 +61,10 @@ def main(ticket: str, folder: Path, kind: str) -> None:
         config = PeerConfig(folder=folder, board=False)
         with join(ticket, model, optimizer, config, journal.write) as peer:  # type: ignore[arg-type]
             signal.signal(signal.SIGINT, lambda *_: peer.stop())
+            fresh = copy.deepcopy(model)
+            fresh[2].reset_running_stats()  # type: ignore[operator]
+            print(f"fresh at {held_out_loss(fresh)}", flush=True)
+            print(f"joined at {held_out_loss(model)}", flush=True)
             while True:
                 inputs, wanted = draw(generator)
                 loss = ((model(inputs) - wanted) ** 2).mean()
@@ -58,6 +74,7 @@ def main(ticket: str, folder: Path, kind: str) -> None:
                 time.sleep(0.02)
                 if not peer.step(tokens=64, loss=loss):
                     break
+    print(f"left at {held_out_loss(model)}", flush=True)
 
 
 if __name__ == "__main__":

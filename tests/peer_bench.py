@@ -25,13 +25,14 @@ from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.model_check import check_model
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
-from p2p_co2.trainer.rates import base_rates
+from p2p_co2.trainer.rates import base_rates, warming_up
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.trainer.worker import TensorWorker
 from tests.trainer_bench import RecordingWire
 
 STEPS = 4
 """In a round."""
+NEW = Progressed()
 
 
 @pytest.fixture
@@ -56,6 +57,9 @@ class NoNetwork(RecordingWire):
     def goodbye(self, reason: str, last: Mapping[str, Any]) -> None:
         self.ended_with = reason
 
+    def give_buffers(self) -> None:
+        return
+
     def carriers_used(self) -> dict[str, str]:
         return {}
 
@@ -68,10 +72,10 @@ class Lone:
 
     def __init__(
         self, folder: Path, model: nn.Module, optimizer: Any, name: str = "me",
-        learning_rate: Callable[[float], float] | None = None,
+        learning_rate: Callable[[float], float] | None = None, start: Progressed = NEW,
     ) -> None:  # fmt: skip
         check_model(model, optimizer)
-        base_lr = base_rates(optimizer, learning_rate is not None)
+        base_lr, warming = base_rates(optimizer, learning_rate is not None), warming_up(optimizer)
         self.run = RunConfig(
             fragments=2,
             clock=ClockConfig(mode="steps", inner_steps_per_round=STEPS),
@@ -86,8 +90,8 @@ class Lone:
         self.ledger = TensorWorker(codec, parts)
         self.wire = NoNetwork(name)
         config = PeerConfig(folder=folder, checkpoint_every_s=1e9)
-        plan = Plan(self.run, config, fragments, model, optimizer, learning_rate, base_lr)
-        self.peer = Peer(cast(NetworkThread, self.wire), self.ledger, plan, Progressed())
+        plan = Plan(self.run, config, fragments, model, optimizer, learning_rate, base_lr, warming)
+        self.peer = Peer(cast(NetworkThread, self.wire), self.ledger, plan, start)
         self.sync, self.folder = self.peer._sync, folder
         self.draw = torch.Generator().manual_seed(sum(name.encode()))
 

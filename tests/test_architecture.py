@@ -43,19 +43,14 @@ NO_TORCH = MESSAGE_WING | {
 }
 MACHINES = {"protocol.membership", "protocol.rounds", "protocol.catchup", "protocol.reports"}
 
-IN_CIRCLES = {
-    "p2p_co2.protocol.rounds.listening",
-    "p2p_co2.protocol.rounds.member",
-}
+IN_CIRCLES: set[str] = set()
 TOO_LARGE = {
-    "p2p_co2.protocol.rounds.coordination.Coordination",
     "p2p_co2.protocol.rounds.fragment.FragmentRounds",
     "p2p_co2.protocol.rounds.machine.Rounds",
     "p2p_co2.protocol.rounds.member.Member",
-    "p2p_co2.protocol.rounds.swarm.Swarm",
 }
 WHOLES_GIVEN_AWAY: set[str] = set()
-TIME_CONSTANTS = 200
+TIME_CONSTANTS = 168
 
 
 def sources() -> list[Path]:

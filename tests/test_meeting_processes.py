@@ -22,7 +22,9 @@ pytestmark = pytest.mark.swarm
 OWN = RunConfig(name="own", recipe="own-loop", fragments=2, clock=ClockConfig(mode="time", round_s=1.0))
 
 
-def test_a_model_that_is_not_the_runs_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_model_that_is_not_the_runs_is_refused_by_name_and_a_newcomer_takes_running_statistics(
+    tmp_path: Path,
+) -> None:
     script = str(ROOT / "tests" / "meeting_peer.py")
     with swarm(tmp_path, OWN) as running:
         for name in ("right", "turned", "other-base", "newcomer"):
@@ -45,6 +47,13 @@ def test_a_model_that_is_not_the_runs_is_refused_by_name(tmp_path: Path) -> None
         for name in ("newcomer", "right"):
             running.processes[name].send_signal(signal.SIGINT)
         running.wait("newcomer", "right")
+    losses = {name: _said(running.log(name)) for name in ("right", "newcomer")}
+    assert losses["newcomer"]["joined"] < losses["newcomer"]["fresh"] / 20, losses
+    assert losses["newcomer"]["joined"] < losses["right"]["joined"] / 100, losses
+
+
+def _said(log: str) -> dict[str, float]:
+    return {word: float(loss) for word, loss in re.findall(r"(fresh|joined|left) at ([0-9.e-]+)", log)}
 
 
 def test_with_the_only_seed_gone_a_later_ticket_leads_back_and_invites(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.figures import mean_loss, tokens_of
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.rates import TWO_SCHEDULES
-from tests.peer_bench import STEPS, Lone, impatient, meet
+from p2p_co2.trainer.synchroniser import Progressed
+from tests.peer_bench import NEW, STEPS, Lone, impatient, meet
 
 __all__ = ["impatient"]
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -398,6 +399,24 @@ def test_a_warm_up_scheduler_that_was_made_before_gives_the_rate_it_starts_from(
     LinearLR(optimizer, start_factor=1e-9, total_iters=100)
     lone = Lone(tmp_path, model, optimizer, learning_rate=lambda position: 0.5)
     assert rates(lone) == [0.1]
+    lone.peer.leave()
+
+
+@pytest.mark.parametrize(("start", "most"), [(NEW, 1.0), (Progressed(2.0, 8, 512), 0.1)])
+def test_only_a_resumed_peers_warm_up_is_held_at_its_rate(
+    tmp_path: Path, start: Progressed, most: float
+) -> None:
+    model = plain()
+    optimizer = sgd(model, 0.1)
+    scheduler = LinearLR(optimizer, start_factor=0.1, total_iters=4)
+    lone = Lone(tmp_path, model, optimizer, start=start)
+    optimizer.param_groups[0]["lr"] = 0.1  # as it was saved
+    for _ in range(6):
+        lone.train()
+        scheduler.step()
+    lone.tell()
+    assert rates(lone) == [pytest.approx(most)]
+    assert len(list(lone.wire.seen(ev.Warned))) == (most == 0.1)
     lone.peer.leave()
 
 

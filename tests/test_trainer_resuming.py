@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
+    ConstantLR,
     CosineAnnealingLR,
     ExponentialLR,
     LambdaLR,
     LinearLR,
     OneCycleLR,
+    SequentialLR,
     StepLR,
 )
 
@@ -27,7 +29,7 @@ from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint import Checkpoint, load, save
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.trainer import resuming
-from p2p_co2.trainer.rates import is_warming_up
+from p2p_co2.trainer.rates import Rates, base_rates, warming_up
 
 RUN = RunConfig(name="tested", fragments=2)
 Maker = Callable[[nn.Module], Optimizer]
@@ -226,13 +228,68 @@ def test_a_scheduler_goes_on_from_the_rate_that_was_saved(tmp_path: Path, make: 
     assert rates == pytest.approx(expected[3:])
 
 
-def test_a_scheduler_that_was_made_before_start_is_known_by_its_warm_up() -> None:
-    optimizer = adam(Net())
-    assert not is_warming_up(optimizer)
-    StepLR(optimizer, 2)
-    assert not is_warming_up(optimizer)
-    LinearLR(optimizer, 0.1, total_iters=5)
-    assert is_warming_up(optimizer)
+def rates_after_resume(
+    folder: Path, make: Any, steps_before: int, kept: bool
+) -> tuple[list[float], list[float], list[str]]:
+    """12 rates that steps train with: as they would be without a stop, and after it; what is said. ``kept``:
+    the scheduler's own state is loaded once the peer has started."""
+    expected, found, told = list[float](), list[float](), list[str]()
+    model = Net()
+    optimizer = adam(model)
+    scheduler = make(optimizer)
+    for step in range(steps_before + 12):
+        if step == steps_before:
+            write(folder, model, optimizer)
+            state = scheduler.state_dict()
+        optimizer.step()
+        scheduler.step()
+        expected.append(optimizer.param_groups[0]["lr"])
+    model = Net()
+    optimizer = adam(model)
+    scheduler = make(optimizer)
+    base, is_warming_up = base_rates(optimizer, is_scheduled=False), warming_up(optimizer)
+    assert resume(folder, model, optimizer) == []
+    rates = Rates(optimizer, None, base, told.append, is_warming_up)
+    if kept:
+        scheduler.load_state_dict(state)
+    for _ in range(12):
+        optimizer.step()
+        scheduler.step()
+        rates.set(2.0)
+        found.append(optimizer.param_groups[0]["lr"])
+    return expected[steps_before:], found, told
+
+
+def warm(optimizer: Optimizer) -> Any:
+    return LinearLR(optimizer, 0.1, total_iters=5)
+
+
+def warm_then_fall(optimizer: Optimizer) -> Any:
+    return SequentialLR(optimizer, [warm(optimizer), CosineAnnealingLR(optimizer, 20)], [5])
+
+
+@pytest.mark.parametrize("make", [warm, warm_then_fall, lambda one: ConstantLR(one, 0.1, 5)])
+@pytest.mark.parametrize("steps_before", [2, 3, 9])
+def test_a_warm_up_whose_state_is_loaded_goes_on_and_one_made_anew_does_not_multiply_the_saved_rate(
+    tmp_path: Path, make: Any, steps_before: int
+) -> None:
+    expected, found, told = rates_after_resume(tmp_path, make, steps_before, kept=True)
+    assert found == pytest.approx(expected)
+    assert not told
+    _, found, told = rates_after_resume(tmp_path, make, steps_before, kept=False)
+    assert max(found) <= 0.1 * (1 + 1e-6)
+    assert len(told) <= 1
+    if steps_before == 9:
+        assert "load its state (scheduler.load_state_dict)" in told[0]
+        assert "last_epoch=peer.inner_steps" in told[0]
+
+
+def test_a_warm_up_that_names_its_rates_goes_as_high_as_it_says(tmp_path: Path) -> None:
+    def make(optimizer: Optimizer) -> Any:
+        return LambdaLR(optimizer, lambda step: 0.5 + step)
+
+    expected, found, _ = rates_after_resume(tmp_path, make, 9, kept=True)
+    assert found[-6:] == pytest.approx(expected[-6:])
 
 
 def test_where_the_swarm_schedules_the_rate_the_programs_is_its_base(tmp_path: Path) -> None:

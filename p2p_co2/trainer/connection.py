@@ -34,12 +34,13 @@ from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
 from p2p_co2.trainer.arrival import GATHER_BOUND_S, LISTEN_TO_LISTED_S, Arrival, caught_up
 from p2p_co2.trainer.beginning import Beginning
+from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.exchanged_model import Plan
 from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.model_check import check_model
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
-from p2p_co2.trainer.rates import MADE_ANEW, base_rates, check_factor, is_warming_up
+from p2p_co2.trainer.rates import base_rates, check_factor, warming_up
 from p2p_co2.trainer.summary import summarise
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.trainer.worker import TensorWorker
@@ -170,7 +171,7 @@ class Connection:
         check_factor(learning_rate)
         plan = Plan(
             self.run, self.config, plan_fragments(model, self.run.fragments), model, optimizer, learning_rate,
-            base_lr,
+            base_lr, warming_up(optimizer),
         )  # fmt: skip
         saved = self._load(plan, False if start_over else resume)
         beginning = Beginning(
@@ -184,6 +185,8 @@ class Connection:
             node = self._start_node(plan, ledger)
             self._gather(node)
             self._catch_up(node, beginning)
+            is_newcomer = not is_resumed and any(agreed.version for agreed in node.agreed)
+            self._share_buffers(model, is_newcomer)
         except BaseException:
             ledger.close()
             raise
@@ -209,8 +212,6 @@ class Connection:
         if saved is None:
             return ledger, Progressed()
         is_scheduled = plan.learning_rate is not None
-        if not is_scheduled and is_warming_up(plan.optimizer):
-            self._thread.warn(MADE_ANEW)
         for trouble in resuming.restore(saved, live, plan.model, plan.optimizer, is_scheduled):
             self._thread.warn(trouble)
         ledger.restore(saved.residuals)
@@ -240,9 +241,20 @@ class Connection:
         config = self.run.outer
         if warning := outer.stability_warning(config, delayed=config.rule in {"co2", "eager"}):
             self._thread.warn(warning)
-        running = [name for name in resuming.kept_buffers(model) if name.endswith("running_mean")]
-        if running:
-            self._thread.warn(f"buffers such as {running[0]} are each peer's own: rounds do not average them")
+
+    def _share_buffers(self, model: nn.Module, is_newcomer: bool) -> None:
+        """Give newcomers this peer's buffers; begin with a donor's, if this peer ``is_newcomer``."""
+        buffers = ModelBuffers(model)
+        if buffers.running:
+            self._thread.warn(
+                f"buffers such as {buffers.running[0]} are each peer's own: rounds do not average them, and "
+                "a newcomer begins with a donor's"
+            )
+        taken = self._thread.ask(self._thread.view.take_buffers(buffers, is_newcomer))
+        if is_newcomer and buffers.size_bytes:
+            troubles = buffers.load_(taken) if taken else ["nobody gave them"]
+            if troubles:
+                self._thread.warn(f"this peer begins with buffers of its own: {'; '.join(troubles)}")
 
     def _tell_of_start(self, plan: Plan, progressed: Progressed, is_resumed: bool) -> None:
         self._on_event(

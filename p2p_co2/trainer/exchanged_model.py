@@ -30,6 +30,8 @@ class Plan:
     learning_rate: Callable[[float], float] | None
     base_lr: tuple[float, ...]
     """The inner optimizer's learning rate per group, before any factor."""
+    is_warming_up: tuple[bool, ...] = ()
+    """By group: whether a scheduler that was made before ``start`` began below that."""
 
 
 class ExchangedModel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -25,6 +26,7 @@ from p2p_co2.node.node import Node
 from p2p_co2.node.peer_finder import PositionWriter
 from p2p_co2.node.reporting import ReportService
 from p2p_co2.node.state import LocalProgress
+from p2p_co2.protocol.catchup.donor import EXPORT_SLOWEST_BYTES_PER_S, LOADS_S
 from p2p_co2.protocol.rounds import Offer, PayloadShape
 from p2p_co2.protocol.schedule import LOADS_QUIET_S, Stage
 from p2p_co2.protocol.wire.identity import PeerId
@@ -34,9 +36,12 @@ from p2p_co2.system.process import program
 from p2p_co2.system.socket_activation import SocketActivation
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
+from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.worker import TensorWorker
 
 CLOSE_BOUND_S = 6.0
+MAX_BUFFER_DONORS = 3
+"""A newcomer asks so many for their buffers."""
 _T = TypeVar("_T")
 
 
@@ -53,6 +58,7 @@ class NodeView:
     ) -> None:
         self.node, self._loop = node, loop
         self.report, self.failure = report, failure
+        self._buffers: ModelBuffers | None = None
 
     def offer(self, offer: Offer) -> None:
         self._loop.call_soon_threadsafe(self.node.offer, offer)
@@ -98,6 +104,36 @@ class NodeView:
         """The other peers that train, as they said last."""
         live = list(self.node.membership.live.items())  # one step: the loop's thread may not come between
         return [peer for peer, info in live if info.status.phase == Status.TRAINING]
+
+    def give_buffers(self) -> None:
+        """Hand this peer's buffers to newcomers, if any wait for them."""
+        if self._buffers is None or not self.node.catchup.buffers.is_wanted:
+            return
+        if not (data := self._buffers.to_bytes()):
+            text = "newcomers are not given this peer's buffers: they are other ones than in join"
+            self.report(ev.Warned, {"text": text})
+        self._loop.call_soon_threadsafe(self._publish, data)
+
+    def _publish(self, data: bytes) -> None:
+        self.node.catchup.buffers.publish(data, self.node.now())
+        self.node.pump()
+
+    async def take_buffers(self, buffers: ModelBuffers, is_newcomer: bool) -> bytearray:
+        """Give ``buffers`` from now on. Those of a peer that trains, if this one ``is_newcomer``; empty if
+        nobody gave them in time. On the loop."""
+        self._buffers, machine = buffers, self.node.catchup.buffers
+        machine.layout, machine.size_bytes = buffers.layout, buffers.size_bytes
+        donors = self.live_trainers() if is_newcomer and buffers.size_bytes else []
+        taken = bytearray()
+        for donor in random.sample(donors, min(len(donors), MAX_BUFFER_DONORS)):
+            machine.ask(PeerId(donor))
+            ends_at = time.monotonic() + LOADS_S + machine.size_bytes / EXPORT_SLOWEST_BYTES_PER_S
+            while machine.is_asking and time.monotonic() < ends_at:
+                self.node.pump()
+                await asyncio.sleep(0.02)
+            if taken := machine.take():
+                break
+        return taken
 
 
 class NetworkThread:

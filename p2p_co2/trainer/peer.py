@@ -47,7 +47,8 @@ class Peer:
         self._model = ExchangedModel(plan, thread.warn)
         self._sync = Synchroniser(plan.run, self._model, ledger, thread.view, start)
         self._saver = Saver(plan, ledger, self._sync, self._model.live, thread.report)
-        self._rates = Rates(plan.optimizer, plan.learning_rate, plan.base_lr, thread.warn)
+        is_warming_up = plan.is_warming_up if start.inner_steps else ()  # new: its rates are no saved ones
+        self._rates = Rates(plan.optimizer, plan.learning_rate, plan.base_lr, thread.warn, is_warming_up)
         self._stopped = self._left = False
         self._process = os.getpid()
         self._stepping = threading.Lock()
@@ -108,6 +109,7 @@ class Peer:
                 raise LocalProtocolError("step: this peer has left the swarm; join again to train on")
             self._sync.after_step(count, value)
             self._rates.set(self._sync.position)
+            self._thread.view.give_buffers()
             self._rest()
             self._saver.keep_up()
             self._sync.stood_still()  # for a checkpoint

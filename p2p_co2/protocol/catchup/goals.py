@@ -11,7 +11,7 @@ from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
 from p2p_co2.system.memory import Buffer
 
-ROUND, STATE = Fetch.ROUND, Fetch.STATE
+ROUND, STATE, BUFFERS = Fetch.ROUND, Fetch.STATE, Fetch.BUFFERS
 CatchUpMessage = Fetch | Manifest | Chunk | Refusal
 
 EXPORTS_FREE_BYTES = 16 << 20

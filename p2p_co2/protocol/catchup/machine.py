@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.protocol.catchup.buffers import Buffers
 from p2p_co2.protocol.catchup.donor import Donor
 from p2p_co2.protocol.catchup.download import Fetcher
 from p2p_co2.protocol.catchup.goals import (
+    BUFFERS,
     ROUND,
     STATE,
     CatchUpEvent,
@@ -19,7 +21,7 @@ from p2p_co2.protocol.catchup.goals import (
     Vouch,
 )
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Decision, Fetch, Manifest, Refusal
+from p2p_co2.protocol.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
 from p2p_co2.system.memory import Buffer, Joined
 
 
@@ -36,6 +38,7 @@ class CatchUp:
         self.donor = Donor(identity, run, shape, self._out)
         self.donor.history.is_everywhere = is_everywhere or self.donor.history.is_everywhere
         self.fetcher = Fetcher(run, shape, self._out)
+        self.buffers = Buffers(shape.chunk_bytes, self._out)
         self._busy_at = -math.inf
         self.revision = 0
 
@@ -107,9 +110,11 @@ class CatchUp:
         self.revision += 1
         if not isinstance(message, Refusal) and message.fragment >= len(self.shape.mean_bytes):
             raise RemoteProtocolError("unknown fragment", str(message.fragment))
-        if not isinstance(message, Refusal | Manifest) and message.what not in (ROUND, STATE):
+        if not isinstance(message, Refusal | Manifest) and message.what not in (ROUND, STATE, BUFFERS):
             raise RemoteProtocolError("unknown kind", str(message.what))
-        if isinstance(message, Fetch):
+        if isinstance(message, Fetch | Chunk) and message.what == BUFFERS:
+            self.buffers.receive(message, sender, now)
+        elif isinstance(message, Fetch):
             self.donor.receive(message, sender, now)
         else:
             self.fetcher.receive(message, sender, now)

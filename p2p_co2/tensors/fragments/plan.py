@@ -13,7 +13,8 @@ traffic is then the same at every schedule point, whatever the model. In small m
 dominates, and it is cut like anything else.
 
 Price: a fragment may hold a part of a parameter, so a fragment is a list of slices and not of parameters.
-Buffers (batch-norm statistics) are in no fragment: each peer keeps its own.
+Buffers (batch-norm statistics) are in no fragment: each peer keeps its own, and a newcomer begins with those
+of a donor.
 """
 
 from __future__ import annotations
