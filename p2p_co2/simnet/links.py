@@ -59,8 +59,8 @@ def open_parcel(data: bytes, group: bytes) -> Opened:
 
 @dataclass
 class _Lane:
-    """``free_at``: when its way has carried what it took; ``flushes_at``: for when a timer is set;
-    ``carried``: whether bulk has gone on it."""
+    """``free_at``: when its way has carried what it took; ``leaves_at``: when that has left this machine;
+    ``flushes_at``: for when a timer is set; ``carried``: whether bulk has gone on it."""
 
     peer: PeerId
     path: Path | None = None
@@ -68,6 +68,7 @@ class _Lane:
     control: list[Parcel] = field(default_factory=list)
     bulk: list[Bulk] = field(default_factory=list)
     free_at: float = 0.0
+    leaves_at: float = 0.0
     flushes_at: float = 0.0
     last_control_at: float = 0.0
     last_bulk_at: float = 0.0
@@ -101,8 +102,10 @@ class VirtualLinks:
 
     @property
     def is_full(self) -> bool:
-        """As ``LinkPool.is_full``."""
-        return 2 * sum(bool(lane.bulk) for lane in self._lanes.values()) > len(self._lanes)
+        """As ``LinkPool.is_full``: bulk that is still on its way up waits, too."""
+        now = self._internet.world.now
+        waiting = sum(bool(lane.bulk) or lane.leaves_at > now for lane in self._lanes.values())
+        return 2 * waiting > len(self._lanes)
 
     def set_paces(self, bytes_per_s: Mapping[PeerId, float]) -> None:
         """As ``LinkPool.set_paces``; lines here are paced by themselves."""
@@ -256,7 +259,7 @@ class VirtualLinks:
             self._measured_bytes += size
             lane.carried = True
             starts_at = max(now, self._me.up_free_at)
-            departs_at = self._me.up_free_at = starts_at + size / self._me.up_bytes_per_s
+            departs_at = lane.leaves_at = self._me.up_free_at = starts_at + size / self._me.up_bytes_per_s
             lane.free_at = max(departs_at, max(starts_at, lane.free_at) + size / path.bytes_per_s)
             through_s = size / receiver.down_bytes_per_s
             # Who sends slowly leaves the receiver's line to the others: it is free for them as it comes.

@@ -93,7 +93,7 @@ class Asking:
 
     def mistrust(self, sender: PeerId, why: str, now: float) -> None:
         """A coordinator sends us where nobody is: ask the next one."""
-        self._swarm.failed(sender, why, now)
+        self._swarm.failed(sender, self.offer.fragment, why, now)
         if sender == self.asked[-1]:
             self._ask_next(now)
 
@@ -126,7 +126,7 @@ class Asking:
     def handle_timer(self, now: float) -> None:
         if now >= self._give_up_at:
             self.failure = f"no round began within {self._give_up_at - self._began_at:.0f} s"
-            self._swarm.failed(self.asked[-1], "it let no round begin", now)
+            self._swarm.failed(self.asked[-1], self.offer.fragment, "it let no round begin", now)
         elif now >= self._timer_at:
             first = self._comes_first_now(now) if not self._tries else self.asked[-1]
             if first != self.asked[-1]:
@@ -135,7 +135,8 @@ class Asking:
             elif self._tries < TRIES:
                 self._send(now)
             else:
-                self._swarm.failed(self.asked[-1], "it gave no answer when it was to coordinate", now)
+                why = "it gave no answer when it was to coordinate"
+                self._swarm.failed(self.asked[-1], self.offer.fragment, why, now)
                 self._ask_next(now)
 
     def _comes_first_now(self, now: float) -> PeerId:

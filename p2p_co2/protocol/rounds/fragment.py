@@ -51,8 +51,9 @@ class FragmentRounds:
         self._coordination = coordination
         self._early = ReorderBuffer(2 * swarm.shape.payload_bytes(fragment))
         self._aborted_round = -1
-        self._sent_behind: PeerId | None = None
-        """Which coordinator sent us after another state, until that is here or came to nothing."""
+        self._sent_behind: tuple[PeerId, int] | None = None
+        """Which coordinator of our fragment sent us after another state, until that is here or came to
+        nothing."""
         self._withdrawn: Offer | None = None
         """The last offer that we ended ourselves: what still answers its READY is nobody's fault."""
         self._completing: Completing | None = None
@@ -85,7 +86,7 @@ class FragmentRounds:
         elif version == self.version and digest != self.digest:
             self.history.forget(version)
         elif (known := self.history.commit(version)) is not None and self.version == version - 1:
-            self._swarm.repute.committed(PeerId(known[1].coordinator))
+            self._swarm.repute.committed(PeerId(known[1].coordinator), known[1].key.fragment)
         if (version, digest) != (self.version, self.digest):
             self._sent_behind = None
         self.version, self.digest = version, digest
@@ -109,7 +110,7 @@ class FragmentRounds:
         """Nobody holds the bytes of a commit, or the state that a coordinator sent us after."""
         self.history.forget(max(round_, (self.version or 0) + 1))
         if self._sent_behind is not None:
-            self._swarm.failed(self._sent_behind, "it sent us where nobody is", now)
+            self._swarm.failed(*self._sent_behind, "it sent us where nobody is", now)
             self._sent_behind = None
 
     def start(self, offer: Offer, now: float) -> None:
@@ -265,7 +266,7 @@ class FragmentRounds:
             asking.mistrust(sender, "it sent us where nobody is", now)
             raise RemoteProtocolError("impossible version", f"{message.version}; most are not beyond {most}")
         donors = tuple(PeerId(donor) for donor in message.donors)
-        self._sent_behind = sender
+        self._sent_behind = sender, message.fragment
         self._end()
         self._outlet.emit(FellBehind(message.fragment, message.version, message.state_digest, donors, True))
 

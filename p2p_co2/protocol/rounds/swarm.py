@@ -81,10 +81,10 @@ class Swarm:
         last = {peer for peer in order if self.repute.is_passed_over(peer, now)}
         return sorted(order, key=last.__contains__) if 2 * len(last) < len(order) else order
 
-    def failed(self, coordinator: PeerId, why: str, now: float) -> None:
+    def failed(self, coordinator: PeerId, fragment: int, why: str, now: float) -> None:
         """A coordinator let an offer come to nothing."""
         if coordinator != self.me:
-            self.repute.failed(coordinator, why, now)
+            self.repute.failed(coordinator, fragment, why, now)
 
     def believes(self, signers: Collection[PeerId], members: Collection[str], fragment: int) -> bool:
         """Whether a commit that we were not in may be taken for the swarm's. Keys are free, so most signers
