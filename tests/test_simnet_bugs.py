@@ -253,7 +253,7 @@ def test_what_grows_and_falls_again_within_a_second_is_caught(monkeypatch: pytes
 
     monkeypatch.setattr(ReorderBuffer, "hold", hold)
     monkeypatch.setattr(bounds, "EARLY_MESSAGES", most)
-    swarm, looks = Swarm(storm_settings(1), EventLog()), list[int]()
+    swarm, looks = Swarm(storm_settings(3), EventLog()), list[int]()
 
     def look() -> None:
         nodes = [process.node for process in swarm.processes.values() if process.node is not None]
