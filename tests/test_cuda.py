@@ -19,10 +19,11 @@ from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.tensors.outer import Merge
 from peers.doctor.findings import State
 from peers.doctor.machine import check_device
+from tests.campaign import Campaign
 from tests.test_checkpoint import adamw, checkpoint_of, module, train
 from tests.test_codec import gaussians
 from tests.test_fragments import Odd
-from tests.test_swarm import LEAVE_S, Swarm, assert_agreed, opened, run_of
+from tests.test_swarm import LEAVE_S, START_S, contributors, opened, run_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
 
@@ -30,7 +31,7 @@ DEVICES = {"gpu": "cuda", "host": "cpu"}
 
 
 @pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
+def swarm(tmp_path: Path) -> Iterator[Campaign]:
     with opened(tmp_path) as swarm:
         yield swarm
 
@@ -132,31 +133,35 @@ def test_doctor_names_the_gpu() -> None:
     assert check_device(f"cuda:{torch.cuda.device_count()}").state is State.CANNOT
 
 
-def test_a_peer_on_a_gpu_and_one_on_a_cpu_agree(swarm: Swarm) -> None:
-    swarm.publish(run_of(rounds=6))
-    for name, device in DEVICES.items():
-        swarm.join(name, "--min-peers", "2", "--device", device)
-    assert_agreed(swarm.finished(*DEVICES))
+def test_a_peer_on_a_gpu_and_one_on_a_cpu_agree(swarm: Campaign) -> None:
+    swarm.start_seed(run_of(rounds=6))
+    peers = [
+        swarm.join(name, "--min-peers", "2", "--device", device, recipe="")
+        for name, device in DEVICES.items()
+    ]
+    assert swarm.wait(peers, START_S), swarm.tails()
+    assert [peer.exit_status() for peer in peers] == [0, 0], swarm.tails()
+    ends = [swarm.events(name, PeerFinished)[-1] for name in DEVICES]
+    assert len({end.digest for end in ends}) == 1, ends
+    assert min(ends[0].versions) >= 2
     for name in DEVICES:
         losses = [event.loss for event in swarm.events(name, Progress) if event.loss == event.loss]
         assert losses[-1] < losses[0]
         assert max(event.contributors for event in swarm.events(name, RoundCommitted)) == 2
 
 
-def test_a_peer_on_a_gpu_leaves_and_goes_on_from_its_checkpoint(swarm: Swarm) -> None:
-    swarm.publish(run_of(rounds=0))
-    gpu, _ = (swarm.join(name, "--min-peers", "2", "--device", device) for name, device in DEVICES.items())
+def test_a_peer_on_a_gpu_leaves_and_goes_on_from_its_checkpoint(swarm: Campaign) -> None:
+    swarm.start_seed(run_of(rounds=0))
+    gpu, _ = (
+        swarm.join(name, "--min-peers", "2", "--device", device, recipe="")
+        for name, device in DEVICES.items()
+    )
     swarm.wait_until("a round of both", lambda: contributors(swarm, "gpu") == 2)
     swarm.interrupt(gpu)
     assert swarm.wait([gpu], LEAVE_S), gpu.last_lines()
     assert gpu.exit_status() == 0, gpu.last_lines()
     left, steps = swarm.events("gpu", PeerFinished)[-1], swarm.events("gpu", Progress)[-1].inner_steps
-    swarm.join("gpu", "--resume", "--min-peers", "2", "--device", "cuda")
-    swarm.wait_for_step("gpu", steps + 1)
+    swarm.join("gpu", "--resume", "--min-peers", "2", "--device", "cuda", recipe="")
+    swarm.wait_until("a step", lambda: swarm.events("gpu", Progress)[-1].inner_steps > steps)
     assert swarm.events("gpu", PeerStarted)[-1].inner_steps >= steps
     swarm.wait_until("a round of both", lambda: contributors(swarm, "gpu", left.at) == 2)
-
-
-def contributors(swarm: Swarm, name: str, since: float = 0.0) -> int:
-    rounds = [event for event in swarm.events(name, RoundCommitted) if event.at > since]
-    return max((event.contributors for event in rounds), default=0)

@@ -117,7 +117,7 @@ def test_a_daemon_dies_a_peer_leaves_at_ctrl_c_and_comes_back_and_two_ctrl_cs_en
 ) -> None:
     swarm.start_seed(campaign.paced_run(1.0, step_s=0.05))
     one, two = (swarm.join(name, *TWO_OVER_LIBP2P) for name in ("one", "two"))
-    swarm.wait_until("a round of both", lambda: _contributors(swarm, "one") == 2)
+    swarm.wait_until("a round of both", lambda: contributors(swarm, "one") == 2)
     outlive_a_killed_daemon(swarm, one)
     leave_and_resume(swarm, two)
     end_at_once(swarm, one)
@@ -129,8 +129,8 @@ def outlive_a_killed_daemon(swarm: Campaign, peer: Child) -> None:
     killed_at = time.time()
     daemon.kill()
     since = killed_at + 1.0
-    swarm.wait_until("a round of both", lambda: _contributors(swarm, "one", since) == 2)
-    swarm.wait_until("a round of both", lambda: _contributors(swarm, "two", since) == 2)
+    swarm.wait_until("a round of both", lambda: contributors(swarm, "one", since) == 2)
+    swarm.wait_until("a round of both", lambda: contributors(swarm, "two", since) == 2)
     assert [event for event in swarm.events("one", LinkLost) if event.at >= killed_at]
     assert [event for event in swarm.events("two", LinkOpened) if event.at >= killed_at]
     swarm.wait_until(
@@ -154,7 +154,7 @@ def leave_and_resume(swarm: Campaign, two: Child) -> None:
     assert begins.inner_steps >= steps
     told = f"checkpoint: step {begins.inner_steps}, round {begins.position:.2f}"
     assert f"resumed from {begins.resumed_from.removesuffix('checkpoint')}{told}" in again.last_lines(100)
-    swarm.wait_until("a round of both", lambda: _contributors(swarm, "two", since=left.at) == 2)
+    swarm.wait_until("a round of both", lambda: contributors(swarm, "two", since=left.at) == 2)
     assert again.running()
 
 
@@ -283,7 +283,7 @@ def test_ctrl_c_ends_a_demo_with_all_its_processes(tmp_path: Path) -> None:
         assert not [process for process in below if process.is_running()]
 
 
-def _contributors(swarm: Campaign, name: str, since: float = 0.0) -> int:
+def contributors(swarm: Campaign, name: str, since: float = 0.0) -> int:
     """Most contributors of a round that a peer saw committed after ``since``."""
     commits = [event for event in swarm.events(name, RoundCommitted) if event.at > since]
     return max((event.contributors for event in commits), default=0)
