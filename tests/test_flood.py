@@ -246,7 +246,7 @@ async def test_a_flood_is_slowed_and_its_sender_dropped_while_others_are_heard(
             assert me not in trainer.node.membership.live
             assert honest.identity.peer_id in trainer.node.membership.live
             assert {sender for sender, _, _ in refusals} == {me}
-            assert trainer.node._bug is None
+            assert trainer.node.life.bug is None
             again = await mallory.carrier.connect(b.record)  # it may dial again, but is not heard
             await again.send(ping)
             assert "shut out" in await again.wait_closed()

@@ -13,9 +13,9 @@ import pytest
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.telemetry.events import FragmentApplied, RoundCounted, Warned
 from p2p_co2.ticket import Ticket
-from tests.campaign import RECIPE
+from tests.campaign import Campaign, paced_run
 from tests.swarms import ROOT, swarm
-from tests.test_swarm import START_S, Swarm, opened, paced_run
+from tests.test_swarm import START_S, opened
 
 pytestmark = pytest.mark.swarm
 
@@ -58,10 +58,10 @@ def _said(log: str) -> dict[str, float]:
 
 def test_with_the_only_seed_gone_a_later_ticket_leads_back_and_invites(tmp_path: Path) -> None:
     with opened(tmp_path) as peers:
-        peers.publish(paced_run())
+        peers.start_seed(paced_run(1.0))
         seed = peers.children[0]
         for name in ("one", "two", "three"):
-            peers.join(name, "--recipe", RECIPE)
+            peers.join(name)
         tickets = {name: tmp_path / name / "ticket" for name in ("one", "three")}
         peers.wait_until("all know each other", lambda: all(_seeds(path) > 2 for path in tickets.values()))
         peers.kill(seed)
@@ -77,10 +77,10 @@ def _seeds(ticket: Path) -> int:
     return len({seed.rpartition("/")[2] for seed in Ticket.parse(text).seeds}) if text else 0
 
 
-def _comes_in(peers: Swarm, name: str) -> None:
+def _comes_in(peers: Campaign, name: str) -> None:
     """It joins and has a part in a round of several."""
     known = len(peers.events(name, RoundCounted))
-    peers.join(name, "--recipe", RECIPE)
+    peers.join(name)
     peers.wait_until(
         f"{name} is in a round",
         lambda: any(len(event.weights) > 1 for event in peers.events(name, RoundCounted)[known:]),

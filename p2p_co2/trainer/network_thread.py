@@ -125,7 +125,7 @@ class NodeView:
         machine.layout, machine.size_bytes = buffers.layout, buffers.size_bytes
         donors = self.live_trainers() if is_newcomer and buffers.size_bytes else []
         taken = bytearray()
-        for donor in random.sample(donors, min(len(donors), MAX_BUFFER_DONORS)):
+        for donor in random.Random().sample(donors, min(len(donors), MAX_BUFFER_DONORS)):
             machine.ask(PeerId(donor))
             ends_at = time.monotonic() + LOADS_S + machine.size_bytes / EXPORT_SLOWEST_BYTES_PER_S
             while machine.is_asking and time.monotonic() < ends_at:
