@@ -101,7 +101,9 @@ class Observer(Feed):
                 tasks.create_task(self._find(network), name="find peers")
                 tasks.create_task(self._ask_all(network, asking, tasks), name="ask peers")
                 tasks.create_task(_until_daemon_ends(network), name="watch the daemon")
-        except* TransportError as group:
+        except BaseExceptionGroup as group:
+            if group.split(TransportError)[1] is not None:
+                raise
             raise group.exceptions[0] from None
         finally:
             await asking.close()
