@@ -13,7 +13,8 @@ import pytest
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.reports import REPORT_CONTEXT, Poller, Responder, open_report
-from p2p_co2.protocol.reports.reader import MAX_EVENT_BYTES
+from p2p_co2.protocol.reports.poller import MAX_SIGNATURES
+from p2p_co2.protocol.reports.reader import MAX_EVENT_BYTES, read_decision
 from p2p_co2.protocol.reports.responder import ANSWER_BYTES, MAX_ANSWERS_PER_S, MAX_EVENTS_KEPT
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, Report, ReportRequest
@@ -267,6 +268,52 @@ def test_a_desk_refuses_requests_that_break_the_rules() -> None:
 
 
 # ---- bounds
+
+
+def checked_of(told: list[int], sent: list[Decision], monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many certificates are checked of one report that tells of the rounds ``told``."""
+    checked: list[Decision] = []
+
+    def read(one: Decision, run: bytes, at: float) -> tuple[ev.RoundCounted, frozenset[str]]:
+        checked.append(one)
+        return read_decision(one, run, at)
+
+    monkeypatch.setattr("p2p_co2.protocol.reports.poller.read_decision", read)
+    count = len(told)
+    report = Report(
+        run=RUN,
+        peer=A.peer_id,
+        process=1,
+        first=1,
+        last=count,
+        newest=count,
+        sent_at=NOW + 100,
+        decisions=sent,
+    )
+    report.events = zlib.compress(b"".join(event_line(committed(number, A, A)) for number in told))
+    poller = Poller(RUN)
+    poller.listed([A.peer_id], 0.0)
+    poller.answered(A.peer_id, sealed(report), 1.0, NOW + 200)
+    return len(checked)
+
+
+def test_certificates_are_checked_of_rounds_that_were_told_only_and_not_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    members = {one.peer_id: 1.0 for one in (A, B, C)}
+    sent = [decision(number, A, members) for number in range(1, 101)]
+    assert checked_of([], sent, monkeypatch) == 0
+    assert checked_of([5, 7], sent, monkeypatch) == 2
+    assert checked_of(list(range(1, 101)), sent, monkeypatch) == MAX_SIGNATURES // 3
+
+
+def test_who_says_that_there_is_more_and_brings_nothing_is_not_asked_at_once() -> None:
+    poller = Poller(RUN)
+    poller.listed([A.peer_id], 0.0)
+    report = Report(run=RUN, peer=A.peer_id, process=1, first=1, last=0, newest=9, sent_at=NOW)
+    poller.answered(A.peer_id, sealed(report), 1.0, NOW)
+    assert poller.due(1.0) == []
+    assert poller.due(3.0) != []
 
 
 def test_an_asker_that_always_asks_for_the_whole_story_is_bounded_and_a_newcomer_is_not_held_up() -> None:

@@ -3,7 +3,7 @@
 Law: at most ``MAX_ASKED`` peers, one question in flight to each; a peer that fails is asked again ever more
 rarely. Times of events are brought to this machine's clock when a peer's is off by more than
 ``OFFSET_MATTERS_S``. One of its signers sends a round's certificate: what most tellers of a round signed
-counts, if two of them did, or its only member. So one liar counts nothing.
+counts, if two of them did, or its only member. So one liar counts nothing, but two together may.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.reports.reader import MAX_DECISIONS, CheckedReport, open_report, read_decision
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Decision, ReportRequest
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, ReportRequest
 from p2p_co2.telemetry.events import Event, Recalled, RoundCommitted, RoundCounted
 from p2p_co2.telemetry.feed import News, Sighting
 
@@ -32,6 +34,8 @@ FORGET_LISTED_S = 900.0
 """A peer that is listed no more is asked on for this long: its last events may still be told."""
 MAX_READS = 3
 """Different certificates of one round that are kept."""
+MAX_SIGNATURES = 256
+"""Checked of one answer, under the lock of whoever polls: some 30 ms."""
 
 
 @dataclass
@@ -130,11 +134,16 @@ class Poller:
         )  # fmt: skip
         if report.again_in_s > 0:
             return
-        if report.last < report.newest:
-            asked.next_at = now  # more than fits into one answer
+        before = asked.after
         self._take_events(asked, checked, unix_now)
+        if before < asked.after < report.newest:
+            asked.next_at = now  # more than fits into one answer
+        signatures = 0
         for decision in report.decisions[:MAX_DECISIONS]:
-            self._read(asked, decision, unix_now)
+            wanted = self._wanted_by(decision)
+            if wanted is not None and signatures + len(decision.votes) <= MAX_SIGNATURES:
+                signatures += len(decision.votes)
+                self._read(asked, wanted, decision, unix_now)
 
     def failed(self, peer: PeerId, reason: str, now: float) -> None:
         """``peer`` could not be asked."""
@@ -181,14 +190,22 @@ class Poller:
             wanted.tellers.add(teller)
         self._count(wanted)
 
-    def _read(self, asked: _Asked, decision: Decision, unix_now: float) -> None:
+    def _wanted_by(self, decision: Decision) -> _Wanted | None:
+        """The round that this certificate, not yet checked, says it is of; None if that needs no more."""
+        try:
+            key = Outcome.FromString(decision.outcome).key
+        except DecodeError:
+            return None
+        wanted = self._wanted.get((key.fragment, key.round))
+        return wanted if wanted and not wanted.done and len(wanted.reads) < MAX_READS else None
+
+    def _read(self, asked: _Asked, wanted: _Wanted, decision: Decision, unix_now: float) -> None:
         try:
             counted, signers = read_decision(decision, self._run, unix_now)
         except RemoteProtocolError as error:
             self._refuse(asked, Counter({error.reason: 1}))
             return
-        wanted = self._wanted.get((counted.fragment, counted.round))
-        if wanted and not wanted.done and len(wanted.reads) < MAX_READS and signers & wanted.tellers:
+        if signers & wanted.tellers:
             wanted.reads.setdefault(signers, counted)
             self._count(wanted)
 
