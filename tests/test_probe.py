@@ -139,6 +139,23 @@ async def test_rates_are_measured_both_ways_and_keep_to_a_cap(tmp_path: Path) ->
         assert 0 < (await prober.download(MAX_BULK_BYTES)).bytes_per_s < 1.1e6
 
 
+async def test_questions_that_come_together_share_a_cap(tmp_path: Path) -> None:
+    async with world(tmp_path, cap=1e6) as it:
+
+        async def download() -> None:
+            async with it.prober() as prober:
+                await prober.ask(Probe(send_bytes=MAX_BULK_BYTES // 2))
+
+        began_at = time.monotonic()
+        await asyncio.gather(*(download() for _ in range(2)))
+        assert time.monotonic() - began_at > 1.0
+
+
+async def test_what_a_cap_lets_through_too_late_is_refused(tmp_path: Path) -> None:
+    async with world(tmp_path, cap=MAX_BULK_BYTES / 20) as it, it.prober() as prober:
+        assert "its upload is taken" in await trouble_of(prober)
+
+
 async def test_what_is_refused_says_why_and_the_stream_goes_on(tmp_path: Path) -> None:
     async with world(tmp_path) as it:
         async with it.prober(bytes(32)) as prober:

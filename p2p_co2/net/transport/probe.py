@@ -28,7 +28,7 @@ from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.net.transport.addresses import address_of, network_of
-from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S
+from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import hang_up, reach
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.streams import AnswerServer, Asker, QuestionClient
@@ -91,13 +91,14 @@ def check_dial_back(port: int, expect: bytes, observed: str) -> str:
 
 class ProbeServer:
     """Answers probes over a started ``P2P``, which stays the caller's. ``run``: its digest (32 bytes).
-    ``upload_bytes_per_s``: cap on what is sent in a measurement, 0 for none. ``clock``: unix seconds."""
+    ``upload_bytes_per_s``: cap on what is sent in all measurements together, 0 for none. ``clock``: unix
+    seconds."""
 
     def __init__(
         self, p2p: P2P, run: bytes, upload_bytes_per_s: float = 0.0, clock: Callable[[], float] = time.time
     ) -> None:
         self._run, self._cap, self._clock = run, upload_bytes_per_s, clock
-        self._allowances = Allowances()
+        self._allowances, self._free_at = Allowances(), 0.0
         server = AnswerServer(p2p, PROTOCOL, self._answer, lambda peer, error: None, self._most_bytes)
         self.start, self.close = server.start, server.close
 
@@ -128,15 +129,25 @@ class ProbeServer:
         if is_dial:
             answer.reached = await self._dial_back(probe.dial_back, asker.maddr)
         elif probe.send_bytes:
-            await asyncio.sleep(probe.send_bytes / self._cap if self._cap else 0.0)
+            await self._pass_cap(probe.send_bytes)
             answer.bulk = os.urandom(probe.send_bytes)
+
+    async def _pass_cap(self, size_bytes: int) -> None:
+        """Return when so much may be sent, one answer after the other. Raises ``RemoteProtocolError`` if the
+        asker would be gone by then."""
+        now = time.monotonic()
+        free_at = max(now, self._free_at) + (size_bytes / self._cap if self._cap else 0.0)
+        if free_at - now > CONNECT_TIMEOUT_S:
+            raise RemoteProtocolError("busy", "its upload is taken, or too little for so much")
+        self._free_at = free_at
+        await asyncio.sleep(free_at - now)
 
     async def _dial_back(self, probe: DialBackProbe, observed: str) -> bool:
         """Connect to the address at which the asker is seen, read as many bytes as it foretold, compare."""
         address = check_dial_back(probe.port, probe.expect, observed)
         writer: asyncio.StreamWriter | None = None
         try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S / 2):  # the asker waits for longer
                 reader, writer = await asyncio.open_connection(address, probe.port, limit=1 << 10)
                 return await reader.readexactly(len(probe.expect)) == probe.expect
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
@@ -305,13 +316,15 @@ def judge_clock(offsets_s: Sequence[float]) -> ClockJudged:
 
 
 async def clock_offsets_s(p2p: P2P, run: bytes, contacts: Mapping[PeerId, Sequence[str]]) -> list[float]:
-    """The clocks of those ``contacts`` (addresses by peer) that answer, minus ours; asked side by side."""
+    """The clocks of those ``contacts`` (addresses by peer) that answer soon, minus ours. All are asked at
+    once."""
+    within_s = CONNECT_TIMEOUT_S / 2
 
     async def ask(peer: PeerId, maddrs: Sequence[str]) -> float | None:
         try:
             async with (
-                asyncio.timeout(CONNECT_TIMEOUT_S),
-                open_prober(p2p, peer, maddrs, run, CONNECT_TIMEOUT_S) as prober,
+                asyncio.timeout(within_s),
+                open_prober(p2p, peer, maddrs, run, within_s) as prober,
             ):
                 return (await prober.look()).offset_s
         except (TransportError, TimeoutError):
