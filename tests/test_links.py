@@ -81,6 +81,23 @@ async def test_a_link_that_dies_idle_is_noticed_and_opened_again() -> None:
         assert grpc.sent == [b"1", b"2"]
 
 
+async def test_of_a_link_that_broke_nothing_is_left(tmp_path: Path) -> None:
+    async with open_pair("grpc", tmp_path) as (a, b), asyncio.TaskGroup() as tasks:
+        there, lost, records = PeerId(b.identity.peer_id), list[str](), [b.record]
+
+        async def find(peer: PeerId, fresh: bool) -> PeerRecord | None:
+            return records[0] if records else None
+
+        observer = LinkObserver(lambda *_: None, lambda *of: lost.append(of[2]), lambda *_: None)
+        links = LinkPool([a.carrier], find, observer, tasks, Uplink())
+        links.post(there, b"x", bulk=False)
+        await until(lambda: len(b.received) == 1)
+        records.clear()  # so that it is not opened again
+        await b.carrier.close()
+        await until(lambda: bool(lost) and not a.carrier.links)
+        await links.close()
+
+
 async def test_control_overtakes_bulk_and_bulk_is_bounded() -> None:
     grpc = FakeCarrier("grpc")
     grpc.gate.clear()

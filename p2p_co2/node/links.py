@@ -195,9 +195,10 @@ class LinkPool:
                 await self._send_until_idle(peer, lane, lane.link)
                 await _wait_for_work(lane, lane.link)
             except TransportError as error:
-                carrier, lane.link = lane.link.carrier, None
+                link, lane.link = lane.link, None
                 self._give_up(peer, lane)
-                self._observer.lost(peer, carrier, str(error))
+                self._observer.lost(peer, link.carrier, str(error))
+                await link.close()  # its carrier holds it, and its connection, until then
 
     async def _open(self, peer: PeerId, lane: Lane) -> bool:
         record = await self._find_record(peer, False)
