@@ -34,7 +34,7 @@ from p2p_co2.net.transport.admission import (
     Admission,
     network_at,
 )
-from p2p_co2.net.transport.slow import Line, SlowLine, SlowLink
+from p2p_co2.net.transport.slow import MAX_UNDER_WAY, Line, SlowLine, SlowLink
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S
 from tests.made_links import turns
@@ -322,6 +322,19 @@ async def test_a_broken_link_is_a_lost_peer() -> None:
     await turns()
     with pytest.raises(PeerLost, match="gone"):
         await line.send(b"too late")
+    await line.close()
+
+
+async def test_a_send_that_waits_for_room_learns_that_the_link_is_gone() -> None:
+    link = Link()
+    line = SlowLink(link, Line(SlowLine(1e9, 1e9, 0.1, 0.0, 0.0), seed=0))
+    for _ in range(MAX_UNDER_WAY + 1):  # the first is on its way
+        await line.send(b"on its way")
+    waiting = asyncio.create_task(line.send(b"waits for room"))
+    link.closed.set_result("the peer is gone")
+    async with asyncio.timeout(10):
+        with pytest.raises(PeerLost, match="gone"):
+            await waiting
     await line.close()
 
 

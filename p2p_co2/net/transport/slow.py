@@ -120,7 +120,13 @@ class SlowLink:
                 raise PeerLost(await self._link.wait_closed())
             await self._line.pass_up(len(data))
             self._latest_at = max(self._latest_at, time.monotonic() + self._line.latency_s(len(data)))
-            await self._under_way.put((self._latest_at, data))
+            putting = asyncio.create_task(self._under_way.put((self._latest_at, data)))
+            try:
+                await asyncio.wait({putting, self._carrying}, return_when=asyncio.FIRST_COMPLETED)
+                if not putting.done():  # nobody will make room
+                    raise PeerLost(await self._link.wait_closed())
+            finally:
+                putting.cancel()
 
     async def close(self) -> None:
         """What is under way is lost with the line."""
