@@ -85,11 +85,15 @@ def test_nothing_runs_until_somebody_connects_and_nothing_is_left(tmp_path: Path
         get(board.address)
 
 
-def test_what_cannot_be_answered_is_told_in_words(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(TransportError("nobody there"), "nobody there"), (KeyError("a fault"), "KeyError('a fault')")],
+)
+def test_what_cannot_be_answered_is_told_in_words(tmp_path: Path, error: Exception, words: str) -> None:
     failed: Future[Relayed] = Future()
-    failed.set_exception(TransportError("nobody there"))
+    failed.set_exception(error)
     with serving(command(tmp_path), lambda message: failed) as board:
-        assert get(board.address) == "nobody there"
+        assert get(board.address) == words
 
 
 HASTY = """

@@ -137,6 +137,8 @@ class SocketActivation:
             answer = Relayed(trouble="this process is leaving")
         elif isinstance(error := done.exception(), P2PCo2Error):
             answer = Relayed(trouble=str(error)[:400])
+        elif error is not None:
+            answer = Relayed(trouble=repr(error)[:400])
         else:
             answer = done.result()
         answer.id = number

@@ -17,6 +17,7 @@ import time
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -66,16 +67,18 @@ class Journal:
         with self._lock:
             if self._file is None or time.monotonic() < self._retry_at:
                 return
-            before = os.fstat(self._file)
+            before = None
             try:
+                before = os.fstat(self._file)
                 while line:
                     line = line[os.write(self._file, line) :]
                 self.failed = None
             except OSError as error:
                 self.failed = f"events are not written to {self.path}: {error.strerror}"
                 self._retry_at = time.monotonic() + RETRY_S
-                if stat.S_ISREG(before.st_mode):
-                    os.ftruncate(self._file, before.st_size)  # no torn line
+                if before is not None and stat.S_ISREG(before.st_mode):
+                    with suppress(OSError):
+                        os.ftruncate(self._file, before.st_size)  # no torn line
 
     def close(self) -> None:
         """Close the file; may be called twice."""
