@@ -121,7 +121,8 @@ class SendBuffer:
 
     def __init__(self, host: str, port: int) -> None:
         bound = partial(_bound_far, host, port)
-        self._file = next((file for file in _open_sockets() if _on_copy(file, bound)), None)
+        newest_first = sorted(_open_sockets(), reverse=True)  # as a rule: an older one may end any moment
+        self._file = next((file for file in newest_first if _on_copy(file, bound)), None)
         self.bound_bytes = UNSENT_BYTES
         """What it may hold unsent, if it is far."""
 
