@@ -78,9 +78,10 @@ def test_the_table_says_what_binds_and_what_to_write(run_file: Path) -> None:
 
 
 def test_of_more_peers_than_a_run_may_have_the_plan_says_which_it_is_of(run_file: Path) -> None:
-    plan = make_plan(options(run_file, peers=80))
-    assert len(plan.setting.links) == 64
-    assert "of 80 peers the slowest 64, all that may come" in plan.sources["links"]
+    run_file.write_text("group_size = 8" + RUN)
+    plan = make_plan(options(run_file, peers=10))
+    assert len(plan.setting.links) == 8
+    assert "of 10 peers the slowest 8, all that may come" in plan.sources["links"]
 
 
 @pytest.mark.parametrize("mode", ["time", "steps"])
@@ -141,7 +142,7 @@ def test_a_measurement_that_is_none_is_refused(tmp_path: Path, content: str, wor
     ("changes", "words"),
     [
         ({"peers": 0}, "--peers"),
-        ({"peers": 10**9}, r"--peers: 1 to 4096 \(got 1000000000\)"),
+        ({"peers": 10**9}, r"--peers: 1 to 64 \(got 1000000000\)"),
         ({"target": 1.0}, "--target"),
         ({"target": float("nan")}, "--target"),
         ({"step_s": -1.0}, "--step-s"),

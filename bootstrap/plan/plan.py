@@ -10,7 +10,7 @@ from bootstrap.plan.links import GivenLink, read_links
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning import Advice, Forecast, Setting, advise, even_fragments, forecast, setting_of
-from p2p_co2.protocol.wire.limits import MAX_PEERS
+from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.system.ctrl_c import hand_over, take_back
 
 
@@ -82,7 +82,7 @@ def make_plan(options: PlanOptions) -> Plan:
 
 def _check(options: PlanOptions) -> None:
     wrong = (
-        ("--peers", not 1 <= options.peers <= MAX_PEERS, f"1 to {MAX_PEERS} (got {options.peers})"),
+        ("--peers", not 1 <= options.peers <= MAX_MEMBERS, f"1 to {MAX_MEMBERS} (got {options.peers})"),
         ("--step-s", not 0 <= options.step_s < 1e6, f"seconds, above 0 (got {options.step_s:g})"),
         ("--parameters", not 0 <= options.parameters < 10**14, f"a count (got {options.parameters})"),
         ("--target", not 0 < options.target < 1, f"between 0 and 1, such as 0.95 (got {options.target:g})"),

@@ -62,7 +62,7 @@ def doctor(
 
 def plan(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run to plan.")],
-    peers: Annotated[int, says("Peers of the run, at most its group_size.")] = 4,
+    peers: Annotated[int, says("Peers of the run, at most its group_size (64).")] = 4,
     profile: Annotated[
         str, says("Their links: fibre, cable, dsl, 4g, transatlantic, satellite or home-mix.")
     ] = "",
