@@ -14,8 +14,8 @@ round. What it loads is 8 bytes a parameter: parameters and momentum.
 - ``slow``: one of four gives 30 kB/s: it is dropped, and its chunks come from the others.
 - ``committing``: four donors that commit a fragment every ``0.5`` s, faster than one loads: it loads
   each fragment at one version and replays the rounds since.
-- ``interrupted``: the newcomer is killed (SIGKILL) in the middle and started again with its folder.
-  ``chunks_kept`` is what it did not load again; the figures are those of its second start.
+- ``interrupted``: the newcomer is killed (SIGKILL) in the middle and started again with its folder. It begins
+  anew; the figures are those of its second start.
 
 A newcomer that is few rounds behind replays them instead, which costs far less. So that one round is enough
 here, the newcomer does not replay what it has only the start of, but in ``committing``. ``rate`` counts the
@@ -309,7 +309,6 @@ def _newcomer(ticket: str, folder: str, width: str, donors: str, how: str) -> No
             for _, event in fetched
         ],
         "chunks": sum(-(-len(event.data) // MAX_DATA_BYTES) for _, event in fetched),
-        "chunks_kept": sum(event.chunks_kept for _, event in fetched),
         "chunks_wasted": sum(event.chunks_wasted for _, event in fetched),
         "chunks_wrong": wrong,
         "refused": [f"{refusal.reason}: {refusal.detail}" for refusal in refused],

@@ -50,7 +50,7 @@ from p2p_co2.config import ApplyRule, CodecConfig, OuterConfig, RunConfig
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import mean_of_parts
+from p2p_co2.tensors.aggregation import reduce_slices, weighted_mean
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer.fragment_state import FragmentState
 
@@ -302,7 +302,7 @@ class HeldFragment:
             payloads.append((str(peer), 1.0, offer.payload))
             self._base_version = offer.base_version
             self._merge_(live, peer, offer.merge)
-        self._mean = mean_of_parts(self._codec, payloads)
+        self._mean = reduce_slices(weighted_mean, self._codec, payloads).encoded
         unflatten_(self._params, self._names, live)
 
     def _commit(self) -> None:

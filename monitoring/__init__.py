@@ -1,5 +1,6 @@
-"""Looking at a swarm: live terminal, end summary, picture. Read-only, without torch.
+"""Looking at a swarm: board, live terminal, end summary, report. Read-only, without torch.
 
 Law: everything here is a reader of ``telemetry.SwarmView``; nothing here speaks to a peer or changes a run.
-``summary`` makes the figures, ``terminal`` and ``picture`` only show them.
+``facts`` (of one moment) and ``summary`` (of a whole run) make the figures; ``board``, ``terminal``,
+``report`` and ``metrics`` only show them.
 """

@@ -1,4 +1,5 @@
-"""The board as the program behind a ``gate``: ``python -m monitoring SOURCE ... LISTENER_FD RELAY_FD``.
+"""The board as the program that ``socket_activation`` starts:
+``python -m monitoring SOURCE ... LISTENER_FD RELAY_FD``.
 
 Started at the first connection, gone after ``IDLE_S`` without one. ``SOURCE`` is "peer" (ask the process at
 the other end of the pair) or a folder with journals.
@@ -11,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from monitoring.board.server import run_behind_gate
+from monitoring.board.server import run_activated
 from monitoring.feeds import JournalFeed, RelayedFeed
 from p2p_co2.system.process import end_with_parent
 from p2p_co2.system.socket_activation import take_over
@@ -31,8 +32,8 @@ def main() -> int:
     listener, relay = take_over(given.listener_fd, given.relay_fd)
     if given.source == "peer":
         feed = RelayedFeed(relay)
-        return run_behind_gate(feed, listener, given.history, feed.gone, given.journal)
-    return run_behind_gate(JournalFeed(Path(given.source)), listener, given.history)
+        return run_activated(feed, listener, given.history, feed.gone, given.journal)
+    return run_activated(JournalFeed(Path(given.source)), listener, given.history)
 
 
 if __name__ == "__main__":

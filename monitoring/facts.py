@@ -2,7 +2,7 @@
 show it.
 
 Each field of a fact says its unit and whose word it is. ``own word``: the peer said so itself, in a report it
-signed. ``counted``: the group's signed decisions say so. ``observed``: this reader saw it. The JSON schema of
+signed. ``counted``: the rounds' certificates say so. ``observed``: this reader saw it. The JSON schema of
 ``GET /api/swarm`` is made from these classes. A number that is not known is null.
 
 Laws: whatever a peer said, no fact is negative, infinite or unbounded, and none fails to be made. The run is
@@ -156,9 +156,11 @@ class RoundFacts(_Frozen):
     group_size: int
     contributors: int
     staleness: int = Field(description="Of the most stale outer step that came of it; -1 if unknown.")
-    duration_s: float = Field(description="READY to COMMIT at the slowest member, seconds; 0 if unknown.")
+    duration_s: float = Field(
+        description="READY to certificate at the slowest member, seconds; 0 if unknown."
+    )
     reason: str = Field(description="Why attempts were aborted, or who missed it; may be empty.")
-    counted: bool = Field(description="Whether a signed decision was seen and checked.")
+    counted: bool = Field(description="Whether a certificate was seen and checked.")
 
 
 class SwarmFacts(_Frozen):
@@ -184,7 +186,7 @@ class SwarmFacts(_Frozen):
     loss_training: float | None = Field(description="Mean training loss of the peers in the run.")
     loss_unit: str = Field(description="Known for the built-in recipe; empty where only its author knows.")
     tokens: int = Field(description="Sum of the peers' own words.")
-    tokens_counted: float = Field(description="By signed decisions.")
+    tokens_counted: float = Field(description="By certificates.")
     tokens_per_s: float
     utilisation: float | None = Field(description="Mean of the peers online, else of all; 0 to 1.")
     up_bytes: int = Field(description="Sum of the peers' own words.")
@@ -192,7 +194,7 @@ class SwarmFacts(_Frozen):
     rounds_committed: int = Field(description="By several peers.")
     rounds_alone: int = Field(description="Made by one peer with nobody else: nothing was exchanged.")
     rounds_aborted: int
-    rounds_counted: int = Field(description="Committed rounds whose signed decision was checked.")
+    rounds_counted: int = Field(description="Committed rounds whose certificate was checked.")
     staleness: dict[str, int] = Field(description="Applied outer steps by staleness.")
     staleness_mean: float | None
     sync_delay_steps_mean: float | None

@@ -32,8 +32,8 @@ LOOK_AGAIN_S = 2.0
 LIST_EVERY_S = 5.0
 WATCHED_FOR_S = 15.0
 MAX_AT_ONCE = MAX_ASKED // 2
-"""Questions in flight: a gate ends a program that asks too much, and a crowd of peers is not this one's
-fault."""
+"""Questions in flight: ``SocketActivation`` ends a program that asks too much, and a crowd of peers is not
+this one's fault."""
 
 
 class PastFeed(Feed):
@@ -119,7 +119,7 @@ class JournalFeed(Feed):
 
 class RelayedFeed(Feed):
     """A feed through a peer of this machine: its board, which has no libp2p, asks over ``relay``, its end of
-    the gate's socket pair, and the peer passes the questions on. Law: it asks its own peer always, and the
+    the socket pair, and the peer passes the questions on. Law: it asks its own peer always, and the
     others only while somebody looks (``watched``). What comes back is signed by each peer and checked here
     like any observer's. ``gone`` is set when the peer has ended: then there is nothing more to show."""
 

@@ -123,7 +123,7 @@ def _page(facts: SwarmFacts, options: dict[str, Any], texts: dict[str, str]) -> 
         '</div><div style="height:10px"></div></header><main class="b-page">'
         f'<div class="b-two">{cards}</div>{told}'
         '<div class="b-foot">What peers say of themselves is their own word; work is counted from the '
-        "group's signed decisions.</div></main>"
+        "rounds' certificates.</div></main>"
     )
     program, name = _echarts()
     data, blob = (json.dumps(one).replace("<", "\\u003c") for one in (options, program))

@@ -99,8 +99,9 @@ class RunConfig(_Frozen):
     many peers the run has at most. ``seed`` makes every peer start from the same parameters.
 
     ``weight_cap`` is the defence against a peer that lies about its work. Its tokens count at most as so many
-    times the median member's, and what is far larger than the others' counts for less (``averaging``). Honest
-    peers may differ in speed by so much before the fast ones count for less than they did. 0 is no defence.
+    times the median member's, and what is far larger than the others' counts for less
+    (``tensors.aggregation``). Honest peers may differ in speed by so much before the fast ones count for less
+    than they did. 0 is no defence.
     """
 
     name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from p2p_co2.telemetry.events import FragmentApplied, PeerStarted, Progress, RoundAborted, RoundCommitted
+from collections.abc import Iterable
+
+from p2p_co2.telemetry.events import (
+    Event,
+    FragmentApplied,
+    PeerStarted,
+    Progress,
+    RoundAborted,
+    RoundCommitted,
+)
+from p2p_co2.telemetry.view import SwarmView
 
 
 def started(peer: str, at: float = 0.0, name: str = "", pid: int = 7) -> PeerStarted:
@@ -36,3 +46,11 @@ def committed(peer: str, number: int, *, contributors: int = 3, duration_s: floa
 
 def aborted(peer: str, number: int, reason: str = "too few") -> RoundAborted:
     return RoundAborted(at=float(number), peer=peer, fragment=0, round=number, reason=reason)
+
+
+def fold(events: Iterable[Event]) -> SwarmView:
+    """The view after all ``events``."""
+    view = SwarmView()
+    for event in events:
+        view.add(event)
+    return view

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 import struct
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -21,17 +22,20 @@ from p2p_co2.tensors.aggregation import (
     HostileSlice,
     Rule,
     clipped_mean,
-    mean_of_parts,
     median_clipped,
     reduce_slices,
     weighted_mean,
 )
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.tensors.codec.base import CHUNK_BLOCKS
+from p2p_co2.tensors.codec.base import CHUNK_BLOCKS, Codec
 
 NAMES: tuple[str, ...] = tuple(SPECS)
 LARGEST = torch.finfo(torch.float32).max
 Part = tuple[str, float, bytes | bytearray | memoryview]
+
+
+def mean_of_parts(codec: Codec, parts: Sequence[Part]) -> memoryview:
+    return reduce_slices(weighted_mean, codec, parts).encoded
 
 
 def gaussians(numel: int, seed: int) -> Tensor:

@@ -148,6 +148,16 @@ def test_broad_excepts_stand_in_named_places_only() -> None:
     assert all("# named place" in place for place in places), places
 
 
+def test_the_page_of_the_architecture_draws_the_same_floors() -> None:
+    drawn = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+    floors: dict[int, set[str]] = {}
+    for line in filter(str.strip, drawn.splitlines()):
+        if (named := line[:10].split()) and named[0] == "floor":
+            floor = int(named[1])
+        floors.setdefault(floor, set()).update(re.split(r" {3,}", line[10:].strip())[0].split())
+    assert floors == dict(enumerate(FLOORS))
+
+
 def test_the_readme_draws_the_house_as_it_stands() -> None:
     readme = (ROOT / "README.md").read_text()
     tree = readme[readme.index("## The house") :]

@@ -47,8 +47,8 @@ from p2p_co2.protocol.wire.limits import MAX_STRING
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, FeedState, News
 from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, event_line
-from p2p_co2.telemetry.view import MAX_VALUES, fold, recalled
-from tests.event_samples import committed, progress, started
+from p2p_co2.telemetry.view import MAX_VALUES, recalled
+from tests.event_samples import committed, fold, progress, started
 from tests.made_model import START, all_charts, evil_model, followed, model_after
 from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
 from tests.swarms import ROOT

@@ -157,7 +157,7 @@ def test_a_history_that_cannot_be_written_is_told_and_kept_in_memory(tmp_path: P
 
 
 def test_a_crowd_is_asked_a_few_at_a_time_and_everybody_in_turn() -> None:
-    """A gate ends a program with more than ``MAX_ASKED`` questions open, and 65 identities cost nothing."""
+    """A program with more than ``MAX_ASKED`` questions open is ended, and 65 identities cost nothing."""
     run = read_run_config(ROOT / "examples" / "run.toml")
     ours, theirs = socket.socketpair()
     feed = RelayedFeed(theirs)

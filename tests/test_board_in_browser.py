@@ -23,9 +23,9 @@ from monitoring.summary import RunFacts, summarise
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.telemetry.events import Progress, RoundCommitted
-from p2p_co2.telemetry.view import fold
 from tests.board_server import EVIL
 from tests.browser import board, browser, errors, missing, text_of, wait_for
+from tests.event_samples import fold
 from tests.made_swarm import peer_id
 from tests.swarms import Swarm, swarm
 

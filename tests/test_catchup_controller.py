@@ -181,7 +181,7 @@ def test_a_round_that_nobody_gives_whole_becomes_a_state() -> None:
     place = Place()
     place.hear(a=(4, GOOD), b=(4, GOOD))
     assert place.controller.go_to(0, 4, b"", (A, B))
-    place.controller.handle(FetchFailed(place.wanted[-1], "silent", 0, 5))
+    place.controller.handle(FetchFailed(place.wanted[-1], "silent", 0))
     assert [goal.what for goal in place.wanted] == [ROUND, STATE]
 
 

@@ -19,7 +19,7 @@ from p2p_co2.errors import EnvironmentFault
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import mean_of_parts
+from p2p_co2.tensors.aggregation import reduce_slices, weighted_mean
 from p2p_co2.tensors.checkpoint import Checkpoint, load, save, state_bytes, state_digest
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer import kept
@@ -94,7 +94,7 @@ def test_two_peers_meet_in_the_middle_and_keep_what_they_learned_since() -> None
     b.live += 4.0
     payloads = [("a", 1.0, a.offer()), ("b", 1.0, b.offer())]
     a.live += 10.0  # an inner step while the round travels
-    mean = bytes(mean_of_parts(a.codec, payloads))
+    mean = bytes(reduce_slices(weighted_mean, a.codec, payloads).encoded)
     for peer in (a, b):
         peer.commit(mean, everybody([a, b], 1))
         assert torch.equal(peer.ledger.state.params, filled(3.0))
@@ -326,7 +326,7 @@ def test_every_committed_drift_counts_exactly_once(data: st.DataObject, rule: st
             where = slice(block * BLOCK, (block + 1) * BLOCK)
             cut = slice(block * code.block_bytes, (block + 1) * code.block_bytes)
             slices = [(name, 1.0, offers[name][cut]) for name in sorted(inside)]
-            mean = bytes(mean_of_parts(code, slices))
+            mean = bytes(reduce_slices(weighted_mean, code, slices).encoded)
             for name, _, piece in slices:
                 counted[name][where] -= peers["a"].decoded(piece)
             moved[where] -= peers["a"].decoded(mean)

@@ -20,7 +20,7 @@ from monitoring.words import ago, clock, figure, news, percent, plain, size
 from p2p_co2.config import RunConfig
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.telemetry import events as ev
-from p2p_co2.telemetry.view import fold
+from tests.event_samples import fold
 from tests.told_run import FACTS, IDS, frame, hostile_view, printed, story, swarm
 
 # ---- summary, by hand

@@ -35,10 +35,10 @@ from p2p_co2.planning.forecast import (
 from p2p_co2.planning.profiles import MIX_SHARES, PROFILES, profile_of
 from p2p_co2.planning.simulator import Job, utilisation
 from p2p_co2.protocol.rounds import PayloadShape
-from p2p_co2.protocol.wire.envelope import enveloped
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import Envelope
 from p2p_co2.tensors.codec import get_codec
+from tests.envelopes import enveloped
 
 GRID = [10 ** (-1.0 + 4.0 / 49 * point) for point in range(50)]
 """The published table's bandwidths, Gbit/s."""

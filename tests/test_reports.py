@@ -20,9 +20,9 @@ from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, Report, ReportRequest
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.journal import event_line
-from p2p_co2.telemetry.view import fold
 from tests import event_samples as samples
 from tests.certificates import certify
+from tests.event_samples import fold
 
 RUN = bytes(range(32))
 A, B, C = (Identity.generate() for _ in range(3))

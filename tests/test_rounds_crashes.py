@@ -65,8 +65,8 @@ PHASES: dict[str, Callable[[Network, PeerId], None]] = {
         net, victim, wire.Result, 0, coordination_order(net.names, 0, 1)[3]
     ),
     "before RESULT": lambda net, victim: crash_when(net, victim, wire.Result, 0),
-    "before COMMIT": lambda net, victim: crash_when(net, victim, wire.Decision, 0),
-    "COMMIT to one peer": lambda net, victim: crash_when(net, victim, wire.Decision, 1),
+    "before DECISION": lambda net, victim: crash_when(net, victim, wire.Decision, 0),
+    "DECISION to one peer": lambda net, victim: crash_when(net, victim, wire.Decision, 1),
 }
 
 

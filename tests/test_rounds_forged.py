@@ -135,7 +135,7 @@ def test_a_coordinator_that_tells_two_begins_for_one_attempt_is_named(
     assert refusal(machine, told, first) == "wrong attempt"
 
 
-# ---- PART, MEAN, RESULT, REASSIGN
+# ---- PART, MEAN, RESULT
 
 
 @pytest.mark.parametrize(

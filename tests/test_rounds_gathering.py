@@ -346,8 +346,8 @@ def test_an_equivocating_owner_commits_nothing() -> None:
 
 
 def test_a_round_that_we_begin_with_our_offer_before_does_not_end_the_peer() -> None:
-    """A group is frozen while the council gathers: our offer may have ended by then, and the next one may be
-    with another coordinator."""
+    """Our offer may have ended by the time that our group is closed, and the next one may be with another
+    coordinator."""
     machine, begin, asked, _ = begun_member()
     me = make_identity(0).peer_id
     assert asked != me
@@ -361,7 +361,7 @@ def test_a_round_that_we_begin_with_our_offer_before_does_not_end_the_peer() -> 
 
 
 def test_nor_does_one_with_an_offer_that_ended_long_before_though_we_ask_ourselves() -> None:
-    """Two offers may end while the council gathers, or one by what another coordinator decided."""
+    """Two offers may end while a group gathers, or one by a certificate of another coordinator's group."""
     machine, begin, *_ = begun_member()
     me, now = make_identity(0).peer_id, 0.0
     mine = machine._fragments[0]

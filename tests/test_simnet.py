@@ -12,7 +12,7 @@ from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.lanes import Piece
 from p2p_co2.node.links import LinkObserver
 from p2p_co2.planning.profiles import profile_of
-from p2p_co2.protocol.wire.envelope import Opened, enveloped
+from p2p_co2.protocol.wire.envelope import Opened
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import Envelope, Part, PeerRecord
@@ -23,6 +23,7 @@ from p2p_co2.simnet.links import KNOCK_EVERY_S, Parcel, VirtualLinks
 from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime, loop_of
 from p2p_co2.telemetry.events import Event, PeerLeft, RoundCommitted
+from tests.envelopes import enveloped
 
 ROUND_S = 4.0
 

@@ -20,7 +20,7 @@ from p2p_co2.cli.simulate import SimulationOptions, read_churn, settings_of
 from p2p_co2.errors import ConfigError
 from p2p_co2.simnet import Churn
 from p2p_co2.telemetry.journal import read_events
-from p2p_co2.telemetry.view import fold
+from tests.event_samples import fold
 
 RUN = 'name = "simulated"\nfragments = 2\n[clock]\nround_s = 10.0\n'
 

@@ -25,11 +25,10 @@ from p2p_co2.telemetry.view import (
     MAX_NOTABLE,
     OTHERS,
     SwarmView,
-    fold,
     mean_of,
     recalled,
 )  # fmt: skip
-from tests.event_samples import aborted, applied, committed, progress, started
+from tests.event_samples import aborted, applied, committed, fold, progress, started
 
 # ---- the journal
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds.reorder_buffer import ReorderBuffer
 from p2p_co2.protocol.wire import bulk
-from p2p_co2.protocol.wire.envelope import enveloped, kind_of, opened
+from p2p_co2.protocol.wire.envelope import kind_of, opened
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import (
@@ -22,6 +22,7 @@ from p2p_co2.protocol.wire.messages_pb2 import (
     Ping,
     RoundKey,
 )
+from tests.envelopes import enveloped
 
 RUN = bytes(range(32))
 HEAD = Envelope(version=PROTOCOL_VERSION, run=RUN).SerializeToString()

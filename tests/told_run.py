@@ -17,8 +17,8 @@ from monitoring.terminal import frame as frame_of
 from monitoring.words import news
 from p2p_co2.config import RunConfig
 from p2p_co2.telemetry import events as ev
-from p2p_co2.telemetry.view import SwarmView, fold
-from tests.event_samples import aborted, applied, committed, progress, started
+from p2p_co2.telemetry.view import SwarmView
+from tests.event_samples import aborted, applied, committed, fold, progress, started
 
 IDS = {"ada": "12D3KooWAAAAAA", "bob": "12D3KooWBBBBBB"}
 FACTS = RunFacts(

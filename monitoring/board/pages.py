@@ -41,7 +41,7 @@ class SwarmPage(Page):
         self._trends = Trends("chart")
         ui.label(
             "What peers say of themselves is their own word, in reports they signed; work is counted from "
-            "the group's signed decisions."
+            "the rounds' certificates."
         ).classes("b-foot")
 
     def refresh(self, facts: SwarmFacts) -> None:
@@ -338,14 +338,14 @@ class RoundPage(Page):
             ui.link("All events", "/events").classes("b-link")
             ui.label(f"Round {number} of fragment {fragment}").classes("b-title")
         self._tiles = tiles(
-            round_outcome="Outcome", round_group="In the mean", round_duration="READY to COMMIT",
+            round_outcome="Outcome", round_group="In the mean", round_duration="READY to certificate",
             round_staleness="Staleness",
         )  # fmt: skip
-        hint = "seconds from each member's READY; work: weights (tokens) in the commit that a quorum signed"
+        hint = "seconds from each member's READY; work: weights (tokens) in the certificate"
         with card("Members", hint):
             self._table = Table("round-members", (
                 ("peer", "Peer", -1), ("begin", "BEGIN", 2), ("parts", "PARTS", 2), ("means", "MEAN", 2),
-                ("commit", "COMMIT", 2), ("work", "Work (tokens)", 0),
+                ("commit", "Certificate", 2), ("work", "Work (tokens)", 0),
             ))  # fmt: skip
 
     def refresh(self, facts: SwarmFacts) -> None:

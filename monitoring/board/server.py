@@ -61,7 +61,7 @@ from p2p_co2.telemetry.journal import read_events
 
 TICK_S = 1.0
 IDLE_S = 90.0
-"""A board behind a gate ends after this long without a request or an open page."""
+"""A board that a connection started ends after this long without a request or an open page."""
 KNOWN_WITHIN_S = 5.0
 """By then a board knows which peer it belongs to, or does without its past."""
 MAX_PAST_BYTES = 4 << 20
@@ -314,7 +314,7 @@ def run_board(feed: Feed, place: Place, history: Path | None, say: Callable[[str
     return 0
 
 
-def run_behind_gate(
+def run_activated(
     feed: Feed,
     bound: socket.socket,
     history: Path | None,

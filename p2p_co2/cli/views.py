@@ -1,5 +1,5 @@
-"""The commands that look: ``board``, ``watch``, ``export``. Read-only; see ``cli`` for the laws of all
-commands.
+"""The commands that look: ``board``, ``watch``, ``export``. Read-only; see ``cli.main`` for the laws of
+all commands.
 
 ``SOURCE`` is a ticket (joins the run's DHT as an observer) or a folder with journals (a demo's, a peer's).
 """

@@ -27,7 +27,7 @@ LINK_EFFICIENCY = 0.85
 """Share of a link's rate that bulk transfers of several connections reach over a whole exchange
 (measured)."""
 ONE_WAY_MESSAGES = 6
-"""READY, BEGIN, slice, mean, RESULT, COMMIT."""
+"""READY, BEGIN, PART, MEAN, RESULT; the sixth was COMMIT, before certificates, and is still counted."""
 TENSOR_BYTES_PER_S = 270e6
 """fp32 bytes of a fragment per second of one core, for all that its round computes (0.12 s for 32 MB)."""
 _BEFORE_COMMIT = 0.4

@@ -198,12 +198,6 @@ class Departed:
         goodbyes = sum(with_word for _, with_word in self._gone.values())
         return len(self._gone) - goodbyes > live + BROKEN_PER_GOODBYE * goodbyes
 
-    def went_silently(self, peers: Collection[PeerId]) -> bool | None:
-        """Whether those of ``peers`` that went of late did so without a word, but for links that break where
-        peers end their run; None if none of them went of late."""
-        words = [with_word for peer, (_, with_word) in self._gone.items() if peer in peers]
-        return len(words) - sum(words) > BROKEN_PER_GOODBYE * sum(words) if words else None
-
 
 class Membership:
     """The five verbs of a machine, plus ``found`` (the DHT lists these) and ``unreachable`` (no carrier gets

@@ -1,4 +1,4 @@
-"""Hundreds to thousands of peers in one thread on virtual time, driving the very ``Node`` of real peers.
+"""A whole swarm, 64 peers at most, in one thread on virtual time, driving the very ``Node`` of real peers.
 
 ``Swarm(Settings(...), EventLog()).run()`` plays a run to its end and checks the laws at every step. What is
 played: links with delay, jitter, two rates and loss, NAT, cuts; processes that crash, stall and come back;

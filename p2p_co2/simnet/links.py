@@ -3,7 +3,7 @@
 The same promises: ``post`` never blocks, control overtakes bulk, what cannot be delivered is dropped, a link
 that breaks is opened again, and a peer that no carrier reaches is reported. A link needs two round trips
 before the first message travels, and may not be opened at all. Price: the pool's own code is not played (its
-task for each lane, turns on the line, second connections).
+task for each lane, turns on the line).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The swarm as its events tell it: ``fold(events) -> SwarmView``; in it a ``PeerView`` per peer.
+"""The swarm as its events tell it: ``SwarmView.add`` folds one in; a ``PeerView`` per peer.
 
 Law: the view is a function of each peer's own sequence of events; how those of different peers were
 interleaved does not matter. A round of the swarm is counted once, although every member writes of it. Rounds
@@ -13,7 +13,7 @@ import bisect
 import dataclasses
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -287,7 +287,7 @@ class RoundView:
     """One (fragment, round) as all its members tell it. ``begun``: (at, coordinator, group) of the newest
     BEGIN. ``commits``: by the member that learned of one; ``aborted``: attempts by reason, by member.
     ``staleness``: of the most stale outer step that came of it; -1 if none is known. ``weights``: whose work
-    is in the mean, as a signed decision says; empty if none was seen."""
+    is in the mean, as a certificate says; empty if none was seen."""
 
     fragment: int
     round: int
@@ -341,7 +341,7 @@ class RoundView:
 @dataclass
 class SwarmView:
     """All peers and rounds. ``notable``: the newest ``MAX_NOTABLE`` events worth a line, oldest first.
-    ``counted``: work by peer (tokens, summed over fragments) as signed decisions say, of ``counted_rounds``
+    ``counted``: work by peer (tokens, summed over fragments) as certificates say, of ``counted_rounds``
     rounds; those ``counted_before`` are in it already. ``rounds_kept``: older rounds than these are only
     counted; 0 keeps all, and only then does the order of peers not matter."""
 
@@ -490,14 +490,6 @@ class SwarmView:
         for peer in self.peers.values():
             total = total.plus(peer.totals)
         return total
-
-
-def fold(events: Iterable[ev.Event]) -> SwarmView:
-    """The view after all ``events``; any order that keeps each peer's own order gives the same view."""
-    view = SwarmView()
-    for event in events:
-        view.add(event)
-    return view
 
 
 def mean_of(histogram: Mapping[int, int]) -> float | None:

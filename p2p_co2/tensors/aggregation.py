@@ -132,11 +132,6 @@ def reduce_slices(rule: Rule, codec: Codec, parts: Sequence[Part]) -> Mean:
     return Mean(mean.encoded, tuple(counted[peer] for peer, _, _ in parts))
 
 
-def mean_of_parts(codec: Codec, parts: Sequence[Part]) -> memoryview:
-    """The encoded weighted mean of ``parts``; as ``reduce_slices``."""
-    return reduce_slices(weighted_mean, codec, parts).encoded
-
-
 def weighted_mean(slices: Slices, weights: Sequence[float]) -> Mean:
     """The ``Rule`` without defence."""
     return Mean(slices.mean(weights), tuple(weights))

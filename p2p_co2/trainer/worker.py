@@ -39,9 +39,8 @@ def _compute_as_all_do() -> None:
 
 
 class TensorWorker:
-    """Implements ``node.ledger.Ledger``. ``rule``: how slices are averaged; over several cells those of one
-    cell, whose means are then averaged as they are. ``thread``: where the work is done, one thing after the
-    other, if not on a thread of its own. ``close`` ends it."""
+    """Implements ``node.ledger.Ledger``. ``rule``: how slices are averaged. ``thread``: where the work is
+    done, one thing after the other, if not on a thread of its own. ``close`` ends it."""
 
     def __init__(
         self,

@@ -94,13 +94,11 @@ class Fetched:
 
 @dataclass(frozen=True)
 class FetchFailed:
-    """No donor could serve the goal. ``newest_version``: the highest that a refusing donor named;
-    ``chunks_given``: how many had come."""
+    """No donor could serve the goal. ``newest_version``: the highest that a refusing donor named."""
 
     goal: Goal
     reason: str
     newest_version: int
-    chunks_given: int = 0
 
 
 @dataclass(frozen=True)

@@ -271,5 +271,4 @@ class Load:
         )  # fmt: skip
 
     def failed(self) -> FetchFailed:
-        given = self.chunks.gave.total() if self.chunks is not None else 0
-        return FetchFailed(self.goal, self.reason, self._newest, given)
+        return FetchFailed(self.goal, self.reason, self._newest)

@@ -106,7 +106,7 @@ def check_event(event: Event, peer: PeerId, sent_at: float) -> None:
     if event.peer != peer:
         raise ValueError("an event of another peer")
     if isinstance(event, RoundCounted):
-        raise ValueError("a count that only a signed decision can tell")
+        raise ValueError("a count that only a certificate can tell")
     if not sent_at - OLDEST_S <= event.at <= sent_at + NEWEST_S:
         raise ValueError("an impossible time")
     for name, value in vars(event).items():

@@ -90,14 +90,10 @@ def head_of(group: bytes) -> bytes:
     return Envelope(version=PROTOCOL_VERSION, run=group).SerializeToString()
 
 
-def enveloped(message: Message, head: bytes) -> bytes:
-    """The bytes of an envelope behind its ``head``."""
-    return bytes(unsent(message, head))
-
-
 def unsent(message: Message, head: bytes) -> Unsent:
-    """The same, written by hand: setting a field of a message copies what is set, and bodies are large. Data
-    beside its message is not even copied to its place before the bytes are asked for."""
+    """An envelope behind its ``head``, written by hand: setting a field of a message copies what is set, and
+    bodies are large. Data beside its message is not even copied to its place before the bytes are asked
+    for."""
     body = bulk.serialised(message)
     pieces = head, _KEYS[message.__class__], bulk.varint(sum(map(len, body))), *body
     return b"".join(pieces) if len(body) == 1 else Joined(*pieces)
@@ -106,5 +102,5 @@ def unsent(message: Message, head: bytes) -> Unsent:
 _KEYS = {kind.type: bulk.varint(kind.number << 3 | 2) for kind in KINDS.values()}
 """Key of the envelope's field; 2 is protobuf's wire type of an embedded message."""
 __all__ = [
-    "OTHER_GROUP", "Opened", "Unsent", "enveloped", "group_of", "head_of", "kind_of", "opened", "unsent",
+    "OTHER_GROUP", "Opened", "Unsent", "group_of", "head_of", "kind_of", "opened", "unsent",
 ]  # fmt: skip

@@ -92,7 +92,7 @@ class Passes:
         self, old: Tensor, mean: Tensor, momentum: Tensor, change: Tensor, *, beta: float, inverse: float,
         lr: float, nesterov: bool, bound: float, piece: int,
     ) -> Changed:  # fmt: skip
-        """``outer.stepping.change_of`` in one call."""
+        """``outer.step.change_of`` in one call."""
         it = _Step(beta, inverse, lr, nesterov, bound, 0, 0.0)
         largest = self._change(
             ctypes.byref(it), old.data_ptr(), mean.data_ptr(), mean.numel(), piece,
