@@ -25,7 +25,7 @@ def asked_first(*others: PeerId) -> tuple[Rounds, int, PeerId]:
 
 
 def spoilt(machine: Rounds, peer: PeerId) -> float:
-    return float(machine._swarm.repute._failed.get(peer, (0, 0.0))[0])
+    return float(machine._swarm.repute._failed.get((peer, 0), (0, 0.0))[0])
 
 
 def promise(machine: Rounds, round_: int, peer: PeerId, within_s: float, now: float) -> None:

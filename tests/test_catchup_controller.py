@@ -20,13 +20,16 @@ from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S
 from p2p_co2.protocol.membership import PeerInfo
 from p2p_co2.protocol.rounds import PayloadShape
+from p2p_co2.protocol.wire.envelope import opened
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import (
     Behind,
     Decision,
     Envelope,
+    Ready,
     Status,
+    Waiting,
 )
 from p2p_co2.protocol.wire.status import PeerStatus, finished_bits
 from p2p_co2.telemetry.events import CaughtUp, Warned
@@ -296,8 +299,10 @@ def test_many_that_join_at_once_do_not_take_each_other_for_the_swarm() -> None:
     run_virtual(work())
 
 
-def test_a_commit_with_one_signature_stops_nobody_and_names_its_sender() -> None:
-    """Told to all by one of four, again and again."""
+@pytest.mark.parametrize("named", [4, 2])
+def test_a_commit_with_one_signature_stops_nobody(named: int) -> None:
+    """Told to all by one of four, again and again. Of four members it is no certificate; of two the signature
+    of the coordinator is one, and it may name anybody as the other."""
 
     async def work() -> None:
         world = World("a", "b", "c", "liar")
@@ -312,7 +317,7 @@ def test_a_commit_with_one_signature_stops_nobody_and_names_its_sender() -> None
                 for trainer in honest:
                     agreed = trainer.node.agreed[0]
                     decision = forged_commit(
-                        liar.identity, agreed.version + 1, agreed.digest, names,
+                        liar.identity, agreed.version + 1, agreed.digest, names[-named:],
                         run=trainer.group, blocks=trainer.shape.blocks[0],
                     )  # fmt: skip
                     envelope = Envelope(version=PROTOCOL_VERSION, run=trainer.group)
@@ -324,9 +329,39 @@ def test_a_commit_with_one_signature_stops_nobody_and_names_its_sender() -> None
         before = min(world.versions())[0]
         await world.train(24)
         assert min(world.versions())[0] >= before + 8
+        assert len({tuple(trainer.node.agreed) for trainer in world.trainers}) == 1
         for trainer in honest:
-            assert trainer.node.router.refusals[liar.me, "decision", "no quorum"] >= 8
+            count = trainer.node.router.refusals.get((liar.me, "decision", "no quorum"), 0)
+            assert count >= 8 or named == 2
         lying.cancel()
+        await world.close()
+
+    run_virtual(work())
+
+
+def test_a_coordinator_that_begins_no_round_is_asked_last() -> None:
+    """One of five, to whom all turn for a fifth of the rounds, and for ever for the first of these."""
+
+    async def work() -> None:
+        world = World("a", "b", "c", "d", "liar")
+        world.start()
+        await asyncio.sleep(1.5)
+        await world.train(4)
+        liar, before = world.trainers[-1], min(world.versions())
+
+        def refuse(sender: PeerId, receiver: PeerId, data: bytes) -> bool:
+            message = opened(data, liar.group) if receiver == liar.me else None
+            if message is None or not isinstance(message.body, Ready) or message.body.withdrawn:
+                return True
+            ready = message.body
+            envelope = Envelope(version=PROTOCOL_VERSION, run=liar.group)
+            envelope.waiting.CopyFrom(Waiting(fragment=ready.fragment, round=ready.round, refusal="no"))
+            world.put(liar.me, sender, envelope.SerializeToString())
+            return False
+
+        world.tap = refuse
+        await world.train(120)
+        assert min(min(world.versions())) >= min(before) + 30
         await world.close()
 
     run_virtual(work())

@@ -234,7 +234,7 @@ def test_one_silence_of_who_comes_first_by_now_counts_once() -> None:
         if asked[-1:] == [OTHER]:
             break
     assert asked == [FOURTH, FOURTH, FOURTH, OTHER]
-    assert not machine._swarm.repute.is_passed_over(FOURTH, 30.0)
+    assert not machine._swarm.repute.is_passed_over(FOURTH, 0, 30.0)
 
 
 def test_who_sent_us_on_and_then_gives_no_answer_is_charged_for_that() -> None:

@@ -30,7 +30,7 @@ from p2p_co2.protocol.catchup import (
     Loading,
 )
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Move, Why
-from p2p_co2.protocol.rounds import Overheard, PayloadShape, Rounds, open_decision
+from p2p_co2.protocol.rounds import Overheard, PayloadShape, Rounds, open_decision, signers_of
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Status
 from p2p_co2.telemetry import events as ev
@@ -269,7 +269,7 @@ class CatchupController:
         if (outcome.key.fragment, outcome.key.round) != (fragment, event.version):
             raise RemoteProtocolError("bad decision", "of another round")
         group = {PeerId(member.peer) for member in outcome.members}
-        if not self._agreement.is_most(group, fragment):
+        if not self._agreement.is_most(group, signers_of(event.decision, outcome), fragment):
             raise RemoteProtocolError(OTHER_HISTORY, "most peers that train here are not in its group")
         if agreed.version != event.version - 1:
             return None

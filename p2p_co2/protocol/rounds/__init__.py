@@ -6,6 +6,7 @@ from p2p_co2.protocol.rounds.certificate import (
     claimed_weights,
     counted_weights,
     open_decision,
+    signers_of,
 )
 from p2p_co2.protocol.rounds.events import (
     Aborted,
@@ -54,4 +55,5 @@ __all__ = [
     "claimed_weights",
     "counted_weights",
     "open_decision",
+    "signers_of",
 ]

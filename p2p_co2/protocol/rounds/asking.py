@@ -61,6 +61,7 @@ class Asking:
             return  # an earlier coordinator that we gave up on woke up; its BEGIN would still be welcome
         if message.refusal:
             self.failure = message.refusal[: bounds.MAX_REASON]
+            self._swarm.refused(sender, self.offer.fragment, "it begins no round", now)
             return
         if self._tries == 1:
             self._receipts.add(now - self._sent_at)
@@ -151,7 +152,11 @@ class Asking:
 
     def _ask_next(self, now: float, is_retry: bool = False) -> None:
         order = self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
-        ahead = [p for p in self._ahead(order) if not self._swarm.repute.is_passed_over(p, now)]
+        ahead = [
+            p
+            for p in self._ahead(order)
+            if not self._swarm.repute.is_passed_over(p, self.offer.fragment, now)
+        ]
         if not self.asked and (is_retry or 2 * len(ahead) >= len(order)):
             order = ahead + order
         left = [peer for peer in order if self._may_ask(peer)]

@@ -194,7 +194,8 @@ class Exchange:
         """Whether ``sender`` may pass on the mean of an owner that is lost: the first one that does."""
         if sender not in self.attempt.shares:
             raise RemoteProtocolError("not a member", "MEAN")
-        if not state.is_lost(self._swarm, now) or state.source != state.owner:
+        is_ours = state.owner == self._swarm.me  # its slices are being averaged in place
+        if is_ours or not state.is_lost(self._swarm, now) or state.source != state.owner:
             return False
         state.source, state.contributors = sender, None
         state.transfer = Assembly(len(state.place), state.place)
@@ -232,8 +233,9 @@ class Exchange:
     def settle_lost(
         self, lost: dict[PeerId, frozenset[tuple[int, int]]], gave_up: set[PeerId], now: float
     ) -> bool:
-        """Pass on what others lack of lost owners; hand a part that all live members lack to its heir.
-        ``lost``: what each member says that spoke, this one too. Whether a part was handed on."""
+        """Pass on what others lack of lost owners; hand a part that all live members lack, and that is late
+        here too, to its heir. ``lost``: what each member says that spoke, this one too. Whether a part was
+        handed on."""
         spoken = [peer for peer in self.attempt.ranked if peer in lost and peer not in gave_up]
         live = [peer for peer in spoken if self._swarm.is_live(peer)]
         handed_on = False
@@ -243,7 +245,7 @@ class Exchange:
                 continue
             lacking = [peer for peer in live if (part, generation) in lost[peer]]
             holders = [peer for peer in live if peer not in lacking]
-            if not holders and generation < bounds.MAX_GENERATION:
+            if not holders and generation < bounds.MAX_GENERATION and state.is_lost(self._swarm, now):
                 self._hand_on(part, now)
                 handed_on = True
             elif state.is_held and self._swarm.me == (state.owner if state.owner in holders else holders[0]):

@@ -194,6 +194,8 @@ class FragmentRounds:
         if role is not None and role.failure:
             if member is not None:
                 member.exchange.note_duration(member.begun_at, now)
+                coordinator, fragment = member.attempt.coordinator, member.attempt.fragment
+                self._swarm.failed(coordinator, fragment, "its rounds came to nothing", now)
             self._abort(role.failure, now, is_over=True)
             return True
         return False
@@ -242,7 +244,7 @@ class FragmentRounds:
         self.history.end(attempt.id)
         gone = wire.Result(key=attempt.key(), gave_up=True)
         for peer in attempt.shares:
-            if peer != self._swarm.me:
+            if peer != self._swarm.me and self._swarm.is_live(peer):
                 self._outlet.send(peer, gone)
 
     def _hear_of(self, attempt: Attempt, now: float) -> None:

@@ -2,8 +2,9 @@
 
 A coordinator can only fail to form a group; what is committed is proved by its members. So one number for
 each peer is enough: after the second time in a row it is passed over for ``FIRST_S``, then twice as long each
-time, until a round of its own is committed, of the fragment that it failed last. Price: each peer judges by
-what it sees; an honest coordinator with a bad line is passed over, too.
+time, until a round of its own is committed. Each fragment counts for itself: a liar about one may serve the
+others well. Price: each peer judges by what it sees; an honest coordinator with a bad line is passed over,
+too.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ FIRST_S, LONGEST_S = 60.0, 3600.0
 
 
 class Repute:
-    """What this peer remembers of the others, by (times, until when, the last fragment)."""
+    """What this peer remembers of the others: by (peer, fragment), (times, until when)."""
 
     def __init__(self) -> None:
         self.emit: Callable[[Distrusted], None] = lambda news: None
         """Hears when somebody is asked last from now on, and why."""
-        self._failed: OrderedDict[PeerId, tuple[int, float, int]] = OrderedDict()
+        self._failed: OrderedDict[tuple[PeerId, int], tuple[int, float]] = OrderedDict()
 
     def failed(self, peer: PeerId, fragment: int, why: str, now: float) -> None:
-        times, until, _ = self._failed.pop(peer, (0, now, fragment))
+        times, until = self._failed.pop((peer, fragment), (0, now))
         if now < until:
-            self._failed[peer] = times, until, fragment
+            self._failed[peer, fragment] = times, until
             return
         lasts_s = min(LONGEST_S, FIRST_S * 2 ** min(times - 1, 10)) if times else 0.0
-        self._failed[peer] = times + 1, now + lasts_s, fragment
+        self._failed[peer, fragment] = times + 1, now + lasts_s
         if len(self._failed) > MAX_PEERS:
             self._failed.popitem(last=False)
         if lasts_s:
@@ -40,11 +41,10 @@ class Repute:
 
     def committed(self, peer: PeerId, fragment: int) -> None:
         """A round that it coordinated was committed."""
-        if self._failed.get(peer, (0, 0.0, -1))[2] == fragment:
-            del self._failed[peer]
+        self._failed.pop((peer, fragment), None)
 
-    def is_passed_over(self, peer: PeerId, now: float) -> bool:
-        return now < self._failed.get(peer, (0, now, 0))[1]
+    def is_passed_over(self, peer: PeerId, fragment: int, now: float) -> bool:
+        return now < self._failed.get((peer, fragment), (0, now))[1]
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``."""

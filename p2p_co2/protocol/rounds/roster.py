@@ -144,7 +144,7 @@ class Roster:
         """Whether somebody of the other half of the swarm says that it has made this round."""
         live = self.live() if live is None else live
         others = [peer for peer in live if peer not in camp] if 2 * len(camp) == len(live) else []
-        others = [peer for peer in others if not self._swarm.repute.is_passed_over(peer, now)]
+        others = [peer for peer in others if not self._swarm.repute.is_passed_over(peer, self.fragment, now)]
         return any(map(self._is_past, others))
 
     def _is_made(self, camp: list[PeerId], now: float) -> bool:
@@ -152,7 +152,7 @@ class Roster:
         fragment: who makes a run's last round once more makes another state of its version. Where they are
         more, even those who are passed over: who could not give their bytes in time are."""
         past = [p for p in self._here() if p not in camp and self._is_past(p)]
-        believed = [peer for peer in past if not self._swarm.repute.is_passed_over(peer, now)]
+        believed = [peer for peer in past if not self._swarm.repute.is_passed_over(peer, self.fragment, now)]
         return len(past) > len(camp) or len(believed) >= len(camp)
 
     def shortage(self, now: float, waited_s: float) -> str:

@@ -78,7 +78,7 @@ class Swarm:
         """Who may coordinate a round, in the order in which they are asked: by hash, but those whose rounds
         came to nothing last. If they are half of the swarm, it is more likely us."""
         order = coordination_order(self._training, fragment, round_)
-        last = {peer for peer in order if self.repute.is_passed_over(peer, now)}
+        last = {peer for peer in order if self.repute.is_passed_over(peer, fragment, now)}
         return sorted(order, key=last.__contains__) if 2 * len(last) < len(order) else order
 
     def failed(self, coordinator: PeerId, fragment: int, why: str, now: float) -> None:
@@ -88,13 +88,18 @@ class Swarm:
 
     def believes(self, signers: Collection[PeerId], members: Collection[str], fragment: int) -> bool:
         """Whether a commit that we were not in may be taken for the swarm's. Keys are free, so most signers
-        must be live here, and most of the others that train and offer for the fragment, must
-        be members: with half of the ``signers`` nobody makes that up."""
-        if 2 * sum(map(self.is_live, signers)) <= len(signers):
-            return False
+        must be live here, and most of the others that train and offer for the fragment must be members. A
+        certificate may name anybody as a member: so half of them must have signed it, and no single one."""
+        signed = {peer for peer in signers if peer in self.live}
         made_it = {peer for peer in members if peer in self.live}
         others = {*self.working_on(fragment), *made_it} - {self.me}
-        return 2 * len(made_it) > len(others)
+        is_of_many = 2 * len(signed) >= len(members) and len(signed) >= min(2, len(others))
+        return is_of_many and 2 * len(signed) > len(signers) and 2 * len(made_it) > len(others)
+
+    def refused(self, coordinator: PeerId, fragment: int, why: str, now: float) -> None:
+        """A coordinator begins no round; at the end of a run that is nobody's fault."""
+        if not self._is_ending:
+            self.failed(coordinator, fragment, why, now)
 
     def farthest_version(self, fragment: int) -> int:
         """The highest version that one peer's word can send us after: a little more than at least half of
