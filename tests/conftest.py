@@ -27,13 +27,15 @@ ROOT = Path(__file__).resolve().parent.parent
 APART = "never two of these at a time"
 MEASURING = ("test_kill", "test_faults", "test_rehearsal", "test_doctor_network", "test_board_in_browser")
 """In the order in which they run; beside the first, the other worker may still be at work of one process."""
-SWARMS = ("test_swarm", "test_cells", "test_hostile", "test_leaks", "test_examples")
+SWARMS = ("test_swarm", "test_hostile", "test_leaks", "test_examples")
 """Start processes and wait for conditions; the longest first. Other files marked ``swarm`` follow them."""
 WAITING = (
     "test_flood", "test_transport", "test_transport_libp2p", "test_discovery", "test_board_history",
     "test_network", "test_socket_activation",
 )  # fmt: skip
 """Wait more than they work; short ones, which even out the end."""
+SPLIT = ("test_campaign",)
+"""Work long enough for a worker of their own."""
 LONGEST_FIRST = ("test_campaign", "test_simnet", "test_simulation_watch", "test_fuzz")
 """Beginnings of the names of files that work longest and go first, so that both workers have done with work
 at the same time."""
@@ -78,13 +80,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """A file is a unit of work, and so are all files together that measure."""
+    """A file is a unit of work, and so are all files together that measure; of ``SPLIT`` each test is one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return APART if Path(file).stem in MEASURING else file
+            name = Path(file).stem
+            return APART if name in MEASURING else nodeid if name in SPLIT else file
 
     config.option.loadscopereorder = False
     return Lanes(config, log)

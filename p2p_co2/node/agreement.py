@@ -92,16 +92,17 @@ class Agreement:
 
     # ---- whose rounds are replayed
 
-    def is_most(self, group: set[PeerId], signers: Collection[PeerId], fragment: int) -> bool:
+    def is_most(self, group: set[PeerId], signers: Collection[PeerId], fragment: int, version: int) -> bool:
         """Whether at least half of the peers that train now and have yet to offer for ``fragment`` are in
-        ``group``. Those of it that have finished since count, too. Half of the group must be ``signers``, and
-        no single one: a certificate may name anybody as a member."""
+        ``group``. Those of it that have finished since count, too. A certificate may name anybody as a
+        member: so half of them must be ``signers``, and one alone counts where half have reached the
+        ``version``, as they say themselves."""
         live = self._membership.live
         training = {peer for peer, info in live.items() if info.status.offers_for(fragment)}
         made_it = {peer for peer in group if peer in live and live[peer].status.phase in policy.MOVING}
         others = (training | made_it) - {self._state.me}
-        is_of_many = 2 * len(signers) >= len(group) and len(signers) >= min(2, len(others))
-        return is_of_many and 2 * len(made_it) >= len(others)
+        is_borne_out = len(signers) >= min(2, len(others)) or self.reached(fragment) >= version
+        return is_borne_out and 2 * len(signers) >= len(group) and 2 * len(made_it) >= len(others)
 
     # ---- what is lacking at the end
 

@@ -269,7 +269,7 @@ class CatchupController:
         if (outcome.key.fragment, outcome.key.round) != (fragment, event.version):
             raise RemoteProtocolError("bad decision", "of another round")
         group = {PeerId(member.peer) for member in outcome.members}
-        if not self._agreement.is_most(group, signers_of(event.decision, outcome), fragment):
+        if not self._agreement.is_most(group, signers_of(event.decision, outcome), fragment, event.version):
             raise RemoteProtocolError(OTHER_HISTORY, "most peers that train here are not in its group")
         if agreed.version != event.version - 1:
             return None
