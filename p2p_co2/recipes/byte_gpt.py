@@ -53,31 +53,83 @@ class Block(nn.Module):
         return hidden + changed
 
 
-class ByteGPT(nn.Module):
-    """``forward``: token ids int64 [B, T], T at most ``shape.context``, to logits [B, T, vocab_size]."""
+class _Body(nn.Module):
+    """What the whole model and its stages share: blocks, and the angles of rotary positions."""
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
+    embedding: nn.Embedding
+    smear: nn.Parameter
+
+    def _make_embedding(self, shape: Shape) -> None:
         self.embedding = nn.Embedding(shape.vocab_size, shape.width, dtype=torch.float32)
         nn.init.normal_(self.embedding.weight, std=0.02)
         device = self.embedding.weight.device
         self.smear = nn.Parameter(torch.full((shape.width,), 0.5, dtype=torch.float32, device=device))
-        self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))
+
+    def _make_blocks(self, shape: Shape, count: int) -> None:
+        self.shape = shape
+        self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(count))
+        device = torch.get_default_device()
         half = shape.width // shape.heads // 2
         places = torch.arange(shape.context, dtype=torch.float32, device=device)
         angles = places[:, None] * 1000.0 ** (-torch.arange(half, dtype=torch.float32, device=device) / half)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
+    def _embed(self, tokens: Tensor) -> Tensor:
         hidden = _norm(self.embedding(tokens))
-        hidden = hidden + self.smear * F.pad(hidden[:, :-1], (0, 0, 1, 0))
-        cos, sin = self.get_buffer("cos")[:length], self.get_buffer("sin")[:length]
+        return hidden + self.smear * F.pad(hidden[:, :-1], (0, 0, 1, 0))
+
+    def _through_blocks(self, hidden: Tensor) -> Tensor:
+        cos, sin = (self.get_buffer(name)[: hidden.shape[1]] for name in ("cos", "sin"))
         for block in self.blocks:
             hidden = block(hidden, cos, sin)
-        return F.linear(_norm(hidden), self.embedding.weight)
+        return hidden
+
+
+class ByteGPT(_Body):
+    """``forward``: token ids int64 [B, T], T at most ``shape.context``, to logits [B, T, vocab_size]."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self._make_embedding(shape)
+        self._make_blocks(shape, shape.layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(_norm(self._through_blocks(self._embed(tokens))), self.embedding.weight)
+
+
+class ByteGPTStage(_Body):
+    """A stage of the same model: blocks ``start`` to ``stop``. The first takes token ids int64 [B, T] and
+    embeds them; the last makes logits [B, T, vocab_size], by a head of its own, since the embedding is
+    elsewhere."""
+
+    def __init__(self, shape: Shape, start: int, stop: int) -> None:
+        super().__init__()
+        self._is_first, self._is_last = start == 0, stop == shape.layers
+        if self._is_first:
+            self._make_embedding(shape)
+        self._make_blocks(shape, stop - start)
+        if self._is_last:
+            self.head = nn.Linear(shape.width, shape.vocab_size, bias=False, dtype=torch.float32)
+            nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Token ids, or the output of the stage before: float [B, T, width]."""
+        hidden = self._through_blocks(self._embed(inputs) if self._is_first else inputs)
+        return self.head(_norm(hidden)) if self._is_last else hidden  # type: ignore[no-any-return]
+
+
+def stage_edges(layers: int, stages: int) -> list[tuple[int, int]]:
+    """(first block, the one behind the last) of each of ``stages`` stages, as equal as they can be. The last
+    has fewer if they are not: it has the head."""
+    each, more = divmod(layers, stages)
+    sizes = [each + (stage < more) for stage in range(stages)]
+    return [(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(stages)]
+
+
+def next_token_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy in nats, summed over tokens: the loss of the last stage."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
 
 def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

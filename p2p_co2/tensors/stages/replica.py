@@ -1,0 +1,132 @@
+"""One stage on one peer: forward, back, and the gradient of the inner step under way.
+
+    y_s = f_s(x_s; theta)                                    forward(), which the next stage gets encoded
+    (dloss/dx_s, dW) = vjp of f_s at x_s and that theta       backward(), with the decoded gradient of y_s
+    G += dW;  n += tokens                                    only then: a microbatch without a gradient is in
+                                                             neither sum
+    theta <- Opt(theta, G / n)                               take(): G becomes the mean over n tokens
+
+Losses are sums over tokens, so ``n`` is the only normaliser. Between a forward and its backward the
+parameters stand still (drained inner steps), so the gradient is exact. What is held for a microbatch is its
+graph, or with ``recompute`` only its input and torch's random state; the backward then runs the forward
+again, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from p2p_co2.errors import LocalProtocolError
+
+Loss = Callable[[Tensor, Any], Tensor]
+"""(output, side) to the sum over tokens, a scalar."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What an inner step has counted: ``tokens``, and the ``loss`` summed over them."""
+
+    tokens: int = 0
+    loss: float = 0.0
+    microbatches: int = 0
+
+
+@dataclass
+class _Held:
+    """For the backward: the input that requires a gradient (None at the first stage), and the output with its
+    graph, or the random state to make it again."""
+
+    inputs: Any
+    output: Tensor | None
+    random: dict[str, Any] | None
+
+
+class StageReplica:
+    """``module``: the stage; ``loss``: at the last stage alone; ``is_first``: its input asks for no gradient.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, is_first: bool, loss: Loss | None = None, recompute: bool = False
+    ) -> None:
+        self.module, self._is_first, self._loss, self._recompute = module, is_first, loss, recompute
+        self._held: dict[Hashable, _Held] = {}
+        self.counted = Counted()
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches between their forward and their backward."""
+        return len(self._held)
+
+    def forward(self, key: Hashable, inputs: Any) -> Tensor:
+        """The stage's output for microbatch ``key``, without its graph."""
+        if key in self._held:
+            raise LocalProtocolError(f"microbatch {key} was computed before")
+        if not self._is_first:
+            inputs = inputs.detach().requires_grad_()
+        random = _random_state(self.module) if self._recompute else None
+        with torch.set_grad_enabled(not self._recompute):
+            output = self.module(inputs)
+        self._held[key] = _Held(inputs, None if self._recompute else output, random)
+        return output.detach()  # type: ignore[no-any-return]
+
+    def backward(self, key: Hashable, gradient: Tensor, tokens: int, loss: float) -> Tensor | None:
+        """Count microbatch ``key``: ``gradient`` of the loss by its output. Returns that by its input, None
+        at the first stage."""
+        held = self._held.pop(key)
+        output = held.output if held.output is not None else self._again(held)
+        output.backward(gradient.to(output.dtype))
+        self._count(tokens, loss)
+        return None if self._is_first else held.inputs.grad
+
+    def last(self, inputs: Tensor, side: Any, tokens: int) -> tuple[Tensor | None, float]:
+        """At the last stage, forward and back at once: (gradient by the input, loss summed over
+        ``tokens``)."""
+        if self._loss is None:
+            raise LocalProtocolError("only the last stage has a loss")
+        if not self._is_first:
+            inputs = inputs.detach().requires_grad_()
+        total = self._loss(self.module(inputs), side)
+        total.backward()  # type: ignore[no-untyped-call]
+        loss = float(total.detach())
+        self._count(tokens, loss)
+        return None if self._is_first else inputs.grad, loss
+
+    def forget(self, key: Hashable) -> None:
+        """Microbatch ``key`` was dropped: it counts nowhere."""
+        self._held.pop(key, None)
+
+    def take(self) -> Counted:
+        """End the inner step: gradients become means over the tokens that were counted, and those begin at
+        nothing. The optimizer's ``step`` and ``zero_grad`` are the caller's."""
+        if self._held:
+            raise LocalProtocolError(f"{len(self._held)} microbatches are in flight: the step is not drained")
+        counted, self.counted = self.counted, Counted()
+        for parameter in self.module.parameters():
+            if parameter.grad is not None and counted.tokens:
+                parameter.grad.div_(counted.tokens)
+        return counted
+
+    def _again(self, held: _Held) -> Tensor:
+        """The output, computed once more with its graph."""
+        assert held.random is not None
+        devices = list(held.random["cuda"])
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            torch.set_rng_state(held.random["cpu"])
+            for device, state in held.random["cuda"].items():
+                torch.cuda.set_rng_state(state, device)
+            return self.module(held.inputs)  # type: ignore[no-any-return]
+
+    def _count(self, tokens: int, loss: float) -> None:
+        known = self.counted
+        self.counted = Counted(known.tokens + tokens, known.loss + loss, known.microbatches + 1)
+
+
+def _random_state(module: nn.Module) -> dict[str, Any]:
+    """Torch's, on the CPU and on the accelerators that hold ``module``."""
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    return {"cpu": torch.get_rng_state(), "cuda": {d: torch.cuda.get_rng_state(d) for d in devices}}

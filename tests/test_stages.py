@@ -1,0 +1,206 @@
+"""Stages of a model: split equals whole, what crosses, what counts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from p2p_co2.recipes.byte_gpt import ByteGPT, ByteGPTStage, Shape, next_token_sum, stage_edges
+from p2p_co2.recipes.stages import Stages, cut_sequential
+from p2p_co2.tensors.stages import Boundary, Chain, Counted, StageReplica
+
+SHAPE = Shape(layers=4, width=32, heads=2, context=16)
+
+
+def byte_stages(count: int) -> Stages:
+    makers = [lambda edges=edges: ByteGPTStage(SHAPE, *edges) for edges in stage_edges(SHAPE.layers, count)]
+    return Stages(makers, lambda batch: batch, next_token_sum)  # type: ignore[arg-type]
+
+
+def microbatches(seed: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    windows = [torch.randint(256, (2, SHAPE.context + 1), generator=generator) for _ in range(count)]
+    return [(window[:, :-1], window[:, 1:]) for window in windows]
+
+
+class Line:
+    """One replica of each stage in one process, with a codec at every boundary."""
+
+    def __init__(self, stages: Stages, codec: str, recompute: bool = False) -> None:
+        self.modules = [stages.build(7, stage) for stage in range(len(stages))]
+        count = len(self.modules)
+        self.replicas = [
+            StageReplica(
+                module, is_first=stage == 0, recompute=recompute,
+                loss=stages.loss if stage == count - 1 else None,
+            )
+            for stage, module in enumerate(self.modules)
+        ]  # fmt: skip
+        self.boundaries = [Boundary(codec, shape, 2) for shape in stages.crossing(torch.zeros(2, 16).long())]
+        self.optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in self.modules]
+
+    def crossed(self, stage: int, values: Tensor) -> Tensor:
+        boundary = self.boundaries[stage]
+        return boundary.decode(boundary.encode(values).numpy())
+
+    def step(self, batches: list[tuple[Tensor, Tensor]]) -> list[Counted]:
+        """All forwards of an inner step, then all backwards in another order, then the optimizers."""
+        *others, last = self.replicas
+        gradients = {}
+        for key, (inputs, side) in enumerate(batches):
+            hidden = inputs
+            for stage, replica in enumerate(others):
+                hidden = self.crossed(stage, replica.forward(key, hidden))
+            gradient, loss = last.last(hidden, side, side.numel())
+            gradients[key] = gradient, side.numel(), loss
+        for key, (gradient, tokens, loss) in reversed(gradients.items()):
+            for stage in reversed(range(len(others))):
+                assert gradient is not None
+                gradient = others[stage].backward(key, self.crossed(stage, gradient), tokens, loss)
+        counted = [replica.take() for replica in self.replicas]
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return counted
+
+
+def train_whole(stages: Stages, steps: int) -> Chain:
+    """The same model unsplit: the mean loss over all tokens of a step."""
+    chain = Chain(stages.build(7, stage) for stage in range(len(stages)))
+    optimizer = torch.optim.SGD(chain.parameters(), lr=0.5)
+    for step in range(steps):
+        total = sum(stages.loss(chain(x), side) for x, side in microbatches(step, 3))
+        (total / sum(side.numel() for _, side in microbatches(step, 3))).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return chain
+
+
+@pytest.mark.parametrize(("count", "recompute"), [(2, False), (3, True), (4, False)])
+def test_split_equals_whole(count: int, recompute: bool) -> None:
+    stages = byte_stages(count)
+    line = Line(stages, "fp32", recompute)
+    for step in range(5):
+        line.step(microbatches(step, 3))
+    whole = train_whole(stages, 5)
+    ours = Chain(line.modules).state_dict()
+    for name, values in whole.state_dict().items():
+        torch.testing.assert_close(ours[name], values, rtol=0, atol=1e-6)
+
+
+def test_int8_boundaries_stay_close() -> None:
+    stages = byte_stages(2)
+    line = Line(stages, "int8")
+    counted = [line.step(microbatches(step, 3)) for step in range(5)][-1]
+    assert counted[0].tokens == counted[1].tokens == 3 * 32
+    assert counted[0].loss == counted[1].loss
+    whole, ours = train_whole(stages, 5).state_dict(), Chain(line.modules).state_dict()
+    for name, values in whole.items():
+        torch.testing.assert_close(ours[name], values, rtol=0, atol=5e-3)
+
+
+def test_recomputation_draws_the_same_numbers() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(self.inner(x), 0.5)  # type: ignore[no-any-return]
+
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        module = Noisy()
+        replica = StageReplica(module, is_first=False, recompute=recompute)
+        inputs = torch.randn(2, 8)
+        replica.forward("a", inputs)
+        replica.forward("b", inputs + 1)
+        torch.rand(3)  # what the training thread draws meanwhile
+        gradients.append(replica.backward("a", torch.ones(2, 8), 16, 1.0))
+        assert replica.in_flight == 1
+    assert gradients[0] is not None and torch.equal(gradients[0], gradients[1])  # type: ignore[arg-type]
+
+
+def test_a_dropped_microbatch_is_in_neither_sum() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(4, 4)
+    replica, x = StageReplica(module, is_first=True), torch.randn(2, 4)
+    replica.forward(1, x)
+    replica.forward(2, 3 * x)
+    with pytest.raises(LocalProtocolError, match="in flight"):
+        replica.take()
+    replica.backward(1, torch.ones(2, 4), 2, 5.0)
+    replica.forget(2)
+    assert replica.take() == Counted(2, 5.0, 1)
+    assert module.weight.grad is not None
+    torch.testing.assert_close(module.weight.grad, x.sum(0).expand(4, 4) / 2)
+    assert replica.take() == Counted()
+
+
+def test_a_stage_is_drawn_from_its_number_alone() -> None:
+    stages = byte_stages(4)
+    before = torch.get_rng_state()
+    alone = stages.build(3, 2).state_dict()
+    assert torch.equal(before, torch.get_rng_state())
+    stages.build(3, 0)
+    again, other = stages.build(3, 2).state_dict(), stages.build(3, 1).state_dict()
+    assert all(torch.equal(alone[name], again[name]) for name in alone)
+    assert any(not torch.equal(alone[name], other[name]) for name in alone)
+
+
+def test_stages_hold_what_the_whole_model_holds() -> None:
+    whole = sum(p.numel() for p in ByteGPT(SHAPE).parameters())
+    head = SHAPE.width * SHAPE.vocab_size
+    for count in range(1, 5):
+        stages = byte_stages(count)
+        parts = sum(p.numel() for stage in range(count) for p in stages.build(0, stage).parameters())
+        assert parts == whole + head
+
+
+def test_what_crosses_is_known_without_computing() -> None:
+    assert byte_stages(3).crossing(torch.zeros(5, 9).long()) == [(9, 32), (9, 32)]
+    wrong = Stages([lambda: nn.Flatten(0), lambda: nn.Linear(4, 4)], lambda batch: batch, next_token_sum)
+    with pytest.raises(ConfigError, match="stage 0 must make one float tensor"):
+        wrong.crossing(torch.zeros(2, 4))
+    with pytest.raises(ConfigError, match="no parameter to train"):
+        wrong.build(0, 0)
+
+
+def test_a_sequential_is_cut_by_its_children() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
+    parts = [make() for make in cut_sequential(model, [2, 4])]
+    assert [len(part) for part in parts] == [2, 2, 1]  # type: ignore[arg-type]
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(Chain(parts)(x), model(x))
+    for cuts in ([0], [5], [3, 3], [4, 2]):
+        with pytest.raises(ConfigError, match="leave a stage empty"):
+            cut_sequential(model, cuts)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
+def test_hostile_bytes_at_a_boundary(codec: str) -> None:
+    boundary = Boundary(codec, (3, 50), 2)
+    sent = boundary.encode(torch.randn(2, 3, 50))
+    assert len(sent) == boundary.payload_bytes
+    assert boundary.decode(sent.numpy().tobytes()).shape == (2, 3, 50)
+    for size in (0, len(sent) - 1, len(sent) + 1):
+        with pytest.raises(RemoteProtocolError, match="wrong size"):
+            boundary.decode(bytes(size))
+    with pytest.raises(RemoteProtocolError, match="not finite"):
+        boundary.decode(b"\xff" * len(sent))
+    with pytest.raises(LocalProtocolError, match="shape"):
+        boundary.encode(torch.randn(1, 3, 50))
+    with pytest.raises(ValueError, match="diverged"):
+        boundary.encode(torch.full((2, 3, 50), float("nan")))
+
+
+def test_edges_cover_all_blocks() -> None:
+    for layers, stages in itertools.product(range(1, 9), range(1, 9)):
+        edges = stage_edges(layers, stages)
+        assert [first for first, _ in edges] == [0, *(stop for _, stop in edges[:-1])]
+        assert edges[-1][1] == layers
