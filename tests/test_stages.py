@@ -57,7 +57,8 @@ class Line:
                 hidden = self.crossed(stage, replica.forward(key, hidden))
             gradient, loss = last.last(hidden, side, side.numel())
             gradients[key] = gradient, side.numel(), loss
-        for key, (gradient, tokens, loss) in reversed(gradients.items()):
+        for key, (last_gradient, tokens, loss) in reversed(gradients.items()):
+            gradient = last_gradient
             for stage in reversed(range(len(others))):
                 assert gradient is not None
                 gradient = others[stage].backward(key, self.crossed(stage, gradient), tokens, loss)
@@ -123,7 +124,8 @@ def test_recomputation_draws_the_same_numbers() -> None:
         torch.rand(3)  # what the training thread draws meanwhile
         gradients.append(replica.backward("a", torch.ones(2, 8), 16, 1.0))
         assert replica.in_flight == 1
-    assert gradients[0] is not None and torch.equal(gradients[0], gradients[1])  # type: ignore[arg-type]
+    assert gradients[0] is not None
+    assert torch.equal(gradients[0], gradients[1])  # type: ignore[arg-type]
 
 
 def test_a_dropped_microbatch_is_in_neither_sum() -> None:

@@ -116,7 +116,7 @@ class ByteGPTStage(_Body):
     def forward(self, inputs: Tensor) -> Tensor:
         """Token ids, or the output of the stage before: float [B, T, width]."""
         hidden = self._through_blocks(self._embed(inputs) if self._is_first else inputs)
-        return self.head(_norm(hidden)) if self._is_last else hidden  # type: ignore[no-any-return]
+        return self.head(_norm(hidden)) if self._is_last else hidden
 
 
 def stage_edges(layers: int, stages: int) -> list[tuple[int, int]]:

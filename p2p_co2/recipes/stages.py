@@ -11,6 +11,7 @@ before has made.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,14 +27,16 @@ MakeStage = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class Stages:
-    """``makers``: of the modules, first to last. ``split(batch)``: (inputs of the first, side); ``side`` is an
-    integer tensor [sequences, ...] that travels unchanged to the last stage. ``loss(output, side)``: the
-    **sum** over tokens; ``tokens(side)``: how many those are."""
+    """``makers``: of the modules, first to last. ``split(batch)``: (inputs of the first, side); ``side`` is
+    an int64 tensor [sequences, ...] that travels unchanged to the last stage. ``loss(output, side)``: the
+    **sum** over tokens; ``tokens(side)``: how many those are. ``side_range``: its values, from the first
+    number to before the second; others are refused, since an accelerator does not survive them."""
 
     makers: Sequence[MakeStage]
     split: Callable[[Any], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
     tokens: Callable[[Tensor], int] = Tensor.numel
+    side_range: tuple[int, int] = (-(1 << 63), 1 << 63)
 
     def __len__(self) -> int:
         return len(self.makers)
@@ -68,9 +71,9 @@ def cut_sequential(model: nn.Sequential, cuts: Sequence[int]) -> list[MakeStage]
     """Makers of the stages between ``cuts``: children before which a new stage begins, as [4, 8]. Raises
     ``ConfigError`` for a cut that leaves a stage empty."""
     edges = [0, *cuts, len(model)]
-    for before, after in zip(edges, edges[1:], strict=False):
+    for before, after in itertools.pairwise(edges):
         if not before < after:
             problem = f"{list(cuts)} leave a stage empty: give rising numbers from 1 to {len(model) - 1}"
             raise ConfigError("recipe", "cuts", problem)
-    pairs = zip(edges, edges[1:], strict=False)
+    pairs = itertools.pairwise(edges)
     return [lambda start=start, stop=stop: model[start:stop] for start, stop in pairs]  # type: ignore[misc]

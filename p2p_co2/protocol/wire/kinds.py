@@ -29,6 +29,7 @@ class Machine(Enum):
     MEMBERSHIP = auto()
     ROUNDS = auto()
     CATCHUP = auto()
+    PIPELINE = auto()
 
 
 class Cost(Enum):
@@ -41,10 +42,11 @@ class Cost(Enum):
 
 
 class Role(Enum):
-    """What a piece of a round is a piece of: it has ``data``, which lies beside the message (``bulk``)."""
+    """What a piece is a piece of: it has ``data``, which lies beside the message (``bulk``)."""
 
     SLICE = auto()
     MEAN = auto()
+    CROSSING = auto()
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,11 @@ _TABLE = (
     Kind(wire.Manifest, Machine.CATCHUP, is_asked_for=True),
     Kind(wire.Chunk, Machine.CATCHUP, Cost.BULK, is_asked_for=True),
     Kind(wire.Refusal, Machine.CATCHUP),
+    Kind(wire.Neighbour, Machine.PIPELINE, is_quiet=True),
+    Kind(wire.Forward, Machine.PIPELINE, Cost.BULK, role=Role.CROSSING, is_quiet=True),
+    Kind(wire.Backward, Machine.PIPELINE, Cost.BULK, role=Role.CROSSING, is_quiet=True),
+    Kind(wire.Declined, Machine.PIPELINE, is_quiet=True),
+    Kind(wire.Dropped, Machine.PIPELINE, is_quiet=True),
 )
 KINDS = {kind.name: kind for kind in _TABLE}
 _OF_TYPE = {kind.type: kind for kind in _TABLE}

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Envelope(_message.Message):
-    __slots__ = ("version", "run", "ping", "pong", "leave", "ready", "waiting", "begin", "part", "mean", "result", "decision", "ask_outcome", "behind", "listen", "fetch", "manifest", "chunk", "refusal", "model_table")
+    __slots__ = ("version", "run", "ping", "pong", "leave", "ready", "waiting", "begin", "part", "mean", "result", "decision", "ask_outcome", "behind", "listen", "fetch", "manifest", "chunk", "refusal", "model_table", "neighbour", "forward", "backward", "declined", "dropped")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,11 @@ class Envelope(_message.Message):
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     MODEL_TABLE_FIELD_NUMBER: _ClassVar[int]
+    NEIGHBOUR_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
     version: int
     run: bytes
     ping: Ping
@@ -49,7 +54,12 @@ class Envelope(_message.Message):
     chunk: Chunk
     refusal: Refusal
     model_table: ModelTable
-    def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., listen: _Optional[_Union[Listen, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., model_table: _Optional[_Union[ModelTable, _Mapping]] = ...) -> None: ...
+    neighbour: Neighbour
+    forward: Forward
+    backward: Backward
+    declined: Declined
+    dropped: Dropped
+    def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., listen: _Optional[_Union[Listen, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., model_table: _Optional[_Union[ModelTable, _Mapping]] = ..., neighbour: _Optional[_Union[Neighbour, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ...) -> None: ...
 
 class Status(_message.Message):
     __slots__ = ("phase", "position", "inner_steps", "tokens", "loss", "versions", "digests", "upload_bytes_per_s", "software", "download_bytes_per_s", "settled", "heartbeat_s", "finished", "process", "model")
@@ -650,3 +660,69 @@ class CircuitLimit(_message.Message):
     duration_s: int
     data_bytes: int
     def __init__(self, duration_s: _Optional[int] = ..., data_bytes: _Optional[int] = ...) -> None: ...
+
+class MicrobatchKey(_message.Message):
+    __slots__ = ("owner", "number")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    owner: int
+    number: int
+    def __init__(self, owner: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+
+class Neighbour(_message.Message):
+    __slots__ = ("stage", "meeting", "boundaries", "tokens_per_s", "granted")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    MEETING_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    stage: int
+    meeting: int
+    boundaries: bytes
+    tokens_per_s: float
+    granted: int
+    def __init__(self, stage: _Optional[int] = ..., meeting: _Optional[int] = ..., boundaries: _Optional[bytes] = ..., tokens_per_s: _Optional[float] = ..., granted: _Optional[int] = ...) -> None: ...
+
+class Forward(_message.Message):
+    __slots__ = ("key", "offset", "total", "data")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    key: MicrobatchKey
+    offset: int
+    total: int
+    data: bytes
+    def __init__(self, key: _Optional[_Union[MicrobatchKey, _Mapping]] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Backward(_message.Message):
+    __slots__ = ("key", "tokens", "loss", "offset", "total", "data")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    key: MicrobatchKey
+    tokens: int
+    loss: float
+    offset: int
+    total: int
+    data: bytes
+    def __init__(self, key: _Optional[_Union[MicrobatchKey, _Mapping]] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Declined(_message.Message):
+    __slots__ = ("key", "reason")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    key: MicrobatchKey
+    reason: str
+    def __init__(self, key: _Optional[_Union[MicrobatchKey, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Dropped(_message.Message):
+    __slots__ = ("key", "reason")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    key: MicrobatchKey
+    reason: str
+    def __init__(self, key: _Optional[_Union[MicrobatchKey, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...

@@ -47,8 +47,7 @@ class _Held:
 
 
 class StageReplica:
-    """``module``: the stage; ``loss``: at the last stage alone; ``is_first``: its input asks for no gradient.
-    """
+    """``module``: the stage; ``loss``: at the last stage alone; ``is_first``: no gradient by its input."""
 
     def __init__(
         self, module: nn.Module, *, is_first: bool, loss: Loss | None = None, recompute: bool = False
@@ -79,7 +78,7 @@ class StageReplica:
         at the first stage."""
         held = self._held.pop(key)
         output = held.output if held.output is not None else self._again(held)
-        output.backward(gradient.to(output.dtype))
+        output.backward(gradient.to(output.dtype))  # type: ignore[no-untyped-call]
         self._count(tokens, loss)
         return None if self._is_first else held.inputs.grad
 

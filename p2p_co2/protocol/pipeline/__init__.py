@@ -1,0 +1,16 @@
+"""Microbatches between the stages of a model: who has which, and what is to be computed next."""
+
+from __future__ import annotations
+
+from p2p_co2.protocol.pipeline.machine import (
+    DroppedMicrobatch,
+    Key,
+    Pipeline,
+    Place,
+    Sizes,
+    Work,
+    WorkReady,
+)
+from p2p_co2.protocol.pipeline.routes import shares
+
+__all__ = ["DroppedMicrobatch", "Key", "Pipeline", "Place", "Sizes", "Work", "WorkReady", "shares"]

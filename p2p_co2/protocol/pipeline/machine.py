@@ -1,0 +1,566 @@
+"""Microbatches on their way through the stages: a machine without tensors, I/O or clock.
+
+A microbatch begins at a peer of stage 0 and goes through one replica of each stage, and back the same way.
+At each replica:
+
+    RECEIVING -> WAITING -> COMPUTING -> PLACING -> AWAY -> RETURNED -> COMPUTING_BACK -> counted
+                 (whole)    (forward)   (no room    (at the  (gradient   (backward)
+                                         there yet)  next)    is here)
+
+The first stage begins at COMPUTING; the last counts after COMPUTING. From everywhere a microbatch may be
+dropped: it is counted nowhere from here to its owner.
+
+    machine.receive(message, sender, now)   handle_timer(now)  get_timer()  messages_to_send()  next_event()
+    work = machine.next_work(now)           what the training thread computes next, or None
+    machine.forwarded(...), counted(...), stepped(...)          what has come of it
+
+Laws: **once**: at most one replica of a stage counts a microbatch, since it goes to a second one only if the
+first has said that it did not take it (``Declined``); any other doubt drops it. **Suffix**: who counts a
+microbatch knows that every stage behind has, since its gradient came through them. A gradient is taken only
+from the peer that the forward went to. Inner steps are drained: a replica begins no more than
+``microbatches`` until all that it began has been counted or dropped, and then it steps. All that is held has
+a bound (``Sizes.room``), and everything that waits for one peer has a deadline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+from google.protobuf.message import Message
+
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.protocol.pipeline.routes import Rates, shares
+from p2p_co2.protocol.rounds.assembly import Assembly, pieces
+from p2p_co2.protocol.rounds.deadline import Durations
+from p2p_co2.protocol.wire.bulk import with_data
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
+from p2p_co2.system.memory import Buffer
+
+FLOOR_S = 5.0
+"""A gradient is never called late sooner."""
+MAX_NEIGHBOURS = 64
+"""Peers of one neighbouring stage."""
+_MAX_NUMBER = (1 << 64) - 1
+RECENT = 4096
+"""Microbatches that are over and still known, so that what comes twice counts once."""
+
+
+class Key(NamedTuple):
+    """Which microbatch: the process that made it (random, 64 bits), and its count."""
+
+    owner: int
+    number: int
+
+    def on_wire(self) -> MicrobatchKey:
+        return MicrobatchKey(owner=self.owner, number=self.number)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this peer is: its id, its process's number, its stage of how many."""
+
+    me: PeerId
+    process: int
+    stage: int
+    stages: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """``microbatches``: of an inner step; ``window``: at most so many between forward and backward;
+    ``room``: held at most, waiting ones too. Bytes of what comes from the stage before and of the gradient
+    from behind (0 where there is no such stage). ``boundaries``: digest of what crosses where."""
+
+    microbatches: int
+    window: int
+    room: int
+    forward_bytes: int
+    backward_bytes: int
+    boundaries: bytes
+    cap_s: float
+    """No gradient is waited for longer."""
+
+
+class Phase(Enum):
+    """Of a microbatch here; see above."""
+
+    RECEIVING = auto()
+    WAITING = auto()
+    COMPUTING = auto()
+    PLACING = auto()
+    AWAY = auto()
+    RETURNED = auto()
+    COMPUTING_BACK = auto()
+
+
+class Do(Enum):
+    """What the training thread is to do."""
+
+    FORWARD = auto()
+    BACKWARD = auto()
+    STEP = auto()
+
+
+@dataclass(frozen=True)
+class Work:
+    """``payload``: the bytes from the stage before (None at the first stage, which draws its own), or those
+    of the gradient. ``tokens``, ``loss``: with a gradient, what it is the gradient of."""
+
+    do: Do
+    key: Key | None = None
+    payload: Buffer | None = None
+    tokens: int = 0
+    loss: float = 0.0
+
+
+@dataclass(frozen=True)
+class WorkReady:
+    """``next_work`` has something that it had not."""
+
+
+@dataclass(frozen=True)
+class DroppedMicrobatch:
+    """``key`` counts nowhere from here on to its owner: let go of what is held for it."""
+
+    key: Key
+    reason: str
+
+
+PipelineEvent = WorkReady | DroppedMicrobatch
+PipelineMessage = Neighbour | Forward | Backward | Declined | Dropped
+
+
+@dataclass
+class _Microbatch:
+    phase: Phase
+    sender: PeerId | None = None
+    """The stage before; None for our own, and when it is gone."""
+    receiver: PeerId | None = None
+    """The stage behind, from when it was sent there."""
+    payload: Buffer | None = None
+    coming: Assembly | None = None
+    sent_at: float = 0.0
+    deadline: float = math.inf
+    tokens: int = 0
+    loss: float = 0.0
+
+
+class _Past(NamedTuple):
+    """Of a microbatch that is over: where it had gone, and when if its gradient was given up."""
+
+    receiver: PeerId | None
+    given_up: float | None = None
+
+
+@dataclass
+class _Peer:
+    """A neighbour. Cumulative counts are since we met: ``ours`` and ``theirs`` number each side's meeting."""
+
+    stage: int
+    ours: int
+    theirs: int = 0
+    rate: float = 0.0
+    granted: int = 0
+    """By it to us if it is behind, by us to it if it is before."""
+    used: int = 0
+    """Forwards that went against it."""
+    durations: Durations = field(default_factory=Durations)
+
+
+class Pipeline:
+    """``place``: where this peer is; ``sizes``: what is agreed and what it has room for."""
+
+    def __init__(self, place: Place, sizes: Sizes) -> None:
+        self._place, self._sizes = place, sizes
+        self._peers: dict[PeerId, _Peer] = {}
+        self._held: OrderedDict[Key, _Microbatch] = OrderedDict()
+        self._recent: OrderedDict[Key, _Past] = OrderedDict()
+        self._shares: dict[PeerId, float] = {}
+        """By peer of the stage behind, of this round."""
+        self._out: deque[tuple[PeerId, Message]] = deque()
+        self._events: deque[PipelineEvent] = deque()
+        self._counted = 0
+        self._made = self._met = 0
+        self._is_closing = False
+        self.rate = 0.0
+        """Tokens a second of this peer, as the shell measures it: others draw by it."""
+
+    # ---- what the shell says
+
+    def join(self, peer: PeerId, stage: int, now: float) -> None:
+        """``peer`` is live and in ``stage``, as its signed record says; only neighbouring stages matter."""
+        near = {self._place.stage - 1, self._place.stage + 1}
+        crowd = sum(other.stage == stage for other in self._peers.values())
+        if stage in near and peer not in self._peers and crowd < MAX_NEIGHBOURS:
+            self._met += 1
+            self._peers[peer] = _Peer(stage, self._place.process + self._met & _MAX_NUMBER)
+            self._introduce(peer)
+            self._grant()
+
+    def lose(self, peer: PeerId, now: float) -> None:
+        """``peer`` is gone, or only the link to it: what is there is dropped, what it waits for is ours."""
+        if self._peers.pop(peer, None) is not None:
+            self._let_go(peer)
+            self._grant()
+
+    def draw(self, peers: Rates, seed: bytes) -> None:
+        """Routes of a new round. ``peers``: tokens a second of this stage's replicas, this one's too."""
+        behind = {peer: known.rate for peer, known in self._behind().items()}
+        self._shares = shares(self._place.me, peers, behind, seed)
+
+    def close(self, now: float) -> None:
+        """Begin nothing more; what is under way comes to its end, and then a last step."""
+        self._is_closing = True
+        for key, one in list(self._held.items()):
+            if one.phase in {Phase.RECEIVING, Phase.WAITING}:
+                self._decline(key, one, "leaving")
+            elif one.phase is Phase.PLACING:
+                one.deadline = now + self._sizes.cap_s
+        for peer in self._before():
+            self._introduce(peer)
+        self._events.append(WorkReady())
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is held or counted that was not stepped."""
+        return not self._held and not self._counted
+
+    @property
+    def waits_for(self) -> str:
+        """Why ``next_work`` has nothing, in words; empty if it has."""
+        if self._work() is not None:
+            return ""
+        if not self._place.is_last and not self._behind():
+            return f"stage {self._place.stage + 1} has no replica"
+        if any(one.phase is Phase.PLACING for one in self._held.values()):
+            return f"stage {self._place.stage + 1} has no room"
+        if self.in_flight:
+            return f"gradients from stage {self._place.stage + 1}"
+        if not self._place.is_first and not self._before():
+            return f"stage {self._place.stage - 1} has no replica"
+        return f"microbatches from stage {self._place.stage - 1}"
+
+    # ---- what the training thread asks and says
+
+    @property
+    def in_flight(self) -> int:
+        """Begun in this inner step, and neither counted nor dropped."""
+        return sum(one.phase not in {Phase.RECEIVING, Phase.WAITING} for one in self._held.values())
+
+    def next_work(self, now: float) -> Work | None:
+        """What is to be computed next: backward before forward, and a step when all that was begun is
+        counted. None: nothing yet; ``WorkReady`` tells."""
+        work = self._work()
+        if work is None or work.key is None:
+            return work
+        if work.do is Do.BACKWARD:
+            self._held[work.key].phase = Phase.COMPUTING_BACK
+        elif work.payload is None:
+            self._made += 1
+            self._held[work.key] = _Microbatch(Phase.COMPUTING)
+        else:
+            self._held[work.key].phase = Phase.COMPUTING
+        return work
+
+    def forwarded(self, key: Key, payload: Buffer, tokens: int, now: float) -> None:
+        """Microbatch ``key`` was computed: ``payload`` goes to the next stage, unless it was dropped
+        meanwhile."""
+        one = self._held.get(key)
+        if one is None:
+            return
+        self._must_be(one, Phase.COMPUTING)
+        one.phase, one.payload, one.tokens = Phase.PLACING, payload, tokens
+        one.deadline = now + self._sizes.cap_s if self._is_closing else math.inf
+        self._place_all(now)
+
+    def counted(self, key: Key, payload: Buffer | None, tokens: int, loss: float, now: float) -> None:
+        """Microbatch ``key`` is in the gradient; ``payload`` (None at the first stage): what goes back."""
+        one = self._held[key]
+        self._must_be(one, Phase.COMPUTING if self._place.is_last else Phase.COMPUTING_BACK)
+        self._counted += 1
+        self._over(key)
+        if one.sender is not None and payload is not None:
+            view = memoryview(payload).cast("B")
+            for offset, data in pieces(view, MAX_PIECE_BYTES):
+                body = Backward(key=key.on_wire(), tokens=tokens, loss=loss, offset=offset, total=len(view))
+                self._out.append((one.sender, with_data(body, data)))
+        self._grant()
+
+    def failed(self, key: Key, reason: str) -> None:
+        """What came for ``key`` could not be used: it is dropped."""
+        if key in self._held:
+            self._drop(key, reason)
+
+    def stepped(self) -> None:
+        """The inner step has been taken."""
+        self._counted = 0
+        self._events.append(WorkReady())
+
+    # ---- the five verbs
+
+    def receive(self, message: Any, sender: PeerId, now: float) -> bool:
+        """Take a neighbour's message. Raises ``RemoteProtocolError`` for one that nobody honest sends; False
+        for bulk that was waited for no more."""
+        peer = self._peers.get(sender)
+        if peer is None:
+            return False  # it is new, or gone: what it says is true again in a moment
+        if isinstance(message, Neighbour):
+            self._hear(message, sender, peer, now)
+            return True
+        key = Key(message.key.owner, message.key.number)
+        if isinstance(message, Forward):
+            return self._take_forward(message, key, sender, peer, now)
+        if isinstance(message, Backward):
+            return self._take_gradient(message, key, sender, peer, now)
+        if isinstance(message, Declined):
+            self._take_declined(key, sender, peer, now)
+        else:
+            self._take_dropped(key, sender, peer)
+        return True
+
+    def handle_timer(self, now: float) -> None:
+        for key, one in list(self._held.items()):
+            if one.deadline <= now:
+                what = "gradient" if one.phase is Phase.AWAY else "rest of it"
+                self._drop(key, f"the {what} did not come in time")
+        self._grant()
+
+    def get_timer(self) -> float | None:
+        soonest = min((one.deadline for one in self._held.values()), default=math.inf)
+        return None if soonest == math.inf else soonest
+
+    def messages_to_send(self) -> Iterator[tuple[PeerId, Message]]:
+        while self._out:
+            yield self._out.popleft()
+
+    def next_event(self) -> PipelineEvent | None:
+        return self._events.popleft() if self._events else None
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """What others can make grow: (now, at most) by the name of the bound."""
+        return {
+            "room for microbatches": (len(self._held), self._sizes.room + self._sizes.window),
+            "MAX_NEIGHBOURS": (len(self._peers), 2 * MAX_NEIGHBOURS),
+            "RECENT microbatches": (len(self._recent), RECENT),
+        }
+
+    # ---- messages
+
+    def _hear(self, said: Neighbour, sender: PeerId, peer: _Peer, now: float) -> None:
+        if said.boundaries != self._sizes.boundaries or said.stage != peer.stage:
+            raise RemoteProtocolError("other boundaries", f"stage {said.stage}, its record says {peer.stage}")
+        if not math.isfinite(said.tokens_per_s) or said.tokens_per_s < 0:
+            raise RemoteProtocolError("out of range", f"{said.tokens_per_s} tokens a second")
+        if said.meeting != peer.theirs:
+            if peer.theirs:
+                self._let_go(sender)
+            peer.theirs, peer.granted, peer.used = said.meeting, 0, 0
+            self._introduce(sender)
+            self._grant()
+        peer.rate = said.tokens_per_s
+        if peer.stage > self._place.stage:
+            peer.granted = max(peer.granted, said.granted)
+            self._place_all(now)
+
+    def _take_forward(self, message: Forward, key: Key, sender: PeerId, peer: _Peer, now: float) -> bool:
+        if peer.stage != self._place.stage - 1:
+            raise RemoteProtocolError("wrong stage", "a forward from a stage that is not the one before")
+        one = self._held.get(key)
+        if one is None:
+            if key in self._recent:
+                return False
+            if self._is_closing or peer.used >= peer.granted:
+                if message.offset == 0:
+                    self._out.append((sender, Declined(key=key.on_wire(), reason="no room")))
+                return False
+            coming = Assembly(self._sizes.forward_bytes)
+            coming.add(message.offset, message.total, message.data)
+            peer.used += 1
+            one = _Microbatch(Phase.RECEIVING, sender, coming=coming, deadline=now + self._sizes.cap_s)
+            self._held[key] = one
+        elif one.sender != sender:
+            raise RemoteProtocolError("wrong sender", "a microbatch that another peer has sent")
+        elif one.coming is None:
+            return False
+        else:
+            one.coming.add(message.offset, message.total, message.data)
+        if one.coming is not None and one.coming.whole is not None:
+            one.phase, one.payload, one.coming, one.deadline = Phase.WAITING, one.coming.whole, None, math.inf
+            self._events.append(WorkReady())
+        return True
+
+    def _take_gradient(self, message: Backward, key: Key, sender: PeerId, peer: _Peer, now: float) -> bool:
+        one = self._held.get(key)
+        past = self._recent.get(key)
+        if past is not None and past.receiver == sender:
+            if past.given_up is not None and message.offset + len(message.data) == message.total:
+                peer.durations.add(now - past.given_up)  # the next ones are given more time
+                self._recent[key] = _Past(sender)
+            return False
+        if one is None or one.receiver != sender:
+            raise RemoteProtocolError("wrong sender", "a gradient of what did not go there")
+        if one.phase is not Phase.AWAY:
+            return False
+        if message.tokens != one.tokens or not math.isfinite(message.loss):
+            raise RemoteProtocolError("wrong count", f"{message.tokens} tokens of {one.tokens}")
+        if one.coming is None:
+            one.coming = Assembly(self._sizes.backward_bytes)
+        one.coming.add(message.offset, message.total, message.data)
+        if one.coming.whole is not None:
+            peer.durations.add(now - one.sent_at)
+            one.payload, one.loss, one.coming = one.coming.whole, message.loss, None
+            one.phase, one.deadline = Phase.RETURNED, math.inf
+            self._events.append(WorkReady())
+        return True
+
+    def _take_declined(self, key: Key, sender: PeerId, peer: _Peer, now: float) -> None:
+        one = self._held.get(key)
+        if one is not None and one.receiver == sender and one.phase is Phase.AWAY and one.coming is None:
+            peer.used -= 1
+            peer.granted = peer.used  # until it says anew what it has room for
+            one.phase, one.receiver, one.deadline = Phase.PLACING, None, math.inf
+            self._place_all(now)
+
+    def _take_dropped(self, key: Key, sender: PeerId, peer: _Peer) -> None:
+        one = self._held.get(key)
+        if one is None:
+            if key not in self._recent and peer.stage < self._place.stage:
+                peer.used += 1  # it was lost on its way, and what comes of it is not taken
+                self._remember(key, _Past(None))
+                self._grant()
+        elif one.receiver == sender and one.phase is Phase.AWAY:
+            self._drop(key, "dropped behind")
+        elif one.sender == sender and one.phase in {Phase.RECEIVING, Phase.WAITING}:
+            self._drop(key, "dropped before")
+
+    # ---- what follows
+
+    def _work(self) -> Work | None:
+        for key, one in self._held.items():
+            if one.phase is Phase.RETURNED:
+                return Work(Do.BACKWARD, key, one.payload, one.tokens, one.loss)
+        begun = self.in_flight
+        if self._counted and not begun and (self._is_closing or self._counted >= self._sizes.microbatches):
+            return Work(Do.STEP)
+        if (
+            self._is_closing
+            or begun >= self._sizes.window
+            or begun + self._counted >= self._sizes.microbatches
+        ):
+            return None
+        if self._place.is_first:
+            return Work(Do.FORWARD, Key(self._place.process, self._made + 1))
+        for key, one in self._held.items():
+            if one.phase is Phase.WAITING:
+                return Work(Do.FORWARD, key, one.payload)
+        return None
+
+    def _place_all(self, now: float) -> None:
+        """Send what waits for room behind, as far as there is any."""
+        behind = self._behind()
+        for key, one in self._held.items():
+            if one.phase is not Phase.PLACING or one.payload is None:
+                continue
+            room = [peer for peer, known in behind.items() if known.granted > known.used]
+            receiver = min(room, key=self._wait, default=None)
+            if receiver is None:
+                return
+            peer = behind[receiver]
+            peer.used += 1
+            late_s = peer.durations.deadline_s(self._sizes.cap_s, FLOOR_S, self._sizes.cap_s)
+            one.phase, one.receiver, one.sent_at, one.deadline = Phase.AWAY, receiver, now, now + late_s
+            view = memoryview(one.payload).cast("B")
+            for offset, data in pieces(view, MAX_PIECE_BYTES):
+                body = Forward(key=key.on_wire(), offset=offset, total=len(view))
+                self._out.append((receiver, with_data(body, data)))
+
+    def _wait(self, peer: PeerId) -> tuple[float, PeerId]:
+        """About how long one more would wait at ``peer``, beyond its share of the window; the least is
+        chosen. A share alone would let all wait for the slowest replica, for as long as the others wait for
+        an inner step to be drained."""
+        away = sum(one.receiver == peer and one.phase is Phase.AWAY for one in self._held.values())
+        beyond = away + 1 - self._sizes.window * self._shares.get(peer, 0.0)
+        return beyond / (self._peers[peer].rate or 1.0), peer
+
+    def _drop(self, key: Key, reason: str) -> None:
+        """And tell those on both sides of it."""
+        one = self._held[key]
+        for peer in (one.sender, one.receiver):
+            if peer is not None and peer in self._peers:
+                self._out.append((peer, Dropped(key=key.on_wire(), reason=reason[:200])))
+        self._over(key, one.sent_at if one.phase is Phase.AWAY else None)
+        self._events += DroppedMicrobatch(key, reason), WorkReady()
+
+    def _decline(self, key: Key, one: _Microbatch, reason: str) -> None:
+        if one.sender is not None:
+            self._out.append((one.sender, Declined(key=key.on_wire(), reason=reason)))
+        self._over(key)
+
+    def _over(self, key: Key, given_up: float | None = None) -> None:
+        self._remember(key, _Past(self._held.pop(key).receiver, given_up))
+
+    def _remember(self, key: Key, past: _Past) -> None:
+        self._recent[key] = past
+        while len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
+
+    def _grant(self) -> None:
+        """Tell those before how much more they may send: what there is room for, alike for all."""
+        before = self._before()
+        if not before or self._is_closing:
+            return
+        promised = sum(peer.granted - peer.used for peer in before.values())
+        free = self._sizes.room - len(self._held) - promised
+        told: set[PeerId] = set()
+        while free > 0:
+            peer_id = min(before, key=lambda peer: (before[peer].granted - before[peer].used, peer))
+            before[peer_id].granted += 1
+            told.add(peer_id)
+            free -= 1
+        for peer in told:
+            self._introduce(peer)
+
+    def _introduce(self, peer: PeerId) -> None:
+        """Say what this peer is, and what ``peer`` may send."""
+        known = self._peers[peer]
+        granted = known.granted if known.stage < self._place.stage else 0
+        self._out.append((peer, Neighbour(
+            stage=self._place.stage, meeting=known.ours, boundaries=self._sizes.boundaries,
+            tokens_per_s=self.rate, granted=granted,
+        )))  # fmt: skip
+
+    def _let_go(self, peer: PeerId) -> None:
+        """Of all that is with ``peer`` or from it: it was started anew, is gone, or has lost us."""
+        for key, one in list(self._held.items()):
+            if one.receiver == peer and one.phase is Phase.AWAY:
+                self._drop(key, f"peer {peer} is gone")
+            elif one.sender == peer:
+                one.sender = None
+                if one.phase in {Phase.RECEIVING, Phase.WAITING}:
+                    self._drop(key, f"peer {peer} is gone")
+
+    def _behind(self) -> dict[PeerId, _Peer]:
+        return {peer: known for peer, known in self._peers.items() if known.stage > self._place.stage}
+
+    def _before(self) -> dict[PeerId, _Peer]:
+        return {peer: known for peer, known in self._peers.items() if known.stage < self._place.stage}
+
+    @staticmethod
+    def _must_be(one: _Microbatch, phase: Phase) -> None:
+        if one.phase is not phase:
+            raise LocalProtocolError(f"a microbatch that is {one.phase.name} is not {phase.name}")

@@ -1,0 +1,152 @@
+"""Machines and tensors together, in one process: split equals whole whatever is lost on the way."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, Work
+from p2p_co2.protocol.pipeline.machine import Do
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.recipes.stages import Stages
+from p2p_co2.tensors.stages import Chain
+from p2p_co2.trainer.stage_work import Crossings, StageWork
+from tests.test_stages import byte_stages, microbatches
+
+M = 3
+
+
+def crossings_of(stages: Stages, codec: str = "fp32") -> Crossings:
+    inputs, side = microbatches(0, 1)[0]
+    return Crossings.of(stages, inputs, side, codec, codec)
+
+
+class Swarm:
+    """One replica of each stage; messages are handed on at once, but for those that ``lose`` names."""
+
+    def __init__(self, count: int) -> None:
+        self.stages = byte_stages(count)
+        crossings = crossings_of(self.stages)
+        self.machines, self.works, self.optimizers = [], [], []
+        self.lost: set[str] = set()
+        for stage in range(count):
+            sizes = Sizes(
+                M, 2, 4,
+                crossings.forward_bytes(stage - 1) if stage else 0,
+                crossings.back(stage).payload_bytes if stage < count - 1 else 0,
+                crossings.digest(), 60.0,
+            )  # fmt: skip
+            place = Place(PeerId(f"p{stage}"), 100 * stage + 1, stage, count)
+            module = self.stages.build(7, stage)
+            batches = iter(self._batches()) if stage == 0 else None
+            self.machines.append(Pipeline(place, sizes))
+            self.works.append(StageWork(self.stages, module, stage, crossings, batches, stage == 1))
+            self.optimizers.append(torch.optim.SGD(module.parameters(), lr=0.5))
+        for machine in self.machines:
+            for other in range(count):
+                machine.join(PeerId(f"p{other}"), other, 0.0)
+        self.now = 0.0
+
+    def _batches(self):  # type: ignore[no-untyped-def]
+        for step in itertools.count():
+            yield from microbatches(step, M)
+
+    def deliver(self) -> bool:
+        any_ = False
+        for stage, machine in enumerate(self.machines):
+            for peer, message in machine.messages_to_send():
+                any_ = True
+                if message.__class__.__name__ in self.lost:
+                    self.lost.discard(message.__class__.__name__)
+                    continue
+                self.machines[int(peer[1:])].receive(message, PeerId(f"p{stage}"), self.now)
+        return any_
+
+    def step(self) -> None:
+        """Until every stage has taken an inner step."""
+        waiting = set(range(len(self.machines)))
+        for _ in range(1000):
+            moved = self.deliver()
+            for stage, machine in enumerate(self.machines):
+                if stage in waiting and (work := machine.next_work(self.now)) is not None:
+                    moved = True
+                    self._do(stage, machine, work, waiting)
+                while (event := machine.next_event()) is not None:
+                    if isinstance(event, DroppedMicrobatch):
+                        self.works[stage].forget(event.key)
+            if not waiting:
+                return
+            if not moved:
+                self.now = min(m.get_timer() or 1e9 for m in self.machines)
+                for machine in self.machines:
+                    machine.handle_timer(self.now)
+        raise AssertionError([machine.waits_for for machine in self.machines])
+
+    def _do(self, stage: int, machine: Pipeline, work: Work, waiting: set[int]) -> None:
+        done = self.works[stage].compute(work)
+        assert not done.refused
+        if work.do is Do.STEP:
+            assert done.counted is not None
+            self.optimizers[stage].step()
+            self.optimizers[stage].zero_grad()
+            machine.stepped()
+            waiting.discard(stage)
+        elif work.do is Do.BACKWARD or stage == len(self.machines) - 1:
+            assert work.key is not None
+            machine.counted(work.key, done.payload, done.tokens, done.loss, self.now)
+        else:
+            assert work.key is not None
+            machine.forwarded(work.key, done.payload or b"", done.tokens, self.now)
+
+
+def whole_after(stages: Stages, steps: int) -> Chain:
+    chain = Chain(stages.build(7, stage) for stage in range(len(stages)))
+    optimizer = torch.optim.SGD(chain.parameters(), lr=0.5)
+    for step in range(steps):
+        batches = microbatches(step, M)
+        total = torch.stack([stages.loss(chain(x), side) for x, side in batches]).sum()
+        (total / sum(side.numel() for _, side in batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return chain
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_through_machines_split_equals_whole(count: int) -> None:
+    swarm = Swarm(count)
+    for _ in range(4):
+        swarm.step()
+    ours = Chain(work.replica.module for work in swarm.works).state_dict()
+    for name, values in whole_after(swarm.stages, 4).state_dict().items():
+        torch.testing.assert_close(ours[name], values, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Forward", "_WithData"])
+def test_a_lost_message_costs_its_microbatch_alone(kind: str) -> None:
+    """What was lost is dropped, another takes its place, and training goes on."""
+    swarm = Swarm(2)
+    swarm.step()
+    swarm.lost = {kind}
+    swarm.step()
+    swarm.step()
+    assert all(work.replica.in_flight <= 2 for work in swarm.works)
+
+
+def work_of(payload: bytes) -> Work:
+    return Work(Do.FORWARD, Key(1, 1), payload)
+
+
+def test_what_is_no_use_is_refused_and_counts_nowhere() -> None:
+    stages = byte_stages(2)
+    stages = Stages(stages.makers, stages.split, stages.loss, stages.tokens, (0, 256))
+    crossings = crossings_of(stages, "int8")
+    last = StageWork(stages, stages.build(0, 1), 1, crossings)
+    size = crossings.forward_bytes(0)
+    side = torch.full((crossings.side_bytes // 8,), 256).numpy().tobytes()
+    rest = size - len(side)
+    for payload in (side + bytes(rest), bytes(len(side)) + b"\xff" * rest, bytes(size - 1)):
+        assert last.compute(work_of(payload)).refused
+    assert last.replica.counted.tokens == 0
+    assert not last.compute(work_of(bytes(size))).refused
