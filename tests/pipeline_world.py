@@ -79,8 +79,8 @@ class World:
         self.peers[me] = replica
         for other, known in self.peers.items():
             if other != me and known.is_up:
-                replica.machine.join(other, known.stage, self.now)
-                known.machine.join(me, stage, self.now)
+                replica.machine.join(other, known.stage)
+                known.machine.join(me, stage)
                 self.pump(other)
         self.draw()
         self.pump(me)
@@ -93,7 +93,7 @@ class World:
     def _notice(self, peer: PeerId) -> None:
         for other, known in self.peers.items():
             if known.is_up:
-                known.machine.lose(peer, self.now)
+                known.machine.lose(peer)
                 self.pump(other)
         self.draw()
 
@@ -101,13 +101,13 @@ class World:
         """Only the link between two; each notices by itself, or does not."""
         for a, b in ((one, other), (other, one)):
             if self.random.random() < 0.7:
-                self.peers[a].machine.lose(b, self.now)
+                self.peers[a].machine.lose(b)
                 self.at(for_s, lambda a=a, b=b: self._meet(a, b))  # type: ignore[misc]
                 self.pump(a)
 
     def _meet(self, a: PeerId, b: PeerId) -> None:
         if self.peers[a].is_up and self.peers[b].is_up:
-            self.peers[a].machine.join(b, self.peers[b].stage, self.now)
+            self.peers[a].machine.join(b, self.peers[b].stage)
             self.pump(a)
 
     def draw(self) -> None:
@@ -115,8 +115,7 @@ class World:
         for peer, known in self.peers.items():
             same = {p: 1.0 / k.compute_s for p, k in self.peers.items() if k.stage == known.stage and k.is_up}
             if known.is_up:
-                known.machine.rate = 1.0 / known.compute_s
-                known.machine.draw(same, str(int(self.now)).encode())
+                known.machine.draw(same, str(int(self.now)).encode(), 1.0 / known.compute_s)
                 self.pump(peer)
 
     def at(self, in_s: float, do: Callable[[], None]) -> None:

@@ -107,8 +107,8 @@ SIZES = Sizes(8, 4, 8, 1000, 1000, b"b", 60.0)
 
 def machine(stage: int) -> Pipeline:
     made = Pipeline(Place(PeerId("me"), 77, stage, 3), SIZES)
-    made.join(PeerId("before"), stage - 1, 0.0)
-    made.join(PeerId("behind"), stage + 1, 0.0)
+    made.join(PeerId("before"), stage - 1)
+    made.join(PeerId("behind"), stage + 1)
     for peer, number in (("before", stage - 1), ("behind", stage + 1)):
         said = Neighbour(stage=number, meeting=5, boundaries=b"b", tokens_per_s=1.0, granted=3)
         made.receive(said, PeerId(peer), 0.0)

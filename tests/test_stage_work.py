@@ -46,7 +46,7 @@ class Swarm:
             self.optimizers.append(torch.optim.SGD(module.parameters(), lr=0.5))
         for machine in self.machines:
             for other in range(count):
-                machine.join(PeerId(f"p{other}"), other, 0.0)
+                machine.join(PeerId(f"p{other}"), other)
         self.now = 0.0
 
     def _batches(self):  # type: ignore[no-untyped-def]

@@ -25,18 +25,18 @@ a bound (``Sizes.room``), and everything that waits for one peer has a deadline.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
-from p2p_co2.protocol.pipeline.routes import Rates, shares
+from p2p_co2.protocol.pipeline.neighbours import MAX_NEIGHBOURS, NeighbourPeer, Neighbours
+from p2p_co2.protocol.pipeline.routes import Rates
 from p2p_co2.protocol.rounds.assembly import Assembly, pieces
-from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.wire.bulk import with_data
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
@@ -45,9 +45,6 @@ from p2p_co2.system.memory import Buffer
 
 FLOOR_S = 5.0
 """A gradient is never called late sooner."""
-MAX_NEIGHBOURS = 64
-"""Peers of one neighbouring stage."""
-_MAX_NUMBER = (1 << 64) - 1
 RECENT = 4096
 """Microbatches that are over and still known, so that what comes twice counts once."""
 
@@ -167,61 +164,40 @@ class _Past(NamedTuple):
     given_up: float | None = None
 
 
-@dataclass
-class _Peer:
-    """A neighbour. Cumulative counts are since we met: ``ours`` and ``theirs`` number each side's meeting."""
-
-    stage: int
-    ours: int
-    theirs: int = 0
-    rate: float = 0.0
-    granted: int = 0
-    """By it to us if it is behind, by us to it if it is before."""
-    used: int = 0
-    """Forwards that went against it."""
-    durations: Durations = field(default_factory=Durations)
-
-
 class Pipeline:
     """``place``: where this peer is; ``sizes``: what is agreed and what it has room for."""
 
     def __init__(self, place: Place, sizes: Sizes) -> None:
         self._place, self._sizes = place, sizes
-        self._peers: dict[PeerId, _Peer] = {}
+        self._peers = Neighbours(
+            place.me, place.stage, place.process, sizes.boundaries, lambda *said: self._out.append(said)
+        )
         self._held: OrderedDict[Key, _Microbatch] = OrderedDict()
         self._recent: OrderedDict[Key, _Past] = OrderedDict()
-        self._shares: dict[PeerId, float] = {}
-        """By peer of the stage behind, of this round."""
         self._out: deque[tuple[PeerId, Message]] = deque()
         self._events: deque[PipelineEvent] = deque()
         self._counted = 0
-        self._made = self._met = 0
+        self._made = 0
         self._is_closing = False
-        self.rate = 0.0
-        """Tokens a second of this peer, as the shell measures it: others draw by it."""
 
     # ---- what the shell says
 
-    def join(self, peer: PeerId, stage: int, now: float) -> None:
+    def join(self, peer: PeerId, stage: int) -> None:
         """``peer`` is live and in ``stage``, as its signed record says; only neighbouring stages matter."""
-        near = {self._place.stage - 1, self._place.stage + 1}
-        crowd = sum(other.stage == stage for other in self._peers.values())
-        if stage in near and peer not in self._peers and crowd < MAX_NEIGHBOURS:
-            self._met += 1
-            self._peers[peer] = _Peer(stage, self._place.process + self._met & _MAX_NUMBER)
-            self._introduce(peer)
-            self._grant()
+        self._peers.join(peer, stage)
+        self._grant()
 
-    def lose(self, peer: PeerId, now: float) -> None:
+    def lose(self, peer: PeerId) -> None:
         """``peer`` is gone, or only the link to it: what is there is dropped, what it waits for is ours."""
-        if self._peers.pop(peer, None) is not None:
+        if self._peers.lose(peer):
             self._let_go(peer)
             self._grant()
 
-    def draw(self, peers: Rates, seed: bytes) -> None:
-        """Routes of a new round. ``peers``: tokens a second of this stage's replicas, this one's too."""
-        behind = {peer: known.rate for peer, known in self._behind().items()}
-        self._shares = shares(self._place.me, peers, behind, seed)
+    def draw(self, peers: Rates, seed: bytes, rate: float = 0.0) -> None:
+        """Routes of a new round. ``peers``: tokens a second of this stage's replicas, this one's too, which
+        is told to the neighbours (``rate``)."""
+        self._peers.rate = rate
+        self._peers.draw(peers, seed)
 
     def close(self, now: float) -> None:
         """Begin nothing more; what is under way comes to its end, and then a last step."""
@@ -231,8 +207,6 @@ class Pipeline:
                 self._decline(key, one, "leaving")
             elif one.phase is Phase.PLACING:
                 one.deadline = now + self._sizes.cap_s
-        for peer in self._before():
-            self._introduce(peer)
         self._events.append(WorkReady())
 
     @property
@@ -245,13 +219,13 @@ class Pipeline:
         """Why ``next_work`` has nothing, in words; empty if it has."""
         if self._work() is not None:
             return ""
-        if not self._place.is_last and not self._behind():
+        if not self._place.is_last and not self._peers.behind():
             return f"stage {self._place.stage + 1} has no replica"
         if any(one.phase is Phase.PLACING for one in self._held.values()):
             return f"stage {self._place.stage + 1} has no room"
         if self.in_flight:
             return f"gradients from stage {self._place.stage + 1}"
-        if not self._place.is_first and not self._before():
+        if not self._place.is_first and not self._peers.before():
             return f"stage {self._place.stage - 1} has no replica"
         return f"microbatches from stage {self._place.stage - 1}"
 
@@ -320,7 +294,10 @@ class Pipeline:
         if peer is None:
             return False  # it is new, or gone: what it says is true again in a moment
         if isinstance(message, Neighbour):
-            self._hear(message, sender, peer, now)
+            if self._peers.hear(message, sender):
+                self._let_go(sender)
+            self._grant()
+            self._place_all(now)
             return True
         key = Key(message.key.owner, message.key.number)
         if isinstance(message, Forward):
@@ -361,30 +338,16 @@ class Pipeline:
 
     # ---- messages
 
-    def _hear(self, said: Neighbour, sender: PeerId, peer: _Peer, now: float) -> None:
-        if said.boundaries != self._sizes.boundaries or said.stage != peer.stage:
-            raise RemoteProtocolError("other boundaries", f"stage {said.stage}, its record says {peer.stage}")
-        if not math.isfinite(said.tokens_per_s) or said.tokens_per_s < 0:
-            raise RemoteProtocolError("out of range", f"{said.tokens_per_s} tokens a second")
-        if said.meeting != peer.theirs:
-            if peer.theirs:
-                self._let_go(sender)
-            peer.theirs, peer.granted, peer.used = said.meeting, 0, 0
-            self._introduce(sender)
-            self._grant()
-        peer.rate = said.tokens_per_s
-        if peer.stage > self._place.stage:
-            peer.granted = max(peer.granted, said.granted)
-            self._place_all(now)
-
-    def _take_forward(self, message: Forward, key: Key, sender: PeerId, peer: _Peer, now: float) -> bool:
-        if peer.stage != self._place.stage - 1:
+    def _take_forward(
+        self, message: Forward, key: Key, sender: PeerId, peer: NeighbourPeer, now: float
+    ) -> bool:
+        if not peer.is_before:
             raise RemoteProtocolError("wrong stage", "a forward from a stage that is not the one before")
         one = self._held.get(key)
         if one is None:
             if key in self._recent:
                 return False
-            if self._is_closing or peer.used >= peer.granted:
+            if self._is_closing or peer.room <= 0:
                 if message.offset == 0:
                     self._out.append((sender, Declined(key=key.on_wire(), reason="no room")))
                 return False
@@ -404,7 +367,9 @@ class Pipeline:
             self._events.append(WorkReady())
         return True
 
-    def _take_gradient(self, message: Backward, key: Key, sender: PeerId, peer: _Peer, now: float) -> bool:
+    def _take_gradient(
+        self, message: Backward, key: Key, sender: PeerId, peer: NeighbourPeer, now: float
+    ) -> bool:
         one = self._held.get(key)
         past = self._recent.get(key)
         if past is not None and past.receiver == sender:
@@ -428,7 +393,7 @@ class Pipeline:
             self._events.append(WorkReady())
         return True
 
-    def _take_declined(self, key: Key, sender: PeerId, peer: _Peer, now: float) -> None:
+    def _take_declined(self, key: Key, sender: PeerId, peer: NeighbourPeer, now: float) -> None:
         one = self._held.get(key)
         if one is not None and one.receiver == sender and one.phase is Phase.AWAY and one.coming is None:
             peer.used -= 1
@@ -436,10 +401,10 @@ class Pipeline:
             one.phase, one.receiver, one.deadline = Phase.PLACING, None, math.inf
             self._place_all(now)
 
-    def _take_dropped(self, key: Key, sender: PeerId, peer: _Peer) -> None:
+    def _take_dropped(self, key: Key, sender: PeerId, peer: NeighbourPeer) -> None:
         one = self._held.get(key)
         if one is None:
-            if key not in self._recent and peer.stage < self._place.stage:
+            if key not in self._recent and peer.is_before:
                 peer.used += 1  # it was lost on its way, and what comes of it is not taken
                 self._remember(key, _Past(None))
                 self._grant()
@@ -472,16 +437,16 @@ class Pipeline:
 
     def _place_all(self, now: float) -> None:
         """Send what waits for room behind, as far as there is any."""
-        behind = self._behind()
+        away = Counter(one.receiver for one in self._held.values() if one.phase is Phase.AWAY)
         for key, one in self._held.items():
             if one.phase is not Phase.PLACING or one.payload is None:
                 continue
-            room = [peer for peer, known in behind.items() if known.granted > known.used]
-            receiver = min(room, key=self._wait, default=None)
-            if receiver is None:
+            receiver = self._peers.receiver(away, self._sizes.window)
+            peer = self._peers.get(receiver) if receiver is not None else None
+            if receiver is None or peer is None:
                 return
-            peer = behind[receiver]
             peer.used += 1
+            away[receiver] += 1
             late_s = peer.durations.deadline_s(self._sizes.cap_s, FLOOR_S, self._sizes.cap_s)
             one.phase, one.receiver, one.sent_at, one.deadline = Phase.AWAY, receiver, now, now + late_s
             view = memoryview(one.payload).cast("B")
@@ -489,19 +454,11 @@ class Pipeline:
                 body = Forward(key=key.on_wire(), offset=offset, total=len(view))
                 self._out.append((receiver, with_data(body, data)))
 
-    def _wait(self, peer: PeerId) -> tuple[float, PeerId]:
-        """About how long one more would wait at ``peer``, beyond its share of the window; the least is
-        chosen. A share alone would let all wait for the slowest replica, for as long as the others wait for
-        an inner step to be drained."""
-        away = sum(one.receiver == peer and one.phase is Phase.AWAY for one in self._held.values())
-        beyond = away + 1 - self._sizes.window * self._shares.get(peer, 0.0)
-        return beyond / (self._peers[peer].rate or 1.0), peer
-
     def _drop(self, key: Key, reason: str) -> None:
         """And tell those on both sides of it."""
         one = self._held[key]
         for peer in (one.sender, one.receiver):
-            if peer is not None and peer in self._peers:
+            if peer is not None and self._peers.get(peer) is not None:
                 self._out.append((peer, Dropped(key=key.on_wire(), reason=reason[:200])))
         self._over(key, one.sent_at if one.phase is Phase.AWAY else None)
         self._events += DroppedMicrobatch(key, reason), WorkReady()
@@ -521,28 +478,8 @@ class Pipeline:
 
     def _grant(self) -> None:
         """Tell those before how much more they may send: what there is room for, alike for all."""
-        before = self._before()
-        if not before or self._is_closing:
-            return
-        promised = sum(peer.granted - peer.used for peer in before.values())
-        free = self._sizes.room - len(self._held) - promised
-        told: set[PeerId] = set()
-        while free > 0:
-            peer_id = min(before, key=lambda peer: (before[peer].granted - before[peer].used, peer))
-            before[peer_id].granted += 1
-            told.add(peer_id)
-            free -= 1
-        for peer in told:
-            self._introduce(peer)
-
-    def _introduce(self, peer: PeerId) -> None:
-        """Say what this peer is, and what ``peer`` may send."""
-        known = self._peers[peer]
-        granted = known.granted if known.stage < self._place.stage else 0
-        self._out.append((peer, Neighbour(
-            stage=self._place.stage, meeting=known.ours, boundaries=self._sizes.boundaries,
-            tokens_per_s=self.rate, granted=granted,
-        )))  # fmt: skip
+        if not self._is_closing:
+            self._peers.grant(self._sizes.room - len(self._held))
 
     def _let_go(self, peer: PeerId) -> None:
         """Of all that is with ``peer`` or from it: it was started anew, is gone, or has lost us."""
@@ -553,12 +490,6 @@ class Pipeline:
                 one.sender = None
                 if one.phase in {Phase.RECEIVING, Phase.WAITING}:
                     self._drop(key, f"peer {peer} is gone")
-
-    def _behind(self) -> dict[PeerId, _Peer]:
-        return {peer: known for peer, known in self._peers.items() if known.stage > self._place.stage}
-
-    def _before(self) -> dict[PeerId, _Peer]:
-        return {peer: known for peer, known in self._peers.items() if known.stage < self._place.stage}
 
     @staticmethod
     def _must_be(one: _Microbatch, phase: Phase) -> None:

@@ -1,0 +1,141 @@
+"""The peers of the stages before and behind: how much each may send, and who gets the next microbatch.
+
+A receiver grants each sender room for so many more microbatches. Grants are cumulative, so that one that is
+lost or comes twice does no harm; both sides count what was used since they met. A meeting has a number: who
+lost the other, or was started anew, begins another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.protocol.pipeline.routes import Rates, shares
+from p2p_co2.protocol.rounds.deadline import Durations
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Neighbour
+
+MAX_NEIGHBOURS = 64
+"""Peers of one neighbouring stage."""
+_NUMBERS = 1 << 64
+
+
+@dataclass
+class NeighbourPeer:
+    """One of them. ``is_before``: it sends us forwards; else we send it ours. ``granted``: how many may be
+    sent in all since we met; ``used``: how many were. ``ours``, ``theirs``: each side's number of the
+    meeting. ``durations``: from a forward that went there to its gradient."""
+
+    is_before: bool
+    ours: int
+    theirs: int = 0
+    rate: float = 0.0
+    granted: int = 0
+    used: int = 0
+    durations: Durations = field(default_factory=Durations)
+
+    @property
+    def room(self) -> int:
+        return self.granted - self.used
+
+
+class Neighbours:
+    """``me``, ``stage``: this peer's; ``boundaries``: digest of what crosses where; ``say`` sends a
+    message."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        stage: int,
+        process: int,
+        boundaries: bytes,
+        say: Callable[[PeerId, Neighbour], None],
+    ) -> None:
+        self._me, self._stage, self._boundaries, self._say = me, stage, boundaries, say
+        self._meeting = process
+        self._peers: dict[PeerId, NeighbourPeer] = {}
+        self._shares: Mapping[PeerId, float] = {}
+        self.rate = 0.0
+        """Tokens a second of this peer, as others are told."""
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def get(self, peer: PeerId) -> NeighbourPeer | None:
+        return self._peers.get(peer)
+
+    def join(self, peer: PeerId, stage: int) -> None:
+        """``peer`` is there, in ``stage``; only the stages beside ours matter."""
+        side = self.before() if stage < self._stage else self.behind()
+        if abs(stage - self._stage) == 1 and peer not in self._peers and len(side) < MAX_NEIGHBOURS:
+            self._meeting = (self._meeting + 1) % _NUMBERS
+            self._peers[peer] = NeighbourPeer(stage < self._stage, self._meeting)
+            self.introduce(peer)
+
+    def lose(self, peer: PeerId) -> bool:
+        """Whether it was one."""
+        return self._peers.pop(peer, None) is not None
+
+    def hear(self, said: Neighbour, sender: PeerId) -> bool:
+        """What a neighbour says of itself; True if it has met us anew: what it had of us is gone. Raises
+        ``RemoteProtocolError``."""
+        peer = self._peers[sender]
+        stage = self._stage - 1 if peer.is_before else self._stage + 1
+        if said.boundaries != self._boundaries or said.stage != stage:
+            raise RemoteProtocolError("other boundaries", f"stage {said.stage}, its record says {stage}")
+        if not math.isfinite(said.tokens_per_s) or said.tokens_per_s < 0:
+            raise RemoteProtocolError("out of range", f"{said.tokens_per_s} tokens a second")
+        peer.rate = said.tokens_per_s
+        is_new = said.meeting != peer.theirs
+        was_met, peer.theirs = peer.theirs != 0, said.meeting
+        if is_new:
+            peer.granted = peer.used = 0
+            self.introduce(sender)
+        if not peer.is_before:
+            peer.granted = max(peer.granted, said.granted)
+        return is_new and was_met
+
+    def before(self) -> dict[PeerId, NeighbourPeer]:
+        return {peer: known for peer, known in self._peers.items() if known.is_before}
+
+    def behind(self) -> dict[PeerId, NeighbourPeer]:
+        return {peer: known for peer, known in self._peers.items() if not known.is_before}
+
+    def grant(self, free: int) -> None:
+        """Let those before send ``free`` more in all, those with the least room first."""
+        before = self.before()
+        told: set[PeerId] = set()
+        for _ in range(free - sum(peer.room for peer in before.values()) if before else 0):
+            chosen = min(before, key=lambda peer: (before[peer].room, peer))
+            before[chosen].granted += 1
+            told.add(chosen)
+        for peer in told:
+            self.introduce(peer)
+
+    def introduce(self, peer: PeerId) -> None:
+        """Say what this peer is, and what ``peer`` may send."""
+        known = self._peers[peer]
+        granted = known.granted if known.is_before else 0
+        said = Neighbour(stage=self._stage, meeting=known.ours, boundaries=self._boundaries, granted=granted)
+        said.tokens_per_s = self.rate
+        self._say(peer, said)
+
+    def draw(self, peers: Rates, seed: bytes) -> None:
+        """Routes of a new round; ``peers``: tokens a second of this stage's replicas, this one's too."""
+        behind = {peer: known.rate for peer, known in self.behind().items()}
+        self._shares = shares(self._me, peers, behind, seed)
+
+    def receiver(self, away: Mapping[PeerId | None, int], window: int) -> PeerId | None:
+        """Who gets the next microbatch: of those with room the one where it would wait least, beyond that
+        peer's share of the window. ``away``: how many are there. A share alone would let all wait for the
+        slowest replica while others wait for an inner step to be drained."""
+
+        def wait(item: tuple[PeerId, NeighbourPeer]) -> tuple[float, PeerId]:
+            peer, known = item
+            beyond = away.get(peer, 0) + 1 - window * self._shares.get(peer, 0.0)
+            return beyond / (known.rate or 1.0), peer
+
+        room = [item for item in self.behind().items() if item[1].room > 0]
+        return min(room, key=wait)[0] if room else None
