@@ -90,6 +90,36 @@ class OuterConfig(_Frozen):
     blocking_rounds: int = Field(default=0, ge=0)
 
 
+BoundaryCodec = Literal["fp32", "bf16", "int8"]
+
+
+class PipelineConfig(_Frozen):
+    """A model that is cut into ``stages``, of which a peer holds one (Optimus-CC, arXiv 2301.09830). 1: every
+    peer holds the whole model.
+
+    ``microbatches``: of an inner step of each replica of a stage; ``sequences``: in each. ``forward``,
+    ``backward``: how activations and their gradients cross to the next stage and back: what is lost forward
+    is lost for the loss itself, so never 4 bits. ``min_replicas``: a stage with fewer gets newcomers first,
+    and nobody moves away from one with no more.
+    """
+
+    stages: int = Field(default=1, ge=1, le=32)
+    microbatches: int = Field(default=64, ge=1, le=4096)
+    sequences: int = Field(default=1, ge=1, le=4096)
+    forward: BoundaryCodec = "int8"
+    backward: BoundaryCodec | Literal["int4"] = "int8"
+    min_replicas: int = Field(default=2, ge=1, le=64)
+
+    @model_validator(mode="after")
+    def _fills_all_stages(self) -> PipelineConfig:
+        if self.microbatches < self.stages:
+            raise ValueError(
+                f"microbatches is {self.microbatches}, below stages = {self.stages}: most stages would stand "
+                f"idle; use 8 to 16 for each stage, at least {self.stages}"
+            )
+        return self
+
+
 class RunConfig(_Frozen):
     """Everything the peers of one run agree on.
 
@@ -115,6 +145,7 @@ class RunConfig(_Frozen):
     clock: ClockConfig = ClockConfig()
     codec: CodecConfig = CodecConfig()
     outer: OuterConfig = OuterConfig()
+    pipeline: PipelineConfig = PipelineConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -156,11 +187,20 @@ class RunConfig(_Frozen):
     def canonical_bytes(self) -> bytes:
         """The agreed settings as bytes: JSON with sorted keys, every default written out."""
         settings = self.model_dump(mode="json")
+        if self.pipeline.stages == 1:
+            del settings["pipeline"]
         return json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> bytes:
         """sha256 of ``canonical_bytes``, 32 bytes: the run's identity on the wire."""
         return hashlib.sha256(b"p2p-co2 run\0" + self.canonical_bytes()).digest()
+
+    def stage_digest(self, stage: int) -> bytes:
+        """Names the group of the peers that hold ``stage``: an ordinary swarm under this digest. The run's
+        own digest where there is one stage."""
+        if self.pipeline.stages == 1:
+            return self.digest()
+        return hashlib.sha256(b"p2p-co2 stage\0" + self.digest() + stage.to_bytes(4, "big")).digest()
 
     @classmethod
     def from_canonical_bytes(cls, data: bytes) -> RunConfig:
@@ -218,6 +258,10 @@ class PeerConfig(_Frozen):
     name: str = Field(default="", max_length=64)
     device: str = "cpu"
     batch: int = Field(default=0, ge=0)
+    stage: int = Field(default=-1, ge=-1, lt=32)
+    """Of a run with stages: which one to hold; -1 for the one that is needed most."""
+    cache_bytes: int = Field(default=1 << 30, ge=1 << 20)
+    """Microbatches on their way through this peer's stage may take so much memory."""
     host: str = ""
     announce_host: str = ""
     grpc_port: int = Field(default=0, ge=0, le=65535)
