@@ -247,7 +247,7 @@ def _invent(given: list[int]) -> None:
         self: Donor, fragment: int, version: int, data: Any, digest: bytes, digests: list[bytes], now: float
     ) -> None:
         other = b"\1" * len(data)
-        invented_digests = list(chunk_digests(other, self._shape.chunk_bytes))
+        invented_digests = list(chunk_digests(other, self.shape.chunk_bytes))
         exported(self, fragment, version, other, digest, invented_digests, now)
 
     def counted(self: Donor, fetch: Any, peer: Any, data: Any) -> None:

@@ -60,8 +60,8 @@ def named(data: bytes, chunk_bytes: int = MAX_DATA_BYTES) -> bytes:
 
 def export(machine: CatchUp, fragment: int, version: int, data: bytes, now: float) -> None:
     """Answer its ``ExportWanted``."""
-    digests = list(chunk_digests(data, machine.shape.chunk_bytes))
-    machine.exported(fragment, version, data, digest_of_chunks(digests), digests, now)
+    digests = list(chunk_digests(data, machine.donor.shape.chunk_bytes))
+    machine.donor.exported(fragment, version, data, digest_of_chunks(digests), digests, now)
 
 
 class World:
@@ -92,12 +92,12 @@ class World:
     def move(self, peer: PeerId, version: int) -> None:
         self.versions[peer] = version
         for fragment in range(len(self.shape.state_bytes)):
-            self.machines[peer].moved(fragment, version)
+            self.machines[peer].donor.moved(fragment, version)
 
     def want(self, fragment: int = 1, version: int = 7, **more: object) -> None:
         donors = tuple(peer for peer in self.machines if peer != LATE)
         goal = Goal(STATE, fragment, version, donors, **more)  # type: ignore[arg-type]
-        self.machines[LATE].want(goal, self.now)
+        self.machines[LATE].fetcher.want(goal, self.now)
 
     def run(self, seconds: float = 300.0, enough: int = 1) -> None:
         """Until the late peer has told ``enough`` endings, or nothing moves, or time is up."""
@@ -171,7 +171,7 @@ def vouched_and_never_given() -> World:
     D1 has version 7."""
     world = World(donors=2, rate=2e6)
     world.move(D2, 8)
-    world.machines[LATE].ask_swarm(lambda donor, fragment, version, digest: version == 8 or None)
+    world.machines[LATE].fetcher.ask_swarm(lambda donor, fragment, version, digest: version == 8 or None)
     world.tamper = lambda sender, message: None if sender == D2 and isinstance(message, Chunk) else message
     world.want()
     world.run(5.0)

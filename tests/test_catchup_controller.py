@@ -114,7 +114,7 @@ class Place:
 
 
 def fetched(goal: Goal, version: int, digest: bytes = GOOD) -> Fetched:
-    return Fetched(goal, version, bytearray(), Decision(), digest, goal.donors, 1.0, 0)
+    return Fetched(goal, version, bytearray(), Decision(), digest, goal.donors, 1.0)
 
 
 def test_what_others_have_is_gone_after_once_it_has_lasted() -> None:
@@ -125,7 +125,7 @@ def test_what_others_have_is_gone_after_once_it_has_lasted() -> None:
     place.look(0.2)
     assert place.wanted == [Goal(ROUND, 0, 4, (A, B))]
     place.hear(a=(20, GOOD), b=(20, GOOD))
-    place.controller.handle(FetchFailed(place.wanted[0], "round not kept", 20))
+    place.controller.handle(FetchFailed(place.wanted[0], "round not kept"))
     assert [(goal.what, goal.version) for goal in place.wanted] == [(ROUND, 4), (STATE, 4)]
 
 
@@ -162,7 +162,7 @@ def test_a_last_round_that_nobody_gives_costs_nobody_an_offer(says_last: bool) -
     else:  # what the rounds machine was told by a decision
         place.controller.go_to(0, 4, b"", (A,))
     assert place.controller.busy()
-    place.controller.handle(FetchFailed(Goal(ROUND, 0, 4, (A,)), "nobody gives it", 0))
+    place.controller.handle(FetchFailed(Goal(ROUND, 0, 4, (A,)), "nobody gives it"))
     assert not place.controller.busy()
     assert place.of("give up") == ([] if says_last else [0])
     assert place.of("forget") == [4]
@@ -174,7 +174,7 @@ def test_that_a_fragment_could_not_be_brought_up_is_told_once_for_each_state() -
     for version, here in ((4, 3), (4, 3), (5, 3), (5, 3), (5, 4), (5, 4)):
         place.move(here)
         assert place.controller.go_to(0, version, b"", ())
-        place.controller.handle(FetchFailed(Goal(ROUND, 0, version, ()), "a: round not kept", 0))
+        place.controller.handle(FetchFailed(Goal(ROUND, 0, version, ()), "a: round not kept"))
         counts.append(len(place.of(Warned)))
     assert counts == [1, 1, 2, 2, 3, 3]
     assert place.of(Warned)[0]["text"] == "fragment 0 could not catch up yet: a: round not kept"
@@ -184,7 +184,7 @@ def test_a_round_that_nobody_gives_whole_becomes_a_state() -> None:
     place = Place()
     place.hear(a=(4, GOOD), b=(4, GOOD))
     assert place.controller.go_to(0, 4, b"", (A, B))
-    place.controller.handle(FetchFailed(place.wanted[-1], "silent", 0))
+    place.controller.handle(FetchFailed(place.wanted[-1], "silent"))
     assert [goal.what for goal in place.wanted] == [ROUND, STATE]
 
 
@@ -250,7 +250,7 @@ async def test_a_state_that_most_contradict_by_now_is_not_adopted() -> None:
 def round_of(members: list[PeerId]) -> Fetched:
     """Round 5 as a donor gives it."""
     decision, goal = decision_of(members), Goal(ROUND, 0, 5, (members[0],))
-    return Fetched(goal, 5, bytearray(MEAN), decision, b"", tuple(members[:1]), 0.1, 0)
+    return Fetched(goal, 5, bytearray(MEAN), decision, b"", tuple(members[:1]), 0.1)
 
 
 @pytest.mark.parametrize(

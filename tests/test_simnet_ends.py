@@ -16,7 +16,7 @@ from p2p_co2.node.catchup import CatchupController
 from p2p_co2.node.progress import LACKS
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.planning.traffic import payload_bytes
-from p2p_co2.protocol.catchup import CatchUp
+from p2p_co2.protocol.catchup.fetcher import Fetcher
 from p2p_co2.protocol.schedule import STILL_LOADS
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.simnet import EventLog, Settings, Swarm, process, rendezvous
@@ -271,7 +271,7 @@ def test_who_cannot_load_in_time_what_others_hold_leaves_and_says_so(
 def test_who_leaves_without_it_where_lines_could_have_brought_it_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CatchUp, "want", lambda machine, goal, now: None)  # a bug: nothing is ever loaded
+    monkeypatch.setattr(Fetcher, "want", lambda machine, goal, now: None)  # a bug: nothing is ever loaded
     result = one_late("fibre").run()
     assert result.lacking == ["peer-2"]
     assert [one.text for one in result.violations if one.law == "end"] == ["2 different states at the end"]

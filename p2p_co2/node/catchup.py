@@ -20,7 +20,6 @@ from p2p_co2.node.state import Effects, PeerState
 from p2p_co2.protocol.catchup import (
     ROUND,
     STATE,
-    CatchUp,
     CatchUpEvent,
     DonorRefused,
     ExportWanted,
@@ -29,6 +28,7 @@ from p2p_co2.protocol.catchup import (
     Goal,
     Loading,
 )
+from p2p_co2.protocol.catchup.fetcher import Fetcher
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Move, Why
 from p2p_co2.protocol.rounds import Overheard, PayloadShape, Rounds, open_decision, signers_of
 from p2p_co2.protocol.wire.identity import PeerId
@@ -57,7 +57,7 @@ class CatchupController:
     """``run`` and ``shape`` are what decisions are checked against; ``outer`` takes what was fetched."""
 
     def __init__(
-        self, machine: CatchUp, rounds: Rounds, agreement: Agreement, state: PeerState, outer: OuterState,
+        self, machine: Fetcher, rounds: Rounds, agreement: Agreement, state: PeerState, outer: OuterState,
         offers: Offers, run: bytes, shape: PayloadShape, effects: Effects,
     ) -> None:  # fmt: skip
         self._machine, self._rounds, self._agreement, self._state = machine, rounds, agreement, state
@@ -103,7 +103,7 @@ class CatchupController:
         self._targets.setdefault(fragment, Target(event.round, b"", event.owners, Why.AHEAD, here))
         decision = Decision.FromString(event.decision)
         goal = Goal(ROUND, fragment, event.round, event.owners)
-        fetched = Fetched(goal, event.round, event.mean, decision, b"", event.owners, event.duration_s, 0)
+        fetched = Fetched(goal, event.round, event.mean, decision, b"", event.owners, event.duration_s)
         self._do.spawn(self._take(fetched))
 
     def _moved(self, fragment: int, agreed: AgreedVersion) -> None:
@@ -319,8 +319,8 @@ class CatchupController:
         self._drop_target(fragment)
         self._do.report(
             ev.CaughtUp, fragment=fragment, from_version=from_version, to_version=agreed.version, how=how,
-            donor=event.donor, donors=len(event.donors), bytes=len(event.data), duration_s=event.duration_s,
-            rounds_given_up=self._state.given_up.pop(fragment, 0),
+            donor=event.donors[0], donors=len(event.donors), bytes=len(event.data),
+            duration_s=event.duration_s, rounds_given_up=self._state.given_up.pop(fragment, 0),
         )  # fmt: skip
 
     def _drop_target(self, fragment: int) -> None:

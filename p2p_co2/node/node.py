@@ -99,13 +99,21 @@ class Node:
         # what follows from their events
         self.state = PeerState(me, agreed)
         for fragment, version in enumerate(agreed):
-            self.catchup.moved(fragment, version.version)
-        self.state.when_moved(lambda fragment, version: self.catchup.moved(fragment, version.version))
+            self.catchup.donor.moved(fragment, version.version)
+        self.state.when_moved(lambda fragment, version: self.catchup.donor.moved(fragment, version.version))
         self._offers = Offers(self.rounds, ledger, self.state, do)
-        self.outer = OuterState(ledger, self.state, self.rounds, self.catchup, do)
+        self.outer = OuterState(ledger, self.state, self.rounds, self.catchup.donor, do)
         agreement = Agreement(self.membership, self.state)
         fetches = CatchupController(
-            self.catchup, self.rounds, agreement, self.state, self.outer, self._offers, group, shape, do
+            self.catchup.fetcher,
+            self.rounds,
+            agreement,
+            self.state,
+            self.outer,
+            self._offers,
+            group,
+            shape,
+            do,
         )
         commits = CommitHandler(
             self.rounds, ledger, self.outer, self._offers, fetches, group, shape,
@@ -258,7 +266,7 @@ class Node:
             self.report(ev.PeerJoined, other=event.peer)
         else:
             self.report(ev.PeerLeft, other=event.peer, reason=event.reason)
-            self.catchup.forget_donor(event.peer, self.now())
+            self.catchup.fetcher.forget_donor(event.peer, "the donor left", self.now())
         self._pump.news.somebody_came_or_went()
 
     def _moved(self, fragment: int, version: AgreedVersion) -> None:

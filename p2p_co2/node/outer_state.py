@@ -13,7 +13,7 @@ from collections.abc import Collection
 from p2p_co2.digest import chunk_digests
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, weights_of
 from p2p_co2.node.state import Effects, PeerState
-from p2p_co2.protocol.catchup import CatchUp
+from p2p_co2.protocol.catchup.donor import Donor
 from p2p_co2.protocol.rounds import Offer, Rounds
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome
@@ -68,14 +68,14 @@ class Offers:
 
 
 class OuterState:
-    """Carries to the ``ledger`` what ``rounds`` and ``catchup`` brought; calls for one fragment are answered
+    """Carries to the ``ledger`` what ``rounds`` and catching up brought; calls for one fragment are answered
     in their order."""
 
     def __init__(
-        self, ledger: Ledger, state: PeerState, rounds: Rounds, catchup: CatchUp, effects: Effects
+        self, ledger: Ledger, state: PeerState, rounds: Rounds, donor: Donor, effects: Effects
     ) -> None:
         self._ledger, self._state, self._rounds = ledger, state, rounds
-        self._catchup, self._do = catchup, effects
+        self._donor, self._do = donor, effects
 
     async def take(self, mean: AgreedMean, decision: Decision) -> bool:
         """Apply an agreed mean; False if it does not follow this peer's version."""
@@ -88,7 +88,7 @@ class OuterState:
             self._rounds.replayed(decision)
         moved = self._state.move(mean.fragment, version, _members_of(decision)) and is_here
         if moved:
-            self._catchup.remember(mean.fragment, mean.round, decision, mean.mean)
+            self._donor.history.remember(mean.fragment, mean.round, decision, mean.mean)
         self._do.pump()
         return moved
 
@@ -103,7 +103,7 @@ class OuterState:
         parts = None if known is None else weights_of(known)
         version = await self._ledger.adopt(fragment, data, agreed, parts, goes_back)
         if goes_back and version != self._state.agreed[fragment]:  # else a round made that state meanwhile
-            self._catchup.turned_back(fragment)
+            self._donor.turned_back(fragment)
         self._state.move(fragment, version, None)
         self._do.pump()
 
@@ -111,11 +111,11 @@ class OuterState:
         """Serialise our state for those that ask for it."""
         version, data = await self._ledger.export(fragment)
         digests = []
-        for chunk in chunk_digests(data, self._catchup.shape.chunk_bytes):
+        for chunk in chunk_digests(data, self._donor.shape.chunk_bytes):
             digests.append(chunk)
             await asyncio.sleep(0)  # a large state takes long, and the rounds go on
         now = self._do.now()
-        self._catchup.exported(fragment, version.version, data, version.digest, digests, now)
+        self._donor.exported(fragment, version.version, data, version.digest, digests, now)
         self._do.pump()
 
 

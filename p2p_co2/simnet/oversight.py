@@ -80,7 +80,7 @@ class Oversight:
     ) -> None:
         self._process, self.node, self._books = process, node, books
         self._result, self._offer_bound_s = result, offer_bound_s
-        self._machines: tuple[Any, ...] = node.rounds, node.catchup, node.membership
+        self._machines: tuple[Any, ...] = node.rounds, node.membership
         self._counted = [-1] * len(self._machines)
         """What the machines had counted when they were looked at last."""
         self._due: dict[str, float] = {}
@@ -110,7 +110,7 @@ class Oversight:
     def look(self) -> None:
         """See what waits for too long, and what grew without being counted."""
         node, now = self.node, self.node.now()
-        self._weigh(node.membership.held())
+        self._weigh(node.membership.held() | node.catchup.donor.held())
         is_awake = self._books.now() > self._process.stalled_until + LOOK_EVERY_S
         due = {name: at for name, at in node.timers().items() if at is not None and at <= now}
         for name, at in due.items():

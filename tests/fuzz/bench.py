@@ -16,6 +16,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from p2p_co2.digest import digest as digest_of
 from p2p_co2.digest import digest_of_chunks
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.links import MAX_SERVED_BYTES
@@ -30,7 +31,6 @@ from p2p_co2.protocol.catchup import (
     FetchFailed,
     Goal,
     Shape,
-    chunk_digest,
 )
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.rounds import (
@@ -87,7 +87,7 @@ class Bench:
         heard = RouterEvents(self.refused, self.shut_out, self.pump, self.crash)
         self.router = Router(RUN, inbox.take, heard, self.now, 0.0)
         self.versions, self.states = [0] * len(means), [bytes(size) for size in STATE_BYTES]
-        self.digests = [digest_of_chunks([chunk_digest(state)]) for state in self.states]
+        self.digests = [digest_of_chunks([digest_of(state)]) for state in self.states]
         self.sent: list[tuple[PeerId, bytes]] = []
         self.shut: set[str] = set()
         self.reported: Counter[str] = Counter()
@@ -134,7 +134,6 @@ class Bench:
                 self.unread_bytes[peer] += len(message.data)
                 if self.unread_bytes[peer] > MAX_SERVED_BYTES:
                     self.router.overasked(peer)
-                    self.catchup.donor.takes_nothing(peer)
 
     # ---- driving
 
@@ -193,7 +192,7 @@ class Bench:
 
     def fetch(self, what: Any, fragment: int, version: int) -> None:
         donors = tuple(sorted(self.membership.live))
-        self.catchup.want(Goal(what, fragment, version, donors), self.at)
+        self.catchup.fetcher.want(Goal(what, fragment, version, donors), self.at)
         self.pump()
 
     def leave(self) -> None:
@@ -232,20 +231,20 @@ class Bench:
         elif isinstance(event, Committed | Overheard):
             decision = Decision.FromString(event.decision)
             self._moved(event.fragment, event.round, made_of(event.fragment, event.mean))
-            self.catchup.remember(event.fragment, event.round, decision, event.mean)
+            self.catchup.donor.history.remember(event.fragment, event.round, decision, event.mean)
         elif isinstance(event, OutcomeWithoutBytes):
-            self.catchup.want(Goal(ROUND, event.fragment, event.round, event.donors), self.at)
+            self.catchup.fetcher.want(Goal(ROUND, event.fragment, event.round, event.donors), self.at)
         elif isinstance(event, FellBehind):
             donors = event.donors or tuple(sorted(self.membership.live))
-            self.catchup.want(Goal(STATE, event.fragment, event.version, donors), self.at)
+            self.catchup.fetcher.want(Goal(STATE, event.fragment, event.version, donors), self.at)
         elif isinstance(event, Refused):
             self.router.refuse(event.peer, event.reason, event.detail)
 
     def _on_catch_up(self, event: Any) -> None:
         if isinstance(event, ExportWanted):
             data, version = self.states[event.fragment], self.versions[event.fragment]
-            self.catchup.exported(
-                event.fragment, version, data, self.digests[event.fragment], [chunk_digest(data)], self.at
+            self.catchup.donor.exported(
+                event.fragment, version, data, self.digests[event.fragment], [digest_of(data)], self.at
             )
         elif isinstance(event, Fetched) and event.version > self.versions[event.goal.fragment]:
             fragment, data = event.goal.fragment, bytes(event.data)
@@ -257,9 +256,9 @@ class Bench:
             self.rounds.forget_outcome(event.goal.fragment, event.goal.version)
 
     def _moved(self, fragment: int, version: int, state: bytes) -> None:
-        digest = digest_of_chunks([chunk_digest(state)])
+        digest = digest_of_chunks([digest_of(state)])
         self.versions[fragment], self.states[fragment], self.digests[fragment] = version, state, digest
-        self.catchup.moved(fragment, version)
+        self.catchup.donor.moved(fragment, version)
         self.rounds.set_state(fragment, version, digest)
         self._see()
 

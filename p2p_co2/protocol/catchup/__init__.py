@@ -25,7 +25,7 @@ from p2p_co2.protocol.catchup.goals import (
     split_donors,
 )
 from p2p_co2.protocol.catchup.machine import CatchUp
-from p2p_co2.protocol.catchup.manifest import chunk_at, chunk_count, chunk_digest
+from p2p_co2.protocol.catchup.manifest import chunk_count
 
 __all__ = [
     "ROUND",
@@ -40,9 +40,7 @@ __all__ = [
     "Goal",
     "Loading",
     "Shape",
-    "chunk_at",
     "chunk_bytes_of",
     "chunk_count",
-    "chunk_digest",
     "split_donors",
 ]
