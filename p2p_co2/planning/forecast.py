@@ -181,7 +181,7 @@ def forecast(setting: Setting, horizon_s: float = 24 * 3600.0) -> Forecast:
 def exposed_ends_s(setting: Setting, times: Sequence[RoundTime], rounds: Flow) -> tuple[float, float]:
     """Seconds that training stands still for the first rounds of all fragments, if the run waits for them,
     and at the end of the run: the last steps end one after the other, what is open then is finished, and
-    every fragment has one more round, a few of them at once (``schedule.ending.few_at_once``)."""
+    every fragment has one more round, a few of them at once (``schedule.few_at_once``)."""
     if len(setting.links) < 2:
         return 0.0, 0.0
     first_s = setting.blocking_rounds * math.fsum(min(FIRST_ROUND_BOUND_S, time.to_apply_s) for time in times)

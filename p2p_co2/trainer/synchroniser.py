@@ -27,12 +27,12 @@ from p2p_co2.protocol.rounds import Offer
 from p2p_co2.protocol.schedule import (
     FIRST_ROUND_BOUND_S,
     LOADS_CAP_S,
+    SETTLE_S,
     STILL_LOADS,
     Ending,
     Stage,
     SwarmClock,
     WorkAccount,
-    settle_bound_s,
 )
 from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry import events as ev
@@ -364,7 +364,7 @@ class Synchroniser:
             yield from self._wait(lambda: not self.account.in_flight, LEAVE_BOUND_S)
         else:
             self.activity, bound_s = Activity.OFFERING_THE_REST, self.account.flush_bound_s
-            settle_s = settle_bound_s(bound_s)
+            settle_s = bound_s + SETTLE_S
             self._report(
                 ev.TrainingEnded, fragments=tuple(self.account.uncounted(self.tokens)),
                 offers_within_s=bound_s, settles_within_s=settle_s,

@@ -81,7 +81,7 @@ class Scene:
         bench.tick(bench.at + SILENCE_FLOOR_S + 1.0)  # the others are gone
         bench.come_to_rest(ENDS_WITHIN_S)
         assert not bench.rounds.open_offers()
-        for machine in (bench.rounds, bench.membership, bench.catchup):
+        for machine in (bench.rounds, bench.membership, bench.catchup.donor):
             for name, (count, bound) in machine.held().items():
                 assert count <= bound, f"{name}: {count} of {bound}"
         names = {OTHERS, *(one.peer_id for one in (*STRANGERS, *self._identities))}
