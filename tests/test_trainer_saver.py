@@ -343,7 +343,7 @@ def test_who_waits_for_a_checkpoint_hears_of_a_state_that_was_torn_meanwhile(sav
         raise MemoryError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["p2p_co2.tensors.outer.step"], "take_piece_", fail)
+        patch.setattr(sys.modules["p2p_co2.tensors.outer"], "take_piece_", fail)
         with pytest.raises(EnvironmentFault, match="in its middle"):
             saving.others_move(0, by=100.0)
     with pytest.raises(EnvironmentFault, match="in its middle"):

@@ -183,7 +183,7 @@ class CountingLedger:
         share = blocks / len(mine.counted) if offer is not None else 0.0
         if share == 1.0 and (mine.in_flight is None or mine.in_flight is offer):
             mine.in_doubt = False
-        self._move(mean.fragment, after, StepReport(1.0, 0.0, 0.0, 0.0), share)
+        self._move(mean.fragment, after, StepReport(1.0, 0.0), share)
         self.audit.counted(mean.fragment, after, mine.counted)
         return after.agreed
 

@@ -27,7 +27,7 @@ from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.system.memory import Buffer, large_buffer
 from p2p_co2.tensors.codec import Codec
 from p2p_co2.tensors.codec.base import CHUNK_BLOCKS, LARGEST
-from p2p_co2.tensors.outer.norms import magnitude, norm_shift, square_sum_of
+from p2p_co2.tensors.outer import magnitude, norm_shift, square_sum_of
 
 LEAST_OF_MIDDLE = 1 / 4
 """Of its weight: what the upper middle one of an even number of slices counts with, at least."""

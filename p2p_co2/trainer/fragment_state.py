@@ -307,7 +307,7 @@ class FragmentState:
         except RemoteProtocolError as error:
             # Every peer holds the same bits, so every peer skips this step and stays agreed.
             refused = str(error)
-            new, report = old._replace(version=round_), StepReport(1.0, float("inf"), 0.0, 0.0)
+            new, report = old._replace(version=round_), StepReport(1.0, 0.0)
         mine = self._mine(round_, parts)
         missed = [slice(0, self.numel)] if refused else self._missed(parts)
         if self._is_delayed and not refused:

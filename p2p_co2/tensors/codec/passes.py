@@ -38,8 +38,6 @@ _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_ssize_t
 class Changed(NamedTuple):
     """What an outer step says of the new momentum and of the change that the parameters lose."""
 
-    clipped: int
-    """Momentum values that were clipped."""
     energy: float
     """About the sum of the squares of the new momentum: for people, not for the maths."""
     largest_change: float
@@ -50,8 +48,7 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         ("beta", ctypes.c_float), ("inverse", ctypes.c_float), ("lr", ctypes.c_float),
-        ("nesterov", ctypes.c_int), ("bound", ctypes.c_double),
-        ("clipped", ctypes.c_int64), ("energy", ctypes.c_double),
+        ("nesterov", ctypes.c_int), ("bound", ctypes.c_double), ("energy", ctypes.c_double),
     ]  # fmt: skip
 
 
@@ -69,7 +66,7 @@ class Passes:
         self._largest = _function(native.largest_bits, bits, _POINTER, _SIZE)
         self._squares = _function(native.whole_square_sum, ctypes.c_int64, _POINTER, _SIZE, number)
         self._change = _function(
-            native.change_of, bits, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER
+            native.step_of, bits, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER
         )
         self._take = _function(native.take_change, bits, _POINTER, _POINTER, _SIZE, number, _POINTER)
 
@@ -92,13 +89,13 @@ class Passes:
         self, old: Tensor, mean: Tensor, momentum: Tensor, change: Tensor, *, beta: float, inverse: float,
         lr: float, nesterov: bool, bound: float, piece: int,
     ) -> Changed:  # fmt: skip
-        """``outer.step.change_of`` in one call."""
-        it = _Step(beta, inverse, lr, nesterov, bound, 0, 0.0)
+        """``outer.change_of`` in one call."""
+        it = _Step(beta, inverse, lr, nesterov, bound, 0.0)
         largest = self._change(
             ctypes.byref(it), old.data_ptr(), mean.data_ptr(), mean.numel(), piece,
             momentum.data_ptr(), change.data_ptr(),
         )  # fmt: skip
-        return Changed(it.clipped, it.energy, _magnitude(largest))
+        return Changed(it.energy, _magnitude(largest))
 
     def take_change_(self, change: Tensor, params: Tensor, scale: float) -> tuple[int, float]:
         """Turn ``change`` into ``params - change``: ``square_sum`` of the change, and the largest new
