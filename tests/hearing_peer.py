@@ -30,7 +30,7 @@ class Place:
         self.state = PeerState(ME, [at(version) for version in versions])
         self.agreement = Agreement(self.membership, self.state)
         times = Times(lambda: self.now, lambda: self.now, 0.25, rounds)
-        self.writer = StatusWriter(self.state, self.membership, times, Host("", 1, 0.0, lambda: 0.0))
+        self.writer = StatusWriter(self.state, self.membership, times, Host(1, 0.0, lambda: 0.0))
         fetches = Fetches(lambda: self.busy, lambda now, within_s: self.moves)
         self.progress = SwarmProgress(
             self.state, self.membership, self.agreement, self.writer, times, fetches, most_peers=64

@@ -79,7 +79,7 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
         lambda data: records().peer_record(THEM.peer_id, THEM.seal(PEER_CONTEXT, data)),
     ),
     wire.RunManifest: (
-        wire.RunManifest(run=RUN, config=CONFIG, recipe_digest=bytes(32), published_at=NOW),
+        wire.RunManifest(run=RUN, config=CONFIG, recipe_digest=bytes(32)),
         lambda data: records().manifest(THEM.peer_id, THEM.seal(MANIFEST_CONTEXT, data)),
     ),
     wire.RunPosition: (

@@ -121,7 +121,7 @@ class Node:
         )  # fmt: skip
         # what this peer tells and concludes
         unix = int(1000 * self.clock.unix()) & 0xFFFFFFFF
-        host = Host(network.software, unix, limits.download_bytes_per_s, self.upload_bytes_per_s)
+        host = Host(unix, limits.download_bytes_per_s, self.upload_bytes_per_s)
         writer = StatusWriter(self.state, self.membership, times, host)
         moving, most_peers = Fetches(fetches.busy, self.catchup.moves), network.run.group_size
         self.progress = SwarmProgress(

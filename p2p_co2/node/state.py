@@ -30,8 +30,6 @@ class LocalProgress:
     position: float = 0.0
     position_at: float = 0.0
     inner_steps: int = 0
-    tokens: int = 0
-    loss: float = 0.0
     finished: frozenset[int] = frozenset()
     is_over: bool = False
 

@@ -36,7 +36,6 @@ class Host:
     peer; ``upload_bytes_per_s``: as measured by now, 0 if not known; ``download_bytes_per_s``: the cap, 0 for
     none."""
 
-    software: str
     process: int
     download_bytes_per_s: float
     upload_bytes_per_s: Callable[[], float]
@@ -61,9 +60,8 @@ class StatusWriter:
         if content != self._status_of:
             self._status_of = content
             self._status = Status(
-                phase=local.phase, inner_steps=local.inner_steps, tokens=local.tokens, loss=local.loss,
-                versions=versions, digests=digests, upload_bytes_per_s=upload,
-                download_bytes_per_s=host.download_bytes_per_s, software=host.software,
+                phase=local.phase, versions=versions, digests=digests, upload_bytes_per_s=upload,
+                download_bytes_per_s=host.download_bytes_per_s,
                 finished=finished_bits(local.finished, len(versions)), process=host.process,
                 settled=self.is_at_rest, heartbeat_s=heartbeat_s,
                 model=model.digest if (model := membership.strangers.model) is not None else 0,

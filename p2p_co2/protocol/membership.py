@@ -19,7 +19,15 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S, LONGEST_HEARTBEAT_S, heartbeat_among_s, measure_every_s
+from p2p_co2.protocol.heartbeat import (
+    HEARTBEAT_S,
+    LONGEST_HEARTBEAT_S,
+    SILENCE_CAP_S,
+    SILENCE_FLOOR_S,
+    SLOWEST_HEARTBEAT_S,
+    heartbeat_among_s,
+    measure_every_s,
+)
 from p2p_co2.protocol.strangers import OtherModel, Strangers
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS, MAX_STRING
@@ -32,13 +40,7 @@ TOLD_LATELY, ANNOUNCED_AGAIN = 0.75, 0.125
 """Of a heartbeat: who was told more lately waits for the next one; and between two announcements."""
 NEWS_GATHERED_S = 0.05
 """News of a peer comes in bursts: its last offer ends, so it is done with a fragment, and with all."""
-SILENCE_FLOOR_S, SILENCE_CAP_S = 6.0, 30.0
-"""A peer is never declared silent sooner (a busy laptop may starve a thread for seconds), nor later."""
-REVISIT_S = 5.0
-"""A peer that the DHT still lists is tried again this long after it left."""
-ONE_WAY_S = 2.0
-"""A peer that we hear but cannot reach is no peer for this long; it would join and leave all the time."""
-CUT_OFF_S = 3 * REVISIT_S + 1.0
+CUT_OFF_S = 3 * SLOWEST_HEARTBEAT_S + HEARTBEAT_S
 """Who lost most others within this time is rather cut off than alone: time to try them again."""
 BROKEN_PER_GOODBYE = 4
 """Where peers end their run, so many links may break before goodbyes have come, for each that says it."""
@@ -122,18 +124,18 @@ class Candidates:
     def revisit(self, peer: PeerId, now: float) -> None:
         """Try a peer that is gone again in a while, as long as there is room: anybody can come and go."""
         if peer in self.next_at or len(self.next_at) < MAX_PEERS:
-            self.next_at[peer] = now + REVISIT_S
-            self.timer_at = min(self.timer_at, now + REVISIT_S)
+            self.next_at[peer] = now + SLOWEST_HEARTBEAT_S
+            self.timer_at = min(self.timer_at, now + SLOWEST_HEARTBEAT_S)
 
     def take_due(self, now: float) -> list[PeerId]:
         """Those that are to be tried now."""
         due = [peer for peer, at in self.next_at.items() if at <= now]
-        self.next_at |= dict.fromkeys(due, now + REVISIT_S)
+        self.next_at |= dict.fromkeys(due, now + SLOWEST_HEARTBEAT_S)
         self.timer_at = min(self.next_at.values(), default=math.inf)
         return due
 
     def is_one_way(self, peer: PeerId, now: float) -> bool:
-        """Whether it was out of reach a moment ago, though we hear it."""
+        """Whether it was out of reach a moment ago, though we hear it: it is no peer."""
         return bool(self._one_way_until) and self._one_way_until.get(peer, 0.0) > now
 
     def unreachable(self, peer: PeerId, now: float) -> None:
@@ -143,7 +145,7 @@ class Candidates:
                 break
             del self._one_way_until[oldest]
         self._one_way_until.pop(peer, None)
-        self._one_way_until[peer] = now + ONE_WAY_S
+        self._one_way_until[peer] = now + 2 * HEARTBEAT_S  # it would join and leave all the time
 
     def held(self) -> dict[str, tuple[int, int]]:
         return {
@@ -346,7 +348,7 @@ class Membership:
         if isinstance(message, Ping):
             if message.nonce:
                 sent_at, nonce = message.sent_at, message.nonce
-                pong = Pong(nonce=nonce, ping_sent_at=sent_at, answered_at=now, status=self.status)
+                pong = Pong(nonce=nonce, ping_sent_at=sent_at, status=self.status)
                 self._outgoing.append((sender, pong))
                 if info is not None:
                     info.told_at = now

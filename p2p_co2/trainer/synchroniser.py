@@ -8,7 +8,6 @@ it (``outer.blocking_rounds``), in the first rounds of each fragment, both bound
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import queue
 import time
@@ -435,13 +434,10 @@ class Synchroniser:
         )  # fmt: skip
 
     def _show(self) -> None:
-        loss = self.figures.loss if math.isfinite(self.figures.loss) else 0.0
-        finished = self._told_finished = self._finished()
-        at, work = self._advanced_at, (self.inner_steps, self.tokens)
-        activity = self.activity
-        self._wire.show(
-            LocalProgress(activity.phase, self.position, at, *work, loss, finished, activity.is_ending)
-        )
+        finished, activity = self._finished(), self.activity
+        self._told_finished = finished
+        where = self.position, self._advanced_at, self.inner_steps
+        self._wire.show(LocalProgress(activity.phase, *where, finished, activity.is_ending))
 
     def _report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
         self._wire.report(kind, fields)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from p2p_co2.node.router import OTHERS
-from p2p_co2.protocol.membership import SILENCE_FLOOR_S
+from p2p_co2.protocol.heartbeat import SILENCE_FLOOR_S
 from p2p_co2.protocol.rounds.bounds import READY_CAP_S, ROUND_CAP_S
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from tests.fuzz.bench import Bench

@@ -91,7 +91,7 @@ class Discovery:
             raise LocalProtocolError("the manifest of another run, or a recipe digest that is not 32 bytes")
         manifest = RunManifest(
             run=self._run, config=config, recipe_digest=recipe_digest, software=__version__,
-            published_at=get_dht_time(), protocol=PROTOCOL_VERSION,
+            protocol=PROTOCOL_VERSION,
         )  # fmt: skip
         sealed = self._identity.seal(MANIFEST_CONTEXT, manifest.SerializeToString())
         if len(sealed) > MAX_RECORD_BYTES:
