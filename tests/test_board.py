@@ -42,7 +42,7 @@ from monitoring.terminal import frame, line, watch_feed
 from monitoring.words import capped_words, news
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.protocol.reports.reader import check_event
+from p2p_co2.protocol.reports import check_event
 from p2p_co2.protocol.wire.limits import MAX_STRING
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, FeedState, News

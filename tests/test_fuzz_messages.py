@@ -24,8 +24,7 @@ from p2p_co2.net.discovery.records import MANIFEST_CONTEXT, PEER_CONTEXT, POSITI
 from p2p_co2.net.transport.admission import HELLO_CONTEXT, Admission
 from p2p_co2.net.transport.libp2p.relay import read_hop
 from p2p_co2.net.transport.probe import read_answer, read_question
-from p2p_co2.protocol.reports.reader import REPORT_CONTEXT, open_report
-from p2p_co2.protocol.reports.responder import Responder
+from p2p_co2.protocol.reports import REPORT_CONTEXT, Responder, open_report
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import unseal
 from p2p_co2.protocol.wire.kinds import KINDS

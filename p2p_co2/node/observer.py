@@ -19,8 +19,7 @@ from p2p_co2.errors import P2PCo2Error, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.libp2p.streams import QuestionClient
 from p2p_co2.node.network import Network
 from p2p_co2.node.reporting import ASK_TIMEOUT_S, PROTOCOL
-from p2p_co2.protocol.reports import Poller
-from p2p_co2.protocol.reports.reader import MAX_REPORT_BYTES
+from p2p_co2.protocol.reports import MAX_REPORT_BYTES, Poller
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import RunPosition
 from p2p_co2.telemetry.feed import Feed, FeedState, News

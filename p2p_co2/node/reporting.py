@@ -17,9 +17,7 @@ from p2p_co2.net.transport.libp2p.streams import AnswerServer, Asker, QuestionCl
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
-from p2p_co2.protocol.reports import Responder
-from p2p_co2.protocol.reports.reader import MAX_REPORT_BYTES
-from p2p_co2.protocol.reports.responder import MAX_REQUEST_BYTES
+from p2p_co2.protocol.reports import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, Responder
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.telemetry.events import Event, LinkMeasured
