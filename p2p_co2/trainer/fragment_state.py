@@ -235,14 +235,12 @@ class FragmentState:
             origin = self.state.params[at]
             if self.departure.offset:
                 origin = origin + added(self.departure.offset, at)
-            values, is_done = scratch[: at.stop - at.start], False
+            values = scratch[: at.stop - at.start]
             if self.residual is None:
                 wanted = values if room is not None or lost is not None else None
-                is_done = codec.encode_difference(origin, snapshot[at], rows, wanted)
-            if not is_done:
-                torch.sub(origin, snapshot[at], out=values)
-                if self.residual is not None:
-                    values.add_(self.residual[at].mul_(decay))
+                codec.encode_difference(origin, snapshot[at], rows, wanted)
+            else:
+                torch.sub(origin, snapshot[at], out=values).add_(self.residual[at].mul_(decay))
                 codec.encode(values, rows)
             if room is not None:
                 room.set_(at, values)

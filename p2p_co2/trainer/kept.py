@@ -73,11 +73,10 @@ class Encoded:
         blocks, size = self.codec.blocks(len(values)), self.codec.block_bytes
         first = at.start // self.codec.block_values
         rows = self._payload[first * size : (first + blocks) * size]
-        if not self.codec.decode_sound(rows, values):
-            try:
-                values.copy_(self.codec.decode(self.codec.admit(rows, blocks))[: len(values)])
-            except RemoteProtocolError:
-                return False
+        try:
+            self.codec.admit(rows, values)
+        except RemoteProtocolError:
+            return False
         return True
 
 
