@@ -17,8 +17,7 @@ from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.tensors.fragments.live import LiveParameters
-from p2p_co2.tensors.fragments.plan import plan_fragments
+from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.exchanged_model import Plan
 from p2p_co2.trainer.fragment_state import FragmentState

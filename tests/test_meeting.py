@@ -36,7 +36,7 @@ from p2p_co2.protocol.wire.messages_pb2 import (
 )
 from p2p_co2.protocol.wire.model_table import MAX_TABLE_BYTES, ModelSummary, Row, check_rows
 from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors.fragments.plan import plan_fragments
+from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.connection import connect
 from p2p_co2.trainer.summary import summarise

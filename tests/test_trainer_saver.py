@@ -24,7 +24,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import checkpoint
 from p2p_co2.tensors.checkpoint import load
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.tensors.fragments.plan import plan_fragments
+from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.trainer import saver as saver_module
 from p2p_co2.trainer.exchanged_model import Plan
 from p2p_co2.trainer.saver import Saver

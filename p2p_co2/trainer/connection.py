@@ -28,8 +28,7 @@ from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import clipped_mean, weighted_mean
 from p2p_co2.tensors.checkpoint import Checkpoint, state_size_bytes
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.tensors.fragments.live import LiveParameters
-from p2p_co2.tensors.fragments.plan import plan_fragments
+from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
 from p2p_co2.trainer.arrival import GATHER_BOUND_S, LISTEN_TO_LISTED_S, Arrival, caught_up

@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.tensors.fragments.live import LiveParameters
-from p2p_co2.tensors.fragments.names import named_parameters
-from p2p_co2.tensors.fragments.plan import FragmentPlan
+from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters
+from p2p_co2.tensors.names import named_parameters
 from p2p_co2.tensors.outer import OuterState
 from p2p_co2.trainer.model_check import Structure
 

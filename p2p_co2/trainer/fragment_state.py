@@ -36,7 +36,7 @@ from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint import Values
 from p2p_co2.tensors.codec import Codec
 from p2p_co2.tensors.codec.base import PIECE_VALUES, pieces
-from p2p_co2.tensors.fragments.large_tensor import large_tensor
+from p2p_co2.tensors.fragments import large_tensor
 from p2p_co2.tensors.outer import Merge, OuterState, StepReport
 from p2p_co2.trainer.kept import (
     Compact,

@@ -28,7 +28,7 @@ from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import Codec, get_codec
 from p2p_co2.tensors.codec.base import PIECE_VALUES, pieces
-from p2p_co2.tensors.fragments.large_tensor import large_tensor
+from p2p_co2.tensors.fragments import large_tensor
 
 _BITS = 15
 """The largest value of a piece is kept as one below 2^_BITS: fp16 ends at 65504."""

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from p2p_co2.errors import ConfigError
-from p2p_co2.tensors.fragments.names import named_buffers, named_parameters, shared_names
+from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names
 
 EXCHANGED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ASKED_OF_AN_OPTIMIZER = ("param_groups", "state", "state_dict", "load_state_dict")

@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.tensors.checkpoint import Checkpoint, InnerOptimizer, Owned
-from p2p_co2.tensors.fragments.live import LiveParameters
-from p2p_co2.tensors.fragments.names import named_modules, named_parameters
-from p2p_co2.tensors.fragments.plan import FragmentPlan
+from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters
+from p2p_co2.tensors.names import named_modules, named_parameters
 
 FAULTS = (
     ArithmeticError, AssertionError, AttributeError, ConfigError, LookupError, MemoryError, OSError,

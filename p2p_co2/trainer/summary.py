@@ -19,8 +19,8 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from p2p_co2.protocol.wire.model_table import VALUES_DIGEST_BYTES, ModelSummary, Row
-from p2p_co2.tensors.fragments.names import named_parameters
-from p2p_co2.tensors.fragments.plan import FragmentPlan
+from p2p_co2.tensors.fragments import FragmentPlan
+from p2p_co2.tensors.names import named_parameters
 from p2p_co2.trainer.model_check import EXCHANGED
 from p2p_co2.trainer.resuming import kept_buffers
 

@@ -34,8 +34,7 @@ from p2p_co2.telemetry.events import Event, MessageRefused
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint import state_size_bytes
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.tensors.fragments.live import LiveParameters
-from p2p_co2.tensors.fragments.plan import plan_fragments
+from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
 from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
