@@ -25,7 +25,8 @@ from p2p_co2.protocol.catchup import CatchUp
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.membership import Membership, MembershipEvent
 from p2p_co2.protocol.rounds import Rounds
-from p2p_co2.protocol.wire.envelope import Unsent, head_of, kind_of, unsent
+from p2p_co2.protocol.wire.envelope import Unsent, head_of, unsent
+from p2p_co2.protocol.wire.kinds import kind_of
 from p2p_co2.protocol.wire.messages_pb2 import Fetch
 from p2p_co2.system.clock import ProcessClock
 

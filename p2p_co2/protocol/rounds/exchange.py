@@ -29,7 +29,7 @@ from p2p_co2.protocol.rounds.owner import (
     send_mean,
 )
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
-from p2p_co2.protocol.wire.bulk import with_data
+from p2p_co2.protocol.wire.envelope import with_data
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Mean, Part, PartOutcome
 from p2p_co2.system.memory import Buffer, large_buffer

@@ -18,7 +18,7 @@ from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import ReduceJob, ReduceWanted, Slice
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
-from p2p_co2.protocol.wire.bulk import with_data
+from p2p_co2.protocol.wire.envelope import with_data
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Contributor, Mean, Part
 from p2p_co2.system.memory import Buffer

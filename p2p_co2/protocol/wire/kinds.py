@@ -41,7 +41,7 @@ class Cost(Enum):
 
 
 class Role(Enum):
-    """What a piece of a round is a piece of: it has ``data``, which lies beside the message (``bulk``)."""
+    """What a piece of a round is a piece of: its ``data`` lies beside the message (``envelope``)."""
 
     SLICE = auto()
     MEAN = auto()
