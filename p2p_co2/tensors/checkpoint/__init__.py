@@ -10,7 +10,6 @@ from p2p_co2.tensors.checkpoint.agreed import (
     swarm_digest,
 )
 from p2p_co2.tensors.checkpoint.folder import (
-    Agreed,
     Checkpoint,
     InnerOptimizer,
     Owned,
@@ -27,7 +26,6 @@ from p2p_co2.tensors.checkpoint.tensorfile import trouble_with
 from p2p_co2.tensors.checkpoint.tree import Said, say
 
 __all__ = [
-    "Agreed",
     "Checkpoint",
     "InnerOptimizer",
     "Owned",
