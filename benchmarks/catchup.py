@@ -49,8 +49,13 @@ from json_workers import answer_of, say, spawn
 from p2p_co2.config import ClockConfig, LimitsConfig, PeerConfig, RunConfig
 from p2p_co2.digest import chunk_digests
 from p2p_co2.node.catchup import CatchupController
-from p2p_co2.protocol.catchup import STATE, CatchUpEvent, DonorRefused, Fetched
 from p2p_co2.protocol.catchup.donor import Donor
+from p2p_co2.protocol.catchup.goals import (
+    STATE,
+    CatchUpEvent,
+    DonorRefused,
+    Fetched,
+)
 from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Chunk
 from p2p_co2.telemetry.events import CaughtUp, Event, FragmentApplied

@@ -12,7 +12,7 @@ import torch
 
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes import Recipe, load_run_recipe
-from p2p_co2.tensors.checkpoint import load_agreed
+from p2p_co2.tensors.checkpoint.folder import load_agreed
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.tensors.names import named_buffers
 

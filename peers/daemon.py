@@ -120,7 +120,7 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> Non
 
 def _look_into_folder(options: JoinOptions) -> None:
     """What would end the peer once it has found the swarm, before it looks for it."""
-    from p2p_co2.tensors.checkpoint import has_checkpoint
+    from p2p_co2.tensors.checkpoint.folder import has_checkpoint
 
     folder = options.config.folder
     FolderLock(folder).release()

@@ -15,9 +15,8 @@ from functools import lru_cache
 from itertools import count
 
 from p2p_co2.digest import chunk_digests, digest_of_chunks
-from p2p_co2.protocol.catchup import (
+from p2p_co2.protocol.catchup.goals import (
     STATE,
-    CatchUp,
     CatchUpEvent,
     CatchUpMessage,
     DonorRefused,
@@ -28,6 +27,7 @@ from p2p_co2.protocol.catchup import (
     Loading,
     Shape,
 )
+from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Chunk

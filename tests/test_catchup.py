@@ -12,21 +12,22 @@ import pytest
 
 from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.catchup import (
+from p2p_co2.protocol.catchup.goals import (
+    EXPORTS_FREE_BYTES,
+    PATIENCE_S,
     ROUND,
     STATE,
-    CatchUp,
     ExportWanted,
     Fetched,
     FetchFailed,
     Goal,
     Shape,
     chunk_bytes_of,
-    chunk_count,
     split_donors,
 )
-from p2p_co2.protocol.catchup.goals import EXPORTS_FREE_BYTES, PATIENCE_S
 from p2p_co2.protocol.catchup.history import HISTORY_BYTES_SHARE, HISTORY_ROUNDS_KEPT
+from p2p_co2.protocol.catchup.machine import CatchUp
+from p2p_co2.protocol.catchup.manifest import chunk_count
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal, Vote

@@ -15,8 +15,14 @@ from p2p_co2.node.agreement import Agreement
 from p2p_co2.node.catchup import CatchupController
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.state import Effects, LocalProgress, PeerState
-from p2p_co2.protocol.catchup import ROUND, STATE, Fetched, FetchFailed, Goal
-from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
+from p2p_co2.protocol.catchup.goals import (
+    LEAST_CHUNK_BYTES,
+    ROUND,
+    STATE,
+    Fetched,
+    FetchFailed,
+    Goal,
+)
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S
 from p2p_co2.protocol.membership import PeerInfo
 from p2p_co2.protocol.rounds import PayloadShape
@@ -33,7 +39,7 @@ from p2p_co2.protocol.wire.messages_pb2 import (
 )
 from p2p_co2.protocol.wire.status import PeerStatus, finished_bits
 from p2p_co2.telemetry.events import CaughtUp, Warned
-from p2p_co2.tensors.checkpoint import state_digest, state_from_bytes, state_view
+from p2p_co2.tensors.checkpoint.agreed import state_digest, state_from_bytes, state_view
 from tests.fuzz.world import STEP_S, Trainer, World, run_virtual
 from tests.round_network import RUN, forged_commit, make_identity
 from tests.test_commits import MEAN, MEMBERS, START, decision_of

@@ -9,7 +9,9 @@ from itertools import count
 
 import pytest
 
-from p2p_co2.protocol.catchup import (
+from p2p_co2.protocol.catchup.goals import (
+    EXPORTS_FREE_BYTES,
+    PATIENCE_S,
     ROUND,
     CatchUpMessage,
     DonorRefused,
@@ -19,7 +21,6 @@ from p2p_co2.protocol.catchup import (
     Shape,
     chunk_bytes_of,
 )
-from p2p_co2.protocol.catchup.goals import EXPORTS_FREE_BYTES, PATIENCE_S
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Decision

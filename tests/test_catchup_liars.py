@@ -9,9 +9,8 @@ from itertools import count
 import pytest
 
 from p2p_co2.digest import chunk_digests
-from p2p_co2.protocol.catchup import (
+from p2p_co2.protocol.catchup.goals import (
     STATE,
-    CatchUp,
     CatchUpMessage,
     DonorRefused,
     ExportWanted,
@@ -19,6 +18,7 @@ from p2p_co2.protocol.catchup import (
     FetchFailed,
     Goal,
 )
+from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal

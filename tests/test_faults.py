@@ -30,7 +30,7 @@ from p2p_co2.telemetry.events import (
     RoundCommitted,
     Warned,
 )
-from p2p_co2.tensors import checkpoint
+from p2p_co2.tensors.checkpoint import folder as checkpoint
 from tests.campaign import START_S, Campaign, choose, paced_run
 
 pytestmark = pytest.mark.swarm

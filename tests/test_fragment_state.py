@@ -20,7 +20,8 @@ from p2p_co2.node.ledger import PartWeights
 from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import reduce_slices, weighted_mean
-from p2p_co2.tensors.checkpoint import Checkpoint, load, save, state_bytes, state_digest
+from p2p_co2.tensors.checkpoint.agreed import state_bytes, state_digest
+from p2p_co2.tensors.checkpoint.folder import Checkpoint, load, save
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer import kept
 from p2p_co2.trainer.fragment_state import FragmentState, Outcome

@@ -152,7 +152,7 @@ def test_refusals_are_counted_by_sender_kind_and_reason() -> None:
     good = Envelope(version=PROTOCOL_VERSION, run=RUN.digest())
     good.fetch.fragment = 77
     padded = Envelope(version=PROTOCOL_VERSION, run=RUN.digest())
-    padded.ping.status.software = "x" * 40_000
+    padded.ping.status.finished = bytes(40_000)
     counted = refused_by_one_node(
         good.SerializeToString, good.SerializeToString, padded.SerializeToString, lambda: b"\xff",
         lambda: bytes(MAX_MESSAGE_BYTES + 1),

@@ -15,7 +15,7 @@ from torch import Tensor
 from p2p_co2.config import OuterConfig
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.checkpoint import state_bytes
+from p2p_co2.tensors.checkpoint.agreed import state_bytes
 from p2p_co2.tensors.codec import get_codec, passes
 from p2p_co2.trainer.kept import Encoded
 

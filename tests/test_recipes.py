@@ -19,7 +19,7 @@ from p2p_co2.recipes import BYTE_GPT, Recipe, load_recipe, load_run_recipe, reci
 from p2p_co2.recipes import corpus as corpora
 from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, next_token_loss
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.checkpoint import Checkpoint, save
+from p2p_co2.tensors.checkpoint.folder import Checkpoint, save
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.trained import Trained
 

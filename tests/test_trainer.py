@@ -27,7 +27,7 @@ from p2p_co2.protocol.schedule import (
 from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.checkpoint import state_digest, state_view
+from p2p_co2.tensors.checkpoint.agreed import state_digest, state_view
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.fragment_state import FragmentState

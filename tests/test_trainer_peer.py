@@ -21,7 +21,7 @@ from p2p_co2.errors import ConfigError, LocalProtocolError
 from p2p_co2.peer_options import listening, peer_config
 from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors.checkpoint import load
+from p2p_co2.tensors.checkpoint.folder import load
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.figures import mean_loss, tokens_of
 from p2p_co2.trainer.network_thread import NetworkThread

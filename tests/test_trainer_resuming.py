@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import (
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.checkpoint import Checkpoint, load, save
+from p2p_co2.tensors.checkpoint.folder import Checkpoint, load, save
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.trainer import resuming
 from p2p_co2.trainer.rates import Rates, base_rates, warming_up

@@ -21,8 +21,8 @@ from p2p_co2.config import PeerConfig
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors import checkpoint
-from p2p_co2.tensors.checkpoint import load
+from p2p_co2.tensors.checkpoint import folder as checkpoint
+from p2p_co2.tensors.checkpoint.folder import load
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.trainer import saver as saver_module

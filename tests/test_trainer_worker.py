@@ -12,7 +12,7 @@ import torch
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.checkpoint import state_bytes
+from p2p_co2.tensors.checkpoint.agreed import state_bytes
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.worker import TensorWorker

@@ -17,7 +17,8 @@ from p2p_co2.node.agreement import Agreement
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, agreed_mean
 from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.state import Effects, PeerState
-from p2p_co2.protocol.catchup import (
+from p2p_co2.protocol.catchup.fetcher import Fetcher
+from p2p_co2.protocol.catchup.goals import (
     ROUND,
     STATE,
     CatchUpEvent,
@@ -28,7 +29,6 @@ from p2p_co2.protocol.catchup import (
     Goal,
     Loading,
 )
-from p2p_co2.protocol.catchup.fetcher import Fetcher
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Move, Why
 from p2p_co2.protocol.rounds import Overheard, PayloadShape, Rounds, open_decision, signers_of
 from p2p_co2.protocol.wire.identity import PeerId

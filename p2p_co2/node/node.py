@@ -33,7 +33,8 @@ from p2p_co2.node.router import Inbox, Router, RouterEvents
 from p2p_co2.node.state import Effects, LocalProgress, PeerState
 from p2p_co2.node.status import Host, StatusWriter, Times
 from p2p_co2.node.swarm_news import SwarmNews
-from p2p_co2.protocol.catchup import CatchUp, Shape, chunk_bytes_of
+from p2p_co2.protocol.catchup.goals import Shape, chunk_bytes_of
+from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.heartbeat import quiet_beat_s
 from p2p_co2.protocol.membership import Joined, Left, Membership
 from p2p_co2.protocol.rounds import Offer, PayloadShape, Rounds

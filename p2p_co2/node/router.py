@@ -23,7 +23,7 @@ from p2p_co2.node.quotas import (
     refused_units,
     useless_units,
 )
-from p2p_co2.protocol.catchup import CatchUp
+from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.rounds import Rounds
 from p2p_co2.protocol.wire.envelope import OTHER_GROUP, Opened, opened

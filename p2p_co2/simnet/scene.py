@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from p2p_co2 import __version__
 from p2p_co2.config import RunConfig
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.protocol.catchup import chunk_bytes_of
+from p2p_co2.protocol.catchup.goals import chunk_bytes_of
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.protocol.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S
 from p2p_co2.protocol.wire.envelope import Opened

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from p2p_co2.digest import digest
-from p2p_co2.tensors.checkpoint import trouble_with
+from p2p_co2.tensors.checkpoint.tensorfile import trouble_with
 from p2p_co2.trainer.resuming import kept_buffers
 
 RUNNING = ("running_mean", "running_var")

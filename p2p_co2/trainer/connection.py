@@ -23,10 +23,11 @@ from p2p_co2.node.node import Node
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.system.memory import return_large_blocks
 from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors import checkpoint as checkpoints
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import clipped_mean, weighted_mean
-from p2p_co2.tensors.checkpoint import Checkpoint, state_size_bytes
+from p2p_co2.tensors.checkpoint import folder as checkpoints
+from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
+from p2p_co2.tensors.checkpoint.folder import Checkpoint
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.ticket import Ticket

@@ -19,7 +19,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
 from p2p_co2.system.governor import Governor
 from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors.checkpoint import swarm_digest
+from p2p_co2.tensors.checkpoint.agreed import swarm_digest
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
 from p2p_co2.trainer.figures import loss_of, tokens_of
 from p2p_co2.trainer.network_thread import NetworkThread

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.tensors.checkpoint import Checkpoint, InnerOptimizer, Owned
+from p2p_co2.tensors.checkpoint.folder import Checkpoint, InnerOptimizer, Owned
 from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters
 from p2p_co2.tensors.names import named_modules, named_parameters
 

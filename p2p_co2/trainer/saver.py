@@ -31,7 +31,9 @@ from torch import Tensor
 from p2p_co2.config import CHECKPOINT_BYTES_PER_DAY, CHECKPOINT_LEAST_S, DAY_S
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors.checkpoint import Checkpoint, Said, Saving, parts, say, trouble_with
+from p2p_co2.tensors.checkpoint.folder import Checkpoint, Saving, parts
+from p2p_co2.tensors.checkpoint.tensorfile import trouble_with
+from p2p_co2.tensors.checkpoint.tree import Said, say
 from p2p_co2.tensors.fragments import LiveParameters, large_tensor
 from p2p_co2.trainer.exchanged_model import Plan
 from p2p_co2.trainer.resuming import FAULTS, inner_of, kept_buffers, trained_parameters

@@ -19,10 +19,16 @@ from torch import Tensor
 
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced, SliceRefused
-from p2p_co2.protocol.catchup import chunk_bytes_of
+from p2p_co2.protocol.catchup.goals import chunk_bytes_of
 from p2p_co2.system.memory import Buffer, Joined, return_holes
 from p2p_co2.tensors.aggregation import HostileSlice, Rule, reduce_slices, weighted_mean
-from p2p_co2.tensors.checkpoint import Values, state_digest, state_from_bytes, state_size_bytes, state_view
+from p2p_co2.tensors.checkpoint.agreed import (
+    state_digest,
+    state_from_bytes,
+    state_size_bytes,
+    state_view,
+)
+from p2p_co2.tensors.checkpoint.folder import Values
 from p2p_co2.tensors.codec import Codec
 from p2p_co2.tensors.outer import OuterState
 from p2p_co2.trainer.fragment_state import EncodedOffer, FragmentState, Outcome

@@ -21,10 +21,9 @@ from p2p_co2.digest import digest_of_chunks
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.links import MAX_SERVED_BYTES
 from p2p_co2.node.router import Inbox, Router, RouterEvents
-from p2p_co2.protocol.catchup import (
+from p2p_co2.protocol.catchup.goals import (
     ROUND,
     STATE,
-    CatchUp,
     DonorRefused,
     ExportWanted,
     Fetched,
@@ -32,6 +31,7 @@ from p2p_co2.protocol.catchup import (
     Goal,
     Shape,
 )
+from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.rounds import (
     Committed,

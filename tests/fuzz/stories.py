@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from p2p_co2.protocol.catchup import ROUND, STATE
+from p2p_co2.protocol.catchup.goals import ROUND, STATE
 from p2p_co2.protocol.rounds.gathering import behind_message
 from p2p_co2.protocol.wire.messages_pb2 import AskOutcome, Envelope, Listen, ModelRow, ModelTable, RoundKey
 from tests.fuzz.bench import Bench, Together, envelope

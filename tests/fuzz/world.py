@@ -32,7 +32,7 @@ from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.telemetry.events import Event, MessageRefused
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.checkpoint import state_size_bytes
+from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan

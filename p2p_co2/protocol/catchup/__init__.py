@@ -8,39 +8,3 @@ Laws: nothing is allocated on a donor's word (sizes must equal what this peer co
 wrong chunk never reaches the caller; every wait has a timer; a donor that is silent, refuses or lies is
 replaced and what the others gave is kept. What a donor holds for others is bounded: ``history``, ``donor``.
 """
-
-from p2p_co2.protocol.catchup.goals import (
-    ROUND,
-    STATE,
-    CatchUpEvent,
-    CatchUpMessage,
-    DonorRefused,
-    ExportWanted,
-    Fetched,
-    FetchFailed,
-    Goal,
-    Loading,
-    Shape,
-    chunk_bytes_of,
-    split_donors,
-)
-from p2p_co2.protocol.catchup.machine import CatchUp
-from p2p_co2.protocol.catchup.manifest import chunk_count
-
-__all__ = [
-    "ROUND",
-    "STATE",
-    "CatchUp",
-    "CatchUpEvent",
-    "CatchUpMessage",
-    "DonorRefused",
-    "ExportWanted",
-    "FetchFailed",
-    "Fetched",
-    "Goal",
-    "Loading",
-    "Shape",
-    "chunk_bytes_of",
-    "chunk_count",
-    "split_donors",
-]
