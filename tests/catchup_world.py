@@ -118,10 +118,12 @@ class World:
             self._take_all()
 
     def _take_all(self) -> None:
+        has_exported = False
         for peer, machine in self.machines.items():
             while (event := machine.next_event()) is not None:
                 if isinstance(event, ExportWanted):
                     self._export(machine, event.fragment, self.versions[peer])
+                    has_exported = True
                 elif isinstance(event, Loading):
                     self.told.append((self.now, event))
                 elif peer == LATE:
@@ -130,15 +132,15 @@ class World:
                 self.sent.append((peer, message))
                 changed = self.tamper(peer, message)
                 if changed is not None and receiver in self.machines:
-                    self._send(peer, receiver, changed)
-        if any(machine.donor._waiting for machine in self.machines.values()):
+                    self.send(peer, receiver, changed)
+        if has_exported:
             self._take_all()
 
     def _export(self, machine: CatchUp, fragment: int, version: int) -> None:
         data = state_of(fragment, version)[-self.shape.state_bytes[fragment] :]
         export(machine, fragment, version, data, self.now)
 
-    def _send(self, sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:
+    def send(self, sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:
         arrives_at = self.now + self.latency_s
         if isinstance(message, Chunk):  # small messages overtake them, as in the node's lanes
             self.free_at[sender] = (
