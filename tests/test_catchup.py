@@ -336,6 +336,13 @@ def test_what_does_not_exist_is_refused() -> None:
         machine.receive(Fetch(what=ROUND, fragment=1, version=1, want_chunk=True, chunk=5), LATE, 1.0)
 
 
+def test_an_answer_that_was_not_asked_for_is_ignored() -> None:
+    machine = World(donors=1).machines[LATE]
+    machine.receive(Chunk(request=5, fragment=0, chunk=1, data=b"x"), D1, 1.0)
+    machine.receive(Manifest(request=5, fragment=0), D1, 1.0)
+    assert machine.next_event() is None
+
+
 def test_fragments_start_with_different_donors() -> None:
     peers = [PeerId(name) for name in "abc"]
     assert [split_donors(peers, fragment)[0] for fragment in range(4)] == ["a", "b", "c", "a"]

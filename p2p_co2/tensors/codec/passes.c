@@ -26,7 +26,7 @@ enum codec { FP16 = 0, INT8 = 1, INT4 = 2, E3M0 = 3 };
 #define EIGHTS (BLOCK / 8)
 #define INT8_BYTES (BLOCK + 4)
 #define FOURBIT_BYTES (BLOCK / 2 + 4) /* the last four are a scale: int4's and its bias, fp16; e3m0's, fp32 */
-#define LARGEST_INT4_SCALE 8188.0f /* this and the next are int4.py's */
+#define LARGEST_INT4_SCALE 8188.0f /* this and the next are fourbit.py's */
 #define INT4_ROUNDER (0x1.8p23f + 8.0f)
 #define SMALLEST_HALF 0x1p-24f
 /* From this many blocks on (16 MiB of values) the result does not stay in a cache anyway: it goes past the
