@@ -154,50 +154,50 @@ class Candidates:
         }
 
 
+@dataclass
+class Gone:
+    """A peer that was live. ``is_silent``: its link did not break, so it may be suspended."""
+
+    at: float
+    with_word: bool
+    is_silent: bool = False
+
+
 class Departed:
-    """Peers that were live, when they went, and whether with a word."""
+    """Peers that were live, when they went, and whether with a word; the last ones at the end."""
 
     def __init__(self) -> None:
-        self._gone: dict[PeerId, tuple[float, bool]] = {}
-        """The last ones at the end."""
-        self._silent: set[PeerId] = set()
-        """Those of them whose links did not break: they may be suspended."""
+        self._gone: dict[PeerId, Gone] = {}
 
-    def went(self, peer: PeerId, now: float, with_word: bool) -> None:
-        self._gone[peer] = now, with_word  # who is live is not in it: it comes to its end
+    def went(self, peer: PeerId, now: float, with_word: bool, is_silent: bool = False) -> None:
+        self._gone[peer] = Gone(now, with_word, is_silent)  # who is live is not in it: it comes to its end
         if len(self._gone) > MAX_PEERS:
-            oldest = next(iter(self._gone))
-            del self._gone[oldest]
-            self._silent.discard(oldest)
-
-    def fell_silent(self, peer: PeerId) -> None:
-        self._silent.add(peer)
+            del self._gone[next(iter(self._gone))]
 
     def came_back(self, peer: PeerId) -> None:
         self._gone.pop(peer, None)
-        self._silent.discard(peer)
 
     def say_goodbye(self, peer: PeerId) -> bool:
         """Its word came after its link broke; whether it had gone."""
-        self._silent.discard(peer)
-        if peer in self._gone:
-            self._gone[peer] = self._gone[peer][0], True
-        return peer in self._gone
+        if (gone := self._gone.get(peer)) is not None:
+            gone.with_word, gone.is_silent = True, False
+        return gone is not None
 
     def has_said_goodbye(self, peer: PeerId) -> bool:
-        return self._gone.get(peer, (0.0, False))[1]
+        return (gone := self._gone.get(peer)) is not None and gone.with_word
 
     def listed(self, peers: Collection[PeerId]) -> None:
         """Who fell silent may only be suspended as long as the DHT lists it."""
-        self._silent &= set(peers)
+        for peer, gone in self._gone.items():
+            gone.is_silent &= peer in peers
 
     def is_cut_off(self, live: int, now: float) -> bool:
         """Whether more peers went without a word of late than are ``live``, or went with those that said
         goodbye. Those that fell silent, and are listed, went of late however long ago that is."""
-        for peer, (at, _) in list(self._gone.items()):
-            if now - at > CUT_OFF_S and peer not in self._silent:
+        for peer, gone in list(self._gone.items()):
+            if now - gone.at > CUT_OFF_S and not gone.is_silent:
                 del self._gone[peer]
-        goodbyes = sum(with_word for _, with_word in self._gone.values())
+        goodbyes = sum(gone.with_word for gone in self._gone.values())
         return len(self._gone) - goodbyes > live + BROKEN_PER_GOODBYE * goodbyes
 
 
@@ -405,8 +405,7 @@ class Membership:
         for peer, info in list(self.live.items()):
             silent_s = now - info.heard_at
             if silent_s > SILENCE_FLOOR_S and silent_s > max(info.silence_limit_s, 4.0 * quick_s):
-                self._lose(peer, f"silent for {silent_s:.0f} s", now)
-                self.departed.fell_silent(peer)
+                self._lose(peer, f"silent for {silent_s:.0f} s", now, is_silent=True)
             elif now - info.answered_us_at > measure_every_s(beat_s):
                 asked.append(peer)
             elif now - info.told_at > TOLD_LATELY * beat_s:
@@ -424,14 +423,14 @@ class Membership:
             if (info := self.live.get(peer)) is not None:
                 info.told_at = now
 
-    def _lose(self, peer: PeerId, reason: str, now: float) -> None:
+    def _lose(self, peer: PeerId, reason: str, now: float, is_silent: bool = False) -> None:
         """It went without a word."""
-        self._drop(peer, reason, now, with_word=False)
+        self._drop(peer, reason, now, with_word=False, is_silent=is_silent)
         self.candidates.revisit(peer, now)
 
-    def _drop(self, peer: PeerId, reason: str, now: float, with_word: bool) -> None:
+    def _drop(self, peer: PeerId, reason: str, now: float, with_word: bool, is_silent: bool = False) -> None:
         if self.live.pop(peer, None) is not None:
-            self.departed.went(peer, now, with_word)
+            self.departed.went(peer, now, with_word, is_silent)
             self.revision += 1
             self.restarted.add(peer)  # if it is back before anybody has heard that it was gone
             self._events.append(Left(peer, reason))
