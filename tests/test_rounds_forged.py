@@ -259,7 +259,7 @@ def fill(message: Message, chance: random.Random, strings: list[str], blobs: lis
 
 HEARD: list[type[Message]] = [
     wire.Ready, wire.Waiting, wire.Begin, wire.Part, wire.Mean, wire.Result, wire.Decision,
-    wire.AskOutcome, wire.Behind, wire.Listen,
+    wire.AskOutcome, wire.Behind,
 ]  # fmt: skip
 
 

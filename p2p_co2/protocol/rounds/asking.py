@@ -71,10 +71,10 @@ class Asking:
         if self._sent_on >= TRIES:  # it trains no more, says it, and we have not heard so
             self._ask_next(now)
 
-    def round_began(self, attempt: Attempt, now: float) -> None:
-        """We hear ``attempt``. If it is at our round, it is waited for: given up before it is decided, all
-        that was heard of it would be fetched."""
-        if attempt.round == self.offer.round:
+    def began_without_us(self, attempt: Attempt, now: float) -> None:
+        """The round that one we asked has begun is waited for: what it commits is where we go on."""
+        mine = self.offer.round, self.offer.state_digest
+        if (attempt.round, attempt.state_digest) == mine and attempt.coordinator in self.asked:
             decided_at = min(now + attempt.result_within_s, self._began_at + self._swarm.shape.round_cap_s)
             self._give_up_at = max(self._give_up_at, decided_at + bounds.GRACE_S)
 

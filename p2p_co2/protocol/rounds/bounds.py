@@ -29,12 +29,6 @@ MAX_GENERATION = 3
 OFFER_ID_BYTES = 8
 MAX_ASKED = 4
 """Coordinators asked for one round before the offer is given up."""
-MAX_LISTENERS, MEMBERS_PER_LISTENER = 4, 4
-"""Peers that an owner sends its means to beside the members: one for so many members, at least one; others
-fetch the round."""
-MAX_HEARD = 4
-"""Attempts at one round that a peer asks to hear: each asks all owners, and whoever coordinates may begin as
-many as it likes."""
 AHEAD_AT_MOST = 4
 """Versions that one peer may be ahead of what the last heartbeats of most peers said."""
 MAX_UPLOAD_BYTES_PER_S = 1e12

@@ -21,12 +21,12 @@ from p2p_co2.protocol.rounds.history import History
 from p2p_co2.protocol.rounds.roster import Roster
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Begin, Decision, Listen, Outcome, Ready, Waiting
+from p2p_co2.protocol.wire.messages_pb2 import Begin, Decision, Outcome, Ready, Waiting
 
 Place = tuple[int, int]
 """(fragment, round)"""
 BEGUN_KEPT = 2
-"""Of one fragment: BEGIN is repeated to members that missed it, and told to those that listen."""
+"""Of one fragment: BEGIN is repeated to those that missed it."""
 
 
 @dataclass
@@ -145,7 +145,7 @@ class Coordination:
 
     def _answer_begun(self, place: Place, message: Ready, sender: PeerId, now: float) -> bool:
         """A READY for a round that we began: BEGIN again to a member that missed it, and to one that is too
-        late, which may listen. A member that is ready anew says that the attempt is over."""
+        late and waits for its end. A member that is ready anew says that the attempt is over."""
         begun = self._begun.get(place)
         if begun is None:
             return False
@@ -160,25 +160,16 @@ class Coordination:
             self._history[place[0]].arrived(place[1], now)
             self._swarm.readies.came(sender)
         begun.late.add(sender)
-        self._let_listen(begun, message.state_digest, sender, now)
-        within_s = begun.left(now).result_within_s
+        left = begun.left(now)
+        if message.state_digest == left.state_digest:
+            self._outlet.send(sender, left)
+        within_s = left.result_within_s
         if within_s <= 0 and self._joined_until(place) is None:
             del self._begun[place]
             return False
         waiting = Waiting(fragment=place[0], round=place[1], begins_within_s=max(bounds.SOON_S, within_s))
         self._outlet.send(sender, waiting)
         return True
-
-    def on_listen(self, message: Listen, sender: PeerId, now: float) -> None:
-        """A peer wants to hear a round that it is not in, if it has begun."""
-        begun = self._begun.get((message.key.fragment, message.key.round))
-        if begun is not None:
-            self._let_listen(begun, message.state_digest, sender, now)
-
-    def _let_listen(self, begun: _Begun, state_digest: bytes, peer: PeerId, now: float) -> None:
-        """Tell ``peer``, which is too late, who owns what. A member knows."""
-        if not begun.is_member(peer) and state_digest == begun.begin.state_digest:
-            self._outlet.send(peer, begun.left(now))
 
     def _is_elsewhere(self, place: Place, peers: Iterable[PeerId], now: float) -> bool:
         """Whether an attempt of the round has committed or we are in one; ``peers``, who asked, are told."""
@@ -232,8 +223,7 @@ class Coordination:
         self._begun[place] = begun
         for old in [key for key in self._begun if key[0] == place[0]][:-BEGUN_KEPT]:
             del self._begun[old]
-        waited_s = now - gathering.first_at
-        self._outlet.emit(Began(*place, group, waited_s, gathering.deadline_s, begin.parts_within_s))
+        self._outlet.emit(Began(*place, group))
         for peer in group:
             self._outlet.send(peer, begin)
 

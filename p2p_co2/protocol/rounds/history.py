@@ -21,6 +21,11 @@ def _workers(outcome: Outcome) -> frozenset[str]:
     return frozenset(one.peer for part in outcome.parts for one in part.contributors)
 
 
+def is_in_all(outcome: Outcome, me: PeerId) -> bool:
+    """Whether a slice of ours is in every part of a committed mean."""
+    return all(any(one.peer == me for one in part.contributors) for part in outcome.parts)
+
+
 class History:
     """The last ``KEEP_DECISIONS`` commits of one fragment, and the attempts that ended."""
 
@@ -73,11 +78,8 @@ class History:
         self._left.extend(later)
 
     def join(self, round_: int, attempt: bytes, offer_id: bytes) -> None:
-        """We are in an attempt, and not alone, or somebody listens: what we offer there may be counted,
-        whatever we hear of it."""
-        joined = (round_, attempt, offer_id)
-        if joined not in self._joined:  # each of those that listen calls this
-            self._joined.append(joined)
+        """We are in an attempt, and not alone: what we offer there may be counted, whatever we hear of it."""
+        self._joined.append((round_, attempt, offer_id))
 
     def was_elsewhere(self, outcome: Outcome) -> bool:
         """Whether we were in another attempt at the round of a commit."""
@@ -89,9 +91,8 @@ class History:
         heard of it, or all that we offered last is in it. (Earlier offers for its round held no more.)"""
         offered = [offer_id for round_, _, offer_id in self._joined if round_ == outcome.key.round]
         asked = next((member.offer_id for member in outcome.members if member.peer == me), None)
-        is_whole = all(any(one.peer == me for one in part.contributors) for part in outcome.parts)
         is_known = self.commit(outcome.key.round) is not None
-        return is_known or (bool(offered) and is_whole and asked == offered[-1])
+        return is_known or (bool(offered) and is_in_all(outcome, me) and asked == offered[-1])
 
     def forget(self, round_: int) -> None:
         """Drop a commit and all after it: its bytes are nowhere to be had, or it is of another history."""

@@ -46,7 +46,7 @@ from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.system.memory import Buffer
 
-_Keyed = wire.Begin | wire.Part | wire.Mean | wire.Result | wire.Listen | wire.AskOutcome
+_Keyed = wire.Begin | wire.Part | wire.Mean | wire.Result | wire.AskOutcome
 
 
 class Rounds:
@@ -292,8 +292,6 @@ class Rounds:
                 self._keyed(message).on_result(message, sender, now)
             case wire.AskOutcome():
                 self._keyed(message).on_ask(message, sender)
-            case wire.Listen():
-                self._on_listen(message, sender, now)
             case wire.Decision():
                 outcome = open_decision(message, self._run, self._shape)
                 self._fragments[outcome.key.fragment].on_decision(message, outcome, sender, now)
@@ -307,12 +305,3 @@ class Rounds:
 
     def _keyed(self, message: _Keyed) -> FragmentRounds:
         return self._fragments[read_key(message.key, self._shape)[0]]
-
-    def _on_listen(self, message: wire.Listen, sender: PeerId, now: float) -> None:
-        check_place(message.key.fragment, message.key.round, self._shape)
-        if not self._swarm.is_live(sender):
-            raise RemoteProtocolError("unknown peer", "LISTEN")
-        if not message.key.attempt:
-            self._coordination.on_listen(message, sender, now)
-        else:
-            self._keyed(message).on_listen(message, sender)

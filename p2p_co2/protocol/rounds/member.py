@@ -104,7 +104,6 @@ class Member:
                 self._tell_lost(now)
         if self._settle_lost(now):
             self._tell_lost(now)
-        self.exchange.play()
         if self._ballot.leading() and self.certificate is None:
             self.certificate = self._ballot.certificate(self._outcome) if self._outcome else None
             if self.certificate is None and self._again_s > SPEAK_S:  # others have it: ask soon
