@@ -31,39 +31,6 @@ from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.protocol.wire.messages_pb2 import Begin, Behind, Member, PartSpec, Ready, RoundKey, Waiting
 
-SENT_ON_AFTER_S = 2.0
-"""Who does not come first, by what it hears, and does not have most after so long sends on those who are
-ready: two with half of them each would wait for as long as they promised."""
-
-
-class Referral:
-    """Which of those that are ready were told to look who comes first: each once, it may not hear what we
-    hear."""
-
-    def __init__(self, roster: Roster, now: float) -> None:
-        self.looks_at = now + SENT_ON_AFTER_S
-        self.has_looked = False
-        self._roster = roster
-        self._sent: set[PeerId] = set()
-        self._had_most = False
-        """Since somebody was sent on."""
-
-    def send(self, peers: set[PeerId], now: float) -> list[PeerId]:
-        """Those of ``peers`` that are to be sent on now."""
-        left = sorted(peers - self._sent) if now >= self.looks_at else []
-        if not left or not self._roster.is_second(now):
-            return []
-        self._had_most = False
-        self._sent.update(left)
-        return left
-
-    def kept(self) -> list[PeerId]:
-        """Where most are here by now, those who were sent on stay: they would go in a moment."""
-        if not self._sent or self._had_most or not self._roster.has_most():
-            return []
-        self._had_most = True
-        return sorted(self._sent & self._roster.readies.keys())
-
 
 class Gathering:
     """The READYs of one round, from the first to BEGIN or abort. ``adaptive_s``: how long the others are
@@ -81,7 +48,6 @@ class Gathering:
         """Peers one round behind that are worth waiting for."""
         self.give_up_at = now + max(adaptive_s, bounds.GATHER_CAP_S)
         self._is_overdue = self._awaits_most = False
-        self._referral = Referral(roster, now)
         self._least_s = gather_least_s(cap_s, swarm.my_step_s())
         self._enough_at: float | None = None
         """Since when those who are ready may begin."""
@@ -91,22 +57,9 @@ class Gathering:
         self.roster.readies[sender] = message
         if self._enough_at is None and not self.shortage(now):
             self._enough_at = now
-        if self._referral.send({sender}, now):
-            self._tell_waiting(sender, 0.0)
-        else:
-            self._promise(sender, now)
-        self._keep_most(now)
-
-    def _keep_most(self, now: float) -> None:
-        for peer in self._referral.kept():
-            self._promise(peer, now)
-
-    def _promise(self, peer: PeerId, now: float) -> None:
-        self._tell_waiting(peer, max(bounds.SOON_S, self._next_at() - now))
-
-    def _tell_waiting(self, peer: PeerId, within_s: float) -> None:
-        fragment, round_ = self.roster.fragment, self.roster.round
-        self._outlet.send(peer, Waiting(fragment=fragment, round=round_, begins_within_s=within_s))
+        fragment, round_, within_s = self.roster.fragment, self.roster.round, self.get_timer() - now
+        receipt = Waiting(fragment=fragment, round=round_, begins_within_s=max(bounds.SOON_S, within_s))
+        self._outlet.send(sender, receipt)
 
     def shortage(self, now: float) -> str:
         """Why no round may begin; empty if one may."""
@@ -130,10 +83,6 @@ class Gathering:
         return self.first_at + min(bounds.GATHER_CAP_S, period_s or bounds.GATHER_CAP_S)
 
     def get_timer(self) -> float:
-        next_at = self._next_at()
-        return next_at if self._referral.has_looked else min(next_at, self._referral.looks_at)
-
-    def _next_at(self) -> float:
         """The deadline; once that has passed without a majority, the end of all patience."""
         if not self._is_overdue:
             return self.close_at
@@ -149,20 +98,9 @@ class Gathering:
         return 0.0 if self._enough_at is None else self._enough_at + self._least_s
 
     def may_close(self, moved: frozenset[PeerId], now: float) -> bool:
-        """Whether to begin, or to give up; if neither, who is ready may be sent on. ``moved``: peers known to
-        have reached ``round - 1``."""
-        if self._is_over(moved, now):
-            return True
-        if now >= self._referral.looks_at:
-            self._referral.has_looked = True
-            for peer in self._referral.send(set(self.roster.readies), now):
-                self._tell_waiting(peer, 0.0)
-        self._keep_most(now)
-        return False
-
-    def _is_over(self, moved: frozenset[PeerId], now: float) -> bool:
-        """As ``may_close``. A majority that is missing is waited for up to the cap: an abort
-        would cost the early ones a whole round, and waiting costs nobody a training step."""
+        """Whether to begin, or to give up. ``moved``: peers known to have reached ``round - 1``. A majority
+        that is missing is waited for up to the cap: an abort would cost the early ones a whole round, and
+        waiting costs nobody a training step."""
         if self.roster.is_too_late():
             return True
         self._look_behind(moved)

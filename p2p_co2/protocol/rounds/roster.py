@@ -58,15 +58,6 @@ class Roster:
         """Whether ``peer`` says that it has made this round."""
         return (self._swarm.version_of(peer, self.fragment) or 0) >= self.round
 
-    def has_most(self) -> bool:
-        return 2 * len(self.heard()) > len(self.live())
-
-    def is_second(self, now: float) -> bool:
-        """Whether most are missing and another one comes first, who is heard."""
-        order = self._swarm.to_ask(self.fragment, self.round, now)
-        is_other = bool(order) and order[0] != self._swarm.me and not self._swarm.is_missed(order[0])
-        return is_other and not self.has_most()
-
     def is_too_late(self) -> bool:
         """Whether too many are done with the fragment for another round of it."""
         done = set(self._swarm.done_with(self.fragment)) - self.readies.keys()
