@@ -91,8 +91,8 @@ def seasoned() -> Rounds:
     cadence = machine._coordination.cadences[0]
     for round_ in range(1, 5):
         cadence.committed(round_, 2.0 * round_)
-        machine._coordination._history[0].arrived(round_ + 10, 2.0 * round_)
-        machine._coordination._history[0].arrived(round_ + 10, 2.0 * round_ + 0.01)
+        machine._coordination._readies[0].arrived(round_ + 10, 2.0 * round_)
+        machine._coordination._readies[0].arrived(round_ + 10, 2.0 * round_ + 0.01)
     return machine
 
 

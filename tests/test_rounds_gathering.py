@@ -176,54 +176,6 @@ def test_a_version_beyond_what_most_peers_say_is_refused_and_another_coordinator
     assert event.version == limits.AHEAD_AT_MOST
 
 
-def test_three_histories_without_a_majority_become_one() -> None:
-    net = Network(3)
-    for name in net.names[1:]:
-        net.set_state(name, 0, 0, hashlib.sha256(name.encode()).digest())
-    net.keep_offering(period_s=1.0)
-    net.run(60.0)
-    net.stop_offering()
-    net.run(10.0)
-    assert len({peer.states[0] for peer in net.peers.values()}) == 1
-    assert net.peers[net.names[0]].version >= 10
-
-
-@pytest.mark.parametrize("past", [0, 1])
-def test_several_histories_become_one_as_soon_as_nobody_can_come_who_would_make_one_of_them_a_majority(
-    past: int,
-) -> None:
-    """All waited half a minute for one another, of which each was there with a state of its own; or
-    (``past``) for one that had made the round alone."""
-    net = Network(3 + past)
-    names = coordination_order(net.names, 0, 1)
-    ahead = names[3:]
-    for name in names:
-        net.set_state(name, 0, int(name in ahead), hashlib.sha256(name.encode()).digest())
-    views = {name: PeerView(1e6, True, (int(name in ahead),)) for name in names}
-    for name in names:
-        net.peers[name].machine.set_peers(views, net.now)
-    for name in names[:3]:
-        net.offer(name)
-    net.run(limits.GATHER_DEFAULT_S + 1.0)
-    told = [message for _, _, message in net.sent if isinstance(message, wire.Behind)]
-    assert len(told) == 2
-    assert {tuple(message.donors) for message in told} == {(names[0],)}
-
-
-def test_several_histories_become_one_where_no_two_are_ready_within_the_deadline() -> None:
-    """Each was told at the deadline, alone, that no round could begin, and offered again, and was alone
-    again: 225 aborts in five minutes."""
-    net = Network(3, shape=PayloadShape(8, (16,), round_s=4.0))
-    for name in net.names:
-        net.set_state(name, 0, 2, hashlib.sha256(name.encode()).digest())
-    views = {name: PeerView(1e6, True, (2,), digests=(net.peers[name].states[0][1],)) for name in net.names}
-    for index, name in enumerate(net.names):
-        net.peers[name].machine.set_peers(views, net.now)
-        net.at(net.now + 1.3 * index, lambda name=name: net._offer_again(name, 4.0))  # type: ignore[misc]
-    net.run(limits.GATHER_CAP_S + 2.0)
-    assert len({peer.states[0] for peer in net.peers.values()}) == 1
-
-
 def test_a_majority_that_may_still_come_is_waited_for() -> None:
     net = Network(5)
     names = coordination_order(net.names, 0, 1)

@@ -36,7 +36,7 @@ class Asking:
         self._began_at = self._sent_at = self._timer_at = now
         self._give_up_at = now + bounds.READY_CAP_S
         self._tries = 0
-        """How often in a row the present one was asked, and has not answered."""
+        """How often in a row the present one was asked, and has promised nothing."""
         self._in_vain: set[PeerId] = set()
         """Those that were asked and begin nothing: they are not asked again."""
         self._known: frozenset[PeerId] = frozenset()
@@ -64,10 +64,9 @@ class Asking:
             return
         if self._tries == 1:
             self._receipts.add(now - self._sent_at)
-        self._tries = 0
+        if message.begins_within_s:  # else we shall hear that it trains no more, or have asked it in vain
+            self._tries = 0
         self._timer_at = now + message.begins_within_s + bounds.GRACE_S
-        if not message.begins_within_s:
-            self._ask_another(now)
 
     def began_without_us(self, attempt: Attempt, now: float) -> None:
         """The round that one we asked has begun is waited for: what it commits is where we go on."""
@@ -94,7 +93,8 @@ class Asking:
         """A coordinator sends us where nobody is: ask the next one."""
         self._swarm.failed(sender, self.offer.fragment, why, now)
         if sender == self.asked[-1]:
-            self._ask_another(now)
+            self._in_vain.add(sender)
+            self._ask_next(now)
 
     def poke(self, now: float) -> None:
         """Pieces of a round that we know nothing of came in: our BEGIN may be lost, so ask again soon."""
@@ -131,11 +131,6 @@ class Asking:
                 self._send(now)
             else:
                 self.mistrust(self.asked[-1], "it gave no answer when it was to coordinate", now)
-
-    def _ask_another(self, now: float) -> None:
-        """The present one begins nothing."""
-        self._in_vain.add(self.asked[-1])
-        self._ask_next(now)
 
     def _ask_next(self, now: float, is_retry: bool = False) -> None:
         order = self._swarm.to_ask(self.offer.fragment, self.offer.round, now)

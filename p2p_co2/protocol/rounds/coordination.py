@@ -8,7 +8,7 @@ sender occupies one gathering for each fragment, so what is held is bounded by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from p2p_co2.errors import RemoteProtocolError
@@ -21,7 +21,7 @@ from p2p_co2.protocol.rounds.history import History
 from p2p_co2.protocol.rounds.roster import Roster
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Begin, Decision, Outcome, Ready, Waiting
+from p2p_co2.protocol.wire.messages_pb2 import Begin, Ready, Waiting
 
 Place = tuple[int, int]
 """(fragment, round)"""
@@ -52,31 +52,28 @@ class _Begun:
 
 
 class Coordination:
-    """The coordinator's side of all fragments. ``known(place)``: the commit of a round that we have heard of;
-    ``joined_until(place)``: when to look again at an attempt of a round that we are in, None if in none."""
+    """The coordinator's side of all fragments. ``histories``: by fragment; ``joined_until(place)``: when to
+    look again at an attempt of a round that we are in, None if in none."""
 
     def __init__(
-        self, swarm: Swarm, outlet: Outlet, fragments: int,
-        known: Callable[[Place], tuple[Decision, Outcome] | None],
+        self, swarm: Swarm, outlet: Outlet, histories: Sequence[History],
         joined_until: Callable[[Place], float | None],
     ) -> None:  # fmt: skip
         self._swarm, self._outlet = swarm, outlet
         self._gatherings: dict[Place, Gathering] = {}
         self._begun: dict[Place, _Begun] = {}
-        self._history = [ReadyHistory() for _ in range(fragments)]
-        self.observed = [Durations() for _ in range(fragments)]
+        self._histories = histories
+        self._readies = [ReadyHistory() for _ in histories]
+        self.observed = [Durations() for _ in histories]
         """Per fragment, from BEGIN to the last slice, as the parts that we own have seen it."""
         share = bounds.GATHER_SHARE_BY_STEPS if swarm.shape.counts_steps else bounds.GATHER_SHARE
-        self.cadences = [Cadence(swarm.shape.round_s, share) for _ in range(fragments)]
-        self._moved: list[tuple[int, frozenset[PeerId]]] = [(0, frozenset())] * fragments
+        self.cadences = [Cadence(swarm.shape.round_s, share) for _ in histories]
         self._counter = 0
-        self._known, self._joined_until = known, joined_until
+        self._joined_until = joined_until
 
     # ---- READYs
 
-    def on_ready(
-        self, message: Ready, sender: PeerId, history: History, mine: tuple[int | None, bytes], now: float
-    ) -> None:
+    def on_ready(self, message: Ready, sender: PeerId, mine: tuple[int | None, bytes], now: float) -> None:
         """A peer wants to be in a round. ``mine`` is our own version and digest. Raises
         ``RemoteProtocolError``."""
         check_ready(message, self._swarm.shape)
@@ -86,7 +83,7 @@ class Coordination:
         if message.withdrawn:
             self.withdraw(place, sender)
             return
-        if self._answer_decided(message, sender, history, mine):
+        if self._answer_decided(message, sender, mine):
             return
         if self._answer_begun(place, message, sender, now) or self._is_elsewhere(place, [sender], now):
             return
@@ -95,19 +92,15 @@ class Coordination:
             return
         for other in [key for key in self._gatherings if key[0] == message.fragment and key != place]:
             self.withdraw(other, sender)
-        before = history.commit(message.round - 1)
-        if before is not None:
-            members = frozenset(PeerId(member.peer) for member in before[1].members)
-            self._moved[message.fragment] = message.round - 1, members
         gathering = self._gathering(place, now)
         if sender not in gathering.roster.readies:
-            self._history[place[0]].arrived(place[1], now)
+            self._readies[place[0]].arrived(place[1], now)
         gathering.ready(message, sender, now)
 
     def _gathering(self, place: Place, now: float) -> Gathering:
         known = self._gatherings.get(place)
         if known is None:
-            past, cadence = self._history[place[0]], self.cadences[place[0]]
+            past, cadence = self._readies[place[0]], self.cadences[place[0]]
             past.forget(place[1])
             adaptive_s = past.deadline_s(place[1], cadence.gather_cap_s(place[1]), self._swarm.my_step_s())
             roster = Roster(*place, self._swarm)
@@ -122,9 +115,8 @@ class Coordination:
         one of these, and a round that began here would lack them."""
         return not self._swarm.is_training(self._swarm.me) and bool(self._swarm.training())
 
-    def _answer_decided(
-        self, message: Ready, sender: PeerId, history: History, mine: tuple[int | None, bytes]
-    ) -> bool:
+    def _answer_decided(self, message: Ready, sender: PeerId, mine: tuple[int | None, bytes]) -> bool:
+        history = self._histories[message.fragment]
         known, newest = history.commit(message.round), history.newest_commit()
         version, digest = mine
         fragment, round_ = message.fragment, message.round
@@ -157,7 +149,7 @@ class Coordination:
                 del self._begun[place]
             return False
         if sender not in begun.late and now <= begun.in_time_until:
-            self._history[place[0]].arrived(place[1], now)
+            self._readies[place[0]].arrived(place[1], now)
             self._swarm.readies.came(sender)
         begun.late.add(sender)
         left = begun.left(now)
@@ -173,7 +165,7 @@ class Coordination:
 
     def _is_elsewhere(self, place: Place, peers: Iterable[PeerId], now: float) -> bool:
         """Whether an attempt of the round has committed or we are in one; ``peers``, who asked, are told."""
-        known, until = self._known(place), self._joined_until(place)
+        known, until = self._histories[place[0]].commit(place[1]), self._joined_until(place)
         if known is None and until is None:
             return False
         within_s = max(bounds.SOON_S, (until or now) - now)
@@ -204,8 +196,8 @@ class Coordination:
 
     def _moved_to(self, place: Place) -> frozenset[PeerId]:
         """Peers known to have made the round before."""
-        version, moved = self._moved[place[0]]
-        return moved if version == place[1] - 1 else frozenset()
+        before = self._histories[place[0]].commit(place[1] - 1)
+        return frozenset(PeerId(member.peer) for member in before[1].members) if before else frozenset()
 
     def _close(self, place: Place, gathering: Gathering, now: float) -> None:
         shortage = gathering.shortage(now)
@@ -229,7 +221,7 @@ class Coordination:
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``. One sender occupies one gathering per fragment."""
-        fragments = len(self._history)
+        fragments = len(self._histories)
         return {
             "GATHERINGS": (len(self._gatherings), fragments * len(self._swarm.live)),
             "BEGUN": (len(self._begun), BEGUN_KEPT * fragments),

@@ -47,7 +47,7 @@ class Gathering:
         self._behind: set[PeerId] = set()
         """Peers one round behind that are worth waiting for."""
         self.give_up_at = now + max(adaptive_s, bounds.GATHER_CAP_S)
-        self._is_overdue = self._awaits_most = False
+        self._is_overdue = False
         self._least_s = gather_least_s(cap_s, swarm.my_step_s())
         self._enough_at: float | None = None
         """Since when those who are ready may begin."""
@@ -77,17 +77,10 @@ class Gathering:
     def close_at(self) -> float:
         return self.first_at + self.deadline_s
 
-    @property
-    def _heals_until(self) -> float:
-        period_s = self._cadence.period_s
-        return self.first_at + min(bounds.GATHER_CAP_S, period_s or bounds.GATHER_CAP_S)
-
     def get_timer(self) -> float:
         """The deadline; once that has passed without a majority, the end of all patience."""
         if not self._is_overdue:
             return self.close_at
-        if self._awaits_most:
-            return min(self._heals_until, self.give_up_at)
         return self.give_up_at if self._enough_at is None else min(self._grace_until, self.give_up_at)
 
     @property
@@ -106,23 +99,14 @@ class Gathering:
         self._look_behind(moved)
         self._is_overdue = now >= self.close_at
         is_complete = self._is_complete(moved)
-        if self._is_overdue or is_complete:
-            late = self.roster.is_late(self.roster.agreeing()[1], now)
-            # After the abort we ask them: waiting is no help.
-            if late or now >= self.give_up_at or self._is_hopeless(now):
-                return True
-            if not self.shortage(now):
-                return is_complete or now >= self._grace_until
-            self._enough_at = None
+        if not self._is_overdue and not is_complete:
+            return False
+        if now >= self.give_up_at or self.roster.is_late(self.roster.agreeing()[1], now):
+            return True  # to ask those that have made it
+        if not self.shortage(now):
+            return is_complete or now >= self._grace_until
+        self._enough_at = None
         return False
-
-    def _is_hopeless(self, now: float) -> bool:
-        """Whether no camp can begin whoever still comes: the states differ, and only ``heal`` helps. That
-        takes most of the swarm, which is waited for as long as between two rounds: their READYs may always be
-        further apart than the deadline."""
-        may_begin, may_heal = self.roster.prospects(now)
-        self._awaits_most = not may_begin and may_heal and now < self._heals_until
-        return not may_begin and not self._awaits_most
 
     # ---- who else comes
 
@@ -214,14 +198,8 @@ class Gathering:
         )
 
     def refuse(self, reason: str) -> None:
-        """No round begins. If most of the swarm is here, it holds several histories and none has a majority:
-        the others are told to adopt the state of the strongest camp, or nobody would ever begin again."""
-        told = sorted(self.roster.readies)
-        if self.roster.may_heal():
-            digest, camp = self.roster.agreeing()
-            self._tell_behind(digest, camp)
-            told = self.roster.alike(digest)
-        for peer in told:
+        """No round begins."""
+        for peer in sorted(self.roster.readies):
             fragment, round_ = self.roster.fragment, self.roster.round
             self._outlet.send(peer, Waiting(fragment=fragment, round=round_, refusal=reason))
 

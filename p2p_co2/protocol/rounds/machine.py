@@ -66,8 +66,7 @@ class Rounds:
         self._swarm.repute.emit = self._outlet.emit
         histories = [History() for _ in shape.blocks]
         self._coordination = Coordination(
-            self._swarm, self._outlet, len(shape.blocks),
-            known=lambda place: histories[place[0]].commit(place[1]),
+            self._swarm, self._outlet, histories,
             joined_until=lambda place: self._fragments[place[0]].joined_until(place[1]),
         )  # fmt: skip
         self._fragments = [
@@ -279,7 +278,7 @@ class Rounds:
             case wire.Ready():
                 fragment = self._place(message)
                 mine = (fragment.version, fragment.digest)
-                self._coordination.on_ready(message, sender, fragment.history, mine, now)
+                self._coordination.on_ready(message, sender, mine, now)
             case wire.Waiting():
                 self._place(message).on_waiting(message, sender, now)
             case wire.Behind():

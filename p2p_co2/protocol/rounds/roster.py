@@ -88,36 +88,6 @@ class Roster:
         """Who is ready from this state, also those who are missed."""
         return [peer for peer in sorted(self.readies) if self.readies[peer].state_digest == digest]
 
-    def may_heal(self) -> bool:
-        """Whether most of the swarm is here, and the strongest camp is not outnumbered by those who are
-        missed: then the others may be told to adopt its state."""
-        most = max(len(self.alike(ready.state_digest)) for ready in self.readies.values())
-        return 2 * len(self.readies) > len(self.live()) and len(self.alike(self.agreeing()[0])) >= most
-
-    def prospects(self, now: float) -> tuple[bool, bool]:
-        """Whether some camp may begin if whoever still comes is in it; whether so many come that the states
-        can be healed."""
-        live, heard = self.live(), set(self.heard() or self.readies)
-        missing = [peer for peer in live if peer not in heard and not self._is_past(peer)]
-        told = {peer: self._told_state(peer) for peer in missing}
-        camps = self._camps()
-        for digest in told.values():
-            if digest is not None:
-                camps.setdefault(digest, [])
-        may_begin = any(
-            self._suffices([*camp, *(p for p in missing if told[p] in (None, digest))], live, now)
-            for digest, camp in camps.items()
-        )
-        here, others = len(self.readies), sum(peer not in self.readies for peer in missing)
-        return may_begin, 2 * here <= len(live) < 2 * (here + others)
-
-    def _told_state(self, peer: PeerId) -> bytes | None:
-        """The state that ``peer`` says it would start this round from; None if it may start from any."""
-        if (ready := self.readies.get(peer)) is not None:
-            return ready.state_digest
-        is_there = self._swarm.version_of(peer, self.fragment) == self.round - 1
-        return self._swarm.digest_of(peer, self.fragment) if is_there else None
-
     # ---- whether a camp may begin
 
     def _suffices(self, camp: list[PeerId], live: list[PeerId], now: float) -> bool:
