@@ -16,9 +16,8 @@ from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import check_ready
 from p2p_co2.protocol.rounds.deadline import Cadence, Durations, ReadyHistory
 from p2p_co2.protocol.rounds.events import Began
-from p2p_co2.protocol.rounds.gathering import Gathering, attempt_nonce, behind_message
+from p2p_co2.protocol.rounds.gathering import Gathering, Roster, attempt_nonce, behind_message
 from p2p_co2.protocol.rounds.history import History
-from p2p_co2.protocol.rounds.roster import Roster
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Begin, Ready, Waiting

@@ -14,16 +14,15 @@ from math import inf
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.protocol.rounds.asking import Asking
+from p2p_co2.protocol.rounds.assembly import Piece, ReorderBuffer
 from p2p_co2.protocol.rounds.attempt import Attempt, check_behind, check_duration, read_begin
 from p2p_co2.protocol.rounds.certificate import open_decision, signers_of, tellers_of
-from p2p_co2.protocol.rounds.completing import Completing, without_bytes
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Aborted, Doubted, FellBehind, Offer, Refused
 from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.rounds.history import History, is_in_all
-from p2p_co2.protocol.rounds.member import Member
-from p2p_co2.protocol.rounds.reorder_buffer import Piece, ReorderBuffer
+from p2p_co2.protocol.rounds.member import Completion, Member, without_bytes
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import Identity, PeerId
@@ -55,7 +54,7 @@ class FragmentRounds:
         nothing."""
         self._withdrawn: Offer | None = None
         """The last offer that we ended ourselves: what still answers its READY is nobody's fault."""
-        self._completing: Completing | None = None
+        self._completing: Completion | None = None
         """Set once our attempt has committed and some of its means are still on their way to us."""
         self.on_begun: Callable[[], None] = lambda: None
         """See ``Rounds.when_begun``."""
@@ -150,7 +149,7 @@ class FragmentRounds:
 
     # ---- time and the swarm
 
-    def _roles(self) -> list[Asking | Member | Completing]:
+    def _roles(self) -> list[Asking | Member | Completion]:
         mine = self.asking or self._completing or self.member
         return [role for role in (mine, self.leaving) if role is not None]
 
@@ -396,7 +395,7 @@ class FragmentRounds:
         member.exchange.note_duration(member.begun_at, now)
         self._cadence.committed(outcome.key.round, now)
         self.history.keep(decision, outcome)
-        self._completing = Completing(member, decision, outcome, self._swarm, now)
+        self._completing = Completion(member, decision, outcome, self._swarm, now)
         self._complete(now)
 
     def _complete(self, now: float) -> None:

@@ -230,10 +230,6 @@ class Rounds:
         offers = ((index, fragment.waiting()) for index, fragment in enumerate(self._fragments))
         return [OpenOffer(index, *waiting) for index, waiting in offers if waiting is not None]
 
-    def offered_at(self) -> list[float | None]:
-        """By fragment, since when our offer waits; None where there is none."""
-        return [None if f.offer is None else f.offered_at for f in self._fragments]
-
     def held(self) -> dict[str, tuple[int, int]]:
         """What is held of the kinds that strangers can make grow: (now, at most) by the name of the bound;
         of the fragment that has least room left."""

@@ -28,8 +28,8 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.ballot import Ballot
-from p2p_co2.protocol.rounds.certificate import DECISION_CONTEXT, TELLERS, outcome_of, tellers_of
-from p2p_co2.protocol.rounds.events import Offer, Refused
+from p2p_co2.protocol.rounds.certificate import DECISION_CONTEXT, TELLERS, outcome_of, signers_of, tellers_of
+from p2p_co2.protocol.rounds.events import Committed, Offer, OutcomeWithoutBytes, Refused
 from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire.identity import Identity, PeerId
@@ -242,3 +242,65 @@ class Member:
                 self._outlet.send(peer, AskOutcome(key=self.attempt.key()))
         self._again_s *= 2
         self._again_at = now + self._again_s
+
+
+def without_bytes(decision: Decision, outcome: Outcome, swarm: Swarm, ended: bool) -> OutcomeWithoutBytes:
+    """A commit that we lack the mean of. ``ended``: whether it ends our offer. Those who signed it
+    hold the bytes."""
+    donors = tuple(peer for peer in signers_of(decision, outcome) if peer != swarm.me)
+    key = outcome.key
+    return OutcomeWithoutBytes(key.fragment, key.round, decision.SerializeToString(), donors, ended)
+
+
+class Completion:
+    """A member whose round has committed before all means had come: a slow link is not waited for, but what
+    is on its way to it is not thrown away either.
+
+    Law: it waits as long as pieces keep coming and their owners live, at most ``bounds.COMPLETE_DEADLINES``
+    times as long as owners waited for slices, and then says so: the bytes are fetched from donors instead. So
+    an owner that sends its mean a drop at a time keeps nobody from the swarm's next versions.
+    """
+
+    def __init__(
+        self, member: Member, decision: Decision, outcome: Outcome, swarm: Swarm, now: float
+    ) -> None:
+        self.decision, self.outcome = decision, outcome
+        self.has_stalled = not member.may_complete(outcome)
+        self._member, self._swarm = member, swarm
+        within_s = member.attempt.parts_within_s
+        self._patience_s = max(bounds.GRACE_S, within_s)
+        most_s = max(bounds.COMPLETE_FLOOR_S, bounds.COMPLETE_DEADLINES * within_s)
+        self._give_up_at = now + min(most_s, swarm.shape.round_cap_s)
+        self.came(now)
+
+    def committed(self, offered_at: float, now: float) -> Committed | None:
+        """How the round ended, once all means are here and are what was committed."""
+        member, attempt = self._member, self._member.attempt
+        mean = member.agreed_mean(self.outcome)
+        if mean is None:
+            return None
+        return Committed(
+            fragment=attempt.fragment, round=attempt.round, decision=self.decision.SerializeToString(),
+            mean=mean, group=tuple(attempt.shares), coordinator=attempt.coordinator,
+            duration_s=now - offered_at, begun_s=member.begun_at - offered_at,
+            parts_s=member.exchange.parts_at - offered_at, means_s=member.means_at - offered_at,
+        )  # fmt: skip
+
+    def came(self, now: float) -> None:
+        """A piece of a mean has come."""
+        self._stalls_at = now + self._patience_s
+
+    def overtaken(self, now: float) -> None:
+        """The next round has committed: its members send no more of this one's means than is on its way."""
+        self._patience_s = bounds.GRACE_S
+        self.came(now)
+
+    def peers_changed(self, now: float) -> None:
+        if any(not self._swarm.is_live(owner) for owner in self._member.exchange.owners_of_missing()):
+            self._stalls_at = min(self._stalls_at, now + bounds.GRACE_S)
+
+    def get_timer(self) -> float:
+        return min(self._stalls_at, self._give_up_at)
+
+    def handle_timer(self, now: float) -> None:
+        self.has_stalled = self.has_stalled or now >= self.get_timer()

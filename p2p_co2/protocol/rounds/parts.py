@@ -75,7 +75,7 @@ class Rates(NamedTuple):
     upload: float
     download: float = 0.0
     owning: float = 1.0
-    """Of the upload, what is believed where it averages for others (``lateness``)."""
+    """Of the upload, what is believed where it averages for others (``repute``)."""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from p2p_co2.protocol.rounds.assembly import FINEST_PIECES, PIECE_S, piece_bytes
 from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST, MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
 from p2p_co2.protocol.rounds.deadline import Punctuality
 from p2p_co2.protocol.rounds.events import PayloadShape, PeerView, RoundsEvent
-from p2p_co2.protocol.rounds.lateness import Lateness
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.rounds.repute import Repute
+from p2p_co2.protocol.rounds.repute import Lateness, Repute
 from p2p_co2.protocol.wire.identity import PeerId
 
 
