@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.rounds import ReduceWanted
+from p2p_co2.protocol.rounds import Aborted, ReduceWanted
 from p2p_co2.protocol.rounds.assembly import ReorderBuffer
 from p2p_co2.protocol.rounds.attempt import seal_begin
 from p2p_co2.protocol.wire import messages_pb2 as wire
@@ -231,6 +231,21 @@ def test_a_flood_of_rounds_holds_one_gathering_per_sender() -> None:
         machine.receive(ready, make_identity(1).peer_id, 1.0)
         machine.messages_to_send()
     assert len(machine._coordination._gatherings) == 1
+
+
+def test_a_coordinator_that_allows_half_an_hour_keeps_nobody_for_longer_than_lines_explain() -> None:
+    """Its members wait a few times as long as they would have allowed themselves: else 80 minutes here."""
+    machine, begin, first, _ = begun_member()
+    begin.parts_within_s, begin.result_within_s = 299.0, 1799.0
+    machine.receive(begin, first, 0.5)
+    now, events = 0.5, drain(machine)
+    while not any(isinstance(event, Aborted) for event in events):
+        due_at = machine.get_timer()
+        assert due_at is not None
+        now = due_at
+        machine.handle_timer(now)
+        events += drain(machine)
+    assert now < 360.0
 
 
 def fill(message: Message, chance: random.Random, strings: list[str], blobs: list[bytes]) -> None:

@@ -9,15 +9,16 @@ sender occupies one gathering for each fragment, so what is held is bounded by t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
-from p2p_co2.protocol.rounds.attempt import check_ready
-from p2p_co2.protocol.rounds.deadline import Cadence, Durations, ReadyHistory
-from p2p_co2.protocol.rounds.events import Began
-from p2p_co2.protocol.rounds.gathering import Gathering, Roster, attempt_nonce, behind_message
+from p2p_co2.protocol.rounds.attempt import Attempt, check_ready
+from p2p_co2.protocol.rounds.deadline import SAFETY, Cadence, Durations, ReadyHistory, parts_deadline_s
+from p2p_co2.protocol.rounds.events import Began, PeerView
+from p2p_co2.protocol.rounds.gathering import Gathering, Roster, attempt_nonce, behind_message, divided
 from p2p_co2.protocol.rounds.history import History
+from p2p_co2.protocol.rounds.parts import Rates
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Begin, Ready, Waiting
@@ -217,6 +218,20 @@ class Coordination:
         self._outlet.emit(Began(*place, group))
         for peer in group:
             self._outlet.send(peer, begin)
+
+    def clamped(self, attempt: Attempt) -> Attempt:
+        """``attempt`` with no more time than a few times what we would have given it: a coordinator that
+        lies may say half an hour."""
+        place = attempt.fragment, attempt.round
+        views = {peer: self._swarm.live.get(peer, PeerView()) for peer in attempt.shares}
+        rates = {
+            peer: Rates(view.upload_bytes_per_s, view.download_bytes_per_s) for peer, view in views.items()
+        }
+        transfer_s = divided(self._swarm, self.cadences[place[0]], place, rates).transfer_s
+        mine_s = parts_deadline_s(transfer_s, self.observed[place[0]], self._swarm.shape.parts_cap_s)
+        parts_s = min(attempt.parts_within_s, SAFETY * SAFETY * mine_s)
+        result_s = min(attempt.result_within_s, 2 * SAFETY * SAFETY * mine_s + bounds.GRACE_S)
+        return replace(attempt, parts_within_s=parts_s, result_within_s=result_s)
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``. One sender occupies one gathering per fragment."""

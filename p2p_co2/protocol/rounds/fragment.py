@@ -203,6 +203,7 @@ class FragmentRounds:
         attempt = read_begin(message, sender, self._swarm.shape)
         if self.history.has_ended(attempt.id) or self.attempt(attempt.id) is not None:
             return  # doubled
+        attempt = self._coordination.clamped(attempt)
         if self._swarm.me not in attempt.shares:
             if self.asking is not None:
                 self.asking.began_without_us(attempt, now)

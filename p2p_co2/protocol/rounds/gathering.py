@@ -23,7 +23,7 @@ from p2p_co2.protocol.rounds.deadline import (
     gather_least_s,
     parts_deadline_s,
 )
-from p2p_co2.protocol.rounds.parts import Rates, divide
+from p2p_co2.protocol.rounds.parts import Division, Rates, divide
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, named
 from p2p_co2.protocol.wire.identity import PeerId
@@ -287,16 +287,13 @@ class Gathering:
         fragment, round_ = self.roster.fragment, self.roster.round
         group = sorted(coordination_order(camp, fragment, round_)[:MAX_MEMBERS])
         self._tell_behind(digest, camp)
-        shape = self._swarm.shape
-        own_upload, assumed = self._swarm.my_upload_bytes_per_s(), shape.assumed_upload_bytes_per_s
-        division = divide(
-            shape.blocks[fragment], shape.block_bytes, {peer: self._rates(peer) for peer in group},
-            (fragment, round_), self._cadence.cheap_s, own_upload, assumed,
-        )  # fmt: skip
-        parts_s = parts_deadline_s(division.transfer_s, observed, shape.parts_cap_s)
+        rates = {peer: self._rates(peer) for peer in group}
+        division = divided(self._swarm, self._cadence, (fragment, round_), rates)
+        parts_cap_s = self._swarm.shape.parts_cap_s
+        parts_s = parts_deadline_s(division.transfer_s, observed, parts_cap_s)
         live = self.roster.live_count(len(group))
         if 2 * len(group) <= live + 1:  # no round comes of it if the means are late anywhere
-            parts_s = min(SAFETY * parts_s, shape.parts_cap_s)
+            parts_s = min(SAFETY * parts_s, parts_cap_s)
         parts = zip(division.owners, division.ranges, division.senders, strict=True)
         begin = Begin(
             key=RoundKey(fragment=fragment, round=round_),
@@ -331,6 +328,15 @@ class Gathering:
         fragment, round_ = self.roster.fragment, self.roster.round
         for peer in sorted(self.roster.readies.keys() - set(self.roster.alike(digest))):
             self._outlet.send(peer, behind_message(fragment, round_, round_ - 1, digest, camp))
+
+
+def divided(swarm: Swarm, cadence: Cadence, place: tuple[int, int], rates: dict[PeerId, Rates]) -> Division:
+    """How the round at ``place`` (fragment, round) is divided among the members of ``rates``."""
+    shape, upload = swarm.shape, swarm.my_upload_bytes_per_s()
+    return divide(
+        shape.blocks[place[0]], shape.block_bytes, rates, place, cadence.cheap_s, upload,
+        shape.assumed_upload_bytes_per_s,
+    )  # fmt: skip
 
 
 def attempt_nonce(me: PeerId, fragment: int, round_: int, counter: int, now: float) -> bytes:
