@@ -114,7 +114,7 @@ def test_nobody_is_waited_for_beyond_the_last_rounds_deadline() -> None:
         machine.receive(ready(last=True), peer, 100.0)
     timer_at = machine.get_timer()
     assert timer_at is not None
-    assert timer_at <= 100.0 + limits.LAST_GATHER_S
+    assert timer_at <= 100.0 + limits.GATHER_DEFAULT_S
     machine.handle_timer(timer_at)
     assert groups(machine) == [tuple(sorted((ME, OTHER)))]
 

@@ -16,6 +16,7 @@ from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Offer
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, named
 from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import Ready, Waiting
 
 TRIES = 3
@@ -59,7 +60,7 @@ class Asking:
         if sender != self.asked[-1]:
             return  # an earlier coordinator that we gave up on woke up; its BEGIN would still be welcome
         if message.refusal:
-            self.failure = message.refusal[: bounds.MAX_REASON]
+            self.failure = message.refusal[:MAX_STRING]
             self._swarm.refused(sender, self.offer.fragment, "it begins no round", now)
             return
         if self._tries == 1:

@@ -21,6 +21,7 @@ from p2p_co2.protocol.rounds.history import History
 from p2p_co2.protocol.rounds.parts import Rates
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import Begin, Ready, Waiting
 
 Place = tuple[int, int]
@@ -159,7 +160,7 @@ class Coordination:
         if within_s <= 0 and self._joined_until(place) is None:
             del self._begun[place]
             return False
-        waiting = Waiting(fragment=place[0], round=place[1], begins_within_s=max(bounds.SOON_S, within_s))
+        waiting = Waiting(fragment=place[0], round=place[1], begins_within_s=max(bounds.CHEAP_S, within_s))
         self._outlet.send(sender, waiting)
         return True
 
@@ -168,7 +169,7 @@ class Coordination:
         known, until = self._histories[place[0]].commit(place[1]), self._joined_until(place)
         if known is None and until is None:
             return False
-        within_s = max(bounds.SOON_S, (until or now) - now)
+        within_s = max(bounds.CHEAP_S, (until or now) - now)
         for peer in peers:
             waiting = Waiting(fragment=place[0], round=place[1], begins_within_s=within_s)
             self._outlet.send(peer, waiting if known is None else known[0])
@@ -202,7 +203,7 @@ class Coordination:
     def _close(self, place: Place, gathering: Gathering, now: float) -> None:
         shortage = gathering.shortage(now)
         if shortage:
-            gathering.refuse(shortage[: bounds.MAX_REASON])
+            gathering.refuse(shortage[:MAX_STRING])
             return
         gathering.note_punctuality(self._moved_to(place))
         self._counter += 1

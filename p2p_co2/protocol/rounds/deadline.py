@@ -126,7 +126,7 @@ class Cadence:
     @property
     def last_gather_s(self) -> float:
         """The same for the last rounds of a run: as long as a round of training, at most."""
-        return min(bounds.LAST_GATHER_S, self.period_s or bounds.LAST_GATHER_S)
+        return min(bounds.GATHER_DEFAULT_S, self.period_s or bounds.GATHER_DEFAULT_S)
 
     @property
     def behind_s(self) -> float:

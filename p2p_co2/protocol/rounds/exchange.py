@@ -16,7 +16,7 @@ from itertools import chain
 from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
-from p2p_co2.protocol.rounds.assembly import LAST_PIECE_S, Assembly, pieces
+from p2p_co2.protocol.rounds.assembly import Assembly, pieces
 from p2p_co2.protocol.rounds.attempt import Attempt, read_contributors
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Offer, ReduceJob
@@ -33,9 +33,6 @@ from p2p_co2.protocol.wire.bulk import with_data
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Mean, Part, PartOutcome
 from p2p_co2.system.memory import Buffer, large_buffer
-
-MEANS_COME = 1 / 4
-"""Of all parts: when the means of so many have come from other owners, our own slices have left."""
 
 
 class PartState:
@@ -111,7 +108,7 @@ class Exchange:
 
     def _slice_messages(self, part: int) -> Iterator[tuple[PeerId, Part]]:
         state, view = self.parts[part], self._slice(part, self._payload)
-        for offset, data in pieces(view, self._swarm.piece_bytes(self.attempt.shares, LAST_PIECE_S)):
+        for offset, data in pieces(view, self._swarm.piece_bytes(self.attempt.shares)):
             head = Part(
                 key=self.attempt.key(), part=part, generation=state.generation, offset=offset,
                 total=len(view),
@@ -209,8 +206,8 @@ class Exchange:
 
     @property
     def brings_means(self) -> bool:
-        """Whether our slices have left, as the means of others tell."""
-        return len(self._here_at) >= MEANS_COME * len(self.parts)
+        """Whether our slices have left: a quarter of the means have come from other owners."""
+        return 4 * len(self._here_at) >= len(self.parts)
 
     # ---- lost owners
 
