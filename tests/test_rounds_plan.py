@@ -327,21 +327,6 @@ def test_impossible_pieces_are_refused_and_change_nothing() -> None:
     assert assembly.whole == bytes(total)
 
 
-@given(st.integers(1, 9), st.data())
-def test_two_quorums_share_a_member(count: int, data: st.DataObject) -> None:
-    names = [PeerId(str(i)) for i in range(count)]
-    coordinator = data.draw(st.sampled_from([*names, PeerId("outside")]))
-    live = data.draw(st.integers(count, 2 * count))
-    attempt = Attempt(
-        0, 1, bytes(16), {name: Share(1.0, 0) for name in names}, (BlockRange(0, 1),), (names[0],),
-        (frozenset(names),), DIGEST, coordinator, 1.0, 1.0, live,
-    )  # fmt: skip
-    one = set(data.draw(st.lists(st.sampled_from(names), unique=True)))
-    other = set(data.draw(st.lists(st.sampled_from(names), unique=True)))
-    if attempt.is_quorum(one) and attempt.is_quorum(other):
-        assert one & other
-
-
 def test_a_mean_travels_in_finer_pieces_than_the_slices_before_it() -> None:
     """One of two connections to a peer stood still with an eighth of a megabyte that all waited for."""
     me, other = PeerId("p0"), PeerId("p1")

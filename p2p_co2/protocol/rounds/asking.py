@@ -37,7 +37,7 @@ class Asking:
         self._began_at = self._sent_at = self._timer_at = now
         self._give_up_at = now + bounds.READY_CAP_S
         self._tries = 0
-        """How often in a row the present one was asked, and has promised nothing."""
+        """How often in a row the present one was asked, and has not answered."""
         self._in_vain: set[PeerId] = set()
         """Those that were asked and begin nothing: they are not asked again."""
         self._known: frozenset[PeerId] = frozenset()
@@ -55,8 +55,7 @@ class Asking:
     # ---- answers
 
     def waiting(self, message: Waiting, sender: PeerId, now: float) -> None:
-        """A receipt: BEGIN will come within the time it names, or it leaves that to others, or none
-        begins."""
+        """A receipt: BEGIN will come within the time it names, or none begins."""
         if sender != self.asked[-1]:
             return  # an earlier coordinator that we gave up on woke up; its BEGIN would still be welcome
         if message.refusal:
@@ -65,8 +64,7 @@ class Asking:
             return
         if self._tries == 1:
             self._receipts.add(now - self._sent_at)
-        if message.begins_within_s:  # else we shall hear that it trains no more, or have asked it in vain
-            self._tries = 0
+        self._tries = 0
         self._timer_at = now + message.begins_within_s + bounds.GRACE_S
 
     def began_without_us(self, attempt: Attempt, now: float) -> None:

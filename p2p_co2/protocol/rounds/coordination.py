@@ -88,9 +88,6 @@ class Coordination:
             return
         if self._answer_begun(place, message, sender, now) or self._is_elsewhere(place, [sender], now):
             return
-        if self._leaves_it_to_others():
-            self._outlet.send(sender, Waiting(fragment=place[0], round=place[1]))
-            return
         for other in [key for key in self._gatherings if key[0] == message.fragment and key != place]:
             self.withdraw(other, sender)
         gathering = self._gathering(place, now)
@@ -110,11 +107,6 @@ class Coordination:
             )
             self._gatherings[place] = known
         return known
-
-    def _leaves_it_to_others(self) -> bool:
-        """Whether this peer trains no more and others do: as soon as those who ask it hear of that they ask
-        one of these, and a round that began here would lack them."""
-        return not self._swarm.is_training(self._swarm.me) and bool(self._swarm.training())
 
     def _answer_decided(self, message: Ready, sender: PeerId, mine: tuple[int | None, bytes]) -> bool:
         history = self._histories[message.fragment]
@@ -160,7 +152,7 @@ class Coordination:
         if within_s <= 0 and self._joined_until(place) is None:
             del self._begun[place]
             return False
-        waiting = Waiting(fragment=place[0], round=place[1], begins_within_s=max(bounds.CHEAP_S, within_s))
+        waiting = Waiting(fragment=place[0], round=place[1], begins_within_s=max(0.0, within_s))
         self._outlet.send(sender, waiting)
         return True
 
@@ -169,7 +161,7 @@ class Coordination:
         known, until = self._histories[place[0]].commit(place[1]), self._joined_until(place)
         if known is None and until is None:
             return False
-        within_s = max(bounds.CHEAP_S, (until or now) - now)
+        within_s = max(0.0, (until or now) - now)
         for peer in peers:
             waiting = Waiting(fragment=place[0], round=place[1], begins_within_s=within_s)
             self._outlet.send(peer, waiting if known is None else known[0])
@@ -245,11 +237,6 @@ class Coordination:
     # ---- time and the swarm
 
     def peers_changed(self) -> None:
-        if self._leaves_it_to_others():
-            for place, gathering in self._gatherings.items():
-                for peer in filter(self._swarm.is_live, gathering.roster.readies):
-                    self._outlet.send(peer, Waiting(fragment=place[0], round=place[1]))
-            self._gatherings.clear()
         for place, gathering in list(self._gatherings.items()):
             for peer in [peer for peer in gathering.roster.readies if not self._swarm.is_live(peer)]:
                 self.withdraw(place, peer)

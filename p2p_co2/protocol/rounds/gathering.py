@@ -182,7 +182,7 @@ class Gathering:
         if self._enough_at is None and not self.shortage(now):
             self._enough_at = now
         fragment, round_, within_s = self.roster.fragment, self.roster.round, self.get_timer() - now
-        receipt = Waiting(fragment=fragment, round=round_, begins_within_s=max(bounds.CHEAP_S, within_s))
+        receipt = Waiting(fragment=fragment, round=round_, begins_within_s=max(0.0, within_s))
         self._outlet.send(sender, receipt)
 
     def shortage(self, now: float) -> str:

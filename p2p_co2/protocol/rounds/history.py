@@ -31,8 +31,6 @@ class History:
 
     def __init__(self) -> None:
         self._commits: OrderedDict[int, tuple[Decision, Outcome]] = OrderedDict()
-        self._workers: dict[int, frozenset[str]] = {}
-        """Of each kept commit, whose slices are in its mean."""
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         self._joined: deque[tuple[int, bytes, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         """Attempts that we were in, and in which others may have counted us: round, id, and which offer
@@ -46,8 +44,6 @@ class History:
             self._commits[outcome.key.round] = (decision, outcome)
             while len(self._commits) > bounds.KEEP_DECISIONS:
                 self._commits.pop(min(self._commits))
-            counted = _workers(outcome)
-            self._workers = {round_: self._workers.get(round_, counted) for round_ in self._commits}
 
     def end(self, attempt: bytes) -> None:
         """Remember an attempt that is over, so that its stragglers are recognised."""
@@ -104,7 +100,7 @@ class History:
 
     def has_worked(self, peer: PeerId) -> bool:
         """Whether a slice of ``peer`` is in one of the kept commits."""
-        return any(peer in workers for workers in self._workers.values())
+        return any(peer in _workers(outcome) for _, outcome in list(self._commits.values()))
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``."""
