@@ -3,8 +3,8 @@
 Laws: who may begin is the ``Roster``'s question. The group closes when everybody who can come is there, or
 at the adaptive deadline; a majority that is missing then is waited for, up to the cap, and peers one round
 behind for longer than the deadline, if they are not few of many. The answer is always a BEGIN or a reason in
-words. "Live" is what membership says: where views differ widely two groups can still begin, and the digests
-of the next READYs show and heal it.
+words. "Live" is what membership says: where views differ widely two groups can still begin, and digests show
+it.
 """
 
 from __future__ import annotations
@@ -87,17 +87,13 @@ class Roster:
 
     # ---- camps
 
-    def _camps(self) -> dict[bytes, list[PeerId]]:
-        camps: dict[bytes, list[PeerId]] = {}
-        for peer in self.heard() or sorted(self.readies):
-            camps.setdefault(self.readies[peer].state_digest, []).append(peer)
-        return camps
-
     def agreeing(self) -> tuple[bytes, list[PeerId]]:
         """The state digest that most READYs start from, and its peers, sorted. Of equal camps the one that
         may begin with half of the swarm comes first (``shortage``), then the heavier one, then the larger
         digest."""
-        camps = self._camps()
+        camps: dict[bytes, list[PeerId]] = {}
+        for peer in self.heard() or sorted(self.readies):
+            camps.setdefault(self.readies[peer].state_digest, []).append(peer)
 
         def strength(digest: bytes) -> tuple[int, bool, float, bytes]:
             weight = sum(self.readies[peer].weight for peer in camps[digest])
@@ -112,20 +108,18 @@ class Roster:
 
     # ---- whether a camp may begin
 
-    def _suffices(self, camp: list[PeerId], live: list[PeerId], now: float) -> bool:
-        size = min(len(camp), MAX_MEMBERS)
-        return 2 * size > len(live) or (2 * size == len(live) and self._breaks_ties(camp, live, now))
+    def _suffices(self, camp: list[PeerId], now: float) -> bool:
+        """Whether most of the swarm is in ``camp``. Half of it is enough where we are in that half and first
+        by hash: no other half can say so. Not if the other half has made this round already: then it is we
+        who are late."""
+        live, size, me = self.live(), min(len(camp), MAX_MEMBERS), self._swarm.me
+        if 2 * size != len(live) or me not in camp:
+            return 2 * size > len(live)
+        return coordination_order(live, self.fragment, self.round)[0] == me and not self.is_late(camp, now)
 
-    def _breaks_ties(self, camp: list[PeerId], live: list[PeerId], now: float) -> bool:
-        """Half of the swarm is enough where we are in that half and first by hash: no other half can say
-        so. Not if the other half has made this round already: then it is we who are late."""
-        me = self._swarm.me
-        first = me in camp and coordination_order(live, self.fragment, self.round)[0] == me
-        return first and not self.is_late(camp, now, live)
-
-    def is_late(self, camp: list[PeerId], now: float, live: list[PeerId] | None = None) -> bool:
+    def is_late(self, camp: list[PeerId], now: float) -> bool:
         """Whether somebody of the other half of the swarm says that it has made this round."""
-        live = self.live() if live is None else live
+        live = self.live()
         others = [peer for peer in live if peer not in camp] if 2 * len(camp) == len(live) else []
         others = [peer for peer in others if not self._swarm.repute.is_passed_over(peer, self.fragment, now)]
         return any(map(self._is_past, others))
@@ -147,7 +141,7 @@ class Roster:
             return "the links of all who were ready are broken"
         if self._is_made(camp, now):
             return "as many others have made this round already"
-        if self._suffices(camp, live, now):
+        if self._suffices(camp, now):
             return ""
         waited = f"within {waited_s:.1f} s"
         if len(self.readies) > len(camp):
@@ -192,14 +186,11 @@ class Gathering:
     # ---- time
 
     @property
-    def deadline_s(self) -> float:
-        """From the first READY: how long the others are waited for."""
-        least_s = self._cadence.behind_s if self._behind else 0.0
-        return max(self._adaptive_s, least_s, self._cadence.last_gather_s if self.roster.is_last else 0.0)
-
-    @property
     def close_at(self) -> float:
-        return self.first_at + self.deadline_s
+        """Until when the others are waited for."""
+        least_s = self._cadence.behind_s if self._behind else 0.0
+        last_s = self._cadence.last_gather_s if self.roster.is_last else 0.0
+        return self.first_at + max(self._adaptive_s, least_s, last_s)
 
     def get_timer(self) -> float:
         """The deadline; once that has passed without a majority, the end of all patience."""

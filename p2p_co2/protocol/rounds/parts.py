@@ -9,8 +9,7 @@ as a linear programme). What a slower member cannot avoid is its own payload: on
 round. So a link ten times slower brings a tenth of its work to each round and holds nobody up.
 
 An owner's share is cut into several parts where it is large enough, and each is averaged and sent back as
-soon as its slices are there: means travel while later slices do, so a link has something to carry from BEGIN
-to the end. With one part to each owner it would stand idle between the two, for as long as the slowest slice.
+soon as its slices are there: means travel while later slices do, so no link stands idle between the two.
 
 Laws: the parts are the whole, every block is in exactly one part, in order; every owner sends all its slices;
 over the rounds a slow member's parts go through the whole fragment, evenly but at random. Unknown rates count
