@@ -14,11 +14,11 @@ from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced
 from p2p_co2.protocol.membership import MAX_PEERS, Membership
 from p2p_co2.protocol.rounds import DECISION_CONTEXT, bounds
+from p2p_co2.protocol.rounds.assembly import ReorderBuffer
 from p2p_co2.protocol.rounds.bounds import KEEP_DECISIONS
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.fragment import FragmentRounds
 from p2p_co2.protocol.rounds.history import History as RoundsHistory
-from p2p_co2.protocol.rounds.reorder_buffer import ReorderBuffer
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, Violation

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.rounds.reorder_buffer import ReorderBuffer
+from p2p_co2.protocol.rounds.assembly import ReorderBuffer
 from p2p_co2.protocol.wire import envelope as bulk
 from p2p_co2.protocol.wire.envelope import opened
 from p2p_co2.protocol.wire.identity import PeerId

@@ -30,9 +30,9 @@ from p2p_co2.protocol.catchup.goals import (
     Loading,
 )
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Move, Why
-from p2p_co2.protocol.rounds import Overheard, PayloadShape, Rounds, open_decision, signers_of
+from p2p_co2.protocol.rounds import PayloadShape, Rounds, open_decision, signers_of
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Decision, Status
+from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry import events as ev
 
 REPLAY_AT_MOST = 8
@@ -95,16 +95,6 @@ class CatchupController:
         elif known.version < version:
             known.version, known.digest, known.donors, known.why = version, digest, donors, Why.AHEAD
         return True
-
-    def overheard(self, event: Overheard) -> None:
-        """A round that this peer listened to was committed: replay it. Its means were held against the
-        commit, so no owner is to blame if it does not follow our history."""
-        fragment, here = event.fragment, self._state.agreed[event.fragment].version
-        self._targets.setdefault(fragment, Target(event.round, b"", event.owners, Why.AHEAD, here))
-        decision = Decision.FromString(event.decision)
-        goal = Goal(ROUND, fragment, event.round, event.owners)
-        fetched = Fetched(goal, event.round, event.mean, decision, b"", event.owners, event.duration_s)
-        self._do.spawn(self._take(fetched))
 
     def _moved(self, fragment: int, agreed: AgreedVersion) -> None:
         """A fragment has moved. If that is as far as it was to be brought, what is still on its way is of no

@@ -23,7 +23,6 @@ from p2p_co2.protocol.rounds import (
     Doubted,
     FellBehind,
     OutcomeWithoutBytes,
-    Overheard,
     PayloadShape,
     ReduceWanted,
     Refused,
@@ -84,8 +83,6 @@ class CommitHandler:
                 self._fell_behind(event, event.version, event.digest)
             case OutcomeWithoutBytes():
                 self._fell_behind(event, event.round, b"")
-            case Overheard():
-                self._fetches.overheard(event)
             case Stale():
                 self._forget(event.attempt, event.means)
             case Doubted():

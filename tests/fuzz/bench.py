@@ -38,7 +38,6 @@ from p2p_co2.protocol.rounds import (
     FellBehind,
     Offer,
     OutcomeWithoutBytes,
-    Overheard,
     PayloadShape,
     PeerView,
     ReduceWanted,
@@ -228,7 +227,7 @@ class Bench:
     def _on_round(self, event: Any) -> None:
         if isinstance(event, ReduceWanted):
             self.rounds.reduced(event.job, toy_mean(event.job), self.at)
-        elif isinstance(event, Committed | Overheard):
+        elif isinstance(event, Committed):
             decision = Decision.FromString(event.decision)
             self._moved(event.fragment, event.round, made_of(event.fragment, event.mean))
             self.catchup.donor.history.remember(event.fragment, event.round, decision, event.mean)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from p2p_co2.protocol.catchup.goals import ROUND, STATE
 from p2p_co2.protocol.rounds.gathering import behind_message
-from p2p_co2.protocol.wire.messages_pb2 import AskOutcome, Envelope, Listen, ModelRow, ModelTable, RoundKey
+from p2p_co2.protocol.wire.messages_pb2 import AskOutcome, Envelope, ModelRow, ModelTable, RoundKey
 from tests.fuzz.bench import Bench, Together, envelope
 from tests.fuzz.world import make_identity
 
@@ -141,11 +141,6 @@ def examples() -> dict[str, tuple[bytes, ...]]:
     }  # these peers hear of each other's versions too soon to need it
     asked = AskOutcome(key=RoundKey(fragment=0, round=1, attempt=bytes(16)))
     found["ask_outcome"] = {envelope(asked): None}  # they all hear how a round ends
-    digest, attempts = bytes(32), (b"", bytes(16))  # nor is any of them a moment late
-    found["listen"] = {
-        envelope(Listen(key=RoundKey(fragment=0, round=1, attempt=attempt), state_digest=digest)): None
-        for attempt in attempts
-    }
     table = ModelTable(model=1, rows=[ModelRow(name="0.weight", shape=[2], dtype="float32", trained=True)])
     found["model_table"] = {envelope(table): None}  # these peers compare no models
     return {kind: tuple(list(some)[:: max(1, len(some) // 8)]) for kind, some in sorted(found.items())}

@@ -97,7 +97,6 @@ _TABLE = (
     Kind(wire.Decision, Machine.ROUNDS),
     Kind(wire.AskOutcome, Machine.ROUNDS),
     Kind(wire.Behind, Machine.ROUNDS),
-    Kind(wire.Listen, Machine.ROUNDS),
     Kind(wire.Fetch, Machine.CATCHUP, Cost.QUESTION),
     Kind(wire.Manifest, Machine.CATCHUP, is_asked_for=True),
     Kind(wire.Chunk, Machine.CATCHUP, Cost.BULK, is_asked_for=True),
