@@ -48,7 +48,6 @@ def test_a_network_that_is_lost_for_long_is_opened_again(
 
     monkeypatch.setattr("p2p_co2.node.observer.Network.open", open_network)
     monkeypatch.setattr("p2p_co2.node.observer.FIND_S", 0.01)
-    monkeypatch.setattr("p2p_co2.node.observer.LOST_AFTER_S", -1.0)
     observer = Observer(TICKET, tmp_path)
     ends_at = time.monotonic() + PATIENCE_S
     while len(opened) < 3 and time.monotonic() < ends_at:

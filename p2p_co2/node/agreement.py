@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from p2p_co2.node.state import PeerState
 from p2p_co2.protocol.catchup import policy
-from p2p_co2.protocol.catchup.policy import Held, Mine, Move, Said, View
+from p2p_co2.protocol.catchup.policy import Held, Mine, Said, View
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Status
@@ -51,39 +51,18 @@ class Agreement:
         is_done = local.phase == Status.DRAINING or fragment in local.finished
         return Mine(Held(agreed.version, agreed.digest), self._state.past(fragment), local.phase, is_done)
 
-    def decide(self, fragment: int, replayable: bool) -> Move | None:
-        return policy.decide(self.view(fragment), self.mine(fragment), replayable)
-
-    def reached(self, fragment: int) -> int:
-        """The highest version that at least half of the peers have reached."""
-        return policy.reached(self.view(fragment), self.mine(fragment))
-
-    def limit(self, fragment: int) -> int:
-        """The newest version at which anybody honest can be."""
-        return policy.limit(self.view(fragment), self.mine(fragment))
-
-    def digest(self, fragment: int, version: int) -> bytes | None:
-        """The digest that most peers at ``version`` report."""
-        return policy.digest_at(self.view(fragment), self.mine(fragment), version)
-
-    def vouch(self, donor: PeerId, fragment: int, version: int, digest: bytes) -> bool | None:
-        """See ``catchup.goals.Vouch``."""
-        return policy.bears_out(self.view(fragment), self.mine(fragment), donor, Held(version, digest))
-
-    def donors(self, fragment: int, version: int, digest: bytes) -> tuple[PeerId, ...]:
-        return policy.donors(self.view(fragment), fragment, version, digest)
+    def at(self, fragment: int) -> tuple[View, Mine]:
+        """What ``policy`` decides from."""
+        return self.view(fragment), self.mine(fragment)
 
     def objection(self, fragment: int, held: Held, givers: Collection[PeerId]) -> str:
         """What speaks against a state that was loaded, in words; empty if nothing does."""
-        view, mine = self.view(fragment), self.mine(fragment)
+        view, mine = self.at(fragment)
         if policy.is_contradicted(view, mine, givers, held):
             return f"the state of version {held.version} is not what most peers report"
         if held.version > policy.limit(view, mine):
             return f"version {held.version} is further than most peers are"
         return ""
-
-    def is_one_word(self, fragment: int, version: int) -> bool:
-        return policy.is_one_word(self.view(fragment), self.mine(fragment), version)
 
     def is_with_all(self) -> bool:
         """Whether every other peer says that it is where this one is: most of the time they all are."""
@@ -101,7 +80,7 @@ class Agreement:
         training = {peer for peer, info in live.items() if info.status.offers_for(fragment)}
         made_it = {peer for peer in group if peer in live and live[peer].status.phase in policy.MOVING}
         others = (training | made_it) - {self._state.me}
-        is_borne_out = len(signers) >= min(2, len(others)) or self.reached(fragment) >= version
+        is_borne_out = len(signers) >= min(2, len(others)) or policy.reached(*self.at(fragment)) >= version
         return is_borne_out and 2 * len(signers) >= len(group) and 2 * len(made_it) >= len(others)
 
     # ---- what is lacking at the end
@@ -112,8 +91,9 @@ class Agreement:
             self._newest = [-1] * len(self._newest)
             return
         for fragment, known in enumerate(self._newest):
-            most, view = self.limit(fragment), self.view(fragment).values()
-            held = [said.held.version for said in view if said.phase in policy.MOVING]
+            view, mine = self.at(fragment)
+            most = policy.limit(view, mine)
+            held = [said.held.version for said in view.values() if said.phase in policy.MOVING]
             self._newest[fragment] = max([known, *(version for version in held if version <= most)])
 
     def lacking(self) -> list[tuple[int, int, int]]:

@@ -28,8 +28,10 @@ from p2p_co2.protocol.catchup import (
     FetchFailed,
     Goal,
     Loading,
+    policy,
 )
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Move, Why
+from p2p_co2.protocol.heartbeat import SLOWEST_HEARTBEAT_S
 from p2p_co2.protocol.rounds import Overheard, PayloadShape, Rounds, open_decision, signers_of
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Status
@@ -37,7 +39,6 @@ from p2p_co2.telemetry import events as ev
 
 REPLAY_AT_MOST = 8
 """Missed rounds of one fragment that are replayed, if that costs less than half of its whole state."""
-AGAIN_AFTER_S = 5.0
 OTHER_HISTORY = "other history"
 """The reason of a refusal that blames nobody: it may be this peer that went astray."""
 
@@ -65,20 +66,28 @@ class CatchupController:
         self._targets: dict[int, Target] = {}
         self._noticed_at: dict[int, tuple[Why, float]] = {}
         self._again_at: dict[int, float] = {}
-        """When a fragment that could not be brought up is tried again."""
+        """When one that could not be brought up is tried again: all have said by then where they are."""
         self._told_of: dict[int, object] = {}
         """For which state of a fragment, and on the way to which version, it was told that it could not."""
         self._looked_at: object = None
-        self._looks_again = False
-        machine.ask_swarm(agreement.vouch)
+        """What was known when the others were looked at last; None to look again, news or not."""
+        machine.ask_swarm(
+            lambda donor, fragment, version, digest: policy.bears_out(
+                *agreement.at(fragment), donor, Held(version, digest)
+            )
+        )
         state.when_moved(self._moved)
 
     def is_watching(self) -> bool:
         """Whether something was noticed that ``look_around`` has to look at again, news or not."""
-        return bool(self._noticed_at) or self._looks_again
+        return bool(self._noticed_at) or self._looked_at is None
 
     def busy(self) -> bool:
         return bool(self._targets)
+
+    def moves(self, now: float, within_s: float) -> bool:
+        """As ``CatchUp.moves``."""
+        return self._machine.moves(now, within_s)
 
     # ---- where to go
 
@@ -125,14 +134,10 @@ class CatchupController:
 
     def look_around(self, now: float) -> None:
         """Compare this peer's versions and digests with the heartbeats of the others."""
-        looks_again, self._looks_again = self._looks_again, False
         phase = self._state.local.phase
-        if phase == Status.PAUSED:
+        known, self._looked_at = self._looked_at, (self._agreement.revision, tuple(self._state.agreed), phase)
+        if phase == Status.PAUSED or (known == self._looked_at and not self._noticed_at):
             return
-        seen = (self._agreement.revision, tuple(self._state.agreed), phase)
-        if seen == self._looked_at and not (self._noticed_at or looks_again):
-            return
-        self._looked_at = seen
         if self._agreement.is_with_all():
             self._noticed_at.clear()
             return
@@ -140,7 +145,7 @@ class CatchupController:
             self._look_at(fragment, phase == Status.JOINING, now)
 
     def _look_at(self, fragment: int, joining: bool, now: float) -> None:
-        move = self._agreement.decide(fragment, self._replayable(fragment) > 0)
+        move = policy.decide(*self._agreement.at(fragment), self._replayable(fragment) > 0)
         if move is None:
             self._noticed_at.pop(fragment, None)
             return
@@ -151,8 +156,7 @@ class CatchupController:
         if self._rounds.is_completing(fragment):
             return  # its bytes are on their way
         if (target := self._targets.get(fragment)) is not None:
-            donors = self._agreement.donors(fragment, target.version, target.digest)
-            self._machine.add_donors(fragment, donors, now)
+            self._machine.add_donors(fragment, self._donors(fragment, target.version, target.digest), now)
             return
         early = now - since < move.wait_s and not joining
         if not early and now >= self._again_at.get(fragment, 0.0):
@@ -168,7 +172,7 @@ class CatchupController:
                 f"others, or of the strongest: going over to theirs; what only ours holds is lost{what}"
             )
             self._do.report(ev.Warned, text=text)
-        donors = self._agreement.donors(fragment, move.version, move.digest)
+        donors = self._donors(fragment, move.version, move.digest)
         self._targets[fragment] = Target(move.version, move.digest, donors, move.why, here)
         self._fetch_next(fragment, whole=move.why is Why.OTHER)
 
@@ -190,16 +194,16 @@ class CatchupController:
         if (target := self._targets.get(fragment)) is None:
             return
         version, current = target.version, self._state.agreed[fragment].version
-        digest = self._agreement.digest(fragment, version) or target.digest
+        digest = policy.digest_at(*self._agreement.at(fragment), version) or target.digest
         if target.why is Why.OTHER:
             digest = target.digest
         live = self._agreement.view(fragment)
         alive = tuple(peer for peer in target.donors if peer in live)
-        alive += tuple(p for p in self._agreement.donors(fragment, version, digest) if p not in alive)
+        alive += tuple(p for p in self._donors(fragment, version, digest) if p not in alive)
         rounds = self._replayable(fragment)
         if not whole and 0 < version - current <= rounds:
             goal = Goal(ROUND, fragment, current + 1, alive)
-        elif target.why is not Why.OTHER and self._agreement.is_one_word(fragment, version):
+        elif target.why is not Why.OTHER and policy.is_one_word(*self._agreement.at(fragment), version):
             self._give_up(fragment, f"only few have a state of version {version}")
             return
         else:
@@ -208,17 +212,20 @@ class CatchupController:
             goal = Goal(STATE, fragment, version, alive, digest, oldest)
         self._machine.want(goal, self._do.now())
 
+    def _donors(self, fragment: int, version: int, digest: bytes) -> tuple[PeerId, ...]:
+        return policy.donors(self._agreement.view(fragment), fragment, version, digest)
+
     def _fetch_whole(self, fragment: int) -> None:
         """A round does not follow our state: the state after it instead, unless only few have that."""
         if (target := self._targets.get(fragment)) is None or target.why is not Why.LAST:
             self._fetch_next(fragment, whole=True)
             return
         self._drop_target(fragment)
-        move = self._agreement.decide(fragment, replayable=False)
+        move = policy.decide(*self._agreement.at(fragment), replayable=False)
         if move is not None and move.why is Why.OTHER:
             self._go(fragment, move)
         else:
-            self._again_at[fragment] = self._do.now() + AGAIN_AFTER_S
+            self._again_at[fragment] = self._do.now() + SLOWEST_HEARTBEAT_S
 
     def _replayable(self, fragment: int) -> int:
         return min(REPLAY_AT_MOST, self._machine.shape.replayable(fragment))
@@ -237,7 +244,7 @@ class CatchupController:
         self._drop_target(fragment)
         if target is not None:  # nobody has its bytes: do not wait for them
             self._rounds.forget_outcome(fragment, target.version)
-        self._again_at[fragment] = self._do.now() + AGAIN_AFTER_S
+        self._again_at[fragment] = self._do.now() + SLOWEST_HEARTBEAT_S
         if target is None or target.why is not Why.LAST:  # one peer's word ends no offer of ours
             self._offers.give_up(fragment)
         news = self._state.agreed[fragment], target and target.version
@@ -286,7 +293,7 @@ class CatchupController:
         fragment, target = event.goal.fragment, self._targets.get(event.goal.fragment)
         goes_back = target is not None and target.why is Why.OTHER
         if goes_back:
-            move = self._agreement.decide(fragment, replayable=False)
+            move = policy.decide(*self._agreement.at(fragment), replayable=False)
             if move is None or move.why is not Why.OTHER:
                 self._drop_target(fragment)  # the others have come to us meanwhile
                 return
@@ -301,7 +308,7 @@ class CatchupController:
             if is_overtaken:  # a round was quicker just now: nobody is to blame
                 return
             self._blame(event, "bad state", str(error))
-            self._again_at[fragment] = self._do.now() + AGAIN_AFTER_S
+            self._again_at[fragment] = self._do.now() + SLOWEST_HEARTBEAT_S
             self._offers.give_up(fragment)
             return
         self._went_on(event, "state")
@@ -327,7 +334,7 @@ class CatchupController:
         """Its fetch has ended, one way or the other."""
         self._targets.pop(fragment, None)
         self._noticed_at.pop(fragment, None)
-        self._looks_again = True
+        self._looked_at = None
         self._offers.settle(fragment)
 
     def _blame(self, event: Fetched, reason: str, detail: str) -> None:

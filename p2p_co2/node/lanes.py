@@ -32,8 +32,6 @@ the second waits before and after it, the line was full."""
 MOST_LOOKED_AT, COMMON_OF = 9, 4
 """Lanes that are asked for that: a look costs 25 us for each connection. The lane counts on which what is
 under way waits least, once one of so many has been left out."""
-RETRY_DIRECT_S = 60.0
-"""After gRPC failed, libp2p serves for this long before it is tried again."""
 ATTEMPTS_KEPT = 256
 """Whose order is remembered: many more than are open at once."""
 

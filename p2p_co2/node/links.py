@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.net.transport.base import Carrier, Link
+from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S, Carrier, Link
 from p2p_co2.net.transport.flow import Acknowledged
-from p2p_co2.node.lanes import RETRY_DIRECT_S, BeginOrder, Bulk, Lane, Piece, Turn, UnderWay, Uplink
+from p2p_co2.node.lanes import BeginOrder, Bulk, Lane, Piece, Turn, UnderWay, Uplink
 from p2p_co2.protocol.wire.envelope import Unsent
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, MAX_PEERS
@@ -205,7 +205,7 @@ class LinkPool:
         reasons: list[str] = []
         for carrier in self._carriers if record is not None else ():
             assert record is not None
-            if carrier.name == "grpc" and time.monotonic() - lane.grpc_failed_at < RETRY_DIRECT_S:
+            if carrier.name == "grpc" and time.monotonic() - lane.grpc_failed_at < MESSAGE_TIMEOUT_S:
                 reasons.append("grpc failed a moment ago")
                 continue
             try:

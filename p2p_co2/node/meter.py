@@ -29,8 +29,6 @@ SEEN_S = 0.5
 a line of 2.9 MB/s seemed to carry from 2.3 to 5.8."""
 LONGEST_BURST_S = 10.0
 """A longer one is measured in stretches."""
-OF_LATE_S = 600.0
-"""An opinion that is this much older than the newest does not count any more."""
 MEASURABLE_BYTES, DRAINED_BYTES = 256 << 10, 1 << 20
 """A smaller burst says more about latency than about the line; so much was not swallowed by buffers."""
 SWALLOWED_TIMES, UNPROVED_IN_A_ROW = 1.5, 8
@@ -42,9 +40,6 @@ LINE_TIMES = 1.2
 """Bulk leaves at so much more than the line has shown: one measured low is found out in a few bursts."""
 FAST_BYTES_PER_S = 25e6
 """A faster line fills as it likes: what is measured of it is this process at work as often as the line."""
-LONGEST_TURN_S = 0.15
-"""A message that would take the line for longer goes as it likes: turns count messages, and who loads a
-state, in half a megabyte each, would take the line from the rounds."""
 
 
 class Pace:
@@ -85,12 +80,13 @@ class LinePace(Pace):
         self.bytes_per_s = LINE_TIMES * shown_bytes_per_s if shown_bytes_per_s < FAST_BYTES_PER_S else 0.0
 
     def turn_s(self, size_bytes: int) -> float:
-        """How long a message has the line; 0.0 where it needs no turn."""
-        needs_none = not self.bytes_per_s or size_bytes > LONGEST_TURN_S * self.bytes_per_s
+        """How long a message has the line; 0.0 where it needs no turn. A long one goes as it likes:
+        turns count messages, and who loads a state in half megabytes would take the line from the rounds."""
+        needs_none = not self.bytes_per_s or size_bytes > 1.5 * MOMENT_S * self.bytes_per_s
         return 0.0 if needs_none else size_bytes / self.bytes_per_s
 
     def admit_at(self, size_bytes: int, now: float) -> float:
-        """As ``Pace``, for what is no longer than ``LONGEST_TURN_S``."""
+        """As ``Pace``, for what needs a turn."""
         return super().admit_at(size_bytes, now) if self.turn_s(size_bytes) else now
 
 
@@ -194,7 +190,7 @@ class UploadMeter:
     def _forget_old(self) -> None:
         newest_at = next(reversed(self._seen.values())).at if self._seen else 0.0
         while self._seen:
-            is_old = newest_at - next(iter(self._seen.values())).at > OF_LATE_S
+            is_old = newest_at - next(iter(self._seen.values())).at > 60 * LONGEST_BURST_S
             if not is_old and len(self._seen) <= MAX_RECEIVERS:
                 return
             self._seen.popitem(last=False)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
 from p2p_co2 import __version__
@@ -34,39 +35,104 @@ from p2p_co2.node.reach import (
     leads_elsewhere,
     require_others_can_dial,
 )
-from p2p_co2.node.record_book import RecordBook
 from p2p_co2.peer_options import listening
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_ADDRESSES
+from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunPosition
 from p2p_co2.system.process import FolderLock
 from p2p_co2.ticket import Ticket, by_peer, is_seed_address
 
 RECORD_LIFETIME_S = 60.0
-RECORD_RENEWED_S = RECORD_LIFETIME_S / 3
-MANIFEST_RENEWED_S = 10 * RECORD_LIFETIME_S
-"""With the seeds away a peer stores the run's settings so often: as often as a seed does."""
-CLOCK_QUESTIONS = 2
 MAX_INVITERS = 5
 """Peers that a later ticket names beside the seeds: it has to be short enough to be pasted."""
 MAX_REACHED_AGAIN = 16
 """Peers that a daemon that was started again is led to: with a seed that is down, nobody else knows them."""
 
 
-class _Due:
-    """Things that are done again when the last time grows old."""
+class RecordBook:
+    """Records of at most ``MAX_PEERS`` other peers: those that the DHT listed last, and those in use.
 
-    def __init__(self) -> None:
-        self._done_at: dict[str, float] = {}
+    One search at a time, and it serves all that wait for it, in what it finds and where it fails: of a dozen
+    dead peers that the DHT lists still, each would ask all of it for a newer record, for each carrier.
+    ``find``: records of the other peers from the DHT; raises ``TransportError``."""
 
-    def is_due(self, name: str, every_s: float) -> bool:
-        return time.monotonic() - self._done_at.get(name, -1e9) >= every_s
+    def __init__(self, find: Callable[[], Awaitable[list[PeerRecord]]]) -> None:
+        self._find = find
+        self._records: dict[PeerId, PeerRecord] = {}
+        self._used_at: dict[PeerId, float] = {}
+        self._began_at = -math.inf
+        """When the last search began that has ended."""
+        self._searching = asyncio.Lock()
 
-    def done(self, name: str) -> None:
-        self._done_at[name] = time.monotonic()
+    def __len__(self) -> int:
+        return len(self._records)
 
-    def forget(self, name: str) -> None:
-        self._done_at.pop(name, None)
+    async def search(self) -> list[PeerRecord]:
+        """The records of other peers, as the DHT has them now. Raises ``TransportError``."""
+        async with self._searching:
+            return await self._search()
+
+    async def record_of(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
+        """The record of ``peer``. The DHT is asked for one that is not known yet, and, unless a search began
+        within a heartbeat, for one that has expired or if a ``fresh`` one is wanted. None or the old one
+        if the DHT does not answer."""
+        now = time.monotonic()
+        record = self._use(peer, now)
+        if fresh or record is None or record.expires_at < time.time():
+            since = now if record is None else now - HEARTBEAT_S
+            async with self._searching:
+                if self._began_at < since:
+                    with contextlib.suppress(TransportError):
+                        await self._search()
+            record = self._use(peer, time.monotonic())
+        return record
+
+    def forget_searches(self) -> None:
+        """What failed so far may succeed now."""
+        self._began_at = -math.inf
+
+    def known(self, most: int) -> list[PeerRecord]:
+        """Records of others, those that were used last first."""
+        peers = sorted(self._records, key=lambda peer: (-self._used_at.get(peer, 0.0), peer))
+        return [self._records[peer] for peer in peers[:most]]
+
+    def maddrs_of(self, peer: PeerId) -> Sequence[str]:
+        """Where its last record says that ``peer`` is; empty if it is not known."""
+        record = self._records.get(peer)
+        return () if record is None else tuple(record.maddrs)
+
+    async def _search(self) -> list[PeerRecord]:
+        began_at = time.monotonic()
+        try:
+            found = await self._find()
+        except TransportError:
+            self._began_at = began_at
+            raise
+        self._take(found, time.monotonic())
+        self._began_at = began_at
+        return found
+
+    def _take(self, found: Sequence[PeerRecord], now: float) -> None:
+        """Take what a search found in the place of the last one's, and what was used. Of two records of a
+        peer the one that lasts longer is the newer: a node of the DHT may answer with an old copy."""
+        listed = dict[PeerId, PeerRecord]()
+        for record in found[:MAX_PEERS]:
+            peer = PeerId(record.peer)
+            held = listed.get(peer) or self._records.get(peer)
+            listed[peer] = record if held is None or record.expires_at >= held.expires_at else held
+        self._used_at = {peer: at for peer, at in self._used_at.items() if now - at < 5 * RECORD_LIFETIME_S}
+        for peer in sorted(self._used_at, key=lambda peer: self._used_at[peer], reverse=True):
+            if len(listed) < MAX_PEERS and peer not in listed:
+                listed[peer] = self._records[peer]
+        self._records = listed
+        self._used_at = {peer: at for peer, at in self._used_at.items() if peer in listed}
+
+    def _use(self, peer: PeerId, now: float) -> PeerRecord | None:
+        """The record of ``peer``, kept for longer from now on."""
+        if peer in self._records:
+            self._used_at[peer] = now
+        return self._records.get(peer)
 
 
 class Network:
@@ -87,7 +153,8 @@ class Network:
         self._stack = AsyncExitStack()
         self._news = ""
         """To be told once."""
-        self._due = _Due()
+        self._done_at: dict[str, float] = {}
+        """Of what is done again when it grows old."""
         self._invited = ""
         """The ticket that was written into the folder last."""
 
@@ -144,10 +211,8 @@ class Network:
     async def _compare_clocks(self) -> None:
         """Raise ``EnvironmentFault`` if this machine's clock is so far off that others do not hear it. Lesser
         trouble is ``clock_doubt``. Nobody's answer is asked for once more."""
-        offsets_s, seeds = list[float](), by_peer(self.ticket.seeds)
-        for _ in range(CLOCK_QUESTIONS):
-            offsets_s = offsets_s or await clock_offsets_s(self.p2p, self.ticket.run, seeds)
-        judged = judge_clock(offsets_s)
+        asked = self.p2p, self.ticket.run, by_peer(self.ticket.seeds)
+        judged = judge_clock(await clock_offsets_s(*asked) or await clock_offsets_s(*asked))
         words = f"clock: {judged.measured}; {judged.advice}"
         if judged.state == "cannot":
             raise EnvironmentFault(words)
@@ -173,6 +238,9 @@ class Network:
         self._stack.push_async_callback(probes.close)
         await probes.start()
 
+    def _is_due(self, name: str, every_s: float) -> bool:
+        return time.monotonic() - self._done_at.get(name, -math.inf) >= every_s
+
     # ---- what others find
 
     async def publish_self(self, somebody_unmet: bool = False) -> str:
@@ -182,21 +250,21 @@ class Network:
         ``somebody_unmet`` and nobody relays for it; on a network of its own all may be well without a relay.
         Raises ``TransportError``.
         """
-        if self._due.is_due("record", RECORD_RENEWED_S):
+        if self._is_due("record", RECORD_LIFETIME_S / 3):
             record = await self._reach.record()
             record.software = self.software
             await self.discovery.publish_self(record, RECORD_LIFETIME_S)
-            self._due.done("record")
+            self._done_at["record"] = time.monotonic()
         news, self._news = self._news, ""
         return news or (self._reach.advice if somebody_unmet else "")
 
     async def publish_position(self, position: float, versions: Sequence[int], is_last: bool = False) -> None:
         """Leave word of where the run is for those that come when everybody has left, if the last one grows
         old. Raises ``TransportError``."""
-        if is_last or self._due.is_due("position", POSITION_RENEWED_S):
+        if is_last or self._is_due("position", POSITION_RENEWED_S):
             said = RunPosition(position=position, versions=versions, software=self.software)
             await self.discovery.publish_position(said)
-            self._due.done("position")
+            self._done_at["position"] = time.monotonic()
 
     async def run_position(self) -> RunPosition | None:
         """Where the run was when its peers last said so; None if nobody ever did. Raises
@@ -250,7 +318,7 @@ class Network:
     async def _revived(self, words: str) -> None:
         """The daemon is a new one, which knows nobody: be known again."""
         self._news = f"the libp2p daemon had ended ({words}); it was started again"
-        self._due.forget("record")
+        self._done_at.pop("record", None)
         self._reach.forget_places()
         known = self.records.known(MAX_REACHED_AGAIN)
         reached = [reach(self.p2p, PeerId(one.peer), one.maddrs, CONNECT_TIMEOUT_S) for one in known]
@@ -265,16 +333,16 @@ class Network:
         """Be known to the seeds; to one that was started anew, and with it the others, as ``rebootstrap``
         does. Raises ``TransportError`` when none answers."""
         if await self.discovery.greet(self.ticket.seeds):
-            self._due.forget("record")
+            self._done_at.pop("record", None)
 
     async def rebootstrap(self) -> None:
-        """Look for the seeds again; raises ``TransportError`` when none answers. Then this peer does what a
-        seed would, and keeps the run's settings in the DHT."""
-        self._due.forget("record")
+        """Look for the seeds again; raises ``TransportError`` when none answers. Then this peer keeps the
+        run's settings in the DHT, as often as a seed would."""
+        self._done_at.pop("record", None)
         try:
             await self.discovery.rebootstrap(self.ticket.seeds)
         except TransportError:
-            if len(self.records) and self._due.is_due("manifest", MANIFEST_RENEWED_S):
+            if len(self.records) and self._is_due("manifest", 10 * RECORD_LIFETIME_S):
                 await self.discovery.keep_manifest()
-                self._due.done("manifest")
+                self._done_at["manifest"] = time.monotonic()
             raise

@@ -26,15 +26,15 @@ from p2p_co2.node.environment import Environment, Links, PeerNetwork
 from p2p_co2.node.ledger import AgreedVersion, Ledger
 from p2p_co2.node.links import LinkObserver
 from p2p_co2.node.outer_state import Offers, OuterState
-from p2p_co2.node.peer_finder import FinderEvents, PeerFinder
-from p2p_co2.node.progress import Fetches, SwarmProgress
+from p2p_co2.node.peer_finder import PeerFinder
+from p2p_co2.node.progress import SwarmProgress
 from p2p_co2.node.pump import Alarm, Pump
 from p2p_co2.node.router import Inbox, Router, RouterEvents
 from p2p_co2.node.state import Effects, LocalProgress, PeerState
 from p2p_co2.node.status import Host, StatusWriter, Times
 from p2p_co2.node.swarm_news import SwarmNews
 from p2p_co2.protocol.catchup import CatchUp, Shape, chunk_bytes_of
-from p2p_co2.protocol.heartbeat import quiet_beat_s
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S, quiet_beat_s
 from p2p_co2.protocol.membership import Joined, Left, Membership
 from p2p_co2.protocol.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.protocol.strangers import OtherModel
@@ -43,9 +43,6 @@ from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.protocol.wire.model_table import ModelSummary
 from p2p_co2.system.clock import ProcessClock
 from p2p_co2.telemetry import events as ev
-
-LAST_WORDS_S = 1.0
-"""What is said last may take so long to be on its way."""
 
 
 class Lifetime:
@@ -115,9 +112,8 @@ class Node:
         unix = int(1000 * self.clock.unix()) & 0xFFFFFFFF
         host = Host(network.software, unix, limits.download_bytes_per_s, self.upload_bytes_per_s)
         writer = StatusWriter(self.state, self.membership, times, host)
-        moving, most_peers = Fetches(fetches.busy, self.catchup.moves), network.run.group_size
         self.progress = SwarmProgress(
-            self.state, self.membership, agreement, writer, times, moving, most_peers
+            self.state, self.membership, agreement, writer, times, fetches, network.run.group_size
         )
         news = SwarmNews(
             self.state, self.membership, self.rounds, writer, self.now, fetches.is_watching, self._set_paces
@@ -132,11 +128,7 @@ class Node:
             (self.membership, self.rounds, self.catchup), group, self.router, news, commits, fetches,
             self.progress, Alarm(process_clock), self.now, self._on_membership,
         )  # fmt: skip
-        asked = FinderEvents(
-            self.now, writer.status, lambda: writer.rests, self.pump,
-            lambda text: self.report(ev.Warned, text=text),
-        )  # fmt: skip
-        self._finder = PeerFinder(network, self.membership, asked)
+        self._finder = PeerFinder(network, self.membership, writer, do)
         self.state.when_moved(self._moved)
 
     # ---- life
@@ -158,7 +150,7 @@ class Node:
             self._pump.is_open = False
             for task in background:
                 task.cancel()
-            await links.drain(LAST_WORDS_S)
+            await links.drain(HEARTBEAT_S)
             environment.switch.leave(environment.group)
             await links.close()
         if self.life.bug is not None:

@@ -16,6 +16,7 @@ import uvloop
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import P2PCo2Error, RemoteProtocolError, TransportError
+from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.streams import QuestionClient
 from p2p_co2.node.network import Network
 from p2p_co2.node.reporting import ASK_TIMEOUT_S, PROTOCOL
@@ -28,10 +29,8 @@ from p2p_co2.ticket import Ticket
 
 FIND_S = 5.0
 """Between two looks for peers, and before a lost network is opened again."""
-CLOSE_BOUND_S = 8.0
 MAX_AT_ONCE = 32
 """Questions in flight."""
-LOST_AFTER_S = 30.0
 
 
 class Observer(Feed):
@@ -47,7 +46,7 @@ class Observer(Feed):
         self.state = FeedState("connecting", "looking for a seed of the run")
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._main, name="p2p-co2 observer", daemon=True)
-        self._stopping = asyncio.Event()
+        self._working = self._loop.create_task(self._keep_observing(), name="observe")
         self._thread.start()
 
     def take(self) -> News:
@@ -57,27 +56,19 @@ class Observer(Feed):
     def close(self) -> None:
         """Leave the DHT; no thread, process or socket is left. May be called twice."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(CLOSE_BOUND_S)
+            self._loop.call_soon_threadsafe(self._working.cancel)
+            self._thread.join(CONNECT_TIMEOUT_S)
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_until_complete(self._observe_until_stopped())
+            self._loop.run_until_complete(asyncio.wait({self._working}))
+            if not self._working.cancelled() and (error := self._working.exception()) is not None:
+                self.state = FeedState("lost", f"the observer has stopped by a fault of its own: {error!r}")
+                raise error
         finally:
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
-
-    async def _observe_until_stopped(self) -> None:
-        working = asyncio.create_task(self._keep_observing(), name="observe")
-        stopping = asyncio.create_task(self._stopping.wait(), name="stop")
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (working, stopping):
-            task.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)
-        if not working.cancelled() and (error := working.exception()) is not None:
-            self.state = FeedState("lost", f"the observer has stopped by a fault of its own: {error!r}")
-            raise error
 
     async def _keep_observing(self) -> None:
         while True:
@@ -124,7 +115,7 @@ class Observer(Feed):
             except TransportError as error:
                 failed_since = failed_since or time.monotonic()
                 self.state = FeedState("lost", str(error))
-                if time.monotonic() - failed_since > LOST_AFTER_S:
+                if time.monotonic() - failed_since > 6 * FIND_S:
                     await network.rebootstrap()
             await asyncio.sleep(FIND_S if len(self._poller) else 1.0)
 
@@ -151,9 +142,8 @@ class Observer(Feed):
         answer, reason = b"", "not asked: the observer stopped"
         try:
             async with room:
-                record = await network.find_record(peer)
-                maddrs = list(record.maddrs) if record is not None else []
-                answer = await asking.ask(peer, maddrs, question, ASK_TIMEOUT_S)
+                await network.find_record(peer)
+                answer = await asking.ask(peer, network.records.maddrs_of(peer), question, ASK_TIMEOUT_S)
                 reason = ""
         except (TransportError, RemoteProtocolError) as error:
             reason = str(error)

@@ -14,12 +14,15 @@ liar moves nothing. They are plain values, replaced whole: other threads may rea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from p2p_co2.node.agreement import Agreement
+from p2p_co2.node.catchup import CatchupController
 from p2p_co2.node.state import PeerState
 from p2p_co2.node.status import StatusWriter, Times, view_of
+from p2p_co2.protocol.catchup import policy
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.membership import Membership, PeerInfo, positions
 from p2p_co2.protocol.wire.messages_pb2 import Status
 
@@ -31,8 +34,6 @@ LISTENED_S = 12.0
 heard first for all there are only after this: as long as ``trainer.connection`` listens to them."""
 LACKS, LACKS_NAMED = "the run is over, and this peer leaves without what others hold", 4
 """What it says then begins so, and names so many fragments."""
-PLACED_EVERY_S = 1.0
-"""The swarm's position is worked out at most this often; in between the clock carries it on."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +58,13 @@ class Conclusions:
     """Whether anybody trained when somebody who has joined was heard last."""
 
 
-@dataclass(frozen=True)
-class Fetches:
-    """What is being fetched. ``busy``: whether anything is; ``moves``: as ``CatchUp.moves``."""
-
-    busy: Callable[[], bool]
-    moves: Callable[[float, float], bool]
-
-
 class SwarmProgress:
     """``conclude`` is asked at ``conclude_at``. ``swarm_position``: median position of the other peers that
     train in rounds, and the node's monotonic time it was true at. ``most_peers``: how many a run can have."""
 
     def __init__(
         self, state: PeerState, membership: Membership, agreement: Agreement, writer: StatusWriter,
-        times: Times, fetches: Fetches, most_peers: int,
+        times: Times, fetches: CatchupController, most_peers: int,
     ) -> None:  # fmt: skip
         self._state, self._membership, self._agreement = state, membership, agreement
         self._writer, self._times, self._fetches = writer, times, fetches
@@ -160,8 +153,9 @@ class SwarmProgress:
         return at_rest != was_at_rest
 
     def _place(self, now: float) -> None:
+        """Work out the swarm's position, at most once in a heartbeat; in between the clock carries it on."""
         quiet_s = self._membership.quiet_s if self._writer.rests else 0.0
-        if now - self._placed_at < max(PLACED_EVERY_S, quiet_s / 2) and self.swarm_position is not None:
+        if now - self._placed_at < max(HEARTBEAT_S, quiet_s / 2) and self.swarm_position is not None:
             return
         self._placed_at, times = now, self._times
         at = times.monotonic() - (times.now() - now)
@@ -196,7 +190,7 @@ class SwarmProgress:
             middle = (len(inside) - 1) // 2
             of_fragments = zip(*(held for held in inside if len(held) == len(versions)), strict=True)
             self._furthest = [sorted(held, reverse=True)[min(middle, len(held) - 1)] for held in of_fragments]
-        newest = [self._agreement.reached(fragment) for fragment in range(len(versions))]
+        newest = [policy.reached(*self._agreement.at(fragment)) for fragment in range(len(versions))]
         trains = any(info.status.phase == Status.TRAINING for info in live)
         goes_on = trains if inside else known.goes_on
         is_behind = not _keeps_up(versions, self._furthest, goes_on)

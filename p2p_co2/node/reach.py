@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.net.transport.addresses import address_of, is_loopback, is_near, is_own, is_relayed
+from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.net.transport.libp2p.control import own_maddrs
 from p2p_co2.net.transport.libp2p.hivemind import P2P
@@ -16,7 +17,6 @@ from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_ST
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.ticket import Ticket
 
-DAEMON_TIMEOUT_S = 15.0
 MAX_GRPC_ADDRESSES = 4
 
 
@@ -36,7 +36,7 @@ class Reach:
 
     async def record(self) -> PeerRecord:
         """This peer's record, without what discovery adds. Raises ``TransportError``."""
-        maddrs = await own_maddrs(self._p2p, DAEMON_TIMEOUT_S)
+        maddrs = await own_maddrs(self._p2p, CONNECT_TIMEOUT_S)
         self.own_maddrs = tuple(maddrs)
         if self._places is not None:
             await self._places.renew()
@@ -78,29 +78,26 @@ def publishable(maddrs: Sequence[str]) -> list[str]:
 
 def leads_as_far(maddr: str, seeds: Sequence[str]) -> bool:
     """Whether who can dial the seeds of a ticket may be able to dial ``maddr``."""
-    if all(_is_loopback_maddr(seed) for seed in seeds):
-        return _is_loopback_maddr(maddr)
-    near = _is_loopback_maddr(maddr) if lead_nowhere_else(seeds) else is_near(maddr.split("/")[2])
-    return not near
+    if all(is_loopback(_host_of(seed)) for seed in seeds):
+        return is_loopback(_host_of(maddr))
+    return not (is_loopback if lead_nowhere_else(seeds) else is_near)(_host_of(maddr))
 
 
-def _is_loopback_maddr(maddr: str) -> bool:
-    kind, host = maddr.split("/")[1:3]
-    return kind in {"ip4", "ip6"} and is_loopback(host)
+def _host_of(maddr: str) -> str:
+    return maddr.split("/")[2]
 
 
 def require_others_can_dial(config: PeerConfig, ticket: Ticket) -> None:
     """Raise ``ConfigError`` if a peer would tell others on other machines to dial their own: it would hear
     nobody, or live on relays."""
     host = config.announce_host or config.host
-    if not is_loopback(host) or is_on_this_machine(ticket):
-        return
-    raise ConfigError(
-        "this peer's settings",
-        "announce_host" if config.announce_host else "host",
-        f"{host} leads nowhere from another machine, and the seeds are on others; listen on all addresses "
-        '(host "0.0.0.0") and leave announce_host out, or name there what others can dial',
-    )
+    if is_loopback(host) and not is_on_this_machine(ticket):
+        raise ConfigError(
+            "this peer's settings",
+            "announce_host" if config.announce_host else "host",
+            f"{host} leads nowhere from another machine, and the seeds are on others; listen on all "
+            'addresses (host "0.0.0.0") and leave announce_host out, or name there what others can dial',
+        )
 
 
 def is_on_this_machine(ticket: Ticket) -> bool:
@@ -113,14 +110,14 @@ def leads_elsewhere(record: PeerRecord) -> bool:
     """Whether a record has an address that leads to another machine than the one that dials it, or none."""
     hosts = [address.rpartition(":")[0].strip("[]") for address in record.grpc_addresses]
     maddrs = [maddr for maddr in record.maddrs if maddr.count("/") > 2]
-    hosts += ["a relay" if is_relayed(maddr) else maddr.split("/")[2] for maddr in maddrs]
+    hosts += ["a relay" if is_relayed(maddr) else _host_of(maddr) for maddr in maddrs]
     return not hosts or not all(map(is_loopback, hosts))
 
 
 def lead_nowhere_else(seeds: Sequence[str]) -> bool:
     """Whether all these multiaddrs are of private networks: whoever gets to such a seed gets to its
     neighbours too, so nobody needs a relay."""
-    return all(is_near(seed.split("/")[2]) for seed in seeds)
+    return all(is_near(_host_of(seed)) for seed in seeds)
 
 
 def unreachable_advice(cause: str) -> str:

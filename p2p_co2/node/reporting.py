@@ -7,16 +7,20 @@ dialled. Price: see ``reports``; without observers it costs a deque and one even
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from p2p_co2.errors import RemoteProtocolError, TransportError
-from p2p_co2.net.transport.libp2p.control import daemon_errors
+from p2p_co2.net.transport.addresses import is_relayed
+from p2p_co2.net.transport.libp2p.control import ways_to_peers
 from p2p_co2.net.transport.libp2p.streams import AnswerServer, Asker, QuestionClient
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.reports import Responder
 from p2p_co2.protocol.reports.reader import MAX_REPORT_BYTES
 from p2p_co2.protocol.reports.responder import MAX_REQUEST_BYTES
@@ -26,10 +30,6 @@ from p2p_co2.telemetry.events import Event, LinkMeasured
 
 PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/report"
 ASK_TIMEOUT_S = 10.0
-ANSWER_PAUSE_S = ASK_TIMEOUT_S / 100
-"""After each answer on a stream: even a refusal is signed."""
-MEASURE_EVERY_S = 10.0
-"""Between two measurements of each link; with more links than seconds, a second per link."""
 LAST_WORDS_S = 3.0
 """A peer that leaves waits at most this long for observers to fetch its last events."""
 
@@ -50,7 +50,7 @@ class ReportService:
             self._answer_asker,
             self._on_rude,
             lambda _: MAX_REQUEST_BYTES,
-            ANSWER_PAUSE_S,
+            ASK_TIMEOUT_S / 100,  # after each answer on a stream: even a refusal is signed
         )
         self._asking = QuestionClient(network.p2p, PROTOCOL, MAX_REPORT_BYTES)
         self._measuring: asyncio.Task[None] | None = None
@@ -84,49 +84,34 @@ class ReportService:
         await self._asking.close()
 
     async def _measure(self, node: Node) -> None:
-        seen: dict[PeerId, LinkTraffic] = {}
+        """Every link every ten heartbeats; with more links than that a heartbeat for each."""
+        seen, nothing = dict[str, LinkTraffic](), LinkTraffic()
         while True:
-            await asyncio.sleep(max(MEASURE_EVERY_S, float(node.live_peers())))
+            await asyncio.sleep(HEARTBEAT_S * max(10, node.live_peers()))
             if not node.live_peers():
                 continue
-            relayed = await self._relayed()
+            ways: dict[str, list[str]] = {}
+            with contextlib.suppress(TransportError):  # without a daemon nothing is relayed
+                ways = await ways_to_peers(self._network.p2p, ASK_TIMEOUT_S)
             for peer, carrier in node.links.carriers_used().items():
-                info = node.membership.live.get(PeerId(peer))
-                if info is None:
+                if (info := node.membership.live.get(PeerId(peer))) is None:
                     continue
-                now = node.links.traffic.get(PeerId(peer), LinkTraffic())
-                before = seen.get(PeerId(peer), LinkTraffic())
-                busy_s = now.bulk_s - before.bulk_s
-                seen[PeerId(peer)] = LinkTraffic(now.bulk_bytes, now.bulk_s)
+                now, before = replace(node.links.traffic.get(PeerId(peer), nothing)), seen.get(peer, nothing)
+                busy_s, seen[peer] = now.bulk_s - before.bulk_s, now
                 node.report(
                     LinkMeasured, other=peer, carrier=carrier, sent_bytes=now.bulk_bytes,
-                    relayed=carrier == "libp2p" and peer in relayed,
+                    relayed=carrier == "libp2p" and peer in ways and all(map(is_relayed, ways[peer])),
                     round_trip_s=info.round_trip_s if info.round_trips_s else 0.0,
                     bytes_per_s=(now.bulk_bytes - before.bulk_bytes) / busy_s if busy_s > 0 else 0.0,
                 )  # fmt: skip
-
-    async def _relayed(self) -> set[str]:
-        """Peers that the daemon reaches only through a third machine."""
-        try:
-            with daemon_errors("the libp2p daemon did not list its connections"):
-                async with asyncio.timeout(ASK_TIMEOUT_S):
-                    peers = await self._network.p2p.list_peers()
-        except TransportError:
-            return set()  # without a daemon nothing is relayed
-        addresses: dict[str, list[str]] = {}
-        for info in peers:
-            known = addresses.setdefault(info.peer_id.to_base58(), [])
-            known += [str(address) for address in info.addrs]
-        return {peer for peer, known in addresses.items() if all("/p2p-circuit" in text for text in known)}
 
     async def ask(self, peer: PeerId, question: bytes) -> bytes:
         """A peer's sealed report, this one's own included. Raises ``TransportError``,
         ``RemoteProtocolError``."""
         if peer == self._me:
             return self._answer(peer, question)
-        record = await self._network.find_record(peer)
-        maddrs = list(record.maddrs) if record is not None else []
-        return await self._asking.ask(peer, maddrs, question, ASK_TIMEOUT_S)
+        await self._network.find_record(peer)
+        return await self._asking.ask(peer, self._network.records.maddrs_of(peer), question, ASK_TIMEOUT_S)
 
     async def _answer_asker(self, asker: Asker, question: bytes) -> bytes:
         return self._answer(asker.peer, question)

@@ -11,13 +11,10 @@ from collections.abc import Callable, Mapping
 
 from p2p_co2.node.state import PeerState
 from p2p_co2.node.status import StatusWriter
-from p2p_co2.protocol.membership import Membership
+from p2p_co2.protocol.membership import NEWS_GATHERED_S, Membership
 from p2p_co2.protocol.rounds import Rounds
 from p2p_co2.protocol.wire.identity import PeerId
 
-CROWD_S = 0.05
-"""Who comes or goes within this time after another is told of together with it; among many, within half of
-``_every_s``."""
 REFRESH_S, SLOWEST_REFRESH_S, REFRESHED_PEERS_PER_S = 0.25, 1.0, 64.0
 """The machines hear of statuses at most this often, but for changes of their own making; more rarely among
 many."""
@@ -51,9 +48,9 @@ class SwarmNews:
         self.tell()
 
     def somebody_came_or_went(self) -> None:
-        """Tell of it soon: they come and go in crowds."""
+        """Tell of it soon: they come and go in crowds, among many within half of ``_every_s``."""
         self._has_strangers = True
-        self._at = min(self._at, self._now() + max(CROWD_S, self._every_s() / 2))
+        self._at = min(self._at, self._now() + max(NEWS_GATHERED_S, self._every_s() / 2))
 
     def tell_of_strangers(self) -> None:
         """Let the rounds machine hear of all who came and went before it hears more of them."""
