@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from p2p_co2.node.agreement import Agreement
+from p2p_co2.node.catchup import Agreement
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.progress import Conclusions, SwarmProgress
 from p2p_co2.node.state import LocalProgress, PeerState

@@ -11,8 +11,7 @@ import pytest
 from google.protobuf.message import Message
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.node.agreement import Agreement
-from p2p_co2.node.catchup import CatchupController
+from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.state import Effects, LocalProgress, PeerState
 from p2p_co2.protocol.catchup import ROUND, STATE, Fetched, FetchFailed, Goal

@@ -110,7 +110,9 @@ async def test_who_comes_or_goes_makes_a_peer_look_again_at_once(monkeypatch: py
 
 
 def writer(net: Net, phase: Status.Phase, versions: Sequence[int]) -> PositionWriter:
-    return PositionWriter(net, lambda: (phase, 2.5, versions), lambda: 0, lambda: 0.0, lambda text: None)
+    return PositionWriter(
+        net.publish_position, lambda: (phase, 2.5, versions), lambda: 0, lambda: 0.0, lambda text: None
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,9 @@ def test_who_trains_alone_is_told_so_once() -> None:
     """All looks well from inside: rounds commit, the loss falls."""
     told = list[str]()
     now, live, phase = 0.0, 0, Status.TRAINING
-    positions = PositionWriter(Net(), lambda: (phase, 0.0, []), lambda: live, lambda: now, told.append)
+    positions = PositionWriter(
+        Net().publish_position, lambda: (phase, 0.0, []), lambda: live, lambda: now, told.append
+    )
 
     def look(at: float, others: int = 0, doing: Status.Phase = Status.TRAINING) -> int:
         nonlocal now, live, phase

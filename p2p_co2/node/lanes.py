@@ -64,13 +64,6 @@ class Bulk(NamedTuple):
         return piece is not None and piece.attempt == attempt and (means or not piece.is_mean)
 
 
-class UnderWay(NamedTuple):
-    """Bulk on its way to a peer that says what it has, ``end_bytes`` when this is there."""
-
-    end_bytes: int
-    size_bytes: int
-
-
 class BeginOrder:
     """The order in which bulk goes: attempts in the order in which we began to send pieces of them."""
 
@@ -125,7 +118,8 @@ class Lane:
     """Of these, what the receiver asked for."""
     pace: Pace = field(default_factory=Pace)
     turn: Turn = field(default_factory=Turn)
-    under_way: deque[UnderWay] = field(default_factory=deque)
+    under_way: deque[tuple[int, int]] = field(default_factory=deque)
+    """Bulk on its way to a peer that says what it has: (what that is when this is there, bytes of this)."""
     carrying: int = 0
     """Bulk messages that are being sent."""
     counted_until: float = 0.0

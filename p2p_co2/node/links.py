@@ -21,7 +21,7 @@ from functools import partial
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S, Carrier, Link
 from p2p_co2.net.transport.flow import Acknowledged
-from p2p_co2.node.lanes import BeginOrder, Bulk, Lane, Piece, Turn, UnderWay, Uplink
+from p2p_co2.node.lanes import BeginOrder, Bulk, Lane, Piece, Turn, Uplink
 from p2p_co2.protocol.wire.envelope import Unsent
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, MAX_PEERS
@@ -277,7 +277,7 @@ class LinkPool:
         if link.acknowledged is None:
             self._arrived(link.peer, lane, len(data))
             return
-        lane.under_way.append(UnderWay(link.acknowledged.sent_bytes, len(data)))
+        lane.under_way.append((link.acknowledged.sent_bytes, len(data)))
         self._hear(link.peer, lane, link.acknowledged)  # it may have been there before ``send`` returned
 
     def _joined(self, data: Unsent) -> bytes:
@@ -294,8 +294,8 @@ class LinkPool:
 
     def _hear(self, peer: PeerId, lane: Lane, acknowledged: Acknowledged) -> None:
         """The peer says that more is there."""
-        while lane.under_way and lane.under_way[0].end_bytes <= acknowledged.arrived_bytes:
-            self._arrived(peer, lane, lane.under_way.popleft().size_bytes)
+        while lane.under_way and lane.under_way[0][0] <= acknowledged.arrived_bytes:
+            self._arrived(peer, lane, lane.under_way.popleft()[1])
         lane.wake.set()
 
     def _arrived(self, peer: PeerId, lane: Lane, size_bytes: int) -> None:

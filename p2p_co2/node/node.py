@@ -19,8 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from p2p_co2.errors import LocalProtocolError
-from p2p_co2.node.agreement import Agreement
-from p2p_co2.node.catchup import CatchupController
+from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.commits import CommitHandler
 from p2p_co2.node.environment import Environment, Links, PeerNetwork
 from p2p_co2.node.ledger import AgreedVersion, Ledger
@@ -29,10 +28,9 @@ from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.peer_finder import PeerFinder
 from p2p_co2.node.progress import SwarmProgress
 from p2p_co2.node.pump import Alarm, Pump
-from p2p_co2.node.router import Inbox, Router, RouterEvents
+from p2p_co2.node.router import Inbox, Router
 from p2p_co2.node.state import Effects, LocalProgress, PeerState
-from p2p_co2.node.status import Host, StatusWriter, Times
-from p2p_co2.node.swarm_news import SwarmNews
+from p2p_co2.node.status import Host, StatusWriter, SwarmNews, Times
 from p2p_co2.protocol.catchup import CatchUp, Shape, chunk_bytes_of
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S, quiet_beat_s
 from p2p_co2.protocol.membership import Joined, Left, Membership
@@ -120,10 +118,10 @@ class Node:
         )
         # messages in, and out
         inbox = Inbox(self.membership, self.rounds, self.catchup, writer.status, news.tell_of_strangers)
-        heard = RouterEvents(self._refused, self.shut_out, self.pump, self.life.crash)
         self.router = Router(
-            group, inbox.take, heard, self.now, limits.download_bytes_per_s, environment.open_message
-        )
+            group, inbox, do, self.shut_out, self.life.crash, limits.download_bytes_per_s,
+            environment.open_message,
+        )  # fmt: skip
         self._pump = Pump(
             (self.membership, self.rounds, self.catchup), group, self.router, news, commits, fetches,
             self.progress, Alarm(process_clock), self.now, self._on_membership,
@@ -231,9 +229,6 @@ class Node:
     def refuse(self, peer: str, reason: str, detail: str) -> None:
         """Count a broken rule against ``peer``."""
         self.router.refuse(peer, reason, detail)
-
-    def _refused(self, peer: str, message: str, reason: str, detail: str) -> None:
-        self.report(ev.MessageRefused, other=peer, message=message, reason=reason, detail=detail)
 
     def shut_out(self, peer: PeerId, why: str) -> None:
         """``peer`` is not heard any more: it is no member either."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Container, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Container, Sequence
 
 from p2p_co2.errors import TransportError
 from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S
@@ -156,32 +155,24 @@ class PeerFinder:
             await self._network.greet_seeds()
 
 
-class PositionNetwork(Protocol):
-    """What is needed of ``network.Network``."""
-
-    async def publish_position(
-        self, position: float, versions: Sequence[int], is_last: bool = False
-    ) -> None: ...
-
-
 class PositionWriter:
     """Leaves word of where the run is, for those that come when everybody has left.
 
     Without it a peer that hears nobody cannot tell a run that never began from one that is over. And it tells
-    a peer that trains alone so: from inside all looks well. ``where``: this peer's phase, position and
-    versions; ``live_peers``: others that are heard. All calls on the network's loop. Price: a record of some
-    300 bytes a minute, for each node that keeps it.
+    a peer that trains alone so: from inside all looks well. ``publish``: as ``Network.publish_position``;
+    ``where``: this peer's phase, position and versions; ``live_peers``: others that are heard. All calls on
+    the network's loop. Price: a record of some 300 bytes a minute, for each node that keeps it.
     """
 
     def __init__(
         self,
-        network: PositionNetwork,
+        publish: Callable[[float, Sequence[int], bool], Awaitable[None]],
         where: Callable[[], tuple[Status.Phase, float, Sequence[int]]],
         live_peers: Callable[[], int],
         now: Callable[[], float],
         warn: Callable[[str], None],
     ) -> None:
-        self._network, self._where, self._live_peers = network, where, live_peers
+        self._publish, self._where, self._live_peers = publish, where, live_peers
         self._now, self._warn = now, warn
         self._alone_since, self._has_told_of_alone = math.inf, False
 
@@ -213,4 +204,4 @@ class PositionWriter:
         if phase == Status.JOINING or not any(versions):
             return  # as long as nothing was agreed on, who begins anew loses nothing
         with contextlib.suppress(TransportError):
-            await self._network.publish_position(position, versions, is_last)
+            await self._publish(position, versions, is_last)

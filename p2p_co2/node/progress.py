@@ -17,8 +17,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from p2p_co2.node.agreement import Agreement
-from p2p_co2.node.catchup import CatchupController
+from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.state import PeerState
 from p2p_co2.node.status import StatusWriter, Times, view_of
 from p2p_co2.protocol.catchup import policy

@@ -20,7 +20,7 @@ from p2p_co2.node.environment import Links
 from p2p_co2.node.lanes import piece_of
 from p2p_co2.node.progress import SwarmProgress
 from p2p_co2.node.router import Router
-from p2p_co2.node.swarm_news import SwarmNews
+from p2p_co2.node.status import SwarmNews
 from p2p_co2.protocol.catchup import CatchUp
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.membership import Membership, MembershipEvent

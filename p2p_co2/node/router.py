@@ -23,20 +23,15 @@ from p2p_co2.node.quotas import (
     refused_units,
     useless_units,
 )
+from p2p_co2.node.state import Effects
 from p2p_co2.protocol.catchup import CatchUp
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.rounds import Rounds
 from p2p_co2.protocol.wire.envelope import OTHER_GROUP, Opened, opened
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.kinds import Cost, Kind, Machine
-from p2p_co2.protocol.wire.messages_pb2 import (
-    Chunk,
-    Leave,
-    ModelTable,
-    Ping,
-    Ready,
-    Status,
-)
+from p2p_co2.protocol.wire.messages_pb2 import Chunk, Leave, ModelTable, Ping, Ready, Status
+from p2p_co2.telemetry import events as ev
 
 MAX_REFUSALS_KEPT = 4096
 """Kinds of refusal by sender that are counted one by one; the rest is counted under ``OTHERS``."""
@@ -77,40 +72,25 @@ class Inbox:
 
     def _take_membership(self, body: Any, said: Any, sender: PeerId, now: float) -> None:
         """What peers say of themselves."""
-        if isinstance(body, Leave | ModelTable):
-            self.membership.receive(body, sender, now)
-            return
         if isinstance(body, Ping) and body.nonce:
             self.membership.status = self.status()  # a pong says where we are, not were
-        self.membership.receive(body, sender, now, said)
-
-
-@dataclass(frozen=True)
-class RouterEvents:
-    """What the node is told. ``refused``: (peer, kind of message, reason, detail), as far as it is reported;
-    ``shut_out``: (peer, why), which is not heard any more; ``took``: whether rounds or catching up may have
-    anything to say; ``failed``: a bug of ours."""
-
-    refused: Callable[[str, str, str, str], None]
-    shut_out: Callable[[PeerId, str], None]
-    took: Callable[[bool], None]
-    failed: Callable[[Exception], None]
+        if isinstance(body, Leave | ModelTable):
+            self.membership.receive(body, sender, now)
+        else:
+            self.membership.receive(body, sender, now, said)
 
 
 class Router:
-    """``group``: the digest of the node's group; ``take``: as ``Inbox.take``; ``now``: the machines' clock;
-    ``open_``: ``envelope.opened``, or the same with a memory."""
+    """``group``: the digest of the node's group; ``shut_out``: hears of (peer, why), which is not heard any
+    more; ``failed``: of a bug of ours; ``open_``: ``envelope.opened``, or the same with a memory."""
 
     def __init__(
-        self,
-        group: bytes,
-        take: Callable[[Opened, PeerId, float], bool],
-        events: RouterEvents,
-        now: Callable[[], float],
-        download_bytes_per_s: float,
+        self, group: bytes, inbox: Inbox, effects: Effects, shut_out: Callable[[PeerId, str], None],
+        failed: Callable[[Exception], None], download_bytes_per_s: float = 0.0,
         open_: Callable[[bytes, bytes], Opened] = opened,
-    ) -> None:
-        self._group, self._take, self._events, self._now, self._open = group, take, events, now, open_
+    ) -> None:  # fmt: skip
+        self._group, self._inbox, self._do, self._open = group, inbox, effects, open_
+        self._shut_out, self._failed = shut_out, failed
         self._quotas = Quotas(download_bytes_per_s)
         self.refusals: Counter[tuple[str, str, str]] = Counter()
         """(sender, kind of message, reason)"""
@@ -138,14 +118,14 @@ class Router:
 
     def take(self, sender: PeerId, data: bytes) -> float:
         """``on_message``, without the waiting: seconds until the sender's next one may be read."""
-        now, size_bytes, kind = self._now(), len(data), None
+        now, size_bytes, kind = self._do.now(), len(data), None
         self._quotas.check(sender, now)
         self.down_bytes += size_bytes
         wait_s = self._quotas.read(size_bytes, now)
         try:
             message = self._open(data, self._group)
             kind = message.kind
-            useful = self._take(message, sender, now)
+            useful = self._inbox.take(message, sender, now)
             if kind.type is Chunk:
                 useful = self._was_asked(sender)
             wait_s, units = self._cost(message, size_bytes, useful, wait_s)
@@ -156,15 +136,15 @@ class Router:
                 self.refuse(sender, error.reason, error.detail, kind)
                 units = refused_units(error.reason, size_bytes, kind is not None and kind.is_bulk)
         except Exception as error:  # named place: a carrier would take our bug for the sender's fault
-            self._events.failed(error)
+            self._failed(error)
             return 0.0
-        self._events.took(kind is None or not kind.is_quiet)
+        self._do.pump(kind is None or not kind.is_quiet)
         if self._overasked:
             units += OVERASKED_UNITS * self._overasked.pop(sender, 0)
         try:
             return max(wait_s, self._quotas.charge(sender, units, now))
         except RemoteProtocolError as error:
-            self._events.shut_out(sender, str(error))
+            self._shut_out(sender, str(error))
             raise
 
     def on_link_refused(self, peer: PeerId | None, error: RemoteProtocolError) -> None:
@@ -172,10 +152,10 @@ class Router:
         if peer is None or error.reason in _SAID:
             return
         try:
-            self._quotas.charge_link(peer, error.reason, self._now())
+            self._quotas.charge_link(peer, error.reason, self._do.now())
         except RemoteProtocolError as out:
             self.refuse(peer, "shut out", out.detail)
-            self._events.shut_out(peer, str(out))
+            self._shut_out(peer, str(out))
 
     def refuse(self, peer: str, reason: str, detail: str, kind: Kind | None = None) -> None:
         """Count a broken rule against ``peer``; the first few of a kind are told one by one."""
@@ -185,7 +165,8 @@ class Router:
         self.refusals[peer, name, reason] += 1
         count = self.refusals[peer, name, reason]
         if count <= REFUSALS_REPORTED or count & (count - 1) == 0:
-            self._events.refused(peer, name, reason, detail[:200])
+            detail = detail[:200]
+            self._do.report(ev.MessageRefused, other=peer, message=name, reason=reason, detail=detail)
 
     def held(self) -> dict[str, tuple[int, int]]:
         """What strangers can make grow: (now, at most) by the name of the bound."""

@@ -39,14 +39,13 @@ class LocalProgress:
 @dataclass(frozen=True)
 class Effects:
     """What a part may ask of its node. ``now``: the machines' clock; ``report``: an event's type and fields;
-    ``spawn``: work in the node's TaskGroup; ``refuse``: (peer, reason, detail); ``pump``: send and handle all
-    that the machines have by now."""
+    ``spawn``: work in the node's TaskGroup; ``refuse``: (peer, reason, detail); ``pump``: ``Pump.pump``."""
 
     now: Callable[[], float]
     report: Callable[..., None]
     spawn: Callable[[Coroutine[Any, Any, None]], None]
     refuse: Callable[[str, str, str], None]
-    pump: Callable[[], None]
+    pump: Callable[..., None]
 
 
 class PeerState:

@@ -260,7 +260,7 @@ class World:
         """What a peer of this world stands on."""
         loop = asyncio.get_running_loop()
         clock = Clock(loop.time, lambda: 1.7e9 + loop.time())
-        return Environment.of(Beside(self, identity), clock, lambda *_: MemoryLinks(self, identity.peer_id))
+        return Environment(Beside(self, identity), clock, lambda *_: MemoryLinks(self, identity.peer_id))
 
     def add(self, name: str) -> None:
         """One more peer, at version 0; ``start`` brings it up."""
