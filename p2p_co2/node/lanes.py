@@ -129,17 +129,6 @@ class Lane:
     task: asyncio.Task[None] | None = None
     grpc_failed_at: float = -1e9
 
-    def put_control(self, data: Unsent) -> None:
-        """Let a control message wait behind those that do."""
-        self.control.append(data)
-        self.control_bytes += len(data)
-
-    def take_control(self) -> Unsent:
-        """The first control message, which waits no more."""
-        data = self.control.popleft()
-        self.control_bytes -= len(data)
-        return data
-
     def put(self, message: Bulk) -> None:
         """Let bulk wait in its order."""
         self.bulk.insert(place_of(message, self.bulk), message)

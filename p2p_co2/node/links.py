@@ -12,6 +12,7 @@ Law: all that leaves this machine for a peer leaves through ``post``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -32,7 +33,6 @@ MAX_QUEUED_BYTES = 1 << 30
 takes nothing off our hands takes the room of its own messages only, the oldest first."""
 MAX_SERVED_BYTES = 8 * MAX_DATA_BYTES
 """Bulk bytes waiting for one peer that it asked for itself: twice what a fetcher asks for at once."""
-MAX_LANES = 2 * MAX_PEERS
 MAX_QUEUED_CONTROL, MAX_CONTROL_BYTES = 4096, 16 << 20
 """Control messages that wait for one peer, and their bytes."""
 
@@ -42,14 +42,13 @@ FindRecord = Callable[[PeerId, bool], Awaitable[PeerRecord | None]]
 
 @dataclass
 class LinkObserver:
-    """What the node wants to hear. All calls come from the event loop."""
+    """What the node wants to hear, on the event loop. ``opened``: (peer, carrier, why not the preferred
+    carrier and how the bytes travel if not directly); ``lost``: (peer, carrier, reason), an open link broke;
+    ``unreachable``: (peer, reason), no carrier gets through."""
 
     opened: Callable[[PeerId, str, str], None]
-    """(peer, carrier, why not the preferred carrier and how the bytes travel if not directly)"""
     lost: Callable[[PeerId, str, str], None]
-    """(peer, carrier, reason): an open link broke."""
     unreachable: Callable[[PeerId, str], None]
-    """(peer, reason): no carrier gets through."""
 
 
 @dataclass
@@ -65,18 +64,11 @@ class LinkPool:
     """All outgoing links of a node, on the ``uplink`` of its process."""
 
     def __init__(
-        self,
-        carriers: Sequence[Carrier],
-        find_record: FindRecord,
-        observer: LinkObserver,
-        tasks: asyncio.TaskGroup,
-        uplink: Uplink,
-    ) -> None:
-        self._carriers = tuple(carriers)
-        self._find_record = find_record
-        self._observer = observer
-        self._tasks = tasks
-        self._uplink = uplink
+        self, carriers: Sequence[Carrier], find_record: FindRecord, observer: LinkObserver,
+        tasks: asyncio.TaskGroup, uplink: Uplink,
+    ) -> None:  # fmt: skip
+        self._carriers, self._find_record, self._observer = tuple(carriers), find_record, observer
+        self._tasks, self._uplink = tasks, uplink
         self._paces: Mapping[PeerId, float] = {}
         self._lanes: dict[PeerId, Lane] = {}
         self._order = BeginOrder()
@@ -111,7 +103,7 @@ class LinkPool:
         asked for, so that asking without reading costs us little. ``piece``: what ``forget`` knows it by."""
         lane = self._lanes.get(peer)
         if lane is None:
-            if len(self._lanes) >= MAX_LANES:
+            if len(self._lanes) >= 2 * MAX_PEERS:
                 return False
             lane = self._lanes[peer] = Lane()
             self._uplink.lanes.append(lane)
@@ -126,7 +118,8 @@ class LinkPool:
         else:
             if len(lane.control) >= MAX_QUEUED_CONTROL or lane.control_bytes + len(data) > MAX_CONTROL_BYTES:
                 return False
-            lane.put_control(data)
+            lane.control.append(data)
+            lane.control_bytes += len(data)
         lane.wake.set()
         if lane.task is None or lane.task.done():
             lane.task = self._tasks.create_task(self._serve(peer, lane), name=f"lane {peer[-6:]}")
@@ -151,21 +144,19 @@ class LinkPool:
     async def drain(self, timeout_s: float) -> None:
         """Wait until the queues of reachable peers are empty, at most ``timeout_s`` seconds."""
         ends_at = time.monotonic() + timeout_s
-        lanes = self._lanes
-        while any(lane.control or lane.bulk or lane.carrying for lane in lanes.values()):
+        while any(lane.control or lane.bulk or lane.carrying for lane in self._lanes.values()):
             if time.monotonic() > ends_at:
                 return
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
         """Stop all lanes and close their links. Safe to cancel."""
-        lanes = list(self._lanes.items())
-        for peer, lane in lanes:
+        closing = [lane.link.close() for lane in self._lanes.values() if lane.link is not None]
+        for peer, lane in list(self._lanes.items()):
             if lane.task is not None:
                 lane.task.cancel()
             self._forget_lane(peer, lane)
-        links = [lane.link for _, lane in lanes if lane.link is not None]
-        await asyncio.gather(*(link.close() for link in links), return_exceptions=True)
+        await asyncio.gather(*closing, return_exceptions=True)
 
     # ---- room
 
@@ -196,7 +187,10 @@ class LinkPool:
                 await _wait_for_work(lane, lane.link)
             except TransportError as error:
                 link, lane.link = lane.link, None
-                self._give_up(peer, lane)
+                for _ in lane.under_way:  # nobody will say what became of it
+                    self._uplink.meter.finished(peer, 0, time.monotonic())
+                lane.carrying -= len(lane.under_way)
+                lane.under_way.clear()
                 self._observer.lost(peer, link.carrier, str(error))
                 await link.close()  # its carrier holds it, and its connection, until then
 
@@ -241,30 +235,29 @@ class LinkPool:
     async def _send_until_idle(self, peer: PeerId, lane: Lane, link: Link) -> None:
         while lane.control or lane.bulk:
             if lane.control:
-                data = bytes(lane.take_control())
+                data = bytes(lane.control.popleft())
+                lane.control_bytes -= len(data)
                 self._uplink.cap.admit_at(len(data), time.monotonic())  # counts, but does not wait
                 await link.send(data)
                 self.up_bytes += len(data)
-            elif (wait_s := self._wait_s(peer, lane)) > 0:
-                await _wait_for_news(lane.wake, wait_s)
+                continue
+            wait_s = self._uplink.wait_s(lane, self._paces.get(peer, 0.0), time.monotonic())
+            if wait_s > 0:
+                lane.wake.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await lane.wake.wait()
             elif not lane.may_send(link):
                 await _wait_for_work(lane, link)
             else:
-                await self._send_bulk(lane, link, self._next_bulk(lane).data)
-
-    def _wait_s(self, peer: PeerId, lane: Lane) -> float:
-        return self._uplink.wait_s(lane, self._paces.get(peer, 0.0), time.monotonic())
+                await self._send_bulk(lane, link)
 
     # ---- bulk
 
-    def _next_bulk(self, lane: Lane) -> Bulk:
+    async def _send_bulk(self, lane: Lane, link: Link) -> None:
         """The lane's next bulk message, whose turn it is."""
-        lane.turn = Turn(has_yielded=lane.turn.has_yielded)
-        message = lane.take()
-        self.queued_bytes -= len(message.data)
-        return message
-
-    async def _send_bulk(self, lane: Lane, link: Link, data: Unsent) -> None:
+        lane.turn, data = Turn(has_yielded=lane.turn.has_yielded), lane.take().data
+        self.queued_bytes -= len(data)
         self._uplink.meter.started(time.monotonic())
         lane.carrying += 1
         try:
@@ -284,8 +277,7 @@ class LinkPool:
         """Its bytes. A mean goes to all members, to most of them at the same time: the last ones are kept as
         long as bulk waits."""
         last, joined = self._joined_last
-        if last is not data:
-            joined = bytes(data)
+        joined = joined if last is data else bytes(data)
         if not self.queued_bytes:
             self._joined_last = None, b""
         elif joined is not data:
@@ -308,13 +300,6 @@ class LinkPool:
         traffic.bulk_s += now - lane.counted_until
         lane.counted_until = now
 
-    def _give_up(self, peer: PeerId, lane: Lane) -> None:
-        """The link is gone: nobody will say what became of what was under way."""
-        for _ in lane.under_way:
-            self._uplink.meter.finished(peer, 0, time.monotonic())
-        lane.carrying -= len(lane.under_way)
-        lane.under_way.clear()
-
 
 async def _wait_for_work(lane: Lane, link: Link) -> None:
     """Until there is something to send, and room for it; raises ``PeerLost`` when the link dies first."""
@@ -330,13 +315,3 @@ async def _wait_for_work(lane: Lane, link: Link) -> None:
         closed.cancel()
     if closed.done() and not closed.cancelled() and not lane.may_send(link):
         raise PeerLost(closed.result())
-
-
-async def _wait_for_news(news: asyncio.Event, timeout_s: float) -> None:
-    """Until something is posted to a lane, at most ``timeout_s`` seconds."""
-    news.clear()
-    try:
-        async with asyncio.timeout(timeout_s):
-            await news.wait()
-    except TimeoutError:
-        return

@@ -21,13 +21,13 @@ from typing import Any
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.commits import CommitHandler
-from p2p_co2.node.environment import Environment, Links, PeerNetwork
+from p2p_co2.node.environment import Environment, Links
 from p2p_co2.node.ledger import AgreedVersion, Ledger
 from p2p_co2.node.links import LinkObserver
 from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.peer_finder import PeerFinder
 from p2p_co2.node.progress import SwarmProgress
-from p2p_co2.node.pump import Alarm, Pump
+from p2p_co2.node.pump import Pump
 from p2p_co2.node.router import Inbox, Router
 from p2p_co2.node.state import Effects, LocalProgress, PeerState
 from p2p_co2.node.status import Host, StatusWriter, SwarmNews, Times
@@ -124,7 +124,7 @@ class Node:
         )  # fmt: skip
         self._pump = Pump(
             (self.membership, self.rounds, self.catchup), group, self.router, news, commits, fetches,
-            self.progress, Alarm(process_clock), self.now, self._on_membership,
+            self.progress, process_clock, self._on_membership,
         )  # fmt: skip
         self._finder = PeerFinder(network, self.membership, writer, do)
         self.state.when_moved(self._moved)
@@ -141,8 +141,7 @@ class Node:
             find = environment.network.find_record
             links = environment.make_links(carriers, find, observer, tasks, environment.uplink)
             self._pump.links, self._pump.is_open = links, True
-            daemon = _watch_daemon(environment.network, self.report)
-            works = self._finder.run(), self._pump.keep_time(), daemon
+            works = self._finder.run(), self._pump.keep_time(), self._watch_daemon()
             background = [tasks.create_task(work) for work in works]
             await self.life.stopping.wait()
             self._pump.is_open = False
@@ -280,8 +279,7 @@ class Node:
     def report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
         self._report_event(kind(at=self.clock.unix(), peer=self.state.me, **fields))
 
-
-async def _watch_daemon(network: PeerNetwork, report: Callable[..., None]) -> None:
-    words = await network.daemon_ended()
-    text = f"the libp2p daemon has ended ({words}): gRPC links go on; restart this peer to be found"
-    report(ev.Warned, text=text)
+    async def _watch_daemon(self) -> None:
+        words = await self._environment.network.daemon_ended()
+        text = f"the libp2p daemon has ended ({words}): gRPC links go on; restart this peer to be found"
+        self.report(ev.Warned, text=text)

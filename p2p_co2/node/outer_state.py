@@ -31,7 +31,7 @@ class Offers:
         self._early: dict[int, Offer] = {}
         """By fragment: an offer upon a state that this thread has yet to hear of."""
         for fragment, version in enumerate(state.agreed):
-            rounds.set_state(fragment, version.version, version.digest)
+            self._moved(fragment, version)
         state.when_moved(self._moved)
 
     def open(self, offer: Offer) -> None:

@@ -82,12 +82,12 @@ class Pump:
 
     def __init__(
         self, machines: Machines, group: bytes, router: Router, news: SwarmNews, commits: CommitHandler,
-        fetches: CatchupController, progress: SwarmProgress, alarm: Alarm, now: Callable[[], float],
+        fetches: CatchupController, progress: SwarmProgress, clock: ProcessClock,
         on_membership: Callable[[MembershipEvent], None],
     ) -> None:  # fmt: skip
-        self._machines, self._router, self._now = machines, router, now
+        self._machines, self._router, self._now = machines, router, clock.now
         self.news, self.commits, self.fetches, self._progress = news, commits, fetches, progress
-        self._alarm, self._on_membership = alarm, on_membership
+        self._alarm, self._on_membership = Alarm(clock), on_membership
         self._envelope_head = head_of(group)
         self.links: Links | None = None
         self.is_open = False
@@ -178,8 +178,8 @@ class Pump:
         }
 
     def _next_timer_at(self) -> float:
-        until, (membership, rounds, catchup) = self._news_at(), self._machines
-        for machine in (membership, rounds, catchup):
+        until = self._news_at()
+        for machine in self._machines:
             if (at := machine.get_timer()) is not None and at < until:
                 until = at
         return until
