@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from p2p_co2.errors import PeerLost, TransportError
 from p2p_co2.net.transport.base import OnMessage, OnRefused
 from p2p_co2.net.transport.flow import Acknowledged, Seen
-from p2p_co2.node.lanes import Uplink
-from p2p_co2.node.links import LinkObserver, LinkPool
+from p2p_co2.node.links import LinkObserver, LinkPool, Uplink
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 

@@ -7,7 +7,7 @@ import pytest
 from google.protobuf.message import Message
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.node.quotas import ALLOWANCE, LINK_UNITS, PATIENCE_S, REFILL_PER_S, SHUT_OUT_S
+from p2p_co2.node.router import ALLOWANCE, LINK_UNITS, PATIENCE_S, REFILL_PER_S, SHUT_OUT_S
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from tests.fuzz.bench import RUN, Bench, envelope

@@ -13,13 +13,18 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.net.transport.flow import LEAST_BYTES, Acknowledged
-from p2p_co2.node.lanes import BeginOrder, Bulk, Lane, Piece, Turn, Uplink
 from p2p_co2.node.links import (
     MAX_CONTROL_BYTES,
     MAX_QUEUED_BYTES,
     MAX_SERVED_BYTES,
+    BeginOrder,
+    Bulk,
+    Lane,
     LinkObserver,
     LinkPool,
+    Piece,
+    Turn,
+    Uplink,
 )
 from p2p_co2.node.meter import FAST_BYTES_PER_S
 from p2p_co2.protocol.wire.bulk import with_data

@@ -18,8 +18,7 @@ from p2p_co2.errors import TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.node import network as room
-from p2p_co2.node.network import RECORD_LIFETIME_S, Network, RecordBook
-from p2p_co2.node.reach import lead_nowhere_else, publishable
+from p2p_co2.node.network import RECORD_LIFETIME_S, Network, RecordBook, lead_nowhere_else, publishable
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.node import quotas as room
-from p2p_co2.node.quotas import (
+from p2p_co2.node import router as room
+from p2p_co2.node.router import (
     ALLOWANCE,
     ASKED_UNITS,
     DOUBLED_AT_MOST,

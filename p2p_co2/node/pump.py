@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from p2p_co2.node.catchup import CatchupController
 from p2p_co2.node.commits import CommitHandler
 from p2p_co2.node.environment import Links
-from p2p_co2.node.lanes import piece_of
+from p2p_co2.node.links import piece_of
 from p2p_co2.node.progress import SwarmProgress
 from p2p_co2.node.router import Router
 from p2p_co2.node.status import SwarmNews

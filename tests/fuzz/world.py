@@ -22,8 +22,7 @@ from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, Ru
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.node.environment import Clock, Environment
-from p2p_co2.node.lanes import Piece
-from p2p_co2.node.links import LinkTraffic
+from p2p_co2.node.links import LinkTraffic, Piece
 from p2p_co2.node.node import Node
 from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.rounds import Offer, PayloadShape
