@@ -106,7 +106,7 @@ def test_who_trains_no_more_stands_still_on_the_clock() -> None:
     for last, is_over, position in ((3.0, False, 3.5), (3.0, True, 3.0), (5.2, True, 5.0)):
         place.state.show(LocalProgress(Status.TRAINING, last, place.now, is_over=is_over))
         place.now += 2.0
-        assert place.progress.position() == position
+        assert place.writer.position() == position
 
 
 # ---- is done

@@ -112,9 +112,7 @@ class PeerFinder:
             errors.append(str(error))
         try:
             if self._is_due():
-                records = await self._network.find_peers()
-                self._tell_of_ways(trouble, records)
-                await self._take(records)
+                await self._take(trouble, await self._network.find_peers())
                 self._found_at, self._found_among = self._do.now(), frozenset(self._membership.live)
         except TransportError as error:
             errors.append(str(error))
@@ -127,25 +125,22 @@ class PeerFinder:
         is_calm = bool(live) and live == self._found_among and not len(self._membership.candidates)
         return not is_calm or self._do.now() - self._found_at >= find_every_s(len(live))
 
-    async def _take(self, records: Sequence[PeerRecord]) -> None:
-        """Greet those who are listed; among nobody, ask the seeds again whom else they know."""
+    async def _take(self, trouble: str, records: Sequence[PeerRecord]) -> None:
+        """Warn of what keeps others from reaching this peer, and of those that it cannot reach. Greet those
+        that are listed; among nobody, ask the seeds again whom else they know."""
         membership, now = self._membership, self._do.now()
+        if trouble and trouble != self._trouble:
+            self._do.report(ev.Warned, text=trouble)
+        self._trouble = trouble
+        for peer, reason in self.unreached.listed(records, membership.live):
+            self._do.report(ev.Warned, text=f"peer {peer} is there but cannot be reached: {reason}")
         if records or membership.live:
             self._alone_since = now
         elif now - self._alone_since > 2 * FIND_PEERS_S:
             self._alone_since = now
             await self._network.rebootstrap()
-        peers = [PeerId(record.peer) for record in records]
         membership.status = self._writer.status()  # who is found learns where we are, not were
-        membership.found(peers, self._do.now())
-
-    def _tell_of_ways(self, trouble: str, records: Sequence[PeerRecord]) -> None:
-        """Warn of what keeps others from reaching this peer, and of those that it cannot reach."""
-        if trouble and trouble != self._trouble:
-            self._do.report(ev.Warned, text=trouble)
-        self._trouble = trouble
-        for peer, reason in self.unreached.listed(records, self._membership.live):
-            self._do.report(ev.Warned, text=f"peer {peer} is there but cannot be reached: {reason}")
+        membership.found([PeerId(record.peer) for record in records], self._do.now())
 
     async def _greet_seeds(self) -> None:
         """Become known again to a seed that was started anew: it has forgotten everybody, and who comes by
@@ -165,13 +160,10 @@ class PositionWriter:
     """
 
     def __init__(
-        self,
-        publish: Callable[[float, Sequence[int], bool], Awaitable[None]],
-        where: Callable[[], tuple[Status.Phase, float, Sequence[int]]],
-        live_peers: Callable[[], int],
-        now: Callable[[], float],
-        warn: Callable[[str], None],
-    ) -> None:
+        self, publish: Callable[[float, Sequence[int], bool], Awaitable[None]],
+        where: Callable[[], tuple[Status.Phase, float, Sequence[int]]], live_peers: Callable[[], int],
+        now: Callable[[], float], warn: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self._publish, self._where, self._live_peers = publish, where, live_peers
         self._now, self._warn = now, warn
         self._alone_since, self._has_told_of_alone = math.inf, False

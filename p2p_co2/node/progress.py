@@ -66,7 +66,7 @@ class SwarmProgress:
         times: Times, fetches: CatchupController, most_peers: int,
     ) -> None:  # fmt: skip
         self._state, self._membership, self._agreement = state, membership, agreement
-        self._writer, self._times, self._fetches = writer, times, fetches
+        self.writer, self._times, self._fetches = writer, times, fetches
         self._most_peers, self._began_at = most_peers, times.now()
         self.conclusions = Conclusions()
         self.swarm_position: tuple[float, float] | None = None
@@ -75,15 +75,6 @@ class SwarmProgress:
         self._concluded_of: object = None
         self._furthest = list(state.held[0])
         """Per fragment, where the swarm was when somebody who is in it was heard last."""
-
-    @property
-    def rests(self) -> bool:
-        """As ``StatusWriter.rests``."""
-        return self._writer.rests
-
-    def position(self) -> float:
-        """As ``StatusWriter.position``. Other threads may ask."""
-        return self._writer.position()
 
     @property
     def settled(self) -> bool:
@@ -130,22 +121,20 @@ class SwarmProgress:
         self._agreement.note_newest()
         if state.local.phase == Status.TRAINING:
             self.conclusions, self._concluded_of = replace(self.conclusions, settled=False), None
-            self._writer.is_at_rest = False
+            self.writer.is_at_rest = False
             return False
         seen = self._seen()
         if seen == self._concluded_of:
             return False
         self._concluded_of, self._concluded_at = seen, now
-        idle, live = not self._fetches.busy(), membership.live.values()
+        idle, live, was_at_rest = not self._fetches.busy(), membership.live.values(), self.writer.is_at_rest
         known = self._look_for_the_swarm(idle) if state.local.phase == Status.JOINING else self.conclusions
         done = [info for info in live if info.status.phase not in (Status.JOINING, Status.PAUSED)]
         if waits := self._may_hear_more(now):
             self._concluded_of = None  # time alone ends that
-        is_done = state.local.phase == Status.DRAINING
         # A last offer may commit when all others seem to be done: who left before would miss it.
-        is_alike = is_done and idle and not state.works and all(map(self._is_with_us, done))
-        was_at_rest = self._writer.is_at_rest
-        self._writer.is_at_rest = at_rest = is_alike and not waits
+        is_done = state.local.phase == Status.DRAINING and idle and not state.works
+        self.writer.is_at_rest = at_rest = is_done and not waits and all(map(self._is_with_us, done))
         is_settled = at_rest and all(info.status.settled for info in done)
         self._note_who_differs(live, now)
         self.conclusions = replace(known, held=state.held, settled=is_settled)
@@ -153,7 +142,7 @@ class SwarmProgress:
 
     def _place(self, now: float) -> None:
         """Work out the swarm's position, at most once in a heartbeat; in between the clock carries it on."""
-        quiet_s = self._membership.quiet_s if self._writer.rests else 0.0
+        quiet_s = self._membership.quiet_s if self.writer.rests else 0.0
         if now - self._placed_at < max(HEARTBEAT_S, quiet_s / 2) and self.swarm_position is not None:
             return
         self._placed_at, times = now, self._times

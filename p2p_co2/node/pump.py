@@ -29,8 +29,6 @@ from p2p_co2.protocol.wire.envelope import Unsent, head_of, kind_of, unsent
 from p2p_co2.protocol.wire.messages_pb2 import Fetch
 from p2p_co2.system.clock import ProcessClock
 
-QUIET_IDLE = 0.5
-"""Of a slow heartbeat, after which one that rests looks whether anything is due, though nothing called it."""
 EVENTS_AT_ONCE = 1000
 """Rounds of events that follow from one another; a machine that always has another has a bug."""
 
@@ -158,7 +156,8 @@ class Pump:
             self.pump()
             if self._progress.conclude(self._now()):
                 self.tell_all()
-            idle_s = QUIET_IDLE * membership.quiet_s if self._progress.rests else 0.0
+            # One that rests looks twice in a slow heartbeat whether anything is due.
+            idle_s = membership.quiet_s / 2 if self._progress.writer.rests else 0.0
             if await self._alarm.sleep(min(self._next_timer_at(), now + max(HEARTBEAT_S, idle_s))):
                 membership.announce(self._now())  # others may have taken this peer for gone
 
@@ -170,12 +169,8 @@ class Pump:
 
     def timers(self) -> dict[str, float | None]:
         """When each machine wants to be called next."""
-        membership, rounds, catchup = self._machines
-        return {
-            "membership": membership.get_timer(),
-            "rounds": rounds.get_timer(),
-            "catching up": catchup.get_timer(),
-        }
+        membership, rounds, catchup = (machine.get_timer() for machine in self._machines)
+        return {"membership": membership, "rounds": rounds, "catching up": catchup}
 
     def _next_timer_at(self) -> float:
         until = self._news_at()

@@ -194,7 +194,7 @@ class NetworkThread:
 
             def where() -> tuple[Status.Phase, float, list[int]]:
                 versions = [agreed.version for agreed in node.agreed]
-                return node.state.local.phase, node.progress.position(), versions
+                return node.state.local.phase, node.progress.writer.position(), versions
 
             def warn(text: str) -> None:
                 node.report(ev.Warned, text=text)
