@@ -182,14 +182,14 @@ class RecordBook:
         within a heartbeat, for one that has expired or if a ``fresh`` one is wanted. None or the old one
         if the DHT does not answer."""
         now = time.monotonic()
-        record = self._use(peer, now)
+        record = self._use(peer)
         if fresh or record is None or record.expires_at < time.time():
             since = now if record is None else now - HEARTBEAT_S
             async with self._searching:
                 if self._began_at < since:
                     with contextlib.suppress(TransportError):
                         await self._search()
-            record = self._use(peer, time.monotonic())
+            record = self._use(peer)
         return record
 
     def forget_searches(self) -> None:
@@ -213,8 +213,8 @@ class RecordBook:
         except TransportError:
             self._began_at = began_at
             raise
-        self._take(found, time.monotonic())
         self._began_at = began_at
+        self._take(found, time.monotonic())
         return found
 
     def _take(self, found: Sequence[PeerRecord], now: float) -> None:
@@ -225,17 +225,16 @@ class RecordBook:
             peer = PeerId(record.peer)
             held = listed.get(peer) or self._records.get(peer)
             listed[peer] = record if held is None or record.expires_at >= held.expires_at else held
-        self._used_at = {peer: at for peer, at in self._used_at.items() if now - at < 5 * RECORD_LIFETIME_S}
-        for peer in sorted(self._used_at, key=lambda peer: self._used_at[peer], reverse=True):
-            if len(listed) < MAX_PEERS and peer not in listed:
-                listed[peer] = self._records[peer]
+        for peer, at in sorted(self._used_at.items(), key=lambda item: item[1], reverse=True):
+            if now - at < 5 * RECORD_LIFETIME_S and len(listed) < MAX_PEERS:
+                listed.setdefault(peer, self._records[peer])
         self._records = listed
         self._used_at = {peer: at for peer, at in self._used_at.items() if peer in listed}
 
-    def _use(self, peer: PeerId, now: float) -> PeerRecord | None:
+    def _use(self, peer: PeerId) -> PeerRecord | None:
         """The record of ``peer``, kept for longer from now on."""
         if peer in self._records:
-            self._used_at[peer] = now
+            self._used_at[peer] = time.monotonic()
         return self._records.get(peer)
 
 
@@ -270,35 +269,24 @@ class Network:
         or not the ticket's, ``EnvironmentFault`` when this machine cannot take part, ``ConfigError`` for a
         config of another version. Cancelling it leaves nothing behind.
         """
-        lock = FolderLock(config.folder)
-        identity_path = config.folder / "identity"
-        try:
-            network = cls(Identity.load_or_create(identity_path), config, ticket)
-        except BaseException:
-            lock.release()
-            raise
-        network._stack.callback(lock.release)
-        try:
-            await network._open(on_refused)
-        except BaseException:
-            await network.close()
-            raise
+        async with AsyncExitStack() as stack:
+            stack.callback(FolderLock(config.folder).release)
+            network = cls(Identity.load_or_create(config.folder / "identity"), config, ticket)
+            await network._open(on_refused, stack)
+            network._stack = stack.pop_all()
         return network
 
     async def close(self) -> None:
         """Give everything back. May be called twice."""
         await self._stack.aclose()
 
-    async def _open(self, on_refused: OnRefused) -> None:
-        config = self.config
+    async def _open(self, on_refused: OnRefused, stack: AsyncExitStack) -> None:
+        config, path = self.config, self.config.folder / "identity"
         require_others_can_dial(config, self.ticket)
-        identity_path = config.folder / "identity"
-        p2p = await start_p2p(
-            identity_path, config.host, config.libp2p_port, announce_host=config.announce_host
-        )
-        self._stack.push_async_callback(stop_p2p, p2p)
+        p2p = await start_p2p(path, config.host, config.libp2p_port, announce_host=config.announce_host)
+        stack.push_async_callback(stop_p2p, p2p)
         self.use(p2p, Discovery(p2p, self.identity, self.ticket.run, on_refused))
-        self._stack.push_async_callback(self.discovery.close)
+        stack.push_async_callback(self.discovery.close)
         await self.discovery.start(self.ticket.seeds)
         await self._compare_clocks()
         manifest = await self.discovery.fetch_manifest(self.ticket.run_key)
@@ -384,9 +372,8 @@ class Network:
     def invitation(self) -> Ticket:
         """The ticket, with this peer and some that it knows as further seeds, as far as newcomers may be able
         to dial them: it works when the first seeds are gone. Any thread may ask."""
-        known = [self._reach.own_maddrs, *(record.maddrs for record in self.records.known(MAX_INVITERS - 1))]
         seeds = list(self.ticket.seeds)
-        for maddrs in known:
+        for maddrs in (self._reach.own_maddrs, *(one.maddrs for one in self.records.known(MAX_INVITERS - 1))):
             direct = [maddr for maddr in maddrs if not is_relayed(maddr) and is_seed_address(maddr)]
             seeds += [maddr for maddr in direct if leads_as_far(maddr, self.ticket.seeds)][:1]
         return Ticket(self.ticket.run, self.ticket.run_key, tuple(dict.fromkeys(seeds))[:MAX_ADDRESSES])
@@ -407,10 +394,8 @@ class Network:
         return await self.records.record_of(peer, fresh)
 
     async def _find(self) -> list[PeerRecord]:
-        found, is_here = await self.discovery.find_peers(), is_on_this_machine(self.ticket)
-        return [
-            one for one in found if one.peer != self.identity.peer_id and (is_here or leads_elsewhere(one))
-        ]
+        others = [one for one in await self.discovery.find_peers() if one.peer != self.identity.peer_id]
+        return others if is_on_this_machine(self.ticket) else list(filter(leads_elsewhere, others))
 
     # ---- what goes wrong
 
@@ -425,9 +410,11 @@ class Network:
         self._done_at.pop("record", None)
         self._reach.forget_places()
         known = self.records.known(MAX_REACHED_AGAIN)
-        reached = [reach(self.p2p, PeerId(one.peer), one.maddrs, CONNECT_TIMEOUT_S) for one in known]
-        again = self.discovery.rebootstrap(self.ticket.seeds)
-        troubles = await asyncio.gather(again, *reached, return_exceptions=True)
+        troubles = await asyncio.gather(
+            self.discovery.rebootstrap(self.ticket.seeds),
+            *(reach(self.p2p, PeerId(one.peer), one.maddrs, CONNECT_TIMEOUT_S) for one in known),
+            return_exceptions=True,
+        )
         self.records.forget_searches()
         for trouble in troubles:
             if isinstance(trouble, BaseException) and not isinstance(trouble, TransportError):

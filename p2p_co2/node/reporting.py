@@ -23,7 +23,7 @@ from p2p_co2.errors import P2PCo2Error, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.addresses import is_relayed
 from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import ways_to_peers
-from p2p_co2.net.transport.libp2p.streams import AnswerServer, Asker, QuestionClient
+from p2p_co2.net.transport.libp2p.streams import AnswerServer, QuestionClient
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
@@ -54,18 +54,15 @@ class ReportService:
     def __init__(
         self, network: Network, loop: asyncio.AbstractEventLoop, refuse: Callable[[str, str, str], None]
     ) -> None:
-        self._network, self._loop, self._refuse = network, loop, refuse
-        self._me = network.identity.peer_id
+        self._network, self._loop = network, loop
         process = int.from_bytes(os.urandom(8)) >> 1
         self._responder = Responder(network.identity, network.run.digest(), process)
+        pause_s = ASK_TIMEOUT_S / 100  # after each answer on a stream: even a refusal is signed
         self._answering = AnswerServer(
-            network.p2p,
-            PROTOCOL,
-            self._answer_asker,
-            self._on_rude,
-            lambda _: MAX_REQUEST_BYTES,
-            ASK_TIMEOUT_S / 100,  # after each answer on a stream: even a refusal is signed
-        )
+            network.p2p, PROTOCOL, lambda asker, question: self._answer(asker.peer, question),
+            lambda asker, error: refuse(asker, error.reason, error.detail),
+            lambda _: MAX_REQUEST_BYTES, pause_s,
+        )  # fmt: skip
         self._asking = QuestionClient(network.p2p, PROTOCOL, MAX_REPORT_BYTES)
         self._measuring: asyncio.Task[None] | None = None
 
@@ -122,19 +119,13 @@ class ReportService:
     async def ask(self, peer: PeerId, question: bytes) -> bytes:
         """A peer's sealed report, this one's own included. Raises ``TransportError``,
         ``RemoteProtocolError``."""
-        if peer == self._me:
-            return self._answer(peer, question)
+        if peer == self._network.identity.peer_id:
+            return await self._answer(peer, question)
         await self._network.find_record(peer)
         return await self._asking.ask(peer, self._network.records.maddrs_of(peer), question, ASK_TIMEOUT_S)
 
-    async def _answer_asker(self, asker: Asker, question: bytes) -> bytes:
-        return self._answer(asker.peer, question)
-
-    def _answer(self, asker: PeerId, question: bytes) -> bytes:
+    async def _answer(self, asker: PeerId, question: bytes) -> bytes:
         return self._responder.answer(question, asker, time.monotonic(), time.time())
-
-    def _on_rude(self, asker: PeerId, error: RemoteProtocolError) -> None:
-        self._refuse(asker, error.reason, error.detail)
 
 
 class Observer(Feed):
