@@ -283,10 +283,9 @@ class CatchupController:
     def _fetch_next(self, fragment: int, whole: bool = False) -> None:
         if (target := self._targets.get(fragment)) is None:
             return
-        version, current = target.version, self._state.agreed[fragment].version
-        digest = policy.digest_at(*self._agreement.at(fragment), version) or target.digest
-        if target.why is Why.OTHER:
-            digest = target.digest
+        version, current, digest = target.version, self._state.agreed[fragment].version, target.digest
+        if target.why is not Why.OTHER:
+            digest = policy.digest_at(*self._agreement.at(fragment), version) or digest
         live = self._agreement.view(fragment)
         alive = tuple(peer for peer in target.donors if peer in live)
         alive += tuple(p for p in self._donors(fragment, version, digest) if p not in alive)
@@ -311,8 +310,7 @@ class CatchupController:
             self._fetch_next(fragment, whole=True)
             return
         self._drop_target(fragment)
-        move = policy.decide(*self._agreement.at(fragment), replayable=False)
-        if move is not None and move.why is Why.OTHER:
+        if (move := self._other_history(fragment)) is not None:
             self._go(fragment, move)
         else:
             self._again_at[fragment] = self._do.now() + SLOWEST_HEARTBEAT_S
@@ -382,26 +380,28 @@ class CatchupController:
     async def _take_state(self, event: Fetched) -> None:
         fragment, target = event.goal.fragment, self._targets.get(event.goal.fragment)
         goes_back = target is not None and target.why is Why.OTHER
-        if goes_back:
-            move = policy.decide(*self._agreement.at(fragment), replayable=False)
-            if move is None or move.why is not Why.OTHER:
-                self._drop_target(fragment)  # the others have come to us meanwhile
-                return
+        if goes_back and not self._other_history(fragment):
+            self._drop_target(fragment)  # the others have come to us meanwhile
+            return
         held = Held(event.version, event.digest)
-        try:  # as when it was promised (``vouch``), but for what was heard since
+        try:  # as when it was promised, but for what was heard since
             if words := self._agreement.objection(fragment, held, event.donors):
                 raise DigestMismatch(words)
             await self._outer.adopt(fragment, event.data, AgreedVersion(*held), goes_back)
         except (DigestMismatch, RemoteProtocolError) as error:
             is_overtaken = event.version < self._state.agreed[fragment].version and not goes_back
             self._drop_target(fragment)
-            if is_overtaken:  # a round was quicker just now: nobody is to blame
-                return
-            self._blame(event, "bad state", str(error))
-            self._again_at[fragment] = self._do.now() + SLOWEST_HEARTBEAT_S
-            self._offers.give_up(fragment)
+            if not is_overtaken:  # else a round was quicker just now: nobody is to blame
+                self._blame(event, "bad state", str(error))
+                self._again_at[fragment] = self._do.now() + SLOWEST_HEARTBEAT_S
+                self._offers.give_up(fragment)
             return
         self._went_on(event, "state")
+
+    def _other_history(self, fragment: int) -> Move | None:
+        """Where to go over to, if most others hold another history than ours."""
+        move = policy.decide(*self._agreement.at(fragment), replayable=False)
+        return move if move is not None and move.why is Why.OTHER else None
 
     def _went_on(self, event: Fetched, how: str) -> None:
         fragment = event.goal.fragment

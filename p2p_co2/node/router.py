@@ -22,7 +22,6 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.meter import Pace
@@ -155,11 +154,9 @@ class Quotas:
         return RemoteProtocolError(reason, f"shut out for {shut_out_s:.0f} s")
 
     def _known(self, sender: PeerId) -> _Sender:
-        known = self._senders.get(sender)
-        if known is None:
-            if len(self._senders) >= MAX_SENDERS:
-                self._senders.popitem(last=False)
-            known = self._senders[sender] = _Sender()
+        if sender not in self._senders and len(self._senders) >= MAX_SENDERS:
+            self._senders.popitem(last=False)
+        known = self._senders.setdefault(sender, _Sender())
         self._senders.move_to_end(sender)
         return known
 
@@ -177,10 +174,8 @@ class Inbox:
 
     def take(self, message: Opened, sender: PeerId, now: float) -> bool:
         """False for bulk that nobody waited for. Raises ``RemoteProtocolError``."""
-        kind, body, said = message.kind, message.body, message.said
-        if kind.machine is Machine.MEMBERSHIP:
-            self._take_membership(body, said, sender, now)
-        elif kind.machine is Machine.ROUNDS:
+        kind, body = message.kind, message.body
+        if kind.machine is Machine.ROUNDS:
             self.know_all()
             useful = self.rounds.receive(body, sender, now)
             if useful and kind.is_bulk:
@@ -188,18 +183,15 @@ class Inbox:
             if kind.type is Ready:
                 self.catchup.donor.history.shrink()  # its sender has the mean of the round before
             return useful
-        else:
+        if kind.machine is not Machine.MEMBERSHIP:
             self.catchup.receive(body, sender, now)
-        return True
-
-    def _take_membership(self, body: Any, said: Any, sender: PeerId, now: float) -> None:
-        """What peers say of themselves."""
-        if isinstance(body, Ping) and body.nonce:
-            self.membership.status = self.status()  # a pong says where we are, not were
-        if isinstance(body, Leave | ModelTable):
+        elif isinstance(body, Leave | ModelTable):
             self.membership.receive(body, sender, now)
         else:
-            self.membership.receive(body, sender, now, said)
+            if isinstance(body, Ping) and body.nonce:
+                self.membership.status = self.status()  # a pong says where we are, not were
+            self.membership.receive(body, sender, now, message.said)
+        return True
 
 
 class Router:
@@ -234,8 +226,7 @@ class Router:
     async def on_message(self, sender: PeerId, data: bytes) -> None:
         """Take one message; returns when the sender's next one may be read. Raises ``RemoteProtocolError``
         for a sender that is not heard (any more): its link is dropped."""
-        wait_s = self.take(sender, data)
-        if wait_s > 0:
+        if (wait_s := self.take(sender, data)) > 0:
             await asyncio.sleep(wait_s)
 
     def take(self, sender: PeerId, data: bytes) -> float:

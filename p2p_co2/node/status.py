@@ -186,16 +186,10 @@ class SwarmNews:
         membership.set_rests(writer.rests, now)
         membership.status = status = writer.status()
         self._has_strangers = False
-        news = (
-            membership.revision,
-            state.held,
-            status.upload_bytes_per_s,
-            status.phase,
-            state.local.finished,
-        )
-        if news == self._told:
+        rate, finished = status.upload_bytes_per_s, state.local.finished
+        known, self._told = self._told, (membership.revision, state.held, rate, status.phase, finished)
+        if known == self._told:
             return
-        self._told = news
         views = writer.views()
         if restarted := membership.take_restarted():
             still = {peer: view for peer, view in views.items() if peer not in restarted}
