@@ -30,7 +30,7 @@ from p2p_co2.node.progress import SwarmProgress
 from p2p_co2.node.pump import Pump
 from p2p_co2.node.router import Inbox, Router
 from p2p_co2.node.state import Effects, LocalProgress, PeerState
-from p2p_co2.node.status import Host, StatusWriter, SwarmNews, Times
+from p2p_co2.node.status import StatusWriter, SwarmNews, Times
 from p2p_co2.protocol.catchup import CatchUp, Shape, chunk_bytes_of
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S, quiet_beat_s
 from p2p_co2.protocol.membership import Joined, Left, Membership
@@ -107,9 +107,11 @@ class Node:
             self._forget, do,
         )  # fmt: skip
         # what this peer tells and concludes
-        unix = int(1000 * self.clock.unix()) & 0xFFFFFFFF
-        host = Host(network.software, unix, limits.download_bytes_per_s, self.upload_bytes_per_s)
-        writer = StatusWriter(self.state, self.membership, times, host)
+        host = Status(
+            software=network.software, download_bytes_per_s=limits.download_bytes_per_s,
+            process=int(1000 * self.clock.unix()) & 0xFFFFFFFF,  # another for each process of this peer
+        )  # fmt: skip
+        writer = StatusWriter(self.state, self.membership, times, host, self.upload_bytes_per_s)
         self.progress = SwarmProgress(
             self.state, self.membership, agreement, writer, times, fetches, network.run.group_size
         )

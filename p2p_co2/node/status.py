@@ -34,44 +34,36 @@ class Times:
     rounds: int = 0
 
 
-@dataclass(frozen=True)
-class Host:
-    """What a status says of the process and its line. ``process``: another number for each process of this
-    peer; ``upload_bytes_per_s``: as measured by now, 0 if not known; ``download_bytes_per_s``: the cap, 0 for
-    none."""
-
-    software: str
-    process: int
-    download_bytes_per_s: float
-    upload_bytes_per_s: Callable[[], float]
-
-
 class StatusWriter:
-    """``is_at_rest``: whether all that this peer hears are done where it is; set by what concludes that."""
+    """``host``: what each status says of the process and its cap; ``upload_bytes_per_s``: as measured
+    by now, 0 if not known. ``is_at_rest``: whether all that this peer hears are done where it is; set by what
+    concludes that."""
 
-    def __init__(self, state: PeerState, membership: Membership, times: Times, host: Host) -> None:
-        self._state, self._membership = state, membership
-        self._times, self._host = times, host
+    def __init__(
+        self, state: PeerState, membership: Membership, times: Times, host: Status,
+        upload_bytes_per_s: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._state, self._membership, self._times = state, membership, times
+        self._host, self._upload_bytes_per_s = host, upload_bytes_per_s
         self.is_at_rest = False
         self._status = Status()
         self._status_of: object = None
 
     def status(self) -> Status:
         """What the next heartbeats say of this peer; messages that carry it hold copies."""
-        local, (versions, digests), host = self._state.local, self._state.held, self._host
-        membership, upload = self._membership, host.upload_bytes_per_s()
+        local, (versions, digests), membership = self._state.local, self._state.held, self._membership
+        upload = self._upload_bytes_per_s()
         heartbeat_s = membership.heartbeat_s if membership.quiet_s and self.rests else 0.0
         content = (local, versions, digests, upload, self.is_at_rest, heartbeat_s)
         if content != self._status_of:
             self._status_of = content
             self._status = Status(
                 phase=local.phase, inner_steps=local.inner_steps, tokens=local.tokens, loss=local.loss,
-                versions=versions, digests=digests, upload_bytes_per_s=upload,
-                download_bytes_per_s=host.download_bytes_per_s, software=host.software,
-                finished=finished_bits(local.finished, len(versions)), process=host.process,
-                settled=self.is_at_rest, heartbeat_s=heartbeat_s,
+                versions=versions, digests=digests, upload_bytes_per_s=upload, settled=self.is_at_rest,
+                finished=finished_bits(local.finished, len(versions)), heartbeat_s=heartbeat_s,
                 model=model.digest if (model := membership.strangers.model) is not None else 0,
             )  # fmt: skip
+            self._status.MergeFrom(self._host)
         self._status.position = self.position()
         return self._status
 
@@ -97,10 +89,10 @@ class StatusWriter:
     def views(self) -> dict[PeerId, PeerView]:
         """The live peers, this one among them, as the rounds machine wants to know them."""
         views = {peer: view_of(info) for peer, info in self._membership.live.items()}
-        state, host = self._state, self._host
+        state, cap = self._state, self._host.download_bytes_per_s
         views[state.me] = PeerView(
-            host.upload_bytes_per_s(), state.works, state.held[0], host.download_bytes_per_s,
-            state.local.finished, step_s=state.step_s,
+            self._upload_bytes_per_s(), state.works, state.held[0], cap, state.local.finished,
+            step_s=state.step_s,
         )  # fmt: skip
         return views
 
