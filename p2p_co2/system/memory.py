@@ -106,7 +106,7 @@ class _Kept:
         return left_bytes
 
 
-class _Pool:
+class Pool:
     """Pages of large buffers that nobody uses any more, for the next ones.
 
     What it holds, used and kept, is never more than was in use at one moment lately. What is too much is
@@ -185,7 +185,7 @@ def _mapped(size_bytes: int) -> mmap.mmap:
     return pages
 
 
-_pool = _Pool()
+_pool = Pool()
 _trimmed_at = -math.inf
 
 
