@@ -17,19 +17,8 @@ from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, agreed_mean
 from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.state import Effects, PeerState
-from p2p_co2.protocol.catchup import (
-    ROUND,
-    STATE,
-    CatchUp,
-    CatchUpEvent,
-    DonorRefused,
-    ExportWanted,
-    Fetched,
-    FetchFailed,
-    Goal,
-    Loading,
-    policy,
-)
+from p2p_co2.protocol import catchup
+from p2p_co2.protocol.catchup import policy
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Mine, Move, Said, View, Why
 from p2p_co2.protocol.heartbeat import SLOWEST_HEARTBEAT_S
 from p2p_co2.protocol.membership import Membership
@@ -117,12 +106,11 @@ class Agreement:
 
     def note_newest(self) -> None:
         """Remember what others hold, whoever goes; nothing while this peer is not done."""
-        if self._state.local.phase != Status.DRAINING:
-            self._newest = [-1] * len(self._newest)
-            return
         for fragment, known in enumerate(self._newest):
-            view, mine = self.at(fragment)
-            most = policy.limit(view, mine)
+            if self._state.local.phase != Status.DRAINING:
+                self._newest[fragment] = -1
+                continue
+            view, most = self.view(fragment), policy.limit(*self.at(fragment))
             held = [said.held.version for said in view.values() if said.phase in policy.MOVING]
             self._newest[fragment] = max([known, *(version for version in held if version <= most)])
 
@@ -148,8 +136,8 @@ class CatchupController:
     """``run`` and ``shape`` are what decisions are checked against; ``outer`` takes what was fetched."""
 
     def __init__(
-        self, machine: CatchUp, rounds: Rounds, agreement: Agreement, state: PeerState, outer: OuterState,
-        offers: Offers, run: bytes, shape: PayloadShape, effects: Effects,
+        self, machine: catchup.CatchUp, rounds: Rounds, agreement: Agreement, state: PeerState,
+        outer: OuterState, offers: Offers, run: bytes, shape: PayloadShape, effects: Effects,
     ) -> None:  # fmt: skip
         self._machine, self._rounds, self._agreement, self._state = machine, rounds, agreement, state
         self._outer, self._offers, self._run, self._shape, self._do = outer, offers, run, shape, effects
@@ -201,8 +189,10 @@ class CatchupController:
         fragment, here = event.fragment, self._state.agreed[event.fragment].version
         self._targets.setdefault(fragment, Target(event.round, b"", event.owners, Why.AHEAD, here))
         decision = Decision.FromString(event.decision)
-        goal = Goal(ROUND, fragment, event.round, event.owners)
-        fetched = Fetched(goal, event.round, event.mean, decision, b"", event.owners, event.duration_s, 0)
+        goal = catchup.Goal(catchup.ROUND, fragment, event.round, event.owners)
+        fetched = catchup.Fetched(
+            goal, event.round, event.mean, decision, b"", event.owners, event.duration_s, 0
+        )
         self._do.spawn(self._take(fetched))
 
     def _moved(self, fragment: int, agreed: AgreedVersion) -> None:
@@ -235,13 +225,11 @@ class CatchupController:
             self._look_at(fragment, phase == Status.JOINING, now)
 
     def _look_at(self, fragment: int, joining: bool, now: float) -> None:
+        why, since = self._noticed_at.pop(fragment, (None, now))
         move = policy.decide(*self._agreement.at(fragment), self._replayable(fragment) > 0)
         if move is None:
-            self._noticed_at.pop(fragment, None)
             return
-        why, since = self._noticed_at.get(fragment, (move.why, now))
-        if why is not move.why:
-            since = now
+        since = since if why is move.why else now
         self._noticed_at[fragment] = move.why, since
         if self._rounds.is_completing(fragment):
             return  # its bytes are on their way
@@ -268,14 +256,14 @@ class CatchupController:
 
     # ---- fetching
 
-    def handle(self, event: CatchUpEvent) -> None:
-        if isinstance(event, ExportWanted):
+    def handle(self, event: catchup.CatchUpEvent) -> None:
+        if isinstance(event, catchup.ExportWanted):
             self._do.spawn(self._outer.export(event.fragment))
-        elif isinstance(event, DonorRefused):
+        elif isinstance(event, catchup.DonorRefused):
             self._do.refuse(event.peer, event.reason, event.detail)
-        elif isinstance(event, Loading):
+        elif isinstance(event, catchup.Loading):
             self._do.report(ev.StateLoading, **asdict(event))
-        elif isinstance(event, FetchFailed):
+        elif isinstance(event, catchup.FetchFailed):
             self._failed(event)
         else:
             self._do.spawn(self._take(event))
@@ -291,14 +279,14 @@ class CatchupController:
         alive += tuple(p for p in self._donors(fragment, version, digest) if p not in alive)
         rounds = self._replayable(fragment)
         if not whole and 0 < version - current <= rounds:
-            goal = Goal(ROUND, fragment, current + 1, alive)
+            goal = catchup.Goal(catchup.ROUND, fragment, current + 1, alive)
         elif target.why is not Why.OTHER and policy.is_one_word(*self._agreement.at(fragment), version):
             self._give_up(fragment, f"only few have a state of version {version}")
             return
         else:
             # A state a little older will do, where donors are giving that one: the rounds since are replayed.
             oldest = version if whole else max(current + 1, version - rounds // 2)
-            goal = Goal(STATE, fragment, version, alive, digest, oldest)
+            goal = catchup.Goal(catchup.STATE, fragment, version, alive, digest, oldest)
         self._machine.want(goal, self._do.now())
 
     def _donors(self, fragment: int, version: int, digest: bytes) -> tuple[PeerId, ...]:
@@ -318,9 +306,9 @@ class CatchupController:
     def _replayable(self, fragment: int) -> int:
         return min(REPLAY_AT_MOST, self._machine.shape.replayable(fragment))
 
-    def _failed(self, event: FetchFailed) -> None:
+    def _failed(self, event: catchup.FetchFailed) -> None:
         fragment, target = event.goal.fragment, self._targets.get(event.goal.fragment)
-        is_round = event.goal.what == ROUND and bool(event.goal.donors)
+        is_round = event.goal.what == catchup.ROUND and bool(event.goal.donors)
         if is_round and target is not None and target.why is not Why.LAST:
             self._fetch_next(fragment, whole=True)
         else:
@@ -340,11 +328,11 @@ class CatchupController:
             self._told_of[fragment] = news
             self._do.report(ev.Warned, text=f"fragment {fragment} could not catch up yet: {reason}")
 
-    async def _take(self, event: Fetched) -> None:
-        await (self._take_round(event) if event.goal.what == ROUND else self._take_state(event))
+    async def _take(self, event: catchup.Fetched) -> None:
+        await (self._take_round(event) if event.goal.what == catchup.ROUND else self._take_state(event))
         self._do.pump()  # what is wanted next is asked for at once
 
-    async def _take_round(self, event: Fetched) -> None:
+    async def _take_round(self, event: catchup.Fetched) -> None:
         try:
             mean = self._checked_mean(event)
         except RemoteProtocolError as error:
@@ -356,7 +344,7 @@ class CatchupController:
             await self._outer.take(mean, event.decision)
         self._went_on(event, "replay")
 
-    def _checked_mean(self, event: Fetched) -> AgreedMean | None:
+    def _checked_mean(self, event: catchup.Fetched) -> AgreedMean | None:
         """The mean of a replayed round, held against its certificate; None if this peer is past it
         already. Raises ``RemoteProtocolError``."""
         fragment = event.goal.fragment
@@ -377,7 +365,7 @@ class CatchupController:
                 raise RemoteProtocolError("wrong digest", f"of the mean of round {event.version}")
         return agreed_mean(outcome, event.data)
 
-    async def _take_state(self, event: Fetched) -> None:
+    async def _take_state(self, event: catchup.Fetched) -> None:
         fragment, target = event.goal.fragment, self._targets.get(event.goal.fragment)
         goes_back = target is not None and target.why is Why.OTHER
         if goes_back and not self._other_history(fragment):
@@ -403,7 +391,7 @@ class CatchupController:
         move = policy.decide(*self._agreement.at(fragment), replayable=False)
         return move if move is not None and move.why is Why.OTHER else None
 
-    def _went_on(self, event: Fetched, how: str) -> None:
+    def _went_on(self, event: catchup.Fetched, how: str) -> None:
         fragment = event.goal.fragment
         agreed, target = self._state.agreed[fragment], self._targets.get(fragment)
         if target is not None and agreed.version < target.version and (how == "replay" or event.version > 0):
@@ -427,7 +415,7 @@ class CatchupController:
         self._looked_at = None
         self._offers.settle(fragment)
 
-    def _blame(self, event: Fetched, reason: str, detail: str) -> None:
+    def _blame(self, event: catchup.Fetched, reason: str, detail: str) -> None:
         """All its donors signed for these very bytes."""
         for donor in event.donors:
             self._do.refuse(donor, reason, detail)

@@ -17,7 +17,6 @@ from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.state import Effects
 from p2p_co2.protocol.rounds import PayloadShape, Rounds, claimed_weights, counted_weights, open_decision
 from p2p_co2.protocol.rounds import events as said
-from p2p_co2.protocol.rounds.certificate import Derived
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome
@@ -25,13 +24,6 @@ from p2p_co2.telemetry import events as ev
 
 CAPPED_TOLD_S = 60.0
 """That a peer counts for far less than it claims is told so often at most."""
-
-
-@Derived
-def _contributors(outcome: Outcome) -> tuple[int, int]:
-    """How many peers are in all parts of a committed mean, and how many in any."""
-    of_parts = [set(part.weights) for part in weights_of(outcome)]
-    return len(set.intersection(*of_parts)), len(set.union(*of_parts))
 
 
 class CommitHandler:
@@ -101,15 +93,15 @@ class CommitHandler:
     async def _committed(self, event: said.Committed) -> None:
         decision = Decision.FromString(event.decision)
         outcome = open_decision(decision, self._run, self._shape)
-        everywhere, somewhere = _contributors(outcome)
+        of_parts = [set(part.weights) for part in weights_of(outcome)]
+        everywhere, somewhere = len(set.intersection(*of_parts)), len(set.union(*of_parts))
         place = {"fragment": event.fragment, "round": event.round}
         self._do.report(
             ev.RoundCommitted, **place, coordinator=event.coordinator, group_size=len(event.group),
             contributors=everywhere, partial=somewhere - everywhere, duration_s=event.duration_s,
             begun_s=event.begun_s, parts_s=event.parts_s, means_s=event.means_s,
         )  # fmt: skip
-        weights = counted_weights(outcome)
-        self._do.report(ev.RoundCounted, **place, weights=weights)
+        self._do.report(ev.RoundCounted, **place, weights=counted_weights(outcome))
         self.tell_of_capped(outcome)
         self.on_decision(event.fragment, event.round, decision)
         await self._outer.take(agreed_mean(outcome, event.mean), decision)

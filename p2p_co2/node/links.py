@@ -227,14 +227,8 @@ class Uplink:
 
     def _is_ahead(self, lane: Lane, size_bytes: int, now: float) -> bool:
         """Whether a lane with a message more to carry waits for its turn."""
-        return any(
-            one.bulk_bytes >= lane.bulk_bytes + size_bytes
-            and one.turn.asked_line
-            and one.turn.at is not None
-            and one.turn.at > now
-            for one in self.lanes
-            if one is not lane and one.is_far
-        )
+        waiting = [one for one in self.lanes if one.turn.asked_line and (one.turn.at or now) > now]
+        return any(one.is_far and one.bulk_bytes >= lane.bulk_bytes + size_bytes for one in waiting)
 
     def _look(self, now: float) -> None:
         """See how long what is under way to far peers waits before the line that is common to all: a way on

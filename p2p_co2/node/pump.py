@@ -40,8 +40,7 @@ class Alarm:
     ``sleep`` is for one task; ``ring_by`` for anybody on its loop, at no cost but for an earlier time."""
 
     def __init__(self, clock: ProcessClock) -> None:
-        self._clock = clock
-        self._rung = asyncio.Event()
+        self._clock, self._rung = clock, asyncio.Event()
         self._at = -math.inf
         """Until when the task sleeps; it looks for the next time itself as long as it is awake."""
         self._handle: asyncio.TimerHandle | None = None

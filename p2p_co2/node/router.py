@@ -115,9 +115,8 @@ class Quotas:
         Raises ``RemoteProtocolError("too many messages")`` when it is shut out by this.
         """
         known = self._known(sender)
-        passed_s = max(0.0, now - known.at)
+        passed_s, known.at = max(0.0, now - known.at), now
         known.left = min(ALLOWANCE, known.left + REFILL_PER_S * passed_s) - units
-        known.at = now
         if known.left >= 0 and not known.pressed_s:
             return 0.0  # nearly always
         known.pressed_s = max(0.0, known.pressed_s - FORGIVING * passed_s)
@@ -296,6 +295,5 @@ class Router:
         """(seconds to wait for the download cap, units) of a message that was taken."""
         if message.kind.cost is Cost.BULK:
             return wait_s, 0.0 if useful else useless_units(size_bytes)
-        if message.kind.cost is Cost.QUESTION and message.body.want_chunk:
-            return 0.0, ASKED_UNITS
-        return 0.0, control_units(size_bytes)
+        is_asking = message.kind.cost is Cost.QUESTION and message.body.want_chunk
+        return 0.0, ASKED_UNITS if is_asking else control_units(size_bytes)
