@@ -257,16 +257,22 @@ class CatchupController:
     # ---- fetching
 
     def handle(self, event: catchup.CatchUpEvent) -> None:
-        if isinstance(event, catchup.ExportWanted):
-            self._do.spawn(self._outer.export(event.fragment))
-        elif isinstance(event, catchup.DonorRefused):
-            self._do.refuse(event.peer, event.reason, event.detail)
-        elif isinstance(event, catchup.Loading):
-            self._do.report(ev.StateLoading, **asdict(event))
-        elif isinstance(event, catchup.FetchFailed):
-            self._failed(event)
-        else:
-            self._do.spawn(self._take(event))
+        match event:
+            case catchup.ExportWanted():
+                self._do.spawn(self._outer.export(event.fragment))
+            case catchup.DonorRefused():
+                self._do.refuse(event.peer, event.reason, event.detail)
+            case catchup.Loading():
+                self._do.report(ev.StateLoading, **asdict(event))
+            case catchup.Fetched():
+                self._do.spawn(self._take(event))
+            case catchup.FetchFailed(goal=goal):
+                target = self._targets.get(goal.fragment)
+                is_round = goal.what == catchup.ROUND and bool(goal.donors)
+                if is_round and target is not None and target.why is not Why.LAST:
+                    self._fetch_next(goal.fragment, whole=True)
+                else:
+                    self._give_up(goal.fragment, event.reason)
 
     def _fetch_next(self, fragment: int, whole: bool = False) -> None:
         if (target := self._targets.get(fragment)) is None:
@@ -305,14 +311,6 @@ class CatchupController:
 
     def _replayable(self, fragment: int) -> int:
         return min(REPLAY_AT_MOST, self._machine.shape.replayable(fragment))
-
-    def _failed(self, event: catchup.FetchFailed) -> None:
-        fragment, target = event.goal.fragment, self._targets.get(event.goal.fragment)
-        is_round = event.goal.what == catchup.ROUND and bool(event.goal.donors)
-        if is_round and target is not None and target.why is not Why.LAST:
-            self._fetch_next(fragment, whole=True)
-        else:
-            self._give_up(fragment, event.reason)
 
     def _give_up(self, fragment: int, reason: str) -> None:
         """What is wanted is nowhere to be had, or only of few: heartbeats will tell where most are."""
