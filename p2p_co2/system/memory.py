@@ -213,6 +213,8 @@ def large_buffer(size_bytes: int) -> memoryview:
 def zeros(size_bytes: int) -> memoryview:
     """``large_buffer`` with nothing in it, whose pages are not kept: for what is not needed round after
     round, and of a size that nothing else has."""
-    buffer = _pool.take(size_bytes, once=True) if size_bytes >= POOLED_BYTES else large_buffer(size_bytes)
+    if size_bytes < POOLED_BYTES:
+        return memoryview(bytearray(size_bytes))
+    buffer = _pool.take(size_bytes, once=True)
     ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), 0, size_bytes)
     return buffer

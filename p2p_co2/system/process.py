@@ -207,11 +207,11 @@ def is_kept(folder: Path) -> bool | None:
         return None
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
     except OSError:
         return True
     finally:
         os.close(file)
-    return False
 
 
 class FolderLock:
