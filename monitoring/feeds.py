@@ -1,6 +1,6 @@
 """Feeds: a run's journals on this disk, a peer of this machine that passes questions on, a past in memory.
 
-See ``telemetry.feed.Feed``; ``node.observer`` has the one over the network.
+See ``telemetry.feed.Feed``; ``node.reporting`` has the one over the network.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ import pytest
 from google.protobuf.message import Message
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.node.agreement import Agreement
-from p2p_co2.node.catchup import CatchupController
+from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.state import Effects, LocalProgress, PeerState
 from p2p_co2.protocol.catchup.goals import (
@@ -60,6 +59,7 @@ class Place:
         self.state.local = LocalProgress(phase)
         self.wanted: list[Goal] = []
         self.done: list[tuple[Any, ...]] = []
+        self.work: list[Any] = []
         self.fault: Exception | None = None
         self._works: list[Coroutine[Any, Any, None]] = []
         self.membership = SimpleNamespace(live={}, revision=0)
@@ -83,7 +83,7 @@ class Place:
         outer: Any = SimpleNamespace(take=self._take, adopt=self._adopt)
         membership: Any = self.membership
         self.agreement = Agreement(membership, self.state)
-        parts: Any = machine, rounds
+        parts: Any = SimpleNamespace(fetcher=machine), rounds
         self.controller = CatchupController(
             *parts, self.agreement, self.state, outer, offers, RUN, SHAPE, effects
         )
@@ -111,6 +111,10 @@ class Place:
 
     def of(self, kind: object) -> list[Any]:
         return [rest[0] for what, *rest in self.done if what == kind]
+
+    async def take(self, event: Fetched) -> None:
+        self.controller.handle(event)
+        await self.work.pop()
 
     def _note(self, *what: Any) -> None:
         self.done.append(what)

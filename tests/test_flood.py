@@ -29,7 +29,7 @@ from p2p_co2.net.transport.libp2p import carrier as libp2p_carrier
 from p2p_co2.net.transport.libp2p.carrier import PROTOCOL, Libp2pCarrier
 from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
 from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES
-from p2p_co2.node.quotas import control_units
+from p2p_co2.node.router import control_units
 from p2p_co2.protocol.rounds.assembly import piece_bytes
 from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Envelope, Mean, Ping, Result, RoundKey

@@ -118,7 +118,7 @@ async def test_libp2p_says_what_has_come(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_finding_peers_takes_no_torch_and_the_rest_of_hivemind_is_there_for_who_asks() -> None:
     script = (
-        "import sys\nimport p2p_co2.node.observer, bootstrap.seed, p2p_co2.net.transport.libp2p.relay\n"
+        "import sys\nimport p2p_co2.node.reporting, bootstrap.seed, p2p_co2.net.transport.libp2p.relay\n"
         "print(sorted({'torch', 'numpy', 'scipy'} & set(sys.modules)))\n"
         "import hivemind\nfrom p2p_co2.net.transport.libp2p.hivemind import P2P, DHTNode, MSGPackSerializer\n"
         "assert (hivemind.p2p.P2P, hivemind.dht.DHTNode) == (P2P, DHTNode)\n"

@@ -17,8 +17,7 @@ from torch import nn
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.probe import ProbeServer
-from p2p_co2.node.network import Network
-from p2p_co2.node.reach import leads_as_far, leads_elsewhere, require_others_can_dial
+from p2p_co2.node.network import Network, leads_as_far, leads_elsewhere, require_others_can_dial
 from p2p_co2.protocol import strangers as strangers_room
 from p2p_co2.protocol.membership import (
     Left,

@@ -35,8 +35,7 @@ from p2p_co2.net.transport.libp2p.control import own_maddrs, reach, ways_to_peer
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.relay import Places
-from p2p_co2.node.lanes import Uplink
-from p2p_co2.node.links import LinkObserver, LinkPool
+from p2p_co2.node.links import LinkObserver, LinkPool, Uplink
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord

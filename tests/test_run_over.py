@@ -14,7 +14,7 @@ from bootstrap.seed import keep_positions, read_positions
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import RUN_OVER, RunOver, TransportError
 from p2p_co2.net.discovery.records import CLOCK_SLACK_S, POSITION_RENEWED_S, run_position
-from p2p_co2.node.observer import where_it_was
+from p2p_co2.node.reporting import where_it_was
 from p2p_co2.protocol.wire.messages_pb2 import RunPosition
 from p2p_co2.telemetry.events import FragmentApplied, Progress
 from p2p_co2.trainer.beginning import Beginning

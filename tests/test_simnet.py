@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.node.lanes import Piece
-from p2p_co2.node.links import LinkObserver
+from p2p_co2.node.links import LinkObserver, Piece
 from p2p_co2.planning.profiles import profile_of
 from p2p_co2.protocol.wire.envelope import Opened
 from p2p_co2.protocol.wire.identity import PeerId

@@ -7,6 +7,7 @@ from hearing_peer import ALL_FINISHED, DONE, ME, NEWCOMER, OTHER, Place
 
 from p2p_co2.node.progress import LACKS, LISTENED_S
 from p2p_co2.node.state import LocalProgress
+from p2p_co2.protocol.catchup import policy
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.protocol.wire.messages_pb2 import Status
@@ -75,10 +76,10 @@ def test_words_of_more_or_fewer_fragments_than_the_run_has_count_for_nothing(
     place.state.show(LocalProgress(phase, finished=frozenset({0, 1})))
     for peer in (OTHER, NEWCOMER):
         place.say(peer, Status(phase=told, versions=versions, digests=[bytes([9]) * 32] * digests))
-        place.agreement.decide(0, replayable=True)
+        policy.decide(*place.agreement.at(0), replayable=True)
     for peer in (OTHER, NEWCOMER):
         place.lose(peer)
-        place.agreement.decide(0, replayable=True)
+        policy.decide(*place.agreement.at(0), replayable=True)
     assert place.progress.missing() == ""
 
 
@@ -105,7 +106,7 @@ def test_who_trains_no_more_stands_still_on_the_clock() -> None:
     for last, is_over, position in ((3.0, False, 3.5), (3.0, True, 3.0), (5.2, True, 5.0)):
         place.state.show(LocalProgress(Status.TRAINING, last, place.now, is_over=is_over))
         place.now += 2.0
-        assert place.progress.position() == position
+        assert place.writer.position() == position
 
 
 # ---- is done

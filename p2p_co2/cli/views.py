@@ -90,7 +90,7 @@ def _feed(source: str, folder: Path) -> tuple[Feed, Path | None]:
     """
     if source.strip().startswith(PREFIX):
         take_back()
-        from p2p_co2.node.observer import Observer
+        from p2p_co2.node.reporting import Observer
 
         hand_over()
         from p2p_co2.system.process import FolderLock, require_supported_platform

@@ -8,7 +8,6 @@ takes in silence where that offer is not in flight.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
 
 from p2p_co2.digest import chunk_digests
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, weights_of
@@ -31,7 +30,7 @@ class Offers:
         self._early: dict[int, Offer] = {}
         """By fragment: an offer upon a state that this thread has yet to hear of."""
         for fragment, version in enumerate(state.agreed):
-            rounds.set_state(fragment, version.version, version.digest)
+            self._moved(fragment, version)
         state.when_moved(self._moved)
 
     def open(self, offer: Offer) -> None:
@@ -86,8 +85,8 @@ class OuterState:
         is_here = version.version == mean.round
         if is_here and version.version == self._state.agreed[mean.fragment].version + 1:
             self._rounds.replayed(decision)
-        moved = self._state.move(mean.fragment, version, _members_of(decision)) and is_here
-        if moved:
+        group = [PeerId(member.peer) for member in Outcome.FromString(decision.outcome).members]
+        if moved := self._state.move(mean.fragment, version, group) and is_here:
             self._donor.history.remember(mean.fragment, mean.round, decision, mean.mean)
         self._do.pump()
         return moved
@@ -99,8 +98,7 @@ class OuterState:
         nothing: an offer that is open goes on, and the tensor side must not take it for ended."""
         if agreed == self._state.agreed[fragment]:
             return
-        known = self._rounds.next_commit(fragment)
-        parts = None if known is None else weights_of(known)
+        parts = weights_of(known) if (known := self._rounds.next_commit(fragment)) is not None else None
         version = await self._ledger.adopt(fragment, data, agreed, parts, goes_back)
         if goes_back and version != self._state.agreed[fragment]:  # else a round made that state meanwhile
             self._donor.turned_back(fragment)
@@ -114,10 +112,5 @@ class OuterState:
         for chunk in chunk_digests(data, self._donor.shape.chunk_bytes):
             digests.append(chunk)
             await asyncio.sleep(0)  # a large state takes long, and the rounds go on
-        now = self._do.now()
-        self._donor.exported(fragment, version.version, data, version.digest, digests, now)
+        self._donor.exported(fragment, version.version, data, version.digest, digests, self._do.now())
         self._do.pump()
-
-
-def _members_of(decision: Decision) -> Collection[PeerId]:
-    return [PeerId(member.peer) for member in Outcome.FromString(decision.outcome).members]

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
-from p2p_co2.node.lanes import BeginOrder, Bulk, Piece, place_of
-from p2p_co2.node.links import LinkObserver, LinkTraffic
+from p2p_co2.node.links import BeginOrder, Bulk, LinkObserver, LinkTraffic, Piece, place_of
 from p2p_co2.protocol.wire.envelope import Opened, Unsent, opened
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Envelope

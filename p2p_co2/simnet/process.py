@@ -217,7 +217,7 @@ class Process:
         )  # fmt: skip
         await self._join(doorway)
         node = self.node = Node(
-            Environment.of(doorway, volunteer.clock(scene.world), self._make_links, scene.open_message),
+            Environment(doorway, volunteer.clock(scene.world), self._make_links, scene.open_message),
             scene.shape, scene.state_bytes, self.ledger, self.ledger.agreed(), self._report,
         )  # fmt: skip
         self._watch.saw_node(self, node)

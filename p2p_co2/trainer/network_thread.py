@@ -187,19 +187,19 @@ class NetworkThread:
         """Start the machines; errors of a carrier that cannot listen come up in ``check``."""
 
         async def start() -> Node:
-            environment = Environment.of(self.network)
+            environment = Environment(self.network)
             node = Node(environment, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
 
             def where() -> tuple[Status.Phase, float, list[int]]:
                 versions = [agreed.version for agreed in node.agreed]
-                return node.state.local.phase, node.progress.position(), versions
+                return node.state.local.phase, node.progress.writer.position(), versions
 
             def warn(text: str) -> None:
                 node.report(ev.Warned, text=text)
 
-            positions = PositionWriter(self.network, where, node.live_peers, node.now, warn)
+            positions = PositionWriter(self.network.publish_position, where, node.live_peers, node.now, warn)
             self._positions = positions, asyncio.create_task(positions.run(), name="leave word of the run")
             if self._reporting is not None:
                 await self._reporting.start(node)

@@ -20,7 +20,8 @@ from p2p_co2.digest import digest as digest_of
 from p2p_co2.digest import digest_of_chunks
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.links import MAX_SERVED_BYTES
-from p2p_co2.node.router import Inbox, Router, RouterEvents
+from p2p_co2.node.router import Inbox, Router
+from p2p_co2.node.state import Effects
 from p2p_co2.protocol.catchup.goals import (
     ROUND,
     STATE,
@@ -83,8 +84,8 @@ class Bench:
         means = tuple(blocks * SHAPE.block_bytes for blocks in SHAPE.blocks)
         self.catchup = CatchUp(self.identity, RUN, Shape(means, STATE_BYTES))
         inbox = Inbox(self.membership, self.rounds, self.catchup, self.status, lambda: None)
-        heard = RouterEvents(self.refused, self.shut_out, self.pump, self.crash)
-        self.router = Router(RUN, inbox.take, heard, self.now, 0.0)
+        effects = Effects(self.now, self.report, lambda work: None, lambda *of: None, self.pump)
+        self.router = Router(RUN, inbox, effects, self.shut_out, self.crash)
         self.versions, self.states = [0] * len(means), [bytes(size) for size in STATE_BYTES]
         self.digests = [digest_of_chunks([digest_of(state)]) for state in self.states]
         self.sent: list[tuple[PeerId, bytes]] = []
@@ -105,8 +106,8 @@ class Bench:
             upload_bytes_per_s=UPLOAD_BYTES_PER_S,
         )  # fmt: skip
 
-    def refused(self, peer: str, message: str, reason: str, detail: str) -> None:
-        self.reported["MessageRefused"] += 1
+    def report(self, kind: type, **fields: Any) -> None:
+        self.reported[kind.__name__] += 1
 
     def crash(self, error: Exception) -> None:
         raise error

@@ -22,8 +22,7 @@ from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, Ru
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.node.environment import Clock, Environment
-from p2p_co2.node.lanes import Piece
-from p2p_co2.node.links import LinkTraffic
+from p2p_co2.node.links import LinkTraffic, Piece
 from p2p_co2.node.node import Node
 from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.rounds import Offer, PayloadShape
@@ -259,7 +258,7 @@ class World:
         """What a peer of this world stands on."""
         loop = asyncio.get_running_loop()
         clock = Clock(loop.time, lambda: 1.7e9 + loop.time())
-        return Environment.of(Beside(self, identity), clock, lambda *_: MemoryLinks(self, identity.peer_id))
+        return Environment(Beside(self, identity), clock, lambda *_: MemoryLinks(self, identity.peer_id))
 
     def add(self, name: str) -> None:
         """One more peer, at version 0; ``start`` brings it up."""
