@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,6 +25,7 @@ from tests.peer_bench import STEPS, Lone, impatient, meet
 __all__ = ["impatient"]
 Made = tuple[Any, Any]
 """A model and its optimizer."""
+UNUSED = cast(NetworkThread, SimpleNamespace(warn=print))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -350,7 +352,7 @@ def test_what_cannot_be_exchanged_is_refused_by_name_before_the_network_is_used(
     model, optimizer = make()
     with pytest.raises(ConfigError, match=words):
         join("no ticket, and so a TicketError if it were looked at", model, optimizer)
-    unused = Connection(cast(NetworkThread, object()), PeerConfig(), lambda event: None)
+    unused = Connection(UNUSED, PeerConfig(), lambda event: None)
     with pytest.raises(ConfigError, match=words):
         unused.start(model, optimizer)
 
@@ -426,6 +428,6 @@ def test_other_arguments_are_refused_by_name(arguments: Any, words: str) -> None
 )
 def test_a_schedule_is_tried_once_at_the_start(schedule: Any, words: str) -> None:
     model = plain()
-    unused = Connection(cast(NetworkThread, object()), PeerConfig(), lambda event: None)
+    unused = Connection(UNUSED, PeerConfig(), lambda event: None)
     with pytest.raises(ConfigError, match=words):
         unused.start(model, sgd(model), schedule)

@@ -28,8 +28,9 @@ from p2p_co2.errors import ConfigError
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint import Checkpoint, load, save
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
+from p2p_co2.tensors.fragments.names import named_buffers
 from p2p_co2.trainer import resuming
-from p2p_co2.trainer.rates import Rates, base_rates, warming_up
+from p2p_co2.trainer.rates import Rates
 
 RUN = RunConfig(name="tested", fragments=2)
 Maker = Callable[[nn.Module], Optimizer]
@@ -71,13 +72,13 @@ def write(folder: Path, model: nn.Module, optimizer: Optimizer) -> Checkpoint:
         run_config_json=RUN.canonical_bytes().decode(),
         plan_digest=plan.digest,
         states=tuple(outer.init(live.snapshot(part.index).add_(1.0)) for part in plan.fragments),
-        buffers=resuming.kept_buffers(model),
+        buffers=named_buffers(model, persistent=True),
         optimizer=optimizer.state_dict(),
         position=2.0,
         inner_steps=3,
         tokens=30,
         inner=resuming.inner_of(optimizer, model),
-        parameters=resuming.trained_parameters(model),
+        parameters=resuming.shapes_of(model),
     )
     save(folder, written)
     return written
@@ -247,9 +248,9 @@ def rates_after_resume(
     model = Net()
     optimizer = adam(model)
     scheduler = make(optimizer)
-    base, is_warming_up = base_rates(optimizer, is_scheduled=False), warming_up(optimizer)
+    rates = Rates(optimizer, None, told.append)
     assert resume(folder, model, optimizer) == []
-    rates = Rates(optimizer, None, base, told.append, is_warming_up)
+    rates.resumed()
     if kept:
         scheduler.load_state_dict(state)
     for _ in range(12):

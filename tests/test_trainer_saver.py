@@ -48,7 +48,7 @@ class Saving:
             change(self.model, self.optimizer)
         config = PeerConfig(folder=folder, checkpoint_every_s=ARE_NONE_DUE_S)
         fragments = plan_fragments(self.model, 2)
-        self.plan = Plan(self.bench.run, config, fragments, self.model, self.optimizer, None, (0.1,))
+        self.plan = Plan(self.bench.run, config, fragments, self.model, self.optimizer)
         self.saver = Saver(
             self.plan, self.bench.ledger, self.bench.sync, self.bench.exchanged.live, self.bench.wire.report
         )

@@ -107,7 +107,7 @@ class Bench:
         )
         self.wire = RecordingWire()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        setup = Plan(self.run, PeerConfig(), plan, self.model, self.optimizer, None, (0.1,))
+        setup = Plan(self.run, PeerConfig(), plan, self.model, self.optimizer)
         self.exchanged = ExchangedModel(setup, lambda text: None)
         self.sync = Synchroniser(self.run, self.exchanged, self.ledger, self.wire, Progressed())
 

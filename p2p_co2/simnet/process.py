@@ -100,7 +100,7 @@ class Training:
     async def arrive(self, start: Progressed) -> bool:
         """Wait until this peer is where the swarm is or is sure to be alone; False if that takes too long, or
         if the others went before this peer had what they had."""
-        arrival = Arrival(self._view.node, self._now())
+        arrival = Arrival(self._view.node, self._now(), self._run.group_size)
         try:
             is_there = arrival.is_there(self._now())
             while not is_there:

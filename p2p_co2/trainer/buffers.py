@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from p2p_co2.digest import digest
 from p2p_co2.tensors.checkpoint import trouble_with
-from p2p_co2.trainer.resuming import kept_buffers
+from p2p_co2.tensors.fragments.names import named_buffers
 
 RUNNING = ("running_mean", "running_var")
 """What torch's normalisation layers call their running statistics."""
@@ -70,7 +70,9 @@ class ModelBuffers:
 
 def _given(module: nn.Module) -> dict[str, Tensor]:
     """The buffers that are given, in their order."""
-    kept = {name: one for name, one in kept_buffers(module).items() if not trouble_with(one)}
+    kept = {
+        name: one for name, one in named_buffers(module, persistent=True).items() if not trouble_with(one)
+    }
     given, room = dict[str, Tensor](), MOST_BYTES
     for name in sorted(kept, key=lambda name: (not name.endswith(RUNNING), kept[name].nbytes)):
         if kept[name].nbytes <= room:

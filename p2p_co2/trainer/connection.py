@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.errors import ConfigError, TransportError
+from p2p_co2.errors import ConfigError
 from p2p_co2.node.node import Node
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.system.memory import return_large_blocks
@@ -32,22 +32,19 @@ from p2p_co2.tensors.fragments.live import LiveParameters
 from p2p_co2.tensors.fragments.plan import plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
-from p2p_co2.trainer.arrival import GATHER_BOUND_S, LISTEN_TO_LISTED_S, Arrival, caught_up
-from p2p_co2.trainer.beginning import Beginning
+from p2p_co2.trainer.arrival import Arrival, Beginning, caught_up
 from p2p_co2.trainer.buffers import ModelBuffers
-from p2p_co2.trainer.exchanged_model import Plan
+from p2p_co2.trainer.exchanged_model import Plan, check_model
 from p2p_co2.trainer.fragment_state import FragmentState
-from p2p_co2.trainer.model_check import check_model
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
-from p2p_co2.trainer.rates import base_rates, check_factor, warming_up
+from p2p_co2.trainer.rates import Rates
 from p2p_co2.trainer.summary import summarise
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.trainer.worker import TensorWorker
 
-STRANGERS_ANSWER_S = 2.5
-"""Peers with another model are believed after this: the table that says how theirs differs has come, or does
-not, and so have those that have ours."""
+LOOK_EVERY_S = 0.02
+"""While the others are waited for."""
 EventSink = Callable[[ev.Event], None]
 
 
@@ -96,7 +93,7 @@ def join(
     ``ConfigError``, before the network is used.
     """
     check_model(model, optimizer)
-    base_rates(optimizer, is_scheduled=False)
+    Rates(optimizer, None, print)  # for its errors
     given = print_warnings if on_event is None else on_event
     connection = connect(ticket, PeerConfig() if config is None else config, given)
     if connection.board:
@@ -167,18 +164,17 @@ class Connection:
             problem = "begins anew, and resume=True asks for a checkpoint; leave one out"
             raise ConfigError("start", "start_over", problem)
         check_model(model, optimizer)
-        base_lr = base_rates(optimizer, is_scheduled=learning_rate is not None)
-        check_factor(learning_rate)
-        plan = Plan(
-            self.run, self.config, plan_fragments(model, self.run.fragments), model, optimizer, learning_rate,
-            base_lr, warming_up(optimizer),
-        )  # fmt: skip
+        rates = Rates(optimizer, learning_rate, self._thread.warn)
+        fragments = plan_fragments(model, self.run.fragments)
+        plan = Plan(self.run, self.config, fragments, model, optimizer)
         saved = self._load(plan, False if start_over else resume)
         beginning = Beginning(
             self._thread, self.run.clock.rounds, None if saved is None else saved.position, start_over
         )
         beginning.refuse_if_over()
-        ledger, progressed = self._restored(plan, saved)
+        ledger, progressed = self._restored(plan, saved, is_scheduled=learning_rate is not None)
+        if progressed.inner_steps:
+            rates.resumed()
         is_resumed, saved = saved is not None, None  # its memory is the worker's to let go
         self._tell_of_start(plan, progressed, is_resumed)
         try:
@@ -195,9 +191,11 @@ class Connection:
         self._tell_of_what_is_odd(model)
         if not is_resumed:
             checkpoints.set_aside(self._checkpoints)
-        return Peer(self._thread, ledger, plan, progressed)
+        return Peer(self._thread, ledger, plan, rates, progressed)
 
-    def _restored(self, plan: Plan, saved: Checkpoint | None) -> tuple[TensorWorker, Progressed]:
+    def _restored(
+        self, plan: Plan, saved: Checkpoint | None, is_scheduled: bool
+    ) -> tuple[TensorWorker, Progressed]:
         """The tensor worker, and where the peer goes on: from ``saved``, which the model and its optimizer
         take over, or from the model."""
         live = LiveParameters(plan.model, plan.fragments)
@@ -211,7 +209,6 @@ class Connection:
         ledger = TensorWorker(codec, fragments, clipped_mean if self.run.weight_cap else weighted_mean)
         if saved is None:
             return ledger, Progressed()
-        is_scheduled = plan.learning_rate is not None
         for trouble in resuming.restore(saved, live, plan.model, plan.optimizer, is_scheduled):
             self._thread.warn(trouble)
         ledger.restore(saved.residuals)
@@ -288,53 +285,21 @@ class Connection:
     def _checkpoints(self) -> Path:
         return self.config.folder / "checkpoint"
 
-    def _in_doubt(self, node: Node, began_at: float) -> bool:
-        """Whether those heard so far mostly train another model, which the next answers may change. Raises
-        ``ConfigError`` when they do not."""
-        now = time.monotonic()
-        alike = [info.status for info in list(node.membership.live.values())]
-        stranger = node.membership.strangers.outnumber(alike)
-        if stranger is None:
-            return False
-        listened_s = LISTEN_TO_LISTED_S if node.unheard_peers() else STRANGERS_ANSWER_S
-        if now - began_at > listened_s and node.now() - stranger.since > STRANGERS_ANSWER_S:
-            name, problem = stranger.difference or ("", "the others would not say how it differs")
-            raise ConfigError("the model is not the one that this run's peers train", name, problem)
-        return True
-
     def _gather(self, node: Node) -> None:
         """Wait until enough peers are live."""
-        wanted = self.config.min_peers - 1
-        began_at = time.monotonic()
-        ends_at = began_at + GATHER_BOUND_S
-        while node.live_peers() < wanted:
+        arrival = Arrival(node, time.monotonic(), self.run.group_size)
+        while not arrival.is_gathered(self.config.min_peers, time.monotonic()):
             self._thread.check()
-            self._in_doubt(node, began_at)
-            if time.monotonic() > ends_at:
-                raise TransportError(
-                    f"only {node.live_peers() + 1} of {self.config.min_peers} peers after "
-                    f"{GATHER_BOUND_S:.0f} s; start the others, or ask for fewer with --min-peers"
-                )
-            time.sleep(0.02)
+            time.sleep(LOOK_EVERY_S)
 
     def _catch_up(self, node: Node, beginning: Beginning) -> None:
         """Wait until this peer is where the swarm is, or is sure that it is alone."""
-        arrival = Arrival(node, time.monotonic())
-        while True:
+        arrival = Arrival(node, time.monotonic(), self.run.group_size)
+        while not arrival.is_there(time.monotonic()) or not (
+            node.progress.conclusions.met or beginning.is_allowed(node, arrival.has_waited(time.monotonic()))
+        ):
             self._thread.check()
-            if node.progress.conclusions.full:
-                raise TransportError(
-                    f"this run has {self.run.group_size} peers already, as many as its group_size allows; "
-                    "join again when one has left"
-                )
-            in_doubt = self._in_doubt(node, arrival.began_at)
-            now = time.monotonic()
-            listened = now - arrival.began_at > LISTEN_TO_LISTED_S
-            if arrival.is_there(now, in_doubt) and (
-                node.progress.conclusions.met or beginning.is_allowed(node, listened)
-            ):
-                return
-            time.sleep(0.02)
+            time.sleep(LOOK_EVERY_S)
 
 
 def _check_call(ticket: str, config: PeerConfig, on_event: EventSink) -> None:

@@ -41,14 +41,14 @@ class Peer:
         thread: NetworkThread,
         ledger: TensorWorker,
         plan: Plan,
+        rates: Rates,
         start: Progressed,
     ) -> None:
         self._thread, self._ledger, self._plan = thread, ledger, plan
         self._model = ExchangedModel(plan, thread.warn)
         self._sync = Synchroniser(plan.run, self._model, ledger, thread.view, start)
         self._saver = Saver(plan, ledger, self._sync, self._model.live, thread.report)
-        is_warming_up = plan.is_warming_up if start.inner_steps else ()  # new: its rates are no saved ones
-        self._rates = Rates(plan.optimizer, plan.learning_rate, plan.base_lr, thread.warn, is_warming_up)
+        self._rates = rates
         self._stopped = self._left = False
         self._process = os.getpid()
         self._stepping = threading.Lock()

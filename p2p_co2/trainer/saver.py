@@ -34,8 +34,9 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint import Checkpoint, Said, Saving, parts, say, trouble_with
 from p2p_co2.tensors.fragments.large_tensor import large_tensor
 from p2p_co2.tensors.fragments.live import LiveParameters
+from p2p_co2.tensors.fragments.names import named_buffers
 from p2p_co2.trainer.exchanged_model import Plan
-from p2p_co2.trainer.resuming import FAULTS, inner_of, kept_buffers, trained_parameters
+from p2p_co2.trainer.resuming import FAULTS, inner_of, shapes_of
 from p2p_co2.trainer.synchroniser import Synchroniser
 from p2p_co2.trainer.worker import TensorWorker
 
@@ -138,7 +139,7 @@ class Saver:
             inner_steps=sync.inner_steps,
             tokens=sync.tokens,
             inner=inner_of(plan.optimizer, plan.model),
-            parameters=trained_parameters(plan.model),
+            parameters=shapes_of(plan.model),
         )
         stopped_s = time.monotonic() - began_at
         self.copies = copies = ShareQueue(parts(checkpoint, said), self._live.await_computed, stopped_s)
@@ -147,7 +148,7 @@ class Saver:
     def _look(self) -> tuple[Said, dict[str, Tensor]]:
         """What of the inner optimizer's state and of the buffers can be saved. Tells, once, what cannot."""
         troubles, buffers = [], {}
-        for name, buffer in kept_buffers(self.plan.model).items():
+        for name, buffer in named_buffers(self.plan.model, persistent=True).items():
             if trouble := trouble_with(buffer):
                 troubles.append(f"the buffer {name} ({trouble})")
             else:

@@ -19,10 +19,9 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from p2p_co2.protocol.wire.model_table import VALUES_DIGEST_BYTES, ModelSummary, Row
-from p2p_co2.tensors.fragments.names import named_parameters
+from p2p_co2.tensors.fragments.names import named_buffers, named_parameters
 from p2p_co2.tensors.fragments.plan import FragmentPlan
-from p2p_co2.trainer.model_check import EXCHANGED
-from p2p_co2.trainer.resuming import kept_buffers
+from p2p_co2.trainer.exchanged_model import EXCHANGED
 
 PIECE_BYTES = 16 << 20
 PACKED_BYTES = 4
@@ -40,7 +39,7 @@ def summarise(module: nn.Module, plan: FragmentPlan) -> ModelSummary:
         )
         for name, parameter in named_parameters(module).items()
     ]
-    for name, buffer in kept_buffers(module).items():
+    for name, buffer in named_buffers(module, persistent=True).items():
         if _is_packed(buffer):
             dtype = str(buffer.dtype).removeprefix("torch.")
             rows.append(Row(name, tuple(buffer.shape), dtype, is_trained=False, values=values_digest(buffer)))
