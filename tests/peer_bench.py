@@ -37,7 +37,7 @@ NEW = Progressed()
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who leaves does not wait for rounds that nobody makes."""
-    monkeypatch.setattr(synchroniser, "LEAVE_BOUND_S", 0.0)
+    monkeypatch.setattr(synchroniser, "CLOSE_BOUND_S", 0.0)
 
 
 class NoNetwork(RecordingWire):
@@ -53,14 +53,12 @@ class NoNetwork(RecordingWire):
     def warn(self, text: str) -> None:
         self.report(ev.Warned, {"text": text})
 
-    def goodbye(self, reason: str, last: Mapping[str, Any]) -> None:
+    def goodbye(self, reason: str, last: Mapping[str, Any]) -> dict[str, str]:
         self.ended_with = reason
+        return {}
 
     def give_buffers(self) -> None:
         return
-
-    def carriers_used(self) -> dict[str, str]:
-        return {}
 
     def close(self) -> None:
         return

@@ -29,9 +29,9 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint import state_digest, state_view
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.network_thread import NodeView
+from p2p_co2.trainer.synchroniser import SYSTEM
 from p2p_co2.trainer.worker import TensorWorker
 from tests.trainer_bench import Bench, bench_on_virtual_time
 
@@ -116,8 +116,8 @@ def test_a_point_that_passes_while_a_round_is_in_flight_is_skipped_and_the_work_
 def test_what_an_accelerator_had_to_compute_before_a_copy_is_trainings_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench, now_s = bench_on_virtual_time(monkeypatch), [0.0]
-    monkeypatch.setattr(synchroniser, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    now_s = [0.0]
+    bench = Bench(source=SYSTEM._replace(now=lambda: now_s[0]))
     snapshot = bench.exchanged.live.snapshot
 
     def queued_for_two_seconds(index: int) -> torch.Tensor:
@@ -137,9 +137,9 @@ def test_what_an_accelerator_had_to_compute_before_a_copy_is_trainings_time(
     bench.ledger.close()
 
 
-def test_who_is_stopped_does_not_wait_for_its_first_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_stopped_does_not_wait_for_its_first_rounds() -> None:
     """A Ctrl-C may come at any moment, and nobody answers in this swarm."""
-    bench = bench_on_virtual_time(monkeypatch, blocking_rounds=1)
+    bench = bench_on_virtual_time(blocking_rounds=1)
     bench.step(2)
     assert bench.sync.figures.exposed_s >= FIRST_ROUND_BOUND_S
     waited_s = bench.sync.figures.exposed_s
@@ -150,10 +150,8 @@ def test_who_is_stopped_does_not_wait_for_its_first_rounds(monkeypatch: pytest.M
     bench.ledger.close()
 
 
-def test_on_a_full_line_a_point_that_passed_in_flight_is_made_up_when_the_round_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bench = bench_on_virtual_time(monkeypatch, clock=ClockConfig(mode="time", round_s=4.0))
+def test_on_a_full_line_a_point_that_passed_in_flight_is_made_up_when_the_round_has_ended() -> None:
+    bench = bench_on_virtual_time(clock=ClockConfig(mode="time", round_s=4.0))
 
     def step(times: int) -> list[int]:
         for _ in range(times):
@@ -180,11 +178,9 @@ def test_on_a_full_line_a_point_that_passed_in_flight_is_made_up_when_the_round_
     assert step(1) == [1, 0, 1, 1, 1, 1]
 
 
-def test_on_a_full_line_the_next_fragment_is_sent_when_the_slices_of_the_last_have_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_full_line_the_next_fragment_is_sent_when_the_slices_of_the_last_have_left() -> None:
     """Its snapshot is taken then: of fresh work."""
-    bench = bench_on_virtual_time(monkeypatch, clock=ClockConfig(mode="time", round_s=4.0))
+    bench = bench_on_virtual_time(clock=ClockConfig(mode="time", round_s=4.0))
 
     def step(times: int) -> list[int]:
         for _ in range(times):
@@ -258,10 +254,8 @@ def test_sync_delay_steps_holds_a_mean_back() -> None:
     made.ledger.close()
 
 
-def test_training_does_not_wait_but_for_the_first_rounds_and_those_are_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = bench_on_virtual_time(monkeypatch, blocking_rounds=1)
+def test_training_does_not_wait_but_for_the_first_rounds_and_those_are_bounded() -> None:
+    made = bench_on_virtual_time(blocking_rounds=1)
     made.step(4)  # nobody answers: both first rounds run into their bound
     assert made.sync.figures.exposed_s == pytest.approx(2 * FIRST_ROUND_BOUND_S)
     for fragment in (0, 1):
@@ -323,8 +317,8 @@ def test_what_is_held_back_is_met_before_a_state_that_is_loaded(starts_again: bo
 # ---- the end of a run
 
 
-def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = bench_on_virtual_time(monkeypatch)
+def test_the_final_flush_offers_the_rest_and_is_bounded() -> None:
+    made = bench_on_virtual_time()
     made.step(1)
     made.sync.flush(finished=True)  # nobody answers
     assert made.sync.figures.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S)
@@ -348,7 +342,7 @@ def test_an_offer_that_ends_while_a_peer_only_waits_for_the_others_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They count on its part in that round as long as they hear that it is open."""
-    made = bench_on_virtual_time(monkeypatch)
+    made = bench_on_virtual_time()
     made.step(1)
     told: list[frozenset[int]] = []
 
@@ -397,11 +391,11 @@ def test_the_final_flush_offers_half_of_the_fragments_at_a_time_and_holds_one_sn
     made.ledger.close()
 
 
-def test_who_joins_when_the_run_is_over_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_joins_when_the_run_is_over_offers_nothing() -> None:
     """A loop takes its first step before it is told. Of three, one had gone by then, and the two others ended
     in versions that the late one's single step had made."""
     clock = ClockConfig(mode="steps", inner_steps_per_round=4, rounds=1)
-    made = bench_on_virtual_time(monkeypatch, clock=clock)
+    made = bench_on_virtual_time(clock=clock)
     made.sync.position = 1.0
     made.sync.clock.start(1.0, 0.0)
     made.step(2)  # past the other fragment's point
@@ -416,8 +410,8 @@ def test_who_joins_when_the_run_is_over_offers_nothing(monkeypatch: pytest.Monke
     made.ledger.close()
 
 
-def test_peers_that_flush_different_fragments_meet_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = bench_on_virtual_time(monkeypatch, fragments=4)
+def test_peers_that_flush_different_fragments_meet_in_the_end() -> None:
+    made = bench_on_virtual_time(fragments=4)
     made.step(1)
     made.sync.flush(finished=True)  # nobody answers the first two
     made.ledger.states()
@@ -425,9 +419,9 @@ def test_peers_that_flush_different_fragments_meet_in_the_end(monkeypatch: pytes
     made.ledger.close()
 
 
-def test_who_loads_a_state_or_gives_one_stays_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_loads_a_state_or_gives_one_stays_until_it_is_there() -> None:
     """Of three on slow lines one was two states behind, and had half of one when the others went."""
-    made = bench_on_virtual_time(monkeypatch)
+    made = bench_on_virtual_time()
     made.step(1)
     bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S
     made.wire.loads_until = bound_s + 200.0
@@ -437,12 +431,10 @@ def test_who_loads_a_state_or_gives_one_stays_until_it_is_there(monkeypatch: pyt
     made.ledger.close()
 
 
-def test_when_all_agree_only_a_newcomer_that_still_loads_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_when_all_agree_only_a_newcomer_that_still_loads_is_waited_for() -> None:
     """It joined in the last minute, and was told that the others left before it had their state."""
     for newcomers, stays_s in ((True, 200.0), (False, FLUSH_FLOOR_S)):
-        made = bench_on_virtual_time(monkeypatch)
+        made = bench_on_virtual_time()
         made.step(1)
         made.wire.is_settled, made.wire.newcomers, made.wire.loads_until = True, newcomers, 200.0
         made.sync.flush(finished=True)
@@ -453,7 +445,7 @@ def test_when_all_agree_only_a_newcomer_that_still_loads_is_waited_for(
 def test_what_others_hold_and_a_peer_leaves_without_is_told_after_the_last_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, told, said = bench_on_virtual_time(monkeypatch), list[float](), list[object]()
+    made, told, said = bench_on_virtual_time(), list[float](), list[object]()
     made.step(1)
     monkeypatch.setattr(made.wire, "loads", lambda settled: True)
     monkeypatch.setattr(made.wire, "tell_what_is_missing", lambda: told.append(made.wire.now()))
@@ -475,7 +467,7 @@ def test_what_others_hold_and_a_peer_leaves_without_is_told_after_the_last_wait(
 
 def test_who_is_stopped_does_not_stay_for_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ctrl-C ends the wait at once, and without one the load would keep it."""
-    made, asked = bench_on_virtual_time(monkeypatch), list[float]()
+    made, asked = bench_on_virtual_time(), list[float]()
     made.step(1)
     bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S
 

@@ -135,7 +135,7 @@ class Training:
         await self._stand_still(self.sync.flush_waits(self.is_over))
 
     async def _stand_still(self, waits: Iterator[float]) -> None:
-        """As ``synchroniser.stand_still``."""
+        """Go through ``waits`` without blocking."""
         for wait_s in waits:
             alarm = asyncio.get_running_loop().call_later(max(wait_s, LOOK_EVERY_S), self._news.set)
             try:

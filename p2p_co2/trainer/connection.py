@@ -228,7 +228,7 @@ class Connection:
         )
         sizes = [state_size_bytes(fragment.numel) for fragment in fragments]
         summary = summarise(plan.model, plan.fragments)
-        node = self._thread.start_node(shape, sizes, ledger, summary).node
+        node = self._thread.start_node(shape, sizes, ledger, summary)
         if unread := [row.name for row in summary.rows if not (row.is_trained or row.values)]:
             names = ", ".join(unread[:4])
             self._thread.warn(f"torch does not show frozen values, so nobody compares them: {names}")

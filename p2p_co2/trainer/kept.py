@@ -193,6 +193,14 @@ def added(values: Sequence[Kept], at: slice) -> Tensor:
     return total
 
 
+def counted(gradient: Kept, at: slice, missed: Sequence[slice]) -> Tensor:
+    """What a mean holds of an offer that it ``missed`` in these ranges: fp32, a new tensor."""
+    values = gradient[at]
+    for part in missed:
+        values[within(part, at)] = 0.0
+    return values
+
+
 def spliced(fresh: Compact, before: Compact | None, missed: Sequence[slice], room: Compact) -> Compact:
     """``fresh`` in ``room``, but in the ranges ``missed`` what was ``before``: zeros without it."""
     for at in pieces(len(fresh)):

@@ -241,8 +241,7 @@ class Peer:
             agreed = self._ledger.agreed()
             last["digest"] = swarm_digest([version.digest for version in agreed]).hex()
             last["versions"] = tuple(version.version for version in agreed)
-            last["carriers"] = self._thread.carriers_used()
-            self._thread.goodbye(reason, last)
+            last["carriers"] = self._thread.goodbye(reason, last)
         finally:
             try:
                 self._thread.close()

@@ -13,10 +13,11 @@ import os
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -29,7 +30,6 @@ from p2p_co2.protocol.schedule import (
     LOADS_CAP_S,
     STILL_LOADS,
     Ending,
-    Stage,
     SwarmClock,
     WorkAccount,
     settle_bound_s,
@@ -39,34 +39,14 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.exchanged_model import ExchangedModel
 from p2p_co2.trainer.figures import Figures
 from p2p_co2.trainer.fragment_state import EncodedOffer, Outcome
+from p2p_co2.trainer.network_thread import CLOSE_BOUND_S, NodeView
 from p2p_co2.trainer.worker import TensorWorker
 
-LEAVE_BOUND_S = 3.0
-"""Waiting for rounds in flight when a person stops the peer."""
 REPORT_EVERY_S = 1.0
-REST_BEAT_S, REST_REPORT_EVERY_S = 0.1, 10.0
-"""While resting: how soon a wish to go on is seen, and how often the peer tells of itself."""
-WAIT_BEAT_S = 0.01
-"""While standing still: how soon what the network thread has concluded is seen. Outcomes are at once."""
+"""How often a peer tells of itself. One that rests does so a tenth as often, and sees within a tenth of it
+that it may go on; one that stands still sees within a hundredth what the network thread has concluded."""
 PUT_OFF_BELOW_S = 1.0
 """Where steps take longer, one that two fragments are due in takes both snapshots."""
-
-
-class Wire(Protocol):
-    """What the training thread asks of the network thread; the calls return at once."""
-
-    def offer(self, offer: Offer) -> None: ...
-    def show(self, progress: LocalProgress) -> None: ...
-    def swarm_position(self) -> tuple[float, float] | None: ...
-    def settled(self, versions: Sequence[int]) -> bool: ...
-    def loads(self, settled: bool) -> bool: ...
-    def tell_what_is_missing(self) -> None: ...
-    def over(self) -> frozenset[int]: ...
-    def stage(self, fragment: int) -> Stage: ...
-    def is_line_full(self) -> bool: ...
-    def traffic_bytes(self) -> tuple[int, int]: ...
-    def failure(self) -> BaseException | None: ...
-    def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -81,27 +61,14 @@ class Progressed:
 class Source(NamedTuple):
     """Where a training thread has its time from, and the random bytes that name its offers."""
 
-    now: Callable[[], float]
-    offer_id: Callable[[], bytes]
+    now: Callable[[], float] = time.monotonic
+    offer_id: Callable[[], bytes] = partial(os.urandom, 8)
 
 
-def _now() -> float:
-    return time.monotonic()
-
-
-SYSTEM = Source(_now, lambda: os.urandom(8))
+SYSTEM = Source()
 Waits = Generator[float, None, bool]
 """Where training stands still: yields for how many seconds at most, which an outcome ends; returns whether
 what was awaited has come."""
-
-
-def stand_still(
-    waits: Iterator[float], outcomes: queue.SimpleQueue[Outcome], take: Callable[[Outcome], None]
-) -> None:
-    """Go through ``waits`` on this thread, and ``take`` outcomes as they come."""
-    for wait_s in waits:
-        with contextlib.suppress(queue.Empty):
-            take(outcomes.get(timeout=wait_s))
 
 
 class Activity(Enum):
@@ -126,13 +93,11 @@ class Activity(Enum):
 
 class Synchroniser:
     """One per peer; every method is called by the training thread. It looks at ``model`` before the first
-    step and before parameters are copied or merged into.
-
-    ``after_step`` and ``flush`` stand still on the thread. Who has no thread to block goes through their
-    waits, ``step_waits`` and ``flush_waits``."""
+    step and before parameters are copied or merged into. ``after_step`` and ``flush`` stand still on the
+    thread; who has no thread to block goes through ``step_waits`` and ``flush_waits``."""
 
     def __init__(
-        self, run: RunConfig, model: ExchangedModel, ledger: TensorWorker, wire: Wire, start: Progressed,
+        self, run: RunConfig, model: ExchangedModel, ledger: TensorWorker, wire: NodeView, start: Progressed,
         source: Source = SYSTEM,
     ) -> None:  # fmt: skip
         self._run, self._model, self._ledger, self._wire = run, model, ledger, wire
@@ -165,7 +130,7 @@ class Synchroniser:
     def after_step(self, tokens: int | Tensor, loss: float | Tensor) -> None:
         """Count an inner step, merge what is ready, send what is due; begun after the run's end, it counts
         for nothing. ``tokens``, ``loss``: as ``figures`` gives them."""
-        stand_still(self.step_waits(tokens, loss), self._ledger.outcomes, self._apply_next)
+        self._stand_still(self.step_waits(tokens, loss))
 
     def step_waits(self, tokens: int | Tensor, loss: float | Tensor) -> Iterator[float]:
         """As ``after_step``."""
@@ -177,9 +142,7 @@ class Synchroniser:
         is_too_late = self.account.is_over(self.position)  # it joined then: this is the work of no round
         self.inner_steps += 1
         self.figures.add(0 if is_too_late else tokens, loss)
-        is_encoded = (
-            not self._ledger.is_encoding
-        )  # before its merge, which has the snapshot's memory, is taken
+        is_encoded = not self._ledger.is_encoding  # before its merge, in the snapshot's memory, is taken
         self.take_outcomes()
         last, self.position = self.position, self._advance(now)
         due = [] if is_too_late else self.account.due(last, self.position, self._wire.is_line_full())
@@ -255,8 +218,7 @@ class Synchroniser:
                 self._held.append((sent.inner_steps + delay, outcome))
             else:
                 self._apply_next(outcome)
-        while self._held and self._held[0][0] <= self.inner_steps:
-            self._apply(self._held.popleft()[1])
+        self._release_held(self.inner_steps)
 
     def _apply_next(self, outcome: Outcome) -> None:
         """Apply it; before it, what is held back of its fragment: a state that is loaded has met that."""
@@ -264,9 +226,9 @@ class Synchroniser:
             self._release_held()
         self._apply(outcome)
 
-    def _release_held(self) -> None:
-        """Apply what ``sync_delay_steps`` holds back."""
-        while self._held:
+    def _release_held(self, until: float = math.inf) -> None:
+        """Apply what ``sync_delay_steps`` holds back, up to this inner step."""
+        while self._held and self._held[0][0] <= until:
             self._apply(self._held.popleft()[1])
 
     def _apply(self, outcome: Outcome) -> None:
@@ -294,6 +256,11 @@ class Synchroniser:
             momentum_norm=outcome.report.momentum_norm, **asdict(lag),
         )  # fmt: skip
 
+    def _stand_still(self, waits: Iterator[float]) -> None:
+        for wait_s in waits:
+            with contextlib.suppress(queue.Empty):
+                self._apply_next(self._ledger.outcomes.get(timeout=wait_s))
+
     def _wait(self, done: Callable[[], bool], bound_s: float) -> Waits:
         """Stand still until ``done`` or the bound, taking outcomes as they come; True if done."""
         ends_at = self._source.now() + bound_s
@@ -306,7 +273,7 @@ class Synchroniser:
             if left_s <= 0:
                 return False
             if self._ledger.outcomes.empty():
-                yield min(left_s, WAIT_BEAT_S)
+                yield min(left_s, REPORT_EVERY_S / 100)
             else:
                 self._apply_next(self._ledger.outcomes.get_nowait())
         return True
@@ -323,7 +290,7 @@ class Synchroniser:
         self.figures.skip(duration_s)
         self._model.live.take_computing_s()  # is in it
 
-    def rest(self, reason: Callable[[], str], beat_s: float = REST_BEAT_S) -> None:
+    def rest(self, reason: Callable[[], str], beat_s: float = REPORT_EVERY_S / 10) -> None:
         """Stand still as long as ``reason`` gives one, and say so; what comes in is merged, nothing is sent.
         Its time is in no figure; the work done before goes into the next offers."""
         began_at, why = self._source.now(), reason()
@@ -335,7 +302,7 @@ class Synchroniser:
         while reason() and not self.stopped:
             self._check()
             self.take_outcomes()
-            if self._source.now() - self.figures.made_at >= REST_REPORT_EVERY_S:
+            if self._source.now() - self.figures.made_at >= 10 * REPORT_EVERY_S:
                 self.report()
             time.sleep(beat_s)
         rested_s = self._source.now() - began_at
@@ -354,14 +321,14 @@ class Synchroniser:
 
     def flush(self, finished: bool) -> None:
         """Await what is in flight; if the run is over, offer what is left and wait until all agree."""
-        stand_still(self.flush_waits(finished), self._ledger.outcomes, self._apply_next)
+        self._stand_still(self.flush_waits(finished))
 
     def flush_waits(self, finished: bool) -> Iterator[float]:
         """As ``flush``."""
         self.figures.begin_anew(self._source.now())
         self._release_held()
         if not finished:
-            yield from self._wait(lambda: not self.account.in_flight, LEAVE_BOUND_S)
+            yield from self._wait(lambda: not self.account.in_flight, CLOSE_BOUND_S / 2)
         else:
             self.activity, bound_s = Activity.OFFERING_THE_REST, self.account.flush_bound_s
             settle_s = settle_bound_s(bound_s)
@@ -437,11 +404,12 @@ class Synchroniser:
     def _show(self) -> None:
         loss = self.figures.loss if math.isfinite(self.figures.loss) else 0.0
         finished = self._told_finished = self._finished()
-        at, work = self._advanced_at, (self.inner_steps, self.tokens)
-        activity = self.activity
         self._wire.show(
-            LocalProgress(activity.phase, self.position, at, *work, loss, finished, activity.is_ending)
-        )
+            LocalProgress(
+                self.activity.phase, self.position, self._advanced_at, self.inner_steps, self.tokens, loss,
+                finished, self.activity.is_ending,
+            )
+        )  # fmt: skip
 
     def _report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
         self._wire.report(kind, fields)
