@@ -403,7 +403,7 @@ def test_who_joins_when_the_run_is_over_offers_nothing() -> None:
     made.wire.is_settled = True
     made.sync.flush(finished=True)
     made.ledger.states()
-    assert (made.wire.offers, made.sync.inner_steps, made.sync.tokens) == ([], 2, 0)
+    assert (made.wire.offers, made.sync.inner_steps, made.sync.figures.tokens) == ([], 2, 0)
     assert made.wire.seen(ev.TrainingEnded)[0]["fragments"] == ()
     assert made.wire.shown[-1].finished == {0, 1}
     assert made.sync.figures.exposed_s < 1.0

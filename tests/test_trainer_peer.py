@@ -63,7 +63,7 @@ TOKENS = [
 def test_a_whole_number_of_tokens_is_taken_as_whatever_it_comes(lone: Lone, tokens: Any) -> None:
     assert lone.train(tokens)
     assert lone.train(0)
-    assert (lone.sync.tokens, type(lone.sync.tokens)) == (64, int)
+    assert (lone.sync.figures.tokens, type(lone.sync.figures.tokens)) == (64, int)
     lone.peer.save()
     assert load(lone.folder / "checkpoint").tokens == 64
 
@@ -143,8 +143,8 @@ def test_what_lies_on_an_accelerator_is_read_only_when_the_sum_is_asked_for(
     assert tokens_of(given) is given
     lone.sync.after_step(tokens_of(given), 1.0)
     assert There.reads == 0
-    assert (lone.sync.tokens, There.reads) == (64, 1)
-    assert (lone.sync.tokens, There.reads) == (64, 1)
+    assert (lone.sync.figures.tokens, There.reads) == (64, 1)
+    assert (lone.sync.figures.tokens, There.reads) == (64, 1)
 
 
 # ---- one thread, until it leaves

@@ -269,7 +269,7 @@ class Process:
     def _save(self) -> None:
         """Write a checkpoint: whole, at one moment."""
         sync = self._training.sync
-        progressed = Progressed(sync.position, sync.inner_steps, sync.tokens)
+        progressed = Progressed(sync.position, sync.inner_steps, sync.figures.tokens)
         self.volunteer.disk = Checkpoint(tuple(self.ledger.save()), progressed, self.volunteer.work.units)
 
     # ---- its end

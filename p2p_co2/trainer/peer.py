@@ -197,7 +197,7 @@ class Peer:
                 loss = float(held_out(self._plan.model))
         duration_s = time.monotonic() - started_at
         self._sync.pause(duration_s)
-        fields = {"loss": loss, "position": self._sync.position, "tokens": self._sync.tokens}
+        fields = {"loss": loss, "position": self._sync.position, "tokens": self._sync.figures.tokens}
         self._thread.report(ev.AgreedMeasured, {**fields, "duration_s": duration_s})
         return duration_s
 

@@ -137,7 +137,7 @@ class Saver:
             optimizer={},
             position=sync.position,
             inner_steps=sync.inner_steps,
-            tokens=sync.tokens,
+            tokens=sync.figures.tokens,
             inner=inner_of(plan.optimizer, plan.model),
             parameters=shapes_of(plan.model),
         )

@@ -120,11 +120,6 @@ class Synchroniser:
         """Of the agreed states that the live parameters have met, by fragment."""
         return self.account.versions
 
-    @property
-    def tokens(self) -> int:
-        """That this peer trained on."""
-        return self.figures.tokens
-
     # ---- one inner step
 
     def after_step(self, tokens: int | Tensor, loss: float | Tensor) -> None:
@@ -190,7 +185,7 @@ class Synchroniser:
         """Take a snapshot, which takes a fragment's size in fp32 until it is encoded, and offer it."""
         offer_id = self._source.offer_id()
         weight = self.account.send(
-            fragment, position=self.position, inner_steps=self.inner_steps, tokens=self.tokens,
+            fragment, position=self.position, inner_steps=self.inner_steps, tokens=self.figures.tokens,
             now=self._source.now(), offer_id=offer_id,
         )  # fmt: skip
         is_last = self.activity.is_ending or self.account.is_over(self.position)
@@ -333,7 +328,7 @@ class Synchroniser:
             self.activity, bound_s = Activity.OFFERING_THE_REST, self.account.flush_bound_s
             settle_s = settle_bound_s(bound_s)
             self._report(
-                ev.TrainingEnded, fragments=tuple(self.account.uncounted(self.tokens)),
+                ev.TrainingEnded, fragments=tuple(self.account.uncounted(self.figures.tokens)),
                 offers_within_s=bound_s, settles_within_s=settle_s,
             )  # fmt: skip
             yield from self._offer_the_rest(bound_s)
@@ -366,7 +361,7 @@ class Synchroniser:
         ending, open_ = Ending(len(self.versions), self._source.now(), bound_s), self.account.in_flight
         yield from self._wait(has_room, bound_s)
         while not self.stopped:
-            uncounted = [f for f in self.account.uncounted(self.tokens) if f not in self._wire.over()]
+            uncounted = [f for f in self.account.uncounted(self.figures.tokens) if f not in self._wire.over()]
             self._show()
             todo = ending.next(uncounted, open_.keys(), self._source.now())
             if todo is None:
@@ -382,7 +377,7 @@ class Synchroniser:
         if not self.activity.is_ending:
             return frozenset()
         offers_on = self.activity is Activity.OFFERING_THE_REST
-        return self.account.finished(self.account.uncounted(self.tokens) if offers_on else ())
+        return self.account.finished(self.account.uncounted(self.figures.tokens) if offers_on else ())
 
     # ---- figures
 
@@ -395,7 +390,7 @@ class Synchroniser:
         phase = Status.DRAINING if self.activity.is_ending else self.activity.phase
         self._report(
             ev.Progress, phase=Status.Phase.Name(phase).lower(), position=self.position,
-            inner_steps=self.inner_steps, tokens=self.tokens, tokens_per_s=figures.tokens_per_s,
+            inner_steps=self.inner_steps, tokens=figures.tokens, tokens_per_s=figures.tokens_per_s,
             loss=figures.loss, train_s=figures.train_s, exposed_s=figures.exposed_s,
             wall_s=figures.wall_s(now), up_bytes=up_bytes, down_bytes=down_bytes,
             versions=tuple(self.versions),
@@ -406,7 +401,7 @@ class Synchroniser:
         finished = self._told_finished = self._finished()
         self._wire.show(
             LocalProgress(
-                self.activity.phase, self.position, self._advanced_at, self.inner_steps, self.tokens, loss,
+                self.activity.phase, self.position, self._advanced_at, self.inner_steps, self.figures.tokens, loss,
                 finished, self.activity.is_ending,
             )
         )  # fmt: skip
