@@ -352,7 +352,7 @@ def test_what_cannot_be_exchanged_is_refused_by_name_before_the_network_is_used(
     model, optimizer = make()
     with pytest.raises(ConfigError, match=words):
         join("no ticket, and so a TicketError if it were looked at", model, optimizer)
-    unused = Connection(UNUSED, PeerConfig(), lambda event: None)
+    unused = Connection(UNUSED, PeerConfig())
     with pytest.raises(ConfigError, match=words):
         unused.start(model, optimizer)
 
@@ -428,6 +428,6 @@ def test_other_arguments_are_refused_by_name(arguments: Any, words: str) -> None
 )
 def test_a_schedule_is_tried_once_at_the_start(schedule: Any, words: str) -> None:
     model = plain()
-    unused = Connection(UNUSED, PeerConfig(), lambda event: None)
+    unused = Connection(UNUSED, PeerConfig())
     with pytest.raises(ConfigError, match=words):
         unused.start(model, sgd(model), schedule)

@@ -52,10 +52,9 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     """Join the network of the run that ``ticket`` invites to, and verify its settings. Blocks; Ctrl-C is
     safe.
 
-    ``on_event`` is called from several threads. Raises ``ConfigError`` (another type of argument),
-    ``TicketError`` (damaged, foreign), ``TransportError``
-    (no seed answers), ``EnvironmentFault`` (this machine; the board's port), ``ConfigError`` (settings that
-    this version does not know).
+    ``on_event`` is called from several threads. Raises ``ConfigError`` (another type of argument, settings
+    that this version does not know), ``TicketError`` (damaged, foreign), ``TransportError`` (no seed
+    answers), ``EnvironmentFault`` (this machine; the board's port).
     """
     _check_call(ticket, config, on_event)
     return_large_blocks()  # before there are threads: each stays with the arena that it had
@@ -68,7 +67,7 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     except BaseException:
         thread.close()
         raise
-    return Connection(thread, config, thread.on_event)
+    return Connection(thread, config)
 
 
 def print_warnings(event: ev.Event) -> None:
@@ -112,7 +111,6 @@ class Connection:
 
     _thread: NetworkThread
     config: PeerConfig
-    _on_event: EventSink
 
     @property
     def run(self) -> RunConfig:
@@ -168,30 +166,42 @@ class Connection:
         fragments = plan_fragments(model, self.run.fragments)
         plan = Plan(self.run, self.config, fragments, model, optimizer)
         saved = self._load(plan, False if start_over else resume)
-        beginning = Beginning(
-            self._thread, self.run.clock.rounds, None if saved is None else saved.position, start_over
-        )
+        is_resumed, position = saved is not None, None if saved is None else saved.position
+        beginning = Beginning(self._thread, self.run.clock.rounds, position, start_over)
         beginning.refuse_if_over()
         ledger, progressed = self._restored(plan, saved, is_scheduled=learning_rate is not None)
+        saved = None  # its memory is the worker's to let go
         if progressed.inner_steps:
             rates.resumed()
-        is_resumed, saved = saved is not None, None  # its memory is the worker's to let go
         self._tell_of_start(plan, progressed, is_resumed)
         try:
             node = self._start_node(plan, ledger)
-            self._gather(node)
-            self._catch_up(node, beginning)
-            is_newcomer = not is_resumed and any(agreed.version for agreed in node.agreed)
-            self._share_buffers(model, is_newcomer)
+            self._arrive(node, beginning)
+            self._share_buffers(model, not is_resumed and any(agreed.version for agreed in node.agreed))
         except BaseException:
             ledger.close()
             raise
         others = self._thread.view.swarm_position()
         progressed = caught_up(progressed, others, self.run.clock, time.monotonic())
-        self._tell_of_what_is_odd(model)
+        config = self.run.outer
+        if warning := outer.stability_warning(config, delayed=config.rule in {"co2", "eager"}):
+            self._thread.warn(warning)
         if not is_resumed:
             checkpoints.set_aside(self._checkpoints)
         return Peer(self._thread, ledger, plan, rates, progressed)
+
+    def _load(self, plan: Plan, resume: bool | None) -> Checkpoint | None:
+        """The folder's checkpoint, if there is one or must be one."""
+        folder = self._checkpoints
+        if resume is False or (resume is None and not checkpoints.has_checkpoint(folder)):
+            return None
+        saved = checkpoints.load(folder)
+        resuming.check(saved, self.run, plan.model, plan.fragments, str(folder))
+        return saved
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.config.folder / "checkpoint"
 
     def _restored(
         self, plan: Plan, saved: Checkpoint | None, is_scheduled: bool
@@ -200,11 +210,9 @@ class Connection:
         take over, or from the model."""
         live = LiveParameters(plan.model, plan.fragments)
         me, codec = self._thread.network.identity.peer_id, get_codec(self.run.codec.name)
-        states = (
-            [outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments.fragments]
-            if saved is None
-            else saved.states
-        )
+        states = saved.states if saved is not None else [
+            outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments.fragments
+        ]  # fmt: skip
         fragments = [FragmentState(self.run, codec, me, state, index) for index, state in enumerate(states)]
         ledger = TensorWorker(codec, fragments, clipped_mean if self.run.weight_cap else weighted_mean)
         if saved is None:
@@ -234,11 +242,6 @@ class Connection:
             self._thread.warn(f"torch does not show frozen values, so nobody compares them: {names}")
         return node
 
-    def _tell_of_what_is_odd(self, model: nn.Module) -> None:
-        config = self.run.outer
-        if warning := outer.stability_warning(config, delayed=config.rule in {"co2", "eager"}):
-            self._thread.warn(warning)
-
     def _share_buffers(self, model: nn.Module, is_newcomer: bool) -> None:
         """Give newcomers this peer's buffers; begin with a donor's, if this peer ``is_newcomer``."""
         buffers = ModelBuffers(model)
@@ -254,49 +257,31 @@ class Connection:
                 self._thread.warn(f"this peer begins with buffers of its own: {'; '.join(troubles)}")
 
     def _tell_of_start(self, plan: Plan, progressed: Progressed, is_resumed: bool) -> None:
-        self._on_event(
-            ev.PeerStarted(
-                at=time.time(),
-                peer=self._thread.network.identity.peer_id,
-                name=self.config.name,
-                pid=os.getpid(),
-                software=self._thread.network.software,
-                device=str(next(plan.model.parameters()).device),
-                parameters=plan.fragments.numel,
-                fragments=len(plan.fragments.fragments),
-                run=self.run.digest().hex(),
-                upload_cap_bytes_per_s=self.config.limits.upload_bytes_per_s,
-                resumed_from=str(self._checkpoints) if is_resumed else "",
-                inner_steps=progressed.inner_steps,
-                position=progressed.position,
-            )
-        )
+        fields = {
+            "name": self.config.name,
+            "pid": os.getpid(),
+            "software": self._thread.network.software,
+            "device": str(next(plan.model.parameters()).device),
+            "parameters": plan.fragments.numel,
+            "fragments": len(plan.fragments.fragments),
+            "run": self.run.digest().hex(),
+            "upload_cap_bytes_per_s": self.config.limits.upload_bytes_per_s,
+            "resumed_from": str(self._checkpoints) if is_resumed else "",
+            "inner_steps": progressed.inner_steps,
+            "position": progressed.position,
+        }
+        self._thread.report(ev.PeerStarted, fields)
 
-    def _load(self, plan: Plan, resume: bool | None) -> Checkpoint | None:
-        """The folder's checkpoint, if there is one or must be one."""
-        folder = self._checkpoints
-        if resume is False or (resume is None and not checkpoints.has_checkpoint(folder)):
-            return None
-        saved = checkpoints.load(folder)
-        resuming.check(saved, self.run, plan.model, plan.fragments, str(folder))
-        return saved
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.config.folder / "checkpoint"
-
-    def _gather(self, node: Node) -> None:
-        """Wait until enough peers are live."""
+    def _arrive(self, node: Node, beginning: Beginning) -> None:
+        """Wait until enough peers are live, and this one is where the swarm is, or is sure that it is
+        alone."""
         arrival = Arrival(node, time.monotonic(), self.run.group_size)
         while not arrival.is_gathered(self.config.min_peers, time.monotonic()):
             self._thread.check()
             time.sleep(LOOK_EVERY_S)
-
-    def _catch_up(self, node: Node, beginning: Beginning) -> None:
-        """Wait until this peer is where the swarm is, or is sure that it is alone."""
         arrival = Arrival(node, time.monotonic(), self.run.group_size)
-        while not arrival.is_there(time.monotonic()) or not (
-            node.progress.conclusions.met or beginning.is_allowed(node, arrival.has_waited(time.monotonic()))
+        while not arrival.is_there(now := time.monotonic()) or not (
+            node.progress.conclusions.met or beginning.is_allowed(node, arrival.has_waited(now))
         ):
             self._thread.check()
             time.sleep(LOOK_EVERY_S)

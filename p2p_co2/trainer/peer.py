@@ -37,20 +37,13 @@ class Peer:
     """
 
     def __init__(
-        self,
-        thread: NetworkThread,
-        ledger: TensorWorker,
-        plan: Plan,
-        rates: Rates,
-        start: Progressed,
+        self, thread: NetworkThread, ledger: TensorWorker, plan: Plan, rates: Rates, start: Progressed
     ) -> None:
         self._thread, self._ledger, self._plan = thread, ledger, plan
         self._model = ExchangedModel(plan, thread.warn)
         self._sync = Synchroniser(plan.run, self._model, ledger, thread.view, start)
         self._saver = Saver(plan, ledger, self._sync, self._model.live, thread.report)
-        self._rates = rates
-        self._stopped = self._left = False
-        self._process = os.getpid()
+        self._rates, self._left, self._process = rates, False, os.getpid()
         self._stepping = threading.Lock()
         """Held by whoever trains or measures: two at once would mix their parameters."""
         self._governor = Governor(plan.config.limits.hours)
@@ -113,7 +106,7 @@ class Peer:
             self._rest()
             self._saver.keep_up()
             self._sync.stood_still()  # for a checkpoint
-        return not (self._stopped or self.over)
+        return not (self._sync.stopped or self.over)
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
@@ -128,7 +121,7 @@ class Peer:
 
     def stop(self) -> None:
         """Ask the loop to end: the next ``step`` returns False. Safe in a signal handler."""
-        self._stopped = self._sync.stopped = True
+        self._sync.stopped = True
 
     def pause(self) -> None:
         """Rest from the next ``step`` on, which then does not return until ``go_on`` or ``stop``: no
@@ -146,7 +139,7 @@ class Peer:
         self._governor.toggle(_minute_of_the_day())
 
     def _rest(self) -> None:
-        if self._governor.resting(_minute_of_the_day()) and not self._stopped:
+        if self._governor.resting(_minute_of_the_day()) and not self._sync.stopped:
             try:
                 self.save()  # a machine that rests may be switched off
             except EnvironmentFault as error:
@@ -234,10 +227,10 @@ class Peer:
             return
         self._left = True
         last: dict[str, Any] = {"digest": "", "versions": tuple(self._sync.versions), "carriers": {}}
-        reason = reason or ("the run is over" if self.over and not self._stopped else "stopped")
+        reason = reason or ("the run is over" if self.over and not self._sync.stopped else "stopped")
         try:
             if not self._model.is_changed:
-                self._sync.flush(self.over and not self._stopped)
+                self._sync.flush(self.over and not self._sync.stopped)
             agreed = self._ledger.agreed()
             last["digest"] = swarm_digest([version.digest for version in agreed]).hex()
             last["versions"] = tuple(version.version for version in agreed)

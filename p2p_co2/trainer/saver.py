@@ -1,9 +1,9 @@
-"""Checkpoints beside training: what of it the training thread does, and what others do.
+"""Checkpoints beside training.
 
 The saver's own thread borrows the agreed states of one moment and writes them; rounds go on meanwhile, and a
 fragment that commits before it is written takes memory of its own. What training changes, the inner
 optimizer's state and the buffers, only the training thread may read: step after step it copies a share, which
-the saver's thread writes, then the digest, the disk's sync and the renaming.
+the saver's thread writes.
 
 Laws: the agreed states are of one moment; the state of a parameter is of one step, those of two parameters
 some steps apart (they are no agreement, only the inner optimizer's acceleration). No checkpoint ends
@@ -52,15 +52,10 @@ class Saver:
     """One per peer. Called by the training thread, but for what the other threads do."""
 
     def __init__(
-        self,
-        plan: Plan,
-        ledger: TensorWorker,
-        sync: Synchroniser,
-        live: LiveParameters,
+        self, plan: Plan, ledger: TensorWorker, sync: Synchroniser, live: LiveParameters,
         report: Callable[[type[ev.Event], Mapping[str, Any]], None],
-    ) -> None:
-        self.plan, self._ledger, self._sync, self._report = plan, ledger, sync, report
-        self._live = live
+    ) -> None:  # fmt: skip
+        self.plan, self._ledger, self._sync, self._live, self._report = plan, ledger, sync, live, report
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="p2p-co2 checkpoint")
         self.under_way: Future[None] | None = None
         """Nothing else writes to the folder meanwhile."""
@@ -115,9 +110,8 @@ class Saver:
                 self._end()
 
     def _end(self) -> None:
-        assert self.under_way is not None
-        self._refused, ended, self.copies = None, self.under_way, None
-        self.under_way = None
+        ended, self.under_way, self.copies, self._refused = self.under_way, None, None, None
+        assert ended is not None
         try:
             ended.result()
         except EnvironmentFault as error:
@@ -130,17 +124,11 @@ class Saver:
         plan, sync = self.plan, self._sync
         said, buffers = self._look()
         checkpoint = Checkpoint(
-            run_config_json=plan.run.canonical_bytes().decode(),
-            plan_digest=plan.fragments.digest,
-            states=(),
-            buffers=buffers,
-            optimizer={},
-            position=sync.position,
-            inner_steps=sync.inner_steps,
-            tokens=sync.figures.tokens,
-            inner=inner_of(plan.optimizer, plan.model),
+            run_config_json=plan.run.canonical_bytes().decode(), plan_digest=plan.fragments.digest,
+            states=(), buffers=buffers, optimizer={}, position=sync.position, inner_steps=sync.inner_steps,
+            tokens=sync.figures.tokens, inner=inner_of(plan.optimizer, plan.model),
             parameters=shapes_of(plan.model),
-        )
+        )  # fmt: skip
         stopped_s = time.monotonic() - began_at
         self.copies = copies = ShareQueue(parts(checkpoint, said), self._live.await_computed, stopped_s)
         self.under_way = self._thread.submit(self._write, checkpoint, said, copies, began_at)

@@ -399,12 +399,9 @@ class Synchroniser:
     def _show(self) -> None:
         loss = self.figures.loss if math.isfinite(self.figures.loss) else 0.0
         finished = self._told_finished = self._finished()
-        self._wire.show(
-            LocalProgress(
-                self.activity.phase, self.position, self._advanced_at, self.inner_steps, self.figures.tokens, loss,
-                finished, self.activity.is_ending,
-            )
-        )  # fmt: skip
+        at, work = self._advanced_at, (self.inner_steps, self.figures.tokens)
+        phase, is_ending = self.activity.phase, self.activity.is_ending
+        self._wire.show(LocalProgress(phase, self.position, at, *work, loss, finished, is_ending))
 
     def _report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
         self._wire.report(kind, fields)

@@ -1,9 +1,8 @@
-"""The tensor side of a node: all fragments' states on one worker thread, with an asyncio face for the network
-thread.
+"""The tensor side of a node: all fragments' states on one worker thread, which works in the order it was asked.
 
-Three threads meet here, and only snapshots, bytes and merges cross between them: the training thread hands
-over snapshots (``submit_offer``) and takes ``Outcome`` values from ``outcomes``; the network thread awaits
-the ``Ledger`` methods; the worker does all tensor work, in the order in which it was asked.
+Only snapshots, bytes and merges cross between threads: the training thread hands over snapshots
+(``submit_offer``) and takes ``Outcome`` values from ``outcomes``; the network thread awaits the ``Ledger``
+methods.
 """
 
 from __future__ import annotations
@@ -43,12 +42,9 @@ class TensorWorker:
     done, one thing after the other, if not on a thread of its own. ``close`` ends it."""
 
     def __init__(
-        self,
-        codec: Codec,
-        fragments: Sequence[FragmentState],
-        rule: Rule = weighted_mean,
+        self, codec: Codec, fragments: Sequence[FragmentState], rule: Rule = weighted_mean,
         thread: ThreadPoolExecutor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._codec, self._rule = codec, rule
         self.fragments = list(fragments)
         self.thread = thread or ThreadPoolExecutor(
@@ -64,7 +60,6 @@ class TensorWorker:
         self._digests = [state_digest(fragment.state, self.chunk_bytes) for fragment in self.fragments]
         self._is_closed = False
         self._encoding: Future[None] | None = None
-        """Of the last snapshot."""
 
     def close(self) -> None:
         """End the worker; the agreed states stay, and change no more."""
@@ -85,8 +80,7 @@ class TensorWorker:
         return self.thread.submit(read).result()
 
     def states(self) -> list[OuterState]:
-        """The agreed states, consistent with each other. Waits for the worker; after ``close`` the last
-        ones."""
+        """The agreed states of one moment. Waits for the worker; after ``close`` the last ones."""
 
         def read() -> list[OuterState]:
             return [fragment.lend() for fragment in self.fragments]
@@ -97,11 +91,11 @@ class TensorWorker:
         """The agreed states and the residuals of one moment, for a checkpoint: not written to until each is
         given back. Waits for the worker. Raises as ``PoisonGuard.check``."""
 
-        def work() -> tuple[list[OuterState], dict[int, Values]]:
+        def read() -> tuple[list[OuterState], dict[int, Values]]:
             states = [fragment.lend("saver") for fragment in self.fragments]
             return states, {i: one.residual for i, one in enumerate(self.fragments) if one.residual}
 
-        return self.thread.submit(work).result()
+        return self.thread.submit(read).result()
 
     def give_back(self, fragment: int, version: int) -> None:
         """What was borrowed of it at ``version`` is read."""
@@ -110,10 +104,10 @@ class TensorWorker:
     def restore(self, residuals: Mapping[int, Values]) -> None:
         """Go on from a checkpoint, before the node runs: put saved residuals back. What the process before
         had offered is in doubt from now on."""
-        for index, residual in residuals.items():
-            self.fragments[index].set_residual(residual)
-        for fragment in self.fragments:
+        for index, fragment in enumerate(self.fragments):
             fragment.in_doubt = True
+            if index in residuals:
+                fragment.set_residual(residuals[index])
 
     def submit_offer(
         self, fragment: int, snapshot: Tensor, weight: float, outcomes_taken: int, done: Encoded,
@@ -134,10 +128,8 @@ class TensorWorker:
                 return
             try:
                 offer = mine.offer(snapshot, weight, offer_id)
-            except ValueError:
-                # NaN or Inf: this peer's own training has diverged. It starts again from the agreed state.
-                trouble = "this peer's parameters were not finite; took over the agreed ones"
-                self._tell(mine.reset(trouble))
+            except ValueError:  # NaN or Inf: this peer's own training has diverged
+                self._tell(mine.reset("this peer's parameters were not finite; took over the agreed ones"))
                 return
             if offer.merge is not None:
                 self._tell(Outcome(fragment, agreed.version, offer.merge, ends_offer=False))
@@ -171,9 +163,7 @@ class TensorWorker:
             if before != AgreedVersion(mean.round - 1, mean.state_digest):
                 return before
             fragment = self.fragments[mean.fragment]
-            return self._moved(
-                mean.fragment, fragment.commit(mean.round, mean.base_version, mean.mean, mean.parts)
-            )
+            return self._moved(fragment.commit(mean.round, mean.base_version, mean.mean, mean.parts))
 
         return await self._ask(work)
 
@@ -198,13 +188,9 @@ class TensorWorker:
         return await self._ask(work)
 
     async def adopt(
-        self,
-        fragment: int,
-        data: Buffer,
-        agreed: AgreedVersion,
-        parts: Sequence[PartWeights] | None = None,
-        goes_back: bool = False,
-    ) -> AgreedVersion:
+        self, fragment: int, data: Buffer, agreed: AgreedVersion,
+        parts: Sequence[PartWeights] | None = None, goes_back: bool = False,
+    ) -> AgreedVersion:  # fmt: skip
         def work() -> AgreedVersion:
             mine = self.fragments[fragment]
             if agreed == self._agreed(fragment):
@@ -217,7 +203,7 @@ class TensorWorker:
                 raise DigestMismatch(
                     f"the state of fragment {fragment} does not have the digest its donor promised"
                 )
-            return self._moved(fragment, mine.adopt(state, parts))
+            return self._moved(mine.adopt(state, parts))
 
         return await self._ask(work)
 
@@ -226,9 +212,9 @@ class TensorWorker:
     def _agreed(self, fragment: int) -> AgreedVersion:
         return AgreedVersion(self.fragments[fragment].state.version, self._digests[fragment])
 
-    def _moved(self, fragment: int, outcome: Outcome) -> AgreedVersion:
+    def _moved(self, outcome: Outcome) -> AgreedVersion:
         # The training thread need not wait for the digest: its next offer queues up behind this work.
-        mine = self.fragments[fragment]
+        fragment, mine = outcome.fragment, self.fragments[outcome.fragment]
         with mine.guard.changing(f"telling of version {outcome.version}"):
             self._tell(outcome)
             self._digests[fragment] = state_digest(mine.state, self.chunk_bytes)
