@@ -12,10 +12,9 @@ fragment (``PoisonGuard``). An offer that did not reach the mean, wholly or in s
 live parameters or stays there, so that its work is offered again. Residuals of error feedback advance only
 where the offer was counted; under "co2" and "eager", where what comes back is what was sent, with the offer.
 
-Memory, in copies of the fragment in fp32: state 2 (params, momentum); in flight what ``kept`` says, at most
-a half; a residual an eighth; under "eager" an eighth for the correction at the last boundary and another for
-the counted offer. A step takes the memory of the old state, unless somebody holds it (``lend``); under "keep"
-and "blend" it needs 1 for the merge.
+Memory, in copies of the fragment in fp32: 2 for the state; in flight what ``kept`` says; an eighth for a
+residual, and under "eager" two for corrections. A step takes the old state's memory, unless somebody holds it
+(``lend``); under "keep" and "blend" it needs 1 for the merge.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ class Departure(NamedTuple):
 
 class PoisonGuard:
     """Whether a fragment is consistent: a change that fails in its middle leaves neither the old state nor
-    the new one. From then on it is not saved, not given to anybody and no round follows it; whoever asks
-    hears why, and the peer goes on from its last checkpoint."""
+    the new one. Then it is not saved nor given to anybody, and no round follows it; whoever asks hears why."""
 
     def __init__(self) -> None:
         self._poison: EnvironmentFault | LocalProtocolError | None = None
@@ -146,8 +144,7 @@ class FragmentState:
 
     def __init__(self, run: RunConfig, codec: Codec, peer: str, state: OuterState, index: int = 0) -> None:
         self._run, self._codec, self._peer, self._index = run, codec, peer, index
-        self.state = state
-        self.guard = PoisonGuard()
+        self.state, self.departure, self.guard = state, Departure(state.version), PoisonGuard()
         self._readers = set[str]()
         """Who the state was lent to."""
         self.residual: Compact | None = None
@@ -158,7 +155,6 @@ class FragmentState:
         self.in_doubt = False
         """Whether live parameters may hold work that is counted where this peer cannot see it: in another
         history, or offered by an earlier process. A later offer that is counted whole ends it."""
-        self.departure = Departure(state.version)
 
     @property
     def numel(self) -> int:
@@ -279,7 +275,10 @@ class FragmentState:
         version."""
         if round_ != self.state.version + 1:
             raise LocalProtocolError(f"round {round_} cannot follow version {self.state.version}")
-        self._hold_offset()
+        offset = self.departure.offset
+        if any(isinstance(one, StepChange) for one in offset):  # of the momentum, which is about to move on
+            held = copied(offset, room_of(self._codec, self.numel, 16))
+            self.departure = self.departure._replace(offset=(held,))
         with self.guard.changing(f"the outer step of round {round_}"):
             mean = Encoded(self._codec, encoded, self.numel)
             return self._take_step(round_, base_version, mean, parts)
@@ -299,8 +298,7 @@ class FragmentState:
             # Every peer holds the same bits, so every peer skips this step and stays agreed.
             refused = str(error)
             new, report = old._replace(version=round_), StepReport(1.0, float("inf"), 0.0, 0.0)
-        mine = self._mine(round_, parts)
-        missed = [slice(0, self.numel)] if refused else self._missed(parts)
+        mine, missed = self._mine(round_, parts), [slice(0, self.numel)] if refused else self._missed(parts)
         if self._is_delayed and not refused:
             moved = StepChange(self._run.outer, mean, new.momentum, report.gap)
             self.departure = self.departure._replace(offset=(*self.departure.offset, moved))
@@ -316,13 +314,6 @@ class FragmentState:
         self._readers = {"others"} if refused or (merge and merge.addend is new.params) else set()
         lost = sum(part.stop - part.start for part in missed) / self.numel
         return self._outcome(merge, report, 0.0 if mine is None else 1.0 - lost, had_offer, refused)
-
-    def _hold_offset(self) -> None:
-        """The state is about to move on, and with it the momentum that the offset may be read from."""
-        offset = self.departure.offset
-        if any(isinstance(one, StepChange) for one in offset):
-            held = copied(offset, room_of(self._codec, self.numel, 16))
-            self.departure = self.departure._replace(offset=(held,))
 
     def _merge_after(
         self, old: OuterState, new: OuterState, mine: OfferState | None, missed: Sequence[slice],

@@ -8,8 +8,6 @@ in copies of the fragment in fp32:
 - "keep" and "blend" without it, with a codec of 8 bits or less: the gradient in half precision (1/2).
 - "keep" and "blend" without it, with a finer codec: nothing. What it lost stays in the live parameters.
 
-How far a step took the agreed parameters is computed again from its momentum and its mean (``StepChange``).
-
 Law: nothing here changes once it is whole, so whoever holds it reads the same values. Price: a decode for
 each piece that is read.
 """
@@ -43,11 +41,6 @@ class Encoded:
 
     def __init__(self, codec: Codec, payload: Buffer, numel: int) -> None:
         self.codec, self._payload, self._numel = codec, memoryview(payload), numel
-
-    @property
-    def held_bytes(self) -> int:
-        """As long as nobody else needs the payload."""
-        return len(self._payload)
 
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
@@ -97,10 +90,6 @@ class Compact:
     def __len__(self) -> int:
         return self._numel
 
-    @property
-    def held_bytes(self) -> int:
-        return self._rows.numel()
-
     def set_(self, at: slice, values: Tensor) -> None:
         """``values``: fp32, finite, of the one piece ``at``; used up."""
         largest = outer.magnitude(values)
@@ -113,8 +102,7 @@ class Compact:
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
         start, stop, _ = at.indices(self._numel)
-        stop = max(start, stop)
-        width = self._codec.block_values
+        stop, width = max(start, stop), self._codec.block_values
         begin = start // width * width
         values = self._codec.decode(self._rows_of(begin, stop))
         for index in range(begin // PIECE_VALUES, -(-stop // PIECE_VALUES)):
@@ -136,11 +124,6 @@ class Gradient:
     def __init__(self, sent: Encoded, lost: Compact | None, carried: Compact | None, decay: float) -> None:
         self._sent, self._lost, self._carried, self._decay = sent, lost, carried, decay
 
-    @property
-    def held_bytes(self) -> int:
-        """Beyond the payload and the residual, which somebody else needs."""
-        return 0 if self._lost is None else self._lost.held_bytes
-
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
         values = self._sent[at]
@@ -151,17 +134,12 @@ class Gradient:
 
 class StepChange:
     """How far a step took the agreed parameters back, ``old - new`` but for one rounding: fp32 [numel], read
-    by slices. ``mean``: what it applied; ``momentum``: what it left, which must not change; ``gap``: its
-    staleness gap penalty."""
+    by slices; computed again from the ``mean`` that it applied, the ``momentum`` that it left, which must not
+    change, and its staleness gap penalty ``gap``."""
 
     def __init__(self, config: OuterConfig, mean: Encoded, momentum: Tensor, gap: float) -> None:
         self._config, self._momentum, self._gap = config, momentum, gap
         self._mean = mean if config.nesterov else None
-
-    @property
-    def held_bytes(self) -> int:
-        """The momentum is the state's; the mean is the donor's as well, as long as somebody lacks it."""
-        return 0 if self._mean is None else self._mean.held_bytes
 
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
@@ -205,8 +183,7 @@ def spliced(fresh: Compact, before: Compact | None, missed: Sequence[slice], roo
     """``fresh`` in ``room``, but in the ranges ``missed`` what was ``before``: zeros without it."""
     for at in pieces(len(fresh)):
         values = fresh[at]
-        for part in missed:
-            here = within(part, at)
+        for here in (within(part, at) for part in missed):
             values[here] = 0.0 if before is None else before[at][here]
         room.set_(at, values)
     return room

@@ -1,4 +1,4 @@
-"""The tensor side of a node: all fragments' states on one worker thread, which works in the order it was asked.
+"""The tensor side of a node: all fragments' states on one worker thread, which works in the order of asking.
 
 Only snapshots, bytes and merges cross between threads: the training thread hands over snapshots
 (``submit_offer``) and takes ``Outcome`` values from ``outcomes``; the network thread awaits the ``Ledger``
