@@ -109,7 +109,7 @@ class Departure(NamedTuple):
 
 class PoisonGuard:
     """Whether a fragment is consistent: a change that fails in its middle leaves neither the old state nor
-    the new one. Then it is not saved nor given to anybody, and no round follows it; whoever asks hears why."""
+    the new one. Then it is not saved nor given away, and no round follows it; whoever asks hears why."""
 
     def __init__(self) -> None:
         self._poison: EnvironmentFault | LocalProtocolError | None = None
