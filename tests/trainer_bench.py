@@ -21,7 +21,7 @@ from p2p_co2.tensors.fragments.live import LiveParameters
 from p2p_co2.tensors.fragments.plan import plan_fragments
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
 from p2p_co2.trainer.fragment_state import FragmentState
-from p2p_co2.trainer.synchroniser import SYSTEM, Progressed, Source, Synchroniser
+from p2p_co2.trainer.synchroniser import REPORT_EVERY_S, SYSTEM, Progressed, Source, Synchroniser
 from p2p_co2.trainer.worker import TensorWorker
 
 
@@ -84,6 +84,10 @@ class RecordingWire:
         return [fields for event, fields in self.events if event is kind]
 
 
+LEDGERS = list[TensorWorker]()
+"""To be closed."""
+
+
 class Bench:
     """A synchroniser in mode steps: 2 fragments unless told otherwise, 4 inner steps per round."""
 
@@ -104,6 +108,7 @@ class Bench:
         self.ledger = TensorWorker(
             codec, [FragmentState(self.run, codec, "me", state, index) for index, state in enumerate(states)]
         )
+        LEDGERS.append(self.ledger)
         self.wire = RecordingWire()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         setup = Plan(self.run, PeerConfig(), plan, self.model, self.optimizer)
@@ -148,7 +153,7 @@ class PatientOutcomes(queue.SimpleQueue[Any]):
         try:
             return self.get_nowait()
         except queue.Empty:
-            self.now_s[0] += timeout or 0.0
+            self.now_s[0] += 10 * timeout if timeout == REPORT_EVERY_S / 100 else timeout or 0.0
             raise
 
 
