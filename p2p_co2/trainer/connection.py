@@ -43,8 +43,6 @@ from p2p_co2.trainer.summary import summarise
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.trainer.worker import TensorWorker
 
-LOOK_EVERY_S = 0.02
-"""While the others are waited for."""
 EventSink = Callable[[ev.Event], None]
 
 
@@ -275,16 +273,19 @@ class Connection:
     def _arrive(self, node: Node, beginning: Beginning) -> None:
         """Wait until enough peers are live, and this one is where the swarm is, or is sure that it is
         alone."""
-        arrival = Arrival(node, time.monotonic(), self.run.group_size)
-        while not arrival.is_gathered(self.config.min_peers, time.monotonic()):
-            self._thread.check()
-            time.sleep(LOOK_EVERY_S)
-        arrival = Arrival(node, time.monotonic(), self.run.group_size)
-        while not arrival.is_there(now := time.monotonic()) or not (
-            node.progress.conclusions.met or beginning.is_allowed(node, arrival.has_waited(now))
-        ):
-            self._thread.check()
-            time.sleep(LOOK_EVERY_S)
+
+        def gathered(arrival: Arrival, now: float) -> bool:
+            return arrival.is_gathered(self.config.min_peers, now)
+
+        def there(arrival: Arrival, now: float) -> bool:
+            met = node.progress.conclusions.met
+            return arrival.is_there(now) and (met or beginning.is_allowed(node, arrival.has_waited(now)))
+
+        for is_done in (gathered, there):
+            arrival = Arrival(node, time.monotonic(), self.run.group_size)
+            while not is_done(arrival, time.monotonic()):
+                self._thread.check()
+                time.sleep(0.02)
 
 
 def _check_call(ticket: str, config: PeerConfig, on_event: EventSink) -> None:

@@ -44,7 +44,6 @@ AT_ONCE_BYTES = 32 << 20
 """What the training thread copies between two steps, at least one parameter's state."""
 MOST_STEPS = 64
 """Over so many steps a copy is spread at the most: more is copied at once where there is more."""
-_BEAT_S = 0.02
 Part = Mapping[str, Tensor]
 
 
@@ -105,7 +104,7 @@ class Saver:
         """Wait for what is under way, if anything is."""
         while self.under_way is not None:
             if self.copies is not None:
-                self.copies.copy(_BEAT_S)
+                self.copies.copy(0.02)
             if self.under_way.done():
                 self._end()
 

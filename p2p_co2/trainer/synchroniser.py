@@ -45,8 +45,6 @@ from p2p_co2.trainer.worker import TensorWorker
 REPORT_EVERY_S = 1.0
 """How often a peer tells of itself. One that rests does so a tenth as often, and sees within a tenth of it
 that it may go on; one that stands still sees within a hundredth what the network thread has concluded."""
-PUT_OFF_BELOW_S = 1.0
-"""Where steps take longer, one that two fragments are due in takes both snapshots."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +162,9 @@ class Synchroniser:
         """Offer what is due and has its turn. Returns what was sent.
 
         A snapshot that would wait behind another (not ``is_encoded``) is taken some steps later, at most half
-        of the fragments so: one that waits for its next point has lost a round."""
+        of the fragments so: one that waits for its next point has lost a round. Long steps take several."""
         sent = list[int]()
-        one_by_one = step_s < PUT_OFF_BELOW_S and not self.account.awaited(due)
+        one_by_one = step_s < REPORT_EVERY_S and not self.account.awaited(due)
         for waiting, fragment in zip(range(len(due), 0, -1), due, strict=True):
             stage = self._wire.stage(fragment)
             if not self.account.may_send(fragment, stage == "asking"):
