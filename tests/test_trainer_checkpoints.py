@@ -1,6 +1,6 @@
 """Checkpoints: what they hold whatever happens while they are written, that none ends training, and disks
-that refuse. Resuming where the program changed: the agreed state comes back or one error says why; the peer's own
-comes back where it fits, or one line says that it does not."""
+that refuse. Resuming where the program changed: the agreed state comes back or one error says why; the peer's
+own comes back where it fits, or one line says that it does not."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import os
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import partial
@@ -64,9 +64,8 @@ class Source(NamedTuple):
 
 
 SYSTEM = Source()
-Waits = Generator[float, None, bool]
-"""Where training stands still: yields for how many seconds at most, which an outcome ends; returns whether
-what was awaited has come."""
+Waits = Iterator[float]
+"""Where training stands still: for how many seconds at most, which an outcome ends."""
 
 
 class Activity(Enum):
@@ -98,13 +97,11 @@ class Synchroniser:
         self, run: RunConfig, model: ExchangedModel, ledger: TensorWorker, wire: NodeView, start: Progressed,
         source: Source = SYSTEM,
     ) -> None:  # fmt: skip
-        self._run, self._model, self._ledger, self._wire = run, model, ledger, wire
-        self._source = source
+        self._run, self._model, self._ledger, self._wire, self._source = run, model, ledger, wire, source
         now = source.now()
         self.clock = SwarmClock(run.clock)
         self.clock.start(start.position, now, start.inner_steps)
-        self.position, self._advanced_at = start.position, now
-        self.inner_steps = start.inner_steps
+        self.position, self._advanced_at, self.inner_steps = start.position, now, start.inner_steps
         self.figures = Figures(start.tokens, now)
         self.account = WorkAccount(run, start.tokens, [agreed.version for agreed in ledger.agreed()])
         self._held: deque[tuple[int, Outcome]] = deque()
@@ -125,16 +122,15 @@ class Synchroniser:
         for nothing. ``tokens``, ``loss``: as ``figures`` gives them."""
         self._stand_still(self.step_waits(tokens, loss))
 
-    def step_waits(self, tokens: int | Tensor, loss: float | Tensor) -> Iterator[float]:
+    def step_waits(self, tokens: int | Tensor, loss: float | Tensor) -> Waits:
         """As ``after_step``."""
         now = self._source.now()
         self._check()
         if not self.figures.has_begun or not self._ledger.outcomes.empty():
             self._model.look()
-        step_s = self.figures.trained(now)
         is_too_late = self.account.is_over(self.position)  # it joined then: this is the work of no round
+        step_s = self.figures.trained(now, 0 if is_too_late else tokens, loss)
         self.inner_steps += 1
-        self.figures.add(0 if is_too_late else tokens, loss)
         is_encoded = not self._ledger.is_encoding  # before its merge, in the snapshot's memory, is taken
         self.take_outcomes()
         last, self.position = self.position, self._advance(now)
@@ -151,10 +147,8 @@ class Synchroniser:
             self.report()
 
     def _advance(self, now: float) -> float:
-        others = self._wire.swarm_position()
-        if others is not None:
-            position, at = others
-            self.clock.observe(position + (now - at) / self._run.clock.round_s, now)
+        if (others := self._wire.swarm_position()) is not None:
+            self.clock.observe(others[0] + (now - others[1]) / self._run.clock.round_s, now)
         self._advanced_at = now
         return self.clock.position(now, self.inner_steps)
 
@@ -189,13 +183,10 @@ class Synchroniser:
         is_last = self.activity.is_ending or self.account.is_over(self.position)
 
         def encoded(index: int, offer: EncodedOffer, agreed: AgreedVersion) -> None:
-            base, payload = offer.base_version, offer.payload
-            self._wire.offer(
-                Offer(index, offer.round, base, agreed.digest, payload, weight, is_last, offer_id)
-            )
-            self._report(
-                ev.FragmentSent, fragment=index, round=offer.round, payload_bytes=len(payload), weight=weight
-            )  # fmt: skip
+            round_, base, payload = offer.round, offer.base_version, offer.payload
+            self._wire.offer(Offer(index, round_, base, agreed.digest, payload, weight, is_last, offer_id))
+            size = len(payload)
+            self._report(ev.FragmentSent, fragment=index, round=round_, payload_bytes=size, weight=weight)
 
         snapshot, taken = self._model.live.snapshot(fragment), self.account.taken[fragment]
         self._ledger.submit_offer(fragment, snapshot, weight, taken, encoded, offer_id)
@@ -249,27 +240,23 @@ class Synchroniser:
             momentum_norm=outcome.report.momentum_norm, **asdict(lag),
         )  # fmt: skip
 
-    def _stand_still(self, waits: Iterator[float]) -> None:
+    def _stand_still(self, waits: Waits) -> None:
         for wait_s in waits:
             with contextlib.suppress(queue.Empty):
                 self._apply_next(self._ledger.outcomes.get(timeout=wait_s))
 
     def _wait(self, done: Callable[[], bool], bound_s: float) -> Waits:
-        """Stand still until ``done`` or the bound, taking outcomes as they come; True if done."""
+        """Stand still until ``done`` or the bound, taking outcomes as they come."""
         ends_at = self._source.now() + bound_s
-        while not done():
-            left_s = ends_at - self._source.now()
+        while not done() and (left_s := ends_at - self._source.now()) > 0:
             self._check()
             if self.activity.is_ending and self._source.now() - self.figures.made_at >= REPORT_EVERY_S:
                 self.stood_still()
                 self.report()
-            if left_s <= 0:
-                return False
             if self._ledger.outcomes.empty():
                 yield min(left_s, REPORT_EVERY_S / 100)
             else:
                 self._apply_next(self._ledger.outcomes.get_nowait())
-        return True
 
     def _check(self) -> None:
         failure = self._wire.failure() or self._ledger.failure
@@ -316,9 +303,9 @@ class Synchroniser:
         """Await what is in flight; if the run is over, offer what is left and wait until all agree."""
         self._stand_still(self.flush_waits(finished))
 
-    def flush_waits(self, finished: bool) -> Iterator[float]:
+    def flush_waits(self, finished: bool) -> Waits:
         """As ``flush``."""
-        self.figures.begin_anew(self._source.now())
+        self.figures.since = self._source.now()
         self._release_held()
         if not finished:
             yield from self._wait(lambda: not self.account.in_flight, CLOSE_BOUND_S / 2)
@@ -350,7 +337,7 @@ class Synchroniser:
             self._show()
         return self.stopped or self._wire.settled(self.versions)
 
-    def _offer_the_rest(self, bound_s: float) -> Iterator[float]:
+    def _offer_the_rest(self, bound_s: float) -> Waits:
         """Offer what this peer learned since its last contributions until it is counted, or time is up."""
 
         def has_room() -> bool:  # the last snapshot's memory is free again
