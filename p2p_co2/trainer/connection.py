@@ -33,13 +33,12 @@ from p2p_co2.tensors.fragments.plan import plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
 from p2p_co2.trainer.arrival import Arrival, Beginning, caught_up
-from p2p_co2.trainer.buffers import ModelBuffers
 from p2p_co2.trainer.exchanged_model import Plan, check_model
 from p2p_co2.trainer.fragment_state import FragmentState
+from p2p_co2.trainer.model_summary import ModelBuffers, summarise
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.rates import Rates
-from p2p_co2.trainer.summary import summarise
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.trainer.worker import TensorWorker
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any, TypeVar, cast
 
 import uvloop
@@ -36,7 +37,7 @@ from p2p_co2.system.process import program
 from p2p_co2.system.socket_activation import SocketActivation
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
-from p2p_co2.trainer.buffers import ModelBuffers
+from p2p_co2.trainer.model_summary import ModelBuffers
 from p2p_co2.trainer.worker import TensorWorker
 
 CLOSE_BOUND_S = 6.0
@@ -295,17 +296,14 @@ class NetworkThread:
             return
         self._closed = True
         if self._thread.is_alive():
-            try:
+            with ExitStack() as ending:  # from the last to the first
+                ending.callback(self._thread.join)
+                ending.callback(self._loop.call_soon_threadsafe, self._loop.stop)
+                ending.callback(lambda: self.ask(self._shut_down(), 2 * CLOSE_BOUND_S))
+                if self._board is not None:  # it asks the loop
+                    ending.callback(self._board.close)
                 if self._reporting is not None:  # observers fetch the last events
                     self.ask(self._reporting.say_last_words())
-            finally:
-                try:
-                    if self._board is not None:  # it asks the loop
-                        self._board.close()
-                    self.ask(self._shut_down(), 2 * CLOSE_BOUND_S)
-                finally:
-                    self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join()
         if not self._loop.is_closed():
             self._loop.close()
 

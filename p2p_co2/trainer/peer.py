@@ -8,7 +8,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -78,8 +78,7 @@ class Peer:
     @property
     def over(self) -> bool:
         """True when the run has reached its last round."""
-        rounds = self._plan.run.clock.rounds
-        return rounds > 0 and self._sync.position >= rounds
+        return self._sync.account.is_over(self._sync.position)
 
     @torch.inference_mode(False)  # what is made here is changed in other threads, which are not in it
     def step(self, tokens: int | Tensor, loss: float | Tensor) -> bool:
@@ -211,9 +210,8 @@ class Peer:
 
     def _must_be_here(self) -> None:
         if os.getpid() != self._process:
-            raise ConfigError(
-                "peer", "", "belongs to the process that joined, and this one was forked from it: step there"
-            )
+            problem = "belongs to the process that joined, and this one was forked from it: step there"
+            raise ConfigError("peer", "", problem)
 
     def leave(self, reason: str = "") -> None:
         """Leave the swarm: finish what is in flight (the whole run's last round, if it is over), save, say
@@ -228,29 +226,24 @@ class Peer:
         self._left = True
         last: dict[str, Any] = {"digest": "", "versions": tuple(self._sync.versions), "carriers": {}}
         reason = reason or ("the run is over" if self.over and not self._sync.stopped else "stopped")
-        try:
+        with ExitStack() as ending:
+            ending.callback(self._save_and_finish, reason, last)
+            ending.callback(self._thread.close)
             if not self._model.is_changed:
                 self._sync.flush(self.over and not self._sync.stopped)
             agreed = self._ledger.agreed()
             last["digest"] = swarm_digest([version.digest for version in agreed]).hex()
             last["versions"] = tuple(version.version for version in agreed)
             last["carriers"] = self._thread.goodbye(reason, last)
-        finally:
-            try:
-                self._thread.close()
-            finally:
-                self._save_and_finish(reason, last)
 
     def _save_and_finish(self, reason: str, last: Mapping[str, Any]) -> None:
+        is_saved = False
         try:
-            if self._model.is_changed:  # its parameters are not the ones that belong to the agreed state
-                reason += ", without a last checkpoint"
-            else:
+            if not self._model.is_changed:  # its parameters are the ones that belong to the agreed state
                 self._save()
-        except (EnvironmentFault, LocalProtocolError):
-            reason += ", without a last checkpoint"
-            raise
+                is_saved = True
         finally:
+            reason += "" if is_saved else ", without a last checkpoint"
             self._saver.close()
             self._ledger.close()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
