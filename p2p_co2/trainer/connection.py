@@ -180,8 +180,7 @@ class Connection:
             raise
         others = self._thread.view.swarm_position()
         progressed = caught_up(progressed, others, self.run.clock, time.monotonic())
-        config = self.run.outer
-        if warning := outer.stability_warning(config, delayed=config.rule in {"co2", "eager"}):
+        if warning := outer.stability_warning(self.run.outer, delayed=self.run.outer.is_delayed):
             self._thread.warn(warning)
         if not is_resumed:
             checkpoints.set_aside(self._checkpoints)

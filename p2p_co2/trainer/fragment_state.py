@@ -160,10 +160,6 @@ class FragmentState:
     def numel(self) -> int:
         return self.state.params.numel()
 
-    @property
-    def _is_delayed(self) -> bool:
-        return self._run.outer.rule in {"co2", "eager"}
-
     def lend(self, to: str = "others") -> OuterState:
         """The state, for somebody who reads it while the swarm goes on: its memory is not written to."""
         self.guard.check()
@@ -193,11 +189,11 @@ class FragmentState:
         room = lost = merge = None
         if feedback.error_feedback:
             lost = None if codec.name == "fp32" else room_of(codec, size, 4)
-        elif not self._is_delayed and 8 * codec.block_bytes < COARSE_BITS * codec.block_values:
+        elif not self._run.outer.is_delayed and 8 * codec.block_bytes < COARSE_BITS * codec.block_values:
             room = room_of(codec, size, 16)
         payload = self._encoded(snapshot, room, lost).numpy().data
         sent, round_, base_version = Encoded(codec, payload, size), self.state.version + 1, self.state.version
-        if self._is_delayed:  # what comes back, if it does, is what was sent
+        if self._run.outer.is_delayed:  # what comes back, if it does, is what was sent
             base_version = self.departure.version
             # It sets the live parameters out anew: who does not hear of that must not be saved.
             with self.guard.changing(f"setting out for round {round_}"):
@@ -261,7 +257,7 @@ class FragmentState:
         mine = self.open
         if mine is None or mine.offer_id != offer_id:
             return None
-        merge = self._plus(lambda at: mine.gradient[at].neg_()) if self._is_delayed else None
+        merge = self._plus(lambda at: mine.gradient[at].neg_()) if self._run.outer.is_delayed else None
         self.open, self._withdrawn = None, mine
         return self._outcome(merge)
 
@@ -289,7 +285,7 @@ class FragmentState:
         old, refused, had_offer = self.state, "", self.open is not None
         try:
             # In the old memory where nobody needs it: "keep" and "blend" need the old parameters.
-            reuse = "" if self._readers else "all" if self._is_delayed else "momentum"
+            reuse = "" if self._readers else "all" if self._run.outer.is_delayed else "momentum"
             base_version, largest = min(base_version, old.version), mean.largest()
             new, report = outer.step(
                 self._run.outer, old, mean, base_version, largest=largest, reuse=reuse, new=large_tensor
@@ -299,7 +295,7 @@ class FragmentState:
             refused = str(error)
             new, report = old._replace(version=round_), StepReport(1.0, float("inf"), 0.0, 0.0)
         mine, missed = self._mine(round_, parts), [slice(0, self.numel)] if refused else self._missed(parts)
-        if self._is_delayed and not refused:
+        if self._run.outer.is_delayed and not refused:
             moved = StepChange(self._run.outer, mean, new.momentum, report.gap)
             self.departure = self.departure._replace(offset=(*self.departure.offset, moved))
         merge = self._merge_after(old, new, mine, missed, parts)
@@ -324,7 +320,7 @@ class FragmentState:
             # count it twice; dropping it loses at most what came after that offer.
             self.departure = Departure(new.version)
             return Merge(0.0, new.params)
-        if self._is_delayed:
+        if self._run.outer.is_delayed:
             return self._work_returned(mine, missed)
         if mine is None:
             return outer.merge(self._run.outer, old, new, None, missed)
@@ -395,7 +391,7 @@ class FragmentState:
         """Live parameters keep the work of this peer that is not counted, measured from ``state``; what of
         ``mine`` was not ``missed`` is. In the old parameters' memory if nothing needs them any more."""
         gone = list(self.departure.offset)
-        if self._is_delayed and self.open is not None:
+        if self._run.outer.is_delayed and self.open is not None:
             gone.append(self.open.gradient)  # it was taken out of them, and is in flight
 
         def moved(at: slice) -> Tensor:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from p2p_co2.config import CHECKPOINT_BYTES_PER_DAY, CHECKPOINT_LEAST_S, DAY_S
+from p2p_co2.config import CHECKPOINT_BYTES_PER_DAY, CHECKPOINT_LEAST_S
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint import Checkpoint, Said, Saving, parts, say, trouble_with
@@ -70,7 +70,7 @@ class Saver:
     @property
     def every_s(self) -> float:
         """Between two checkpoints: as configured, or as often as the budget of writes allows."""
-        budget_s = DAY_S * self.size_bytes / CHECKPOINT_BYTES_PER_DAY
+        budget_s = 24 * 3600 * self.size_bytes / CHECKPOINT_BYTES_PER_DAY
         return self.plan.config.checkpoint_every_s or max(CHECKPOINT_LEAST_S, budget_s)
 
     def keep_up(self) -> None:
