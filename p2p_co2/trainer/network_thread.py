@@ -148,7 +148,7 @@ class NetworkThread:
         self._reporting: ReportService | None = None
         self._board: SocketActivation | None = None
         self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="p2p-co2 network", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="p2p-co2 network", daemon=True)
         self._node_task: asyncio.Task[None] | None = None
         self._positions: tuple[PositionWriter, asyncio.Task[None]] | None = None
         self._failure: BaseException | None = None
@@ -328,6 +328,11 @@ class NetworkThread:
         await self._loop.shutdown_default_executor()
 
     # ---- the thread
+
+    def _run(self) -> None:
+        """A method of this object: in a program that ends without ``close`` nothing of it is finalised."""
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
 
     def _node_ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or task.exception() is None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from p2p_co2.tensors.outer import OuterState
 from p2p_co2.trainer.fragment_state import EncodedOffer, FragmentState, Outcome
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 Encoded = Callable[[int, EncodedOffer, AgreedVersion], None]
 """What is called on the worker when an offer is encoded: (fragment, offer, where the fragment is)."""
 
@@ -35,6 +37,18 @@ def _compute_as_all_do() -> None:
     """For the thread that computes what all peers agree on. It begins with its parent's settings of the
     processor, and one that flushes tiny numbers to zero would get other bits."""
     torch.set_flush_denormal(False)
+
+
+def _on_worker(
+    work: Callable[Concatenate[TensorWorker, _P], _T],
+) -> Callable[Concatenate[TensorWorker, _P], Coroutine[Any, Any, _T]]:
+    """What the network thread awaits and the worker does."""
+
+    async def ask(self: TensorWorker, /, *asked: _P.args, **named: _P.kwargs) -> _T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.thread, partial(work, self, *asked, **named))
+
+    return ask
 
 
 class TensorWorker:
@@ -147,65 +161,51 @@ class TensorWorker:
 
     # ---- the Ledger protocol, awaited on the network thread
 
-    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> Reduced:
-        def work() -> Reduced:
-            try:
-                return Reduced(*reduce_slices(self._rule, self._codec, slices))
-            except HostileSlice as hostile:
-                raise SliceRefused(hostile.peer, str(hostile.cause)) from None
+    @_on_worker
+    def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> Reduced:
+        try:
+            return Reduced(*reduce_slices(self._rule, self._codec, slices))
+        except HostileSlice as hostile:
+            raise SliceRefused(hostile.peer, str(hostile.cause)) from None
 
-        return await self._ask(work)
+    @_on_worker
+    def commit(self, mean: AgreedMean) -> AgreedVersion:
+        return_holes()
+        before = self._agreed(mean.fragment)
+        if before != AgreedVersion(mean.round - 1, mean.state_digest):
+            return before
+        fragment = self.fragments[mean.fragment]
+        return self._moved(fragment.commit(mean.round, mean.base_version, mean.mean, mean.parts))
 
-    async def commit(self, mean: AgreedMean) -> AgreedVersion:
-        def work() -> AgreedVersion:
-            return_holes()
-            before = self._agreed(mean.fragment)
-            if before != AgreedVersion(mean.round - 1, mean.state_digest):
-                return before
-            fragment = self.fragments[mean.fragment]
-            return self._moved(fragment.commit(mean.round, mean.base_version, mean.mean, mean.parts))
+    @_on_worker
+    def abort(self, fragment: int, offer_id: bytes) -> None:
+        if (outcome := self.fragments[fragment].abort(offer_id)) is not None:
+            self._tell(outcome)
 
-        return await self._ask(work)
+    @_on_worker
+    def doubt(self, fragment: int) -> None:
+        self.fragments[fragment].in_doubt = True
 
-    async def abort(self, fragment: int, offer_id: bytes) -> None:
-        def work() -> None:
-            outcome = self.fragments[fragment].abort(offer_id)
-            if outcome is not None:
-                self._tell(outcome)
+    @_on_worker
+    def export(self, fragment: int) -> tuple[AgreedVersion, Joined]:
+        return self._agreed(fragment), state_view(self.fragments[fragment].lend())
 
-        await self._ask(work)
-
-    async def doubt(self, fragment: int) -> None:
-        def work() -> None:
-            self.fragments[fragment].in_doubt = True
-
-        await self._ask(work)
-
-    async def export(self, fragment: int) -> tuple[AgreedVersion, Joined]:
-        def work() -> tuple[AgreedVersion, Joined]:
-            return self._agreed(fragment), state_view(self.fragments[fragment].lend())
-
-        return await self._ask(work)
-
-    async def adopt(
+    @_on_worker
+    def adopt(
         self, fragment: int, data: Buffer, agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None = None, goes_back: bool = False,
     ) -> AgreedVersion:  # fmt: skip
-        def work() -> AgreedVersion:
-            mine = self.fragments[fragment]
-            if agreed == self._agreed(fragment):
-                return agreed
-            state = state_from_bytes(data, mine.numel)
-            is_older = state.version < mine.state.version and not goes_back
-            if state.version != agreed.version or is_older:
-                raise RemoteProtocolError("bad state", f"version {state.version}, not {agreed.version}")
-            if state_digest(state, self.chunk_bytes) != agreed.digest:
-                raise DigestMismatch(
-                    f"the state of fragment {fragment} does not have the digest its donor promised"
-                )
-            return self._moved(mine.adopt(state, parts))
-
-        return await self._ask(work)
+        mine = self.fragments[fragment]
+        if agreed == self._agreed(fragment):
+            return agreed
+        state = state_from_bytes(data, mine.numel)
+        is_older = state.version < mine.state.version and not goes_back
+        if state.version != agreed.version or is_older:
+            raise RemoteProtocolError("bad state", f"version {state.version}, not {agreed.version}")
+        if state_digest(state, self.chunk_bytes) != agreed.digest:
+            problem = f"the state of fragment {fragment} does not have the digest its donor promised"
+            raise DigestMismatch(problem)
+        return self._moved(mine.adopt(state, parts))
 
     # ---- the worker thread
 
@@ -227,6 +227,3 @@ class TensorWorker:
     def _note_failure(self, future: Future[None]) -> None:
         if not future.cancelled() and future.exception() is not None:
             self.failure = self.failure or future.exception()
-
-    async def _ask(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
