@@ -1,8 +1,5 @@
-"""From a ticket to a training peer: ``connect`` joins the swarm's network, ``Connection.start`` adds the
-model.
-
-Between the two the caller knows the run's settings and can refuse, before anything large has been downloaded.
-"""
+"""From a ticket to a training peer: ``connect`` joins the network, ``Connection.start`` adds the model.
+Between the two the caller knows the run's settings, and can refuse before anything large is downloaded."""
 
 from __future__ import annotations
 
@@ -74,13 +71,9 @@ def print_warnings(event: ev.Event) -> None:
 
 
 def join(
-    ticket: str,
-    model: nn.Module,
-    optimizer: Optimizer,
-    config: PeerConfig | None = None,
-    on_event: EventSink | None = None,
-    start_over: bool = False,
-) -> Peer:
+    ticket: str, model: nn.Module, optimizer: Optimizer, config: PeerConfig | None = None,
+    on_event: EventSink | None = None, start_over: bool = False,
+) -> Peer:  # fmt: skip
     """``connect`` and ``start`` in one: for one's own training loop. Use the peer as a context manager.
 
     Prints where this peer's board is served, on stderr; ``PeerConfig(board=False)`` serves none. Without
@@ -132,13 +125,10 @@ class Connection:
 
     @torch.inference_mode(False)
     def start(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        self, model: nn.Module, optimizer: Optimizer,
         learning_rate: Callable[[float], float] | None = None,
-        resume: bool | None = None,
-        start_over: bool = False,
-    ) -> Peer:
+        resume: bool | None = None, start_over: bool = False,
+    ) -> Peer:  # fmt: skip
         """Become a training peer: cut the model, go on from the folder's checkpoint, wait for ``min_peers``,
         catch up with the swarm.
 
@@ -222,14 +212,11 @@ class Connection:
 
     def _start_node(self, plan: Plan, ledger: TensorWorker) -> Node:
         run, codec, fragments = self.run, get_codec(self.run.codec.name), plan.fragments.fragments
+        is_timed, blocks = run.clock.mode == "time", tuple(codec.blocks(one.numel) for one in fragments)
         shape = PayloadShape(
-            codec.block_bytes,
-            tuple(codec.blocks(fragment.numel) for fragment in fragments),
-            run.clock.round_s if run.clock.mode == "time" else 0.0,
-            chunk_bytes=ledger.chunk_bytes,
-            weight_cap=run.weight_cap,
-            counts_steps=run.clock.mode == "steps",
-        )
+            codec.block_bytes, blocks, run.clock.round_s if is_timed else 0.0,
+            chunk_bytes=ledger.chunk_bytes, weight_cap=run.weight_cap, counts_steps=not is_timed,
+        )  # fmt: skip
         sizes = [state_size_bytes(fragment.numel) for fragment in fragments]
         summary = summarise(plan.model, plan.fragments)
         node = self._thread.start_node(shape, sizes, ledger, summary)
@@ -253,19 +240,14 @@ class Connection:
                 self._thread.warn(f"this peer begins with buffers of its own: {'; '.join(troubles)}")
 
     def _tell_of_start(self, plan: Plan, progressed: Progressed, is_resumed: bool) -> None:
-        fields = {
-            "name": self.config.name,
-            "pid": os.getpid(),
-            "software": self._thread.network.software,
-            "device": str(next(plan.model.parameters()).device),
-            "parameters": plan.fragments.numel,
-            "fragments": len(plan.fragments.fragments),
-            "run": self.run.digest().hex(),
-            "upload_cap_bytes_per_s": self.config.limits.upload_bytes_per_s,
-            "resumed_from": str(self._checkpoints) if is_resumed else "",
-            "inner_steps": progressed.inner_steps,
-            "position": progressed.position,
-        }
+        fields = dict(
+            name=self.config.name, pid=os.getpid(), software=self._thread.network.software,
+            device=str(next(plan.model.parameters()).device), parameters=plan.fragments.numel,
+            fragments=len(plan.fragments.fragments), run=self.run.digest().hex(),
+            upload_cap_bytes_per_s=self.config.limits.upload_bytes_per_s,
+            resumed_from=str(self._checkpoints) if is_resumed else "",
+            inner_steps=progressed.inner_steps, position=progressed.position,
+        )  # fmt: skip
         self._thread.report(ev.PeerStarted, fields)
 
     def _arrive(self, node: Node, beginning: Beginning) -> None:

@@ -137,9 +137,8 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
     if not isinstance(model, nn.Module):
         raise _wrong("model", f"is {_what(model)}; give the torch.nn.Module first, then its optimizer")
     if not all(hasattr(optimizer, name) for name in _ASKED_OF_AN_OPTIMIZER):
-        raise _wrong(
-            "optimizer", f"is {_what(optimizer)}; give the model first, then its torch.optim optimizer"
-        )
+        problem = f"is {_what(optimizer)}; give the model first, then its torch.optim optimizer"
+        raise _wrong("optimizer", problem)
     for name, module in model.named_modules():
         is_sharded = "_fsdp_wrapped_module" in dict(module.named_children())
         if is_sharded or isinstance(module, nn.parallel.DistributedDataParallel):
@@ -170,9 +169,8 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
     for name, parameter in trained.items():
         low, high = torch.aminmax(parameter.detach())
         if not torch.isfinite(low) or not torch.isfinite(high):
-            raise ConfigError(
-                "model", name, "has values that are not finite (NaN or Inf); initialise it before join"
-            )
+            problem = "has values that are not finite (NaN or Inf); initialise it before join"
+            raise ConfigError("model", name, problem)
 
 
 _PLAIN = (

@@ -34,10 +34,8 @@ _SMALLEST = 2.0**-100
 
 
 class Encoded:
-    """A payload as the values it stands for: fp32 [numel], read by slices. Nobody changes its bytes.
-
-    A mean is what others signed: of any size, holding anything. Read it only if ``largest`` is finite.
-    """
+    """A payload as the values it stands for: fp32 [numel], read by slices. Nobody changes its bytes. A mean
+    is what others signed, of any size, holding anything: read it only if ``largest`` is finite."""
 
     def __init__(self, codec: Codec, payload: Buffer, numel: int) -> None:
         self.codec, self._payload, self._numel = codec, memoryview(payload), numel
@@ -76,11 +74,8 @@ class Encoded:
 
 class Compact:
     """fp32 [numel] in a codec's code, each of the ``pieces`` scaled by a power of two: 1/2 of its size in
-    "fp16", 1/8 in "int4", exact in "fp32".
-
-    Law: values come back as near as the codec keeps them, however large or small all of them are; a piece of
-    nothing above 2^-100 as zeros.
-    """
+    "fp16", 1/8 in "int4", exact in "fp32". Values come back as near as the codec keeps them, however large or
+    small all of them are; a piece of nothing above 2^-100 as zeros."""
 
     def __init__(self, numel: int, codec: Codec) -> None:
         self._codec, self._numel = codec, numel
@@ -117,9 +112,7 @@ class Compact:
 
 class Gradient:
     """The outer gradient behind a payload, with what the codec lost of it: fp32 [numel], read by slices.
-
-    ``carried``: the residual that was added before, times ``decay``. Exact but for the precision of ``lost``.
-    """
+    ``carried``: the residual that was added before, times ``decay``."""
 
     def __init__(self, sent: Encoded, lost: Compact | None, carried: Compact | None, decay: float) -> None:
         self._sent, self._lost, self._carried, self._decay = sent, lost, carried, decay

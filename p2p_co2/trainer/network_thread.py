@@ -1,8 +1,7 @@
 """The network thread: one asyncio loop that owns the network and the node, and what crosses to it.
 
-Law: the training thread reads only what ``NodeView`` publishes whole (numbers, tuples, frozen dataclasses)
-and never waits on a call into the loop, except to open, to start and to close. Closing leaves no thread,
-process, socket or file.
+Law: the training thread reads only what ``NodeView`` publishes whole and never waits on a call into the loop,
+except to open, to start and to close. Closing leaves no thread, process, socket or file.
 """
 
 from __future__ import annotations
@@ -203,12 +202,8 @@ class NetworkThread:
     # ---- events
 
     def on_event(self, event: ev.Event) -> None:
-        """What happened, for the caller and for observers; from any thread.
-
-        The caller may write it to a disk, and each thing that waits or wakes a thread lets others have the
-        processor and the interpreter, which come back when they like: so other threads than the network's
-        leave it to that one, by one call.
-        """
+        """What happened, for the caller and for observers; from any thread. The caller may write it to a
+        disk, which takes its time: so other threads than the network's leave it to that one, by one call."""
         if self._closed or threading.current_thread() is self._thread or not self._thread.is_alive():
             self._see(event)
             return

@@ -1,10 +1,8 @@
 """Going on from a checkpoint, also where the program that goes on is not quite the one that wrote it.
 
-Laws: the agreed state comes back whole, or there is one ``ConfigError`` that says what differs and what to
-do. What is only this peer's own, the inner optimizer and the buffers, comes back where it fits; where it does
-not, training goes on without it, and one line says so.
-
-The live parameters go on from the agreed ones. Frozen ones are where the model came from.
+Laws: the agreed state comes back whole, or one ``ConfigError`` says what differs and what to do. What is only
+this peer's own, the inner optimizer and the buffers, comes back where it fits; where it does not, training
+goes on without it, and one line says so. Frozen parameters are where the model came from.
 """
 
 from __future__ import annotations

@@ -5,14 +5,12 @@ fragment that commits before it is written takes memory of its own. What trainin
 optimizer's state and the buffers, only the training thread may read: step after step it copies a share, which
 the saver's thread writes.
 
-Laws: the agreed states are of one moment; the state of a parameter is of one step, those of two parameters
-some steps apart (they are no agreement, only the inner optimizer's acceleration). No checkpoint ends
-training: what cannot be saved is left out and told once, and a file that cannot be written is told and tried
-again when the next is due.
+Laws: the agreed states are of one moment; the inner state of a parameter is of one step, those of two some
+steps apart. No checkpoint ends training: what cannot be saved is left out and told once, and a file that
+cannot be written is told and tried again when the next is due.
 
 Price: training stands still for a copy of ``AT_ONCE_BYTES`` at a time, or of the largest parameter's state,
-and so much memory is taken until it is written. Numbers in the optimizer's state that are no tensors are
-those of the first step.
+and so much memory is taken until it is written.
 """
 
 from __future__ import annotations
@@ -163,7 +161,7 @@ class Saver:
             saving = Saving(self._folder, replace(checkpoint, states=states, residuals=residuals), said)
             del states, residuals
             saving.put_agreed(self._ledger.give_back)
-            for _ in range(copies.count):
+            for _ in copies.shares:
                 saving.put(copies.take())
             path = saving.finish()
         finally:
@@ -182,9 +180,7 @@ class ShareQueue:
     def __init__(
         self, all_of_it: Sequence[Part], await_computed: Callable[[set[torch.device]], None], stopped_s: float
     ) -> None:
-        self.shares, self._await_computed = shares_of(all_of_it), await_computed
-        self.count = len(self.shares)
-        self.stopped_s = stopped_s
+        self.shares, self._await_computed, self.stopped_s = shares_of(all_of_it), await_computed, stopped_s
         """How long the training thread stood still for it."""
         self._wanted = self.given = -1
         """Numbers of shares."""
@@ -218,8 +214,9 @@ class ShareQueue:
         try:
             room = large_tensor(sum(map(_room_bytes, share.values())), torch.uint8)
             for name, tensor in share.items():
-                stop = at + tensor.numel() * tensor.element_size()
-                given[name] = room[at:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+                given[name] = (
+                    room[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+                )
                 at += _room_bytes(tensor)
         except (RuntimeError, MemoryError) as error:
             why = str(error) or type(error).__name__
@@ -235,11 +232,11 @@ class ShareQueue:
 
 def _room_bytes(tensor: Tensor) -> int:
     """So that the next one lies where its dtype asks for."""
-    return -(-tensor.numel() * tensor.element_size() // 16) * 16
+    return -(-tensor.nbytes // 16) * 16
 
 
 def size_bytes_of(part: Part) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in part.values())
+    return sum(tensor.nbytes for tensor in part.values())
 
 
 def shares_of(all_of_it: Sequence[Part]) -> list[dict[str, Tensor]]:
