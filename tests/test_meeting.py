@@ -38,7 +38,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.connection import connect
-from p2p_co2.trainer.summary import summarise
+from p2p_co2.trainer.model_summary import summarise
 from tests.test_discovery import CONFIG, DEAD, RECIPE, RUN, open_member
 from tests.test_membership import deliver, drain
 

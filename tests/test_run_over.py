@@ -17,7 +17,7 @@ from p2p_co2.net.discovery.records import CLOCK_SLACK_S, POSITION_RENEWED_S, run
 from p2p_co2.node.reporting import where_it_was
 from p2p_co2.protocol.wire.messages_pb2 import RunPosition
 from p2p_co2.telemetry.events import FragmentApplied, Progress
-from p2p_co2.trainer.beginning import Beginning
+from p2p_co2.trainer.arrival import Beginning
 from tests.campaign import RECIPE
 from tests.swarms import START_BOUND_S, Swarm, swarm
 

@@ -100,7 +100,7 @@ class Training:
     async def arrive(self, start: Progressed) -> bool:
         """Wait until this peer is where the swarm is or is sure to be alone; False if that takes too long, or
         if the others went before this peer had what they had."""
-        arrival = Arrival(self._view.node, self._now())
+        arrival = Arrival(self._view.node, self._now(), self._run.group_size)
         try:
             is_there = arrival.is_there(self._now())
             while not is_there:
@@ -135,7 +135,7 @@ class Training:
         await self._stand_still(self.sync.flush_waits(self.is_over))
 
     async def _stand_still(self, waits: Iterator[float]) -> None:
-        """As ``synchroniser.stand_still``."""
+        """Go through ``waits`` without blocking."""
         for wait_s in waits:
             alarm = asyncio.get_running_loop().call_later(max(wait_s, LOOK_EVERY_S), self._news.set)
             try:
@@ -269,7 +269,7 @@ class Process:
     def _save(self) -> None:
         """Write a checkpoint: whole, at one moment."""
         sync = self._training.sync
-        progressed = Progressed(sync.position, sync.inner_steps, sync.tokens)
+        progressed = Progressed(sync.position, sync.inner_steps, sync.figures.tokens)
         self.volunteer.disk = Checkpoint(tuple(self.ledger.save()), progressed, self.volunteer.work.units)
 
     # ---- its end

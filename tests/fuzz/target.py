@@ -19,7 +19,8 @@ with atheris.instrument_imports(include=["p2p_co2.node", "p2p_co2.protocol"]):
     import torch
 
     from tests.fuzz.play import Game
-    from tests.fuzz.scenes import Scene, examples
+    from tests.fuzz.scenes import Scene
+    from tests.fuzz.stories import examples
 
 
 def one_scene(data: bytes) -> None:

@@ -186,7 +186,7 @@ class Trainer:
             self.events.append,
         )
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        setup = Plan(RUN, PeerConfig(), plan, self.model, optimizer, None, (0.1,))
+        setup = Plan(RUN, PeerConfig(), plan, self.model, optimizer)
         self.exchanged = ExchangedModel(setup, lambda text: None)
         self.sync = Synchroniser(RUN, self.exchanged, self.ledger, self, Progressed())
         self.sync.report()
