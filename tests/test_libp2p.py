@@ -25,8 +25,13 @@ from p2p_co2.net.transport.base import Link
 from p2p_co2.net.transport.libp2p import carrier as carrier_room
 from p2p_co2.net.transport.libp2p import daemon as daemon_room
 from p2p_co2.net.transport.libp2p import relay as relay_room
-from p2p_co2.net.transport.libp2p import upgrade as upgrade_room
-from p2p_co2.net.transport.libp2p.carrier import PROTOCOL, Libp2pCarrier, Receipt
+from p2p_co2.net.transport.libp2p.carrier import (
+    LOOKS_BEFORE,
+    PROTOCOL,
+    Libp2pCarrier,
+    LinkUpgrades,
+    Receipt,
+)
 from p2p_co2.net.transport.libp2p.control import (
     Stream,
     hang_up,
@@ -37,7 +42,6 @@ from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P, P2PDaemonError
 from p2p_co2.net.transport.libp2p.relay import Places, ask_for_place
 from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, framed
-from p2p_co2.net.transport.libp2p.upgrade import LOOKS_BEFORE, LinkUpgrades
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import CircuitHop, CircuitLimit, PeerRecord
@@ -63,7 +67,7 @@ async def test_libp2p_refuses_hostile_frames(tmp_path: Path) -> None:
             (b"\xff\xff\xff\xff", "wrong hello"),
             (b"GET / HTTP/1.1", "wrong hello"),
         ):
-            reader, writer = await open_stream(p2p, b.identity.peer_id, PROTOCOL, PATIENCE_S)
+            reader, writer, _ = await open_stream(p2p, b.identity.peer_id, PROTOCOL, PATIENCE_S)
             writer.write(raw)
             answers = b""
             while reason.encode() not in answers:
@@ -78,8 +82,8 @@ async def test_libp2p_refuses_hostile_frames(tmp_path: Path) -> None:
 
 async def test_libp2p_notices_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silence_s = 2.0  # a machine under load may stand still for a second
-    monkeypatch.setattr(carrier_room, "SILENCE_S", silence_s)
     async with open_pair("libp2p", tmp_path) as (a, b):
+        monkeypatch.setattr(carrier_room, "CONNECT_TIMEOUT_S", silence_s / 2)
         link = await a.carrier.connect(b.record)
         b.gate.clear()
         await link.send(b"worked on for long")
@@ -106,7 +110,7 @@ async def test_libp2p_says_what_has_come(tmp_path: Path, monkeypatch: pytest.Mon
         await until(lambda: said.arrived_bytes == said.sent_bytes == 101_275)
         assert len(b.received) == 51
         monkeypatch.setattr(Receipt, "came", lambda receipt, size: setattr(receipt, "came_bytes", 1))
-        monkeypatch.setattr(carrier_room, "SILENCE_S", 2.0)
+        monkeypatch.setattr(carrier_room, "CONNECT_TIMEOUT_S", 1.0)
         liar = await a.carrier.connect(b.record)
         await liar.send(b"x")
         await until(lambda: liar.acknowledged.arrived_bytes == 1)
@@ -350,7 +354,7 @@ async def test_two_that_nobody_dials_meet_at_a_seed(tmp_path: Path) -> None:
 
         await b.add_binary_stream_handler("/echo", echo)
         await reach(a, b_id, [place], PATIENCE_S)
-        reader, writer = await open_stream(a, b_id, "/echo", PATIENCE_S)
+        reader, writer, _ = await open_stream(a, b_id, "/echo", PATIENCE_S)
         writer.write(bytes(range(256)) * 4096)
         assert await reader.readexactly(1 << 20) == bytes(range(256)) * 4096
         await hang_up(writer)
@@ -391,7 +395,7 @@ async def test_a_relay_is_not_believed(
     ours, liar = socket.socketpair()
 
     async def stream(*_: object) -> Stream:
-        return await asyncio.open_connection(sock=ours)
+        return Stream(*await asyncio.open_connection(sock=ours))
 
     async def reached(*_: object) -> None:
         return None
@@ -444,7 +448,7 @@ async def improve(
     for name, stand_in in (
         ("ways_to_peers", known), ("own_maddrs", addresses), ("hang_up_on", hang_up_on), ("reach", again),
     ):  # fmt: skip
-        monkeypatch.setattr(upgrade_room, name, stand_in)
+        monkeypatch.setattr(carrier_room, name, stand_in)
     looking = LinkUpgrades(None, me, lambda: (link,), lambda peer: newest)  # type: ignore[arg-type]
     looking.opened(link)
     for _ in range(LOOKS_BEFORE):
@@ -487,7 +491,7 @@ async def test_the_end_that_does_not_make_it_anew_dials_at_once(monkeypatch: pyt
         dialled.append((peer, maddrs))
         raise TransportError("nobody is there any more")
 
-    monkeypatch.setattr(upgrade_room, "reach", dial)
+    monkeypatch.setattr(carrier_room, "reach", dial)
     for me, relayed, wanted in (("c", True, [(B, (DIRECT,))]), ("c", False, []), ("a", True, [])):
         dialled.clear()
         ways = LinkUpgrades(None, PeerId(me), tuple, lambda peer: [DIRECT])  # type: ignore[arg-type]

@@ -182,7 +182,7 @@ async def trouble_of(prober: Prober) -> str:
 async def said(it: World, data: bytes) -> bytes:
     """What the server answers to raw bytes until it hangs up; empty if it says nothing."""
     await reach(it.asker_p2p, it.server_id, it.maddrs, PATIENCE_S)
-    reader, writer = await open_stream(it.asker_p2p, it.server_id, PROTOCOL, PATIENCE_S)
+    reader, writer, _ = await open_stream(it.asker_p2p, it.server_id, PROTOCOL, PATIENCE_S)
     try:
         writer.write(data)
         await writer.drain()

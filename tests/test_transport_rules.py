@@ -23,14 +23,11 @@ from p2p_co2.net.transport.addresses import (
     network_of,
 )
 from p2p_co2.net.transport.admission import (
+    FEW,
     KEPT_LINKS,
     MAX_INBOUND_LINKS,
-    MAX_LINKS_PER_NETWORK,
     MAX_NONCES_PER_PEER,
     MAX_STRANGERS,
-    MAX_STRANGERS_PER_NETWORK,
-    SPREAD_LINKS,
-    SPREAD_STRANGERS,
     Admission,
     network_at,
 )
@@ -88,54 +85,51 @@ def crowd(us: Identity, clock: Clock, count: int) -> list[bytes]:
     return [Admission(Identity.generate(), RUN, clock).hello(us.peer_id, b"") for _ in range(count)]
 
 
-def test_one_network_cannot_take_all_places_and_those_who_work_get_in_though_many_have() -> None:
+def test_one_neighbourhood_leaves_half_and_those_who_work_get_in_though_many_have() -> None:
     clock, us, friend = Clock(), Identity.generate(), Identity.generate()
-    admission = Admission(us, RUN, clock)
-    for _ in range(MAX_STRANGERS_PER_NETWORK):
-        admission.knock("192.0.2.1")
+    admission, most = Admission(us, RUN, clock), MAX_INBOUND_LINKS - KEPT_LINKS
+    for _ in range(MAX_STRANGERS // 2):
+        admission.knock("192.0.2.0/24")
     with pytest.raises(RemoteProtocolError, match="too many links"):
-        admission.knock("192.0.2.1")
-    admission.knock("198.51.100.1")
-    hellos = crowd(us, clock, MAX_INBOUND_LINKS - KEPT_LINKS + 2)
-    inside = []
-    for hello in hellos[:MAX_LINKS_PER_NETWORK]:
-        inside.append((admission.admit(hello, b"", "192.0.2.1"), "192.0.2.1"))
+        admission.knock("192.0.2.0/24")
+    admission.knock("198.51.100.0/24")
+    hellos, inside = crowd(us, clock, most + 2), []
+    for number, hello in enumerate(hellos[:most]):
+        network = "192.0.2.0/24" if number < most // 2 else f"198.51.{number}.0/24"
+        inside.append((admission.admit(hello, b"", network), network))
+        if number == most // 2 - 1:
+            with pytest.raises(RemoteProtocolError, match="too many links"):
+                admission.admit(hellos[-1], b"", "192.0.2.0/24")
     with pytest.raises(RemoteProtocolError, match="too many links"):
-        admission.admit(hellos[-1], b"", "192.0.2.1")
-    for number, hello in enumerate(hellos[MAX_LINKS_PER_NETWORK:-2]):  # a crowd with many addresses
-        inside.append((admission.admit(hello, b"", f"198.51.{number}.1"), f"198.51.{number}.1"))
-    with pytest.raises(RemoteProtocolError, match="too many links"):
-        admission.admit(hellos[-1], b"", "203.0.113.1")
+        admission.admit(hellos[-1], b"", "203.0.113.0/24")
     admission.is_known = {friend.peer_id}.__contains__
     other = Admission(friend, RUN, clock)
-    assert admission.admit(other.hello(us.peer_id, b""), b"", "192.0.2.1") == friend.peer_id
-    admission.leave(friend.peer_id, "192.0.2.1")
+    assert admission.admit(other.hello(us.peer_id, b""), b"", "192.0.2.0/24") == friend.peer_id
+    admission.leave(friend.peer_id, "192.0.2.0/24")
     for peer, network in inside:
         admission.leave(peer, network)
-    for number, hello in enumerate(crowd(us, clock, MAX_INBOUND_LINKS - KEPT_LINKS)):  # all places are free
-        admission.admit(hello, b"", f"198.51.{number}.1")
+    for number, hello in enumerate(crowd(us, clock, most)):  # all places are free
+        admission.admit(hello, b"", f"198.51.{number}.0/24")
 
 
-@pytest.mark.parametrize("address", ["198.51.{}.{}", "2001:db8:{}:{}::/64"])
-def test_an_attacker_in_a_few_neighbourhoods_leaves_places_for_others(address: str) -> None:
-    """Three with 96 addresses each took all places for newcomers, and all for those who have said nothing."""
+@pytest.mark.parametrize("held_by", [3, 16])
+def test_an_attacker_in_a_few_neighbourhoods_leaves_places_for_others(held_by: int) -> None:
     clock, us = Clock(), Identity.generate()
-    admission = Admission(us, RUN, clock)
+    admission, most = Admission(us, RUN, clock), MAX_INBOUND_LINKS - KEPT_LINKS
     held = strangers = 0
-    for number, hello in enumerate(crowd(us, clock, 3 * 96)):
-        network = address.format(number % 3, number // 3)
+    for number, hello in enumerate(crowd(us, clock, most)):
+        network = f"198.51.{number % held_by}.0/24"
         with contextlib.suppress(RemoteProtocolError):
             admission.knock(network)
             strangers += 1
         with contextlib.suppress(RemoteProtocolError):
             admission.admit(hello, b"", network)
             held += 1
-    assert held == MAX_INBOUND_LINKS - KEPT_LINKS - SPREAD_LINKS
-    assert strangers == MAX_STRANGERS - SPREAD_STRANGERS
-    for number, hello in enumerate(crowd(us, clock, SPREAD_STRANGERS)):
-        network = address.format(100 + number, 1)
-        admission.knock(network)
-        admission.admit(hello, b"", network)
+    left = most // (held_by + 1)
+    assert held == most - left
+    assert strangers == max(MAX_STRANGERS - MAX_STRANGERS // (held_by + 1), FEW * held_by)
+    for number, hello in enumerate(crowd(us, clock, left - 1)):
+        admission.admit(hello, b"", f"203.0.{number}.0/24")
     admission.admit(*crowd(us, clock, 1), b"")  # this machine itself
 
 
@@ -173,6 +167,8 @@ def test_addresses() -> None:
     assert not any(map(is_public_maddr, (BY_SEED, "/ip4/192.168.1.2/tcp/1", "/dns/x/tcp/1", "", "/ip4")))
     assert network_of("2001:db8:0:1::5") == network_of("2001:db8:0:1:ffff::9") == "2001:db8:0:1::/64"
     assert network_at("127.0.0.1") == network_at("::1") == ""
+    assert network_at("192.0.2.1") == network_at("192.0.2.255") == "192.0.2.0/24"
+    assert network_at("2001:db8::1") == network_at("2001:db8:0:9::1") == "2001:db8::/48"
     assert is_own("127.0.0.1")
     assert not is_own("203.0.113.5")
     assert is_loopback("127.0.0.1")

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.net.transport import grpc_carrier, signed
+from p2p_co2.net.transport import base, grpc_carrier
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.net.transport.libp2p import carrier as libp2p_carrier
 from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
@@ -35,7 +35,7 @@ PATIENCE_S = 60.0
 """Bound on what takes milliseconds on a machine that is at rest."""
 _IMPATIENT = [
     (room, name)
-    for room in (grpc_carrier, libp2p_carrier, signed)
+    for room in (grpc_carrier, libp2p_carrier, base)
     for name in ("CLOSE_TIMEOUT_S", "CONNECT_TIMEOUT_S")
 ]
 

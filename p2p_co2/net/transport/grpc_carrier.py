@@ -13,9 +13,8 @@ own, so that one slow peer never stands in another's way.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from urllib.parse import unquote
 
 import grpc
@@ -23,17 +22,18 @@ import grpc.aio
 
 from p2p_co2.errors import EnvironmentFault, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.addresses import Resolver, is_near
-from p2p_co2.net.transport.admission import MAX_INBOUND_LINKS, RELAYED, network_at
+from p2p_co2.net.transport.admission import MAX_INBOUND_LINKS, MAX_STRANGERS, RELAYED, network_at
 from p2p_co2.net.transport.base import (
     CLOSE_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
     MESSAGE_TIMEOUT_S,
+    Link,
     OnMessage,
     OnRefused,
+    SignedCarrier,
     check_incoming,
 )
 from p2p_co2.net.transport.flow import Seen, SendBuffer
-from p2p_co2.net.transport.signed import SignedCarrier, SignedLink
 from p2p_co2.net.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
@@ -42,30 +42,26 @@ from p2p_co2.system.process import left_to_others, shut_in_forks_at
 
 METHOD = f"/p2p_co2.v{PROTOCOL_VERSION}/Link"
 WELCOME = ("p2p-co2", "welcome")
-MAX_NUMBERS = 4
-"""Addresses of one host name that are tried."""
-MAX_CONNECTIONS = MAX_INBOUND_LINKS + 64
-"""TCP connections to us: the links, and those that are shaking hands or only read our certificate."""
-_HARD_LIMIT_BYTES = 2 * MAX_MESSAGE_BYTES
-"""gRPC drops larger messages unread, and does not say so; between this and the limit we can name the
-offence."""
 
+_TIMEOUT_MS = int(CONNECT_TIMEOUT_S * 1000)
 _COMMON_OPTIONS: list[tuple[str, int | str]] = [
-    ("grpc.keepalive_time_ms", int(CONNECT_TIMEOUT_S * 1000)),
-    ("grpc.keepalive_timeout_ms", int(CONNECT_TIMEOUT_S * 1000)),
-    ("grpc.http2.ping_timeout_ms", int(CONNECT_TIMEOUT_S * 1000)),  # else a minute, in spite of the above
+    ("grpc.keepalive_time_ms", _TIMEOUT_MS),
+    ("grpc.keepalive_timeout_ms", _TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", _TIMEOUT_MS),  # else a minute, in spite of the above
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.max_frame_size", 1 << 20),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", _HARD_LIMIT_BYTES),
+    # Larger ones gRPC drops unread, and does not say so; between this and the limit we can name the offence.
+    ("grpc.max_receive_message_length", 2 * MAX_MESSAGE_BYTES),
 ]
 SERVER_OPTIONS: list[tuple[str, int | str]] = [
     *_COMMON_OPTIONS,
     ("grpc.so_reuseport", 0),  # two peers on one port must be an error, not a lottery
-    ("grpc.server_handshake_timeout_ms", int(CONNECT_TIMEOUT_S * 1000)),
-    ("grpc.http2.min_ping_interval_without_data_ms", int(CONNECT_TIMEOUT_S * 500)),
+    ("grpc.server_handshake_timeout_ms", _TIMEOUT_MS),
+    ("grpc.http2.min_ping_interval_without_data_ms", _TIMEOUT_MS // 2),
     ("grpc.max_concurrent_streams", 1),
-    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    # The links, and those that are shaking hands or only read our certificate.
+    ("grpc.max_allowed_incoming_connections", MAX_INBOUND_LINKS + MAX_STRANGERS),
 ]
 _CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     *_COMMON_OPTIONS,
@@ -145,8 +141,14 @@ class GrpcCarrier(SignedCarrier):
         host, port = _split_address(address)
         # An address of somebody's home network is ours too, or nobody answers.
         timeout_s = CLOSE_TIMEOUT_S if is_near(host) else CONNECT_TIMEOUT_S
-        numbers = (await self._resolver.addresses_of(host, timeout_s))[:MAX_NUMBERS]
-        pem, number = await _certificate_at(numbers, port, record.certificate_digest, timeout_s)
+        numbers = (await self._resolver.addresses_of(host, timeout_s))[:4]
+        for number in numbers:  # of one host: the first that shows its certificate
+            try:
+                pem = await fetch_certificate(number, port, record.certificate_digest, timeout_s)
+                break
+            except TransportError:
+                if number is numbers[-1]:
+                    raise
         channel = grpc.aio.secure_channel(
             _joined(number, port),
             grpc.ssl_channel_credentials(root_certificates=pem),
@@ -155,6 +157,7 @@ class GrpcCarrier(SignedCarrier):
         link = GrpcLink(PeerId(record.peer), channel, self.links.discard)
         await self._opened(link, record.certificate_digest, address)
         link.send_buffer = SendBuffer(number, port)
+        link.is_far = link.send_buffer.is_far
         return link
 
     async def _serve(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
@@ -173,22 +176,16 @@ class GrpcCarrier(SignedCarrier):
         return b""
 
 
-class GrpcLink(SignedLink):
+class GrpcLink(Link):
     """See ``Link``. The kernel holds little that is unsent, so ``send`` returns at the line's speed."""
 
     carrier = "grpc"
 
-    def __init__(self, peer: PeerId, channel: grpc.aio.Channel, gone: Callable[[SignedLink], None]) -> None:
+    def __init__(self, peer: PeerId, channel: grpc.aio.Channel, gone: Callable[[Link], None]) -> None:
         self._channel = channel
         self._call: grpc.aio.StreamUnaryCall = channel.stream_unary(METHOD)()
         self.send_buffer: SendBuffer | None = None
-        """Set once the connection is known."""
         super().__init__(peer, gone)
-
-    @property
-    def is_far(self) -> bool:
-        """See ``Link``."""
-        return self.send_buffer is not None and self.send_buffer.is_far
 
     def look(self) -> Seen:
         """See ``Link``."""
@@ -253,16 +250,6 @@ async def _next_message(context: grpc.aio.ServicerContext) -> bytes:
             return data
     except TimeoutError:
         raise RemoteProtocolError("too slow", f"no whole message in {MESSAGE_TIMEOUT_S:.0f} s") from None
-
-
-async def _certificate_at(
-    numbers: Sequence[str], port: int, digest: bytes, timeout_s: float
-) -> tuple[bytes, str]:
-    """The certificate, and which of one host's addresses shows it."""
-    for number in numbers[:-1]:
-        with contextlib.suppress(TransportError):
-            return await fetch_certificate(number, port, digest, timeout_s), number
-    return await fetch_certificate(numbers[-1], port, digest, timeout_s), numbers[-1]
 
 
 def _network_of(seen: str) -> str:

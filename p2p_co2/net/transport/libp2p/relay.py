@@ -20,6 +20,7 @@ from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_RECORD_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import CircuitHop
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
@@ -27,7 +28,6 @@ MAX_PLACES = 3
 ENOUGH_BYTES = 1 << 30
 """Relays that cut a circuit off sooner are of no use for payload; libp2p's default is 128 KiB."""
 _RESERVE, _STATUS, _OK = 0, 2, 100
-_MAX_ANSWER_BYTES = 8 << 10
 
 
 class Places:
@@ -72,7 +72,7 @@ async def ask_for_place(p2p: P2P, seed: str, me: PeerId) -> str:
     cancel."""
     relay = PeerId(seed.rpartition("/p2p/")[2])
     await reach(p2p, relay, [seed], CONNECT_TIMEOUT_S)
-    reader, writer = await open_stream(p2p, relay, HOP, CONNECT_TIMEOUT_S)
+    reader, writer, _ = await open_stream(p2p, relay, HOP, CONNECT_TIMEOUT_S)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             question = CircuitHop(type=_RESERVE).SerializeToString()
@@ -99,7 +99,7 @@ async def read_hop(reader: asyncio.StreamReader) -> CircuitHop:
         byte = (await reader.readexactly(1))[0]
         length |= (byte & 0x7F) << shift
         shift += 7
-        if length > _MAX_ANSWER_BYTES or shift > 21:
+        if length > MAX_RECORD_BYTES or shift > 21:
             raise TransportError("its answer is too large")
         if byte < 0x80:
             break

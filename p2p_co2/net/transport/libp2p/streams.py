@@ -169,7 +169,8 @@ class QuestionClient:
         return await self._ask_on(stream, peer, question, timeout_s)
 
     async def _ask_on(self, stream: Stream, peer: PeerId, question: bytes, timeout_s: float) -> bytes:
-        (reader, writer), is_kept = stream, False
+        reader, writer, _ = stream
+        is_kept = False
         try:
             async with asyncio.timeout(timeout_s):
                 writer.write(framed(question))
@@ -188,5 +189,5 @@ class QuestionClient:
     async def close(self) -> None:
         """Hang up on everybody. May be called twice."""
         streams, self._streams = self._streams, {}
-        for _, writer in streams.values():
-            await hang_up(writer)
+        for stream in streams.values():
+            await hang_up(stream.writer)
