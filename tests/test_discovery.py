@@ -35,8 +35,10 @@ from p2p_co2.net.transport.libp2p.hivemind import (
 )
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import (
+    HELLO_WINDOW_S,
     MAX_ADDRESSES,
     MAX_FRAGMENTS,
+    MAX_PEERS,
     MAX_RECORD_BYTES,
     MAX_STRING,
     PROTOCOL_VERSION,
@@ -248,7 +250,7 @@ async def test_a_liar_in_the_dht_gets_nowhere(tmp_path: Path) -> None:
                 peer=a.identity.peer_id, run=RUN, maddrs=["/ip4/6.6.6.6/tcp/6"], expires_at=2e9
             )
             forged = liar.seal(rec.PEER_CONTEXT, victim.SerializeToString())
-            key = rec.peers_key(RUN, rec.shard_of(a.identity.peer_id))
+            key = rec.peers_keys(RUN)[rec.shard_of(a.identity.peer_id)]
             expires_at = get_dht_time() + 2 * LIFETIME_S
             await node.store(key, forged, expires_at, subkey=a.identity.peer_id)
             await node.store(rec.manifest_key(RUN), b"x", expires_at)
@@ -285,7 +287,7 @@ def peer_record(identity: Identity, **changes: object) -> PeerRecord:
 
 
 ME, OTHER = Identity.generate(), Identity.generate()
-MY_KEY = rec.peers_key(RUN, rec.shard_of(ME.peer_id))
+MY_KEY = rec.peers_keys(RUN)[rec.shard_of(ME.peer_id)]
 
 
 def test_a_right_record_is_taken() -> None:
@@ -321,7 +323,7 @@ def test_a_record_is_only_good_where_it_belongs() -> None:
     records, _ = make_records()
     content = peer_record(ME).SerializeToString()
     sealed = ME.seal(rec.PEER_CONTEXT, content)
-    other_shard = rec.peers_key(RUN, (rec.shard_of(ME.peer_id) + 1) % rec.PEER_SHARDS)
+    other_shard = rec.peers_keys(RUN)[rec.shard_of(ME.peer_id) - 1]
     assert not records.validate(dht_record(other_shard, ME.peer_id, sealed))
     assert not records.validate(dht_record(MY_KEY, OTHER.peer_id, sealed))
     assert not records.validate(dht_record(MY_KEY, None, sealed))
@@ -334,10 +336,10 @@ def test_a_record_is_only_good_where_it_belongs() -> None:
 @pytest.mark.parametrize(
     ("changes", "lives_s", "is_right"),
     [
-        ({}, rec.POSITION_LIFETIME_S, True),
-        ({}, rec.POSITION_LIFETIME_S + 60, False),
-        ({"written_at": -9 * 86400.0}, rec.POSITION_LIFETIME_S, False),  # its end goes with it
-        ({"written_at": 2 * rec.CLOCK_SLACK_S}, 60.0, False),
+        ({}, rec.MAX_LIFETIME_S, True),
+        ({}, rec.MAX_LIFETIME_S + 60, False),
+        ({"written_at": -86400.0}, rec.MAX_LIFETIME_S, False),  # its end goes with it
+        ({"written_at": 2 * HELLO_WINDOW_S}, 60.0, False),
         ({"written_at": float("nan")}, 60.0, False),
         ({"position": float("nan")}, 60.0, False),
         ({"position": float("inf")}, 60.0, False),
@@ -353,12 +355,11 @@ def test_a_position_is_checked(changes: dict[str, object], lives_s: float, is_ri
     values = {"peer": ME.peer_id, "run": RUN, "position": 2.5, "written_at": 0.0, **changes}
     values["written_at"] += time.time()  # type: ignore[operator]
     sealed = ME.seal(rec.POSITION_CONTEXT, RunPosition(**values).SerializeToString())  # type: ignore[arg-type]
-    shard = rec.shard_of(ME.peer_id)
-    key = rec.position_key(RUN, shard)
+    shard, keys = rec.shard_of(ME.peer_id), rec.position_keys(RUN)
+    key = keys[shard]
     assert records.validate(dht_record(key, ME.peer_id, sealed, lives_s)) is is_right
     assert reasons == (not is_right) * ["wrong record"]
-    other_shard = rec.position_key(RUN, (shard + 1) % rec.PEER_SHARDS)
-    assert not records.validate(dht_record(other_shard, ME.peer_id, sealed, 60.0))
+    assert not records.validate(dht_record(keys[shard - 1], ME.peer_id, sealed, 60.0))
     assert not records.validate(dht_record(key, OTHER.peer_id, sealed, 60.0))
 
 
@@ -382,7 +383,7 @@ def test_only_the_run_key_writes_the_manifest() -> None:
 def test_entries_under_one_key_are_bounded() -> None:
     records, reasons = make_records()
     sealed = ME.seal(rec.PEER_CONTEXT, peer_record(ME).SerializeToString())
-    full = [str(i) for i in range(rec.MAX_ENTRIES)]
+    full = [str(i) for i in range(MAX_PEERS // rec.PEER_SHARDS)]
     record = dht_record(MY_KEY, ME.peer_id, sealed)
     records.stored_under = lambda _: full
     assert not records.validate(record)

@@ -17,9 +17,9 @@ from p2p_co2 import __version__
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import EnvironmentFault, TicketError, TransportError
 from p2p_co2.net.discovery import Discovery
-from p2p_co2.net.discovery.records import POSITION_RENEWED_S, run_position
+from p2p_co2.net.discovery.records import run_position
 from p2p_co2.net.transport.addresses import is_relayed
-from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, Carrier, OnMessage, OnRefused
+from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S, Carrier, OnMessage, OnRefused
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
 from p2p_co2.net.transport.libp2p.control import reach
@@ -193,7 +193,7 @@ class Network:
     async def publish_position(self, position: float, versions: Sequence[int], is_last: bool = False) -> None:
         """Leave word of where the run is for those that come when everybody has left, if the last one grows
         old. Raises ``TransportError``."""
-        if is_last or self._due.is_due("position", POSITION_RENEWED_S):
+        if is_last or self._due.is_due("position", MESSAGE_TIMEOUT_S):
             said = RunPosition(position=position, versions=versions, software=self.software)
             await self.discovery.publish_position(said)
             self._due.done("position")

@@ -32,20 +32,16 @@ from pathlib import Path
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
 from p2p_co2.net.transport.addresses import address_of, is_loopback, is_own, multiaddr_of
-from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S
+from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S, MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import DAEMON_GONE
 from p2p_co2.net.transport.libp2p.hivemind import P2P, Multiaddr, P2PDaemonError, quiet_stream_ends
 from p2p_co2.system.process import shut_in_forks_at
 
 logger = logging.getLogger(__name__)
 
-STARTUP_TIMEOUT_S = 60.0
-"""A daemon that dies again sooner than that is still the same trouble."""
 TRIES = 8
-"""In a row; the wait before each is twice that before the last, from half a second on."""
+"""Starts in a row; the wait before each is twice that before the last, from half a second on."""
 _PUBLIC, _LISTEN, _PREFIX = "-forceReachabilityPublic", "-hostAddrs=", "p2p-co2-"
-_SOCKET_PATH_BYTES = 100
-"""Unix sockets take a path of 107 bytes at most."""
 _FAULTS = {
     "address already in use": "the port is in use; choose another one (libp2p_port, 0 for any free one)",
     "cannot assign requested": "the address is not this machine's; choose another one to listen on (host)",
@@ -78,8 +74,8 @@ class DaemonP2P(P2P):  # type: ignore[misc]  # hivemind has no annotations
 class Daemon:
     """The daemon's process, its folder, and the last lines that it printed; made in the loop that uses it.
 
-    A thread waits for its end, and no signal handler does: SIGCHLD is the whole process's, and a DataLoader
-    or the user may take it.
+    Threads read what it prints and wait for its end, and no signal handler does: SIGCHLD is the whole
+    process's, and a DataLoader or the user may take it.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -87,12 +83,11 @@ class Daemon:
         self.output: deque[str] = deque(maxlen=30)
         self._loop = asyncio.get_running_loop()
         self._ready, self._ended = asyncio.Event(), asyncio.Event()
-        self._rest = b""
-        assert process.stdout is not None
-        self._printed = process.stdout
-        os.set_blocking(self._printed.fileno(), False)
-        self._loop.add_reader(self._printed.fileno(), self._read)
-        self._waiting = threading.Thread(target=self._wait, name="p2p-co2 libp2p daemon", daemon=True)
+        self._reading, self._waiting = (
+            threading.Thread(target=run, name="p2p-co2 libp2p daemon", daemon=True)
+            for run in (self._read, self._wait)
+        )
+        self._reading.start()
         self._waiting.start()
 
     @property
@@ -140,31 +135,22 @@ class Daemon:
 
     def _wait(self) -> None:
         self.process.wait()
-        with suppress(RuntimeError):  # the loop was closed before
-            self._loop.call_soon_threadsafe(self._end)
-
-    def _end(self) -> None:
-        self._read()  # all that it printed: who else has the pipe, as a forked child may, prints nothing
-        self._loop.remove_reader(self._printed.fileno())
-        self._printed.close()
-        self._ended.set()
-        self._ready.set()
+        self._reading.join(CLOSE_TIMEOUT_S)  # who else has the pipe, as a forked child may, prints nothing
+        self._tell(self._ended, self._ready)
 
     def _read(self) -> None:
-        data: bytes | None = b""
-        with suppress(OSError):
-            while data := self._printed.read():
-                *lines, self._rest = (self._rest + data).split(b"\n")
-                for line in lines:
-                    self._heard(line.decode(errors="replace").rstrip())
-        if data is not None:
-            self._loop.remove_reader(self._printed.fileno())  # it is at its end: ready for ever
+        assert self.process.stdout is not None
+        with self.process.stdout as printed:
+            for line in printed:
+                self.output.append(line.decode(errors="replace").rstrip())
+                logger.debug("libp2p daemon: %s", self.output[-1])
+                if line.startswith(b"Peer ID:"):
+                    self._tell(self._ready)
 
-    def _heard(self, line: str) -> None:
-        self.output.append(line)
-        logger.debug("libp2p daemon: %s", line)
-        if line.startswith("Peer ID:"):
-            self._ready.set()
+    def _tell(self, *events: asyncio.Event) -> None:
+        for event in events:
+            with suppress(RuntimeError):  # the loop was closed before
+                self._loop.call_soon_threadsafe(event.set)
 
 
 async def start_p2p(
@@ -175,7 +161,7 @@ async def start_p2p(
     announce_host: str = "",
     public: bool = False,
     relay: bool = True,
-    startup_timeout_s: float = STARTUP_TIMEOUT_S,
+    startup_timeout_s: float = MESSAGE_TIMEOUT_S,
 ) -> P2P:
     """Start the daemon and hivemind's client to it; end it with ``stop_p2p``.
 
@@ -236,7 +222,7 @@ async def keep_alive(p2p: P2P, revived: Callable[[str], Awaitable[None]]) -> str
         words = await p2p.daemon.wait_exit()
         if p2p.daemon is None:
             return words  # it was stopped by us
-        if time.monotonic() - began_at > STARTUP_TIMEOUT_S:
+        if time.monotonic() - began_at > MESSAGE_TIMEOUT_S:  # sooner it is still the same trouble
             failures = 0
         while p2p.daemon.has_ended:
             if failures == TRIES:
@@ -262,7 +248,7 @@ async def _revive(p2p: DaemonP2P) -> None:
     daemon = _launch(_same_port(p2p))
     unary = dict(control.unary_handlers)
     try:
-        async with asyncio.timeout(STARTUP_TIMEOUT_S):
+        async with asyncio.timeout(MESSAGE_TIMEOUT_S):
             await daemon.wait_ready()
             p2p.point_to(daemon)
             await control._ensure_persistent_conn()
@@ -327,7 +313,6 @@ def _launch(arguments: Sequence[str]) -> Daemon:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            bufsize=0,
             env=environment,
         )
     except OSError as error:
@@ -343,7 +328,7 @@ def _make_folder() -> Path:
     """A private folder with a path short enough for a unix socket."""
     causes = []
     for parent in (tempfile.gettempdir(), "/tmp"):
-        if len(parent.encode()) > _SOCKET_PATH_BYTES - len(f"/{_PREFIX}12345678/p2pd.sock"):
+        if len(f"{parent}/{_PREFIX}12345678/p2pd.sock".encode()) > 100:  # sockets: 107 at most
             continue
         try:
             return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
