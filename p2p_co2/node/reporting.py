@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 
 from p2p_co2.errors import RemoteProtocolError, TransportError
-from p2p_co2.net.transport.libp2p.control import daemon_errors
+from p2p_co2.net.transport.addresses import is_relayed
+from p2p_co2.net.transport.libp2p.control import ways_to_peers
 from p2p_co2.net.transport.libp2p.streams import AnswerServer, Asker, QuestionClient
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.network import Network
@@ -108,16 +109,10 @@ class ReportService:
     async def _relayed(self) -> set[str]:
         """Peers that the daemon reaches only through a third machine."""
         try:
-            with daemon_errors("the libp2p daemon did not list its connections"):
-                async with asyncio.timeout(ASK_TIMEOUT_S):
-                    peers = await self._network.p2p.list_peers()
+            ways = await ways_to_peers(self._network.p2p, ASK_TIMEOUT_S)
         except TransportError:
             return set()  # without a daemon nothing is relayed
-        addresses: dict[str, list[str]] = {}
-        for info in peers:
-            known = addresses.setdefault(info.peer_id.to_base58(), [])
-            known += [str(address) for address in info.addrs]
-        return {peer for peer, known in addresses.items() if all("/p2p-circuit" in text for text in known)}
+        return {peer for peer, known in ways.items() if all(map(is_relayed, known))}
 
     async def ask(self, peer: PeerId, question: bytes) -> bytes:
         """A peer's sealed report, this one's own included. Raises ``TransportError``,

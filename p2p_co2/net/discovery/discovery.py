@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 from p2p_co2 import __version__
@@ -32,7 +32,7 @@ from p2p_co2.net.discovery.records import (
     shard_of,
 )
 from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S, CONNECT_TIMEOUT_S, OnRefused
-from p2p_co2.net.transport.libp2p.control import daemon_errors, reach
+from p2p_co2.net.transport.libp2p.control import daemon_call, reach
 from p2p_co2.net.transport.libp2p.daemon import require_daemon
 from p2p_co2.net.transport.libp2p.hivemind import (
     DHTID,
@@ -78,7 +78,7 @@ class Discovery:
     async def start(self, seeds: Sequence[str]) -> None:
         """Join through any of ``seeds`` (multiaddrs that end in /p2p/ID); without seeds begin a new DHT.
         Raises ``TransportError`` with each address and its cause when none can be reached."""
-        with daemon_errors("the libp2p daemon did not answer"):
+        async with daemon_call(CONNECT_TIMEOUT_S):
             node = await DHTNode.create(
                 p2p=self._p2p,
                 record_validator=self._records,
@@ -117,12 +117,9 @@ class Discovery:
         node, self._node = self._node, None
         if node is None:
             return
-        try:
-            with daemon_errors("the daemon hangs"):
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await node.shutdown()
-        except TransportError:
-            self._node = None  # the daemon is gone, and the node's handlers with it
+        with suppress(TransportError):  # the daemon is gone, and the node's handlers with it
+            async with daemon_call(CLOSE_TIMEOUT_S):
+                await node.shutdown()
         strays = [task for task in asyncio.all_tasks() if _owner(task) in (node, node.protocol)]
         for task in strays:
             task.cancel()
@@ -295,12 +292,10 @@ class Discovery:
         fills with use."""
         node = self._running()
         await asyncio.sleep(0)  # hivemind enters those who answered into its table in tasks of their own
-        with daemon_errors(""):
-            try:
-                async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    await node.find_nearest_nodes([node.node_id])
-            except TimeoutError:
-                return
+        with suppress(TransportError):
+            async with daemon_call(CONNECT_TIMEOUT_S):
+                await node.find_nearest_nodes([node.node_id])
+        require_daemon(self._p2p)
 
     async def _greet(self, seed: str) -> str:
         """Reach a seed and become known to it; the cause of failure in words, "" if there is none."""
@@ -318,13 +313,12 @@ class Discovery:
         return ""
 
     @asynccontextmanager
-    async def _calling(self, timed_out: str) -> AsyncIterator[None]:
+    async def _calling(self, trouble: str) -> AsyncIterator[None]:
         """Bound a call of hivemind's and give its failures their name. An answer that came without a daemon
         is none: hivemind means its own storage then."""
         require_daemon(self._p2p)
-        with daemon_errors(f"{timed_out} within {CONNECT_TIMEOUT_S:.0f} s"):
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                yield
+        async with daemon_call(CONNECT_TIMEOUT_S, trouble):
+            yield
         require_daemon(self._p2p)
 
     def _running(self) -> DHTNode:

@@ -89,12 +89,12 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
         self._run, self._on_refused, self._clock = run, on_refused, clock
         self.run_key: PeerId | None = None
         self.stored_under: Callable[[bytes], Collection[str]] = lambda _: ()
-        self._checks = {_key_id(manifest_key(run)): (self._ends_of_manifest, -1)}
-        """By key: what checks a record and says when it ends at the latest, and the shard that it is of."""
-        for shard, key in enumerate(peers_keys(run)):
-            self._checks[_key_id(key)] = self._ends_of_peer, shard
-        for shard, key in enumerate(position_keys(run)):
-            self._checks[_key_id(key)] = self._ends_of_position, shard
+        self._checks: dict[bytes, tuple[Callable[[str, bytes], Any], int]] = {
+            _key_id(manifest_key(run)): (self.manifest, -1)
+        }
+        """By key: what checks a record, and the shard that it is of."""
+        for read, keys in ((self.peer_record, peers_keys(run)), (self.position, position_keys(run))):
+            self._checks |= {_key_id(key): (read, shard) for shard, key in enumerate(keys)}
         self._unseal = lru_cache(maxsize=MAX_PEERS)(unseal)  # a record is met many times and checked once
 
     def validate(self, record: DHTRecord) -> bool:
@@ -107,8 +107,8 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
                 raise RemoteProtocolError("too many records", f"{len(stored)} under one key")
             if record.key not in self._checks:
                 raise RemoteProtocolError("unknown record", "under no key of this run")
-            latest_of, shard = self._checks[record.key]
-            latest = latest_of(writer, sealed)
+            read, shard = self._checks[record.key]
+            latest = self._ends_at(read(writer, sealed))
             if shard not in (-1, shard_of(PeerId(writer))):
                 raise RemoteProtocolError("wrong record", f"of peer {writer}: wrong shard")
             if not record.expiration_time <= latest:  # written so that NaN is refused
@@ -156,20 +156,13 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
             raise RemoteProtocolError("wrong record", f"position by {writer}: out of bounds")
         return said
 
-    def _ends_of_peer(self, writer: str, sealed: bytes) -> float:
-        """As its writer says, so an old record cannot be kept alive by others."""
-        return min(self.peer_record(writer, sealed).expires_at + 1.0, self._ends_at_most())
-
-    def _ends_of_manifest(self, writer: str, sealed: bytes) -> float:
-        self.manifest(writer, sealed)
-        return self._ends_at_most()
-
-    def _ends_of_position(self, writer: str, sealed: bytes) -> float:
-        """It follows from what it says: who keeps an old one alive cannot outlast a newer one."""
-        return self.position(writer, sealed).written_at + MAX_LIFETIME_S + 1.0
-
-    def _ends_at_most(self) -> float:
-        return self._clock() + MAX_LIFETIME_S + HELLO_WINDOW_S
+    def _ends_at(self, said: PeerRecord | RunManifest | RunPosition) -> float:
+        """The latest end of a record. That of a position follows from what it says, so an old one that others
+        keep alive cannot outlast a newer one; a peer's own word bounds that of its record."""
+        if isinstance(said, RunPosition):
+            return said.written_at + MAX_LIFETIME_S + 1.0
+        latest = self._clock() + MAX_LIFETIME_S + HELLO_WINDOW_S
+        return min(said.expires_at + 1.0, latest) if isinstance(said, PeerRecord) else latest
 
     def _open(self, content: _Content, context: bytes, writer: str, sealed: bytes) -> _Content:
         """``content`` as ``writer`` has sealed it for this run."""

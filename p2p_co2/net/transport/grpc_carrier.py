@@ -40,7 +40,8 @@ from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTO
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.system.process import left_to_others, shut_in_forks_at
 
-METHOD = f"/p2p_co2.v{PROTOCOL_VERSION}/Link"
+SERVICE = f"p2p_co2.v{PROTOCOL_VERSION}"
+METHOD = f"/{SERVICE}/Link"
 WELCOME = ("p2p-co2", "welcome")
 
 _TIMEOUT_MS = int(CONNECT_TIMEOUT_S * 1000)
@@ -98,7 +99,8 @@ class GrpcCarrier(SignedCarrier):
         """See ``Carrier``."""
         self.on_message, self.on_refused = on_message, on_refused
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        server.add_generic_rpc_handlers((_Handler(self._serve),))
+        method = grpc.stream_unary_rpc_method_handler(self._serve)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Link": method}),))
         credentials = grpc.ssl_server_credentials(
             ((self._certificate.key_pem, self._certificate.certificate_pem),)
         )
@@ -223,16 +225,6 @@ def how_it_ended(code: grpc.StatusCode, details: str | None) -> str:
     if code in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED) or details == _SERVER_STOPS:
         return "the peer closed the link"
     return f"the link broke ({code.name.lower()}: {details})"
-
-
-class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no annotations
-    """Routes our one method; everything else is answered with "unimplemented" by gRPC."""
-
-    def __init__(self, serve: Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], object]) -> None:
-        self._method = grpc.stream_unary_rpc_method_handler(serve)
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        return self._method if handler_call_details.method == METHOD else None
 
 
 async def _hello(context: grpc.aio.ServicerContext) -> bytes:

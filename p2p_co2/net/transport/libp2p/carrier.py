@@ -48,8 +48,8 @@ from p2p_co2.net.transport.libp2p.control import (
     reach,
     ways_to_peers,
 )
-from p2p_co2.net.transport.libp2p.hivemind import P2P, StreamInfo
-from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, ServedStreams, framed, read_frame
+from p2p_co2.net.transport.libp2p.hivemind import P2P
+from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, Asker, ServedStreams, framed, read_frame
 from p2p_co2.protocol.wire.identity import Identity, PeerId, public_key_of
 from p2p_co2.protocol.wire.limits import MAX_PEERS, MAX_STRING, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
@@ -114,10 +114,8 @@ class Libp2pCarrier(SignedCarrier):
         await self._close_links()
         await self.inbound.close()
 
-    async def _serve(
-        self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        dialler, place = PeerId(info.peer_id.to_base58()), address_of(str(info.addr))
+    async def _serve(self, asker: Asker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dialler, place = asker.peer, address_of(asker.maddr)
         network = network_at(place[0]) if place is not None else RELAYED
         try:
             async with self._admitted(lambda: _hello(reader), _NO_CERTIFICATE, network) as peer:
@@ -260,19 +258,19 @@ class LinkUpgrades:
         self._looks: dict[PeerId, int] = {}
         """How often each peer that was ever met through a relay was seen there; more than ``LOOKS_BEFORE``:
         its try has been made."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._dialling: set[PeerId] = set()
+        self._tasks: dict[PeerId, asyncio.Task[None]] = {}
+        """What looks after links, under our own id, and dials."""
 
     def start(self) -> None:
         """Look after links from now on."""
-        self._tasks.add(asyncio.create_task(self._look_after(), name="upgrades of libp2p links"))
+        self._tasks[self._me] = asyncio.create_task(self._look_after(), name="upgrades of libp2p links")
 
     async def stop(self) -> None:
         """Leave links as they are. May be called twice."""
-        tasks, self._tasks = self._tasks, set()  # first: links may end while we wait, and nobody dials now
-        for task in tasks:
+        tasks, self._tasks = self._tasks, {}  # first: links may end while we wait, and nobody dials now
+        for task in tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     def opened(self, link: Libp2pLink) -> None:
         """Remember a new link's way, and name the one that is better than before."""
@@ -284,27 +282,20 @@ class LinkUpgrades:
     def ended(self, link: Libp2pLink) -> None:
         """A link has ended that we did not close. If the other end is making the connection anew, this one
         has to dial now; once at a time, however often a liar hangs up."""
-        if link.is_relayed and self._me > link.peer and self._tasks and link.peer not in self._dialling:
-            self._dialling.add(link.peer)
-            self._tasks.add(asyncio.create_task(self._dial(link), name=f"dial {link.peer}"))
+        if link.is_relayed and self._me > link.peer and self._tasks and link.peer not in self._tasks:
+            self._tasks[link.peer] = asyncio.create_task(self._dial(link), name=f"dial {link.peer}")
 
     async def _dial(self, link: Libp2pLink) -> None:
-        try:
+        # If it is gone, who has something to send to it will say so.
+        with suppress(TransportError):
             await reach(self._p2p, link.peer, self._maddrs(link), CONNECT_TIMEOUT_S)
-        except TransportError:
-            return  # it is gone: who has something to send to it will say so
-        finally:
-            self._dialling.discard(link.peer)
-            if (task := asyncio.current_task()) is not None:
-                self._tasks.discard(task)
+        self._tasks.pop(link.peer, None)
 
     async def _look_after(self) -> None:
         while True:
             await asyncio.sleep(1.5 * CONNECT_TIMEOUT_S)
-            try:
+            with suppress(TransportError):  # the daemon is busy or gone; the links themselves tell of it
                 await self.look()
-            except TransportError:
-                continue  # the daemon is busy or gone; the links themselves tell of it
 
     async def look(self) -> None:
         """Close links whose peer has a direct connection, and make those anew whose turn it is. Raises

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -60,9 +60,8 @@ async def hang_up_on(p2p: P2P, peer: PeerId, timeout_s: float) -> None:
 
 async def ways_to_peers(p2p: P2P, timeout_s: float) -> dict[str, list[str]]:
     """Multiaddrs of the daemon's connections, by peer. Raises ``TransportError``."""
-    with daemon_errors(f"the libp2p daemon did not answer within {timeout_s:.0f} s"):
-        async with asyncio.timeout(timeout_s):
-            peers = await p2p.list_peers()
+    async with daemon_call(timeout_s):
+        peers = await p2p.list_peers()
     ways: dict[str, list[str]] = {}
     for info in peers:
         ways.setdefault(info.peer_id.to_base58(), []).extend(str(address) for address in info.addrs)
@@ -71,22 +70,23 @@ async def ways_to_peers(p2p: P2P, timeout_s: float) -> dict[str, list[str]]:
 
 async def own_maddrs(p2p: P2P, timeout_s: float) -> list[str]:
     """Where the daemon has learned by now that we can be reached; may be empty. Raises ``TransportError``."""
-    with daemon_errors(f"the libp2p daemon did not answer within {timeout_s:.0f} s"):
-        async with asyncio.timeout(timeout_s):
-            try:
-                return [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
-            except ValueError:  # hivemind's word for "none yet"
-                return []
+    async with daemon_call(timeout_s):
+        with contextlib.suppress(ValueError):  # hivemind's word for "none yet"
+            return [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
+    return []
 
 
-@contextlib.contextmanager
-def daemon_errors(timed_out: str) -> Iterator[None]:
-    """What hivemind raises when our daemon fails, as ``TransportError``; ``timed_out`` says what took too
-    long."""
+@contextlib.asynccontextmanager
+async def daemon_call(
+    timeout_s: float, trouble: str = "the libp2p daemon did not answer"
+) -> AsyncIterator[None]:
+    """Bound what our daemon is asked, and give what hivemind raises when it fails as ``TransportError``;
+    ``trouble`` says what took too long."""
     try:
-        yield
+        async with asyncio.timeout(timeout_s):
+            yield
     except TimeoutError:  # an OSError too, so it comes first
-        raise TransportError(timed_out) from None
+        raise TransportError(f"{trouble} within {timeout_s:.0f} s") from None
     except (OSError, asyncio.IncompleteReadError, P2PDaemonError, DecodeError):
         raise TransportError(DAEMON_GONE) from None
 
@@ -116,7 +116,7 @@ async def _ask(p2p: P2P, request: p2pd_pb2.Request, timeout_s: float) -> Stream:
     writer: asyncio.StreamWriter | None = None
     response = p2pd_pb2.Response()
     try:
-        async with asyncio.timeout(timeout_s):
+        async with daemon_call(timeout_s, "it did not answer"):
             path = p2p.daemon_listen_maddr["unix"]
             reader, writer = await asyncio.open_unix_connection(path, limit=MAX_MESSAGE_BYTES)
             await write_pbmsg(writer, request)
@@ -124,10 +124,6 @@ async def _ask(p2p: P2P, request: p2pd_pb2.Request, timeout_s: float) -> Stream:
         if response.type == p2pd_pb2.Response.ERROR:
             raise TransportError(_cause(response.error.msg))
         answered, writer = writer, None
-    except TimeoutError:
-        raise TransportError(f"it did not answer within {timeout_s:.0f} s") from None
-    except (OSError, asyncio.IncompleteReadError, DecodeError):
-        raise TransportError(DAEMON_GONE) from None
     finally:
         if writer is not None:
             await hang_up(writer)

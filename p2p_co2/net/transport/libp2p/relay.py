@@ -46,19 +46,16 @@ class Places:
         """Ask for places, or ask again, if it is time to; never raises for a relay's sake."""
         if time.monotonic() < self._renew_at or not self._seeds:
             return
-        asked = self._seeds[:MAX_PLACES]
-        answers = await asyncio.gather(
-            *(ask_for_place(self._p2p, seed, self._me) for seed in asked), return_exceptions=True
-        )
         held, causes = list[str](), list[str]()
-        for seed, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, str):
-                held.append(answer)
-            elif isinstance(answer, TransportError):
-                causes.append(f"{seed.rpartition('/p2p/')[0]}: {answer}")
-            else:
-                raise answer
-        self.held, self.trouble = tuple(held), "" if held else "; ".join(causes)
+
+        async def ask(seed: str) -> None:
+            try:
+                held.append(await ask_for_place(self._p2p, seed, self._me))
+            except TransportError as error:
+                causes.append(f"{seed.rpartition('/p2p/')[0]}: {error}")
+
+        await asyncio.gather(*map(ask, self._seeds[:MAX_PLACES]))
+        self.held, self.trouble = tuple(sorted(held)), "" if held else "; ".join(causes)
         # Without a place nobody reaches us: ask again soon.
         self._renew_at = time.monotonic() + (MESSAGE_TIMEOUT_S if held else CONNECT_TIMEOUT_S)
 
@@ -94,15 +91,11 @@ async def ask_for_place(p2p: P2P, seed: str, me: PeerId) -> str:
 
 async def read_hop(reader: asyncio.StreamReader) -> CircuitHop:
     """One message with its length before it as a varint. Raises ``TransportError`` for nonsense."""
-    length = shift = 0
-    while True:
-        byte = (await reader.readexactly(1))[0]
-        length |= (byte & 0x7F) << shift
-        shift += 7
-        if length > MAX_RECORD_BYTES or shift > 21:
-            raise TransportError("its answer is too large")
-        if byte < 0x80:
-            break
+    (length,) = await reader.readexactly(1)
+    if length >= 0x80:
+        length += ((await reader.readexactly(1))[0] - 1) << 7
+    if length > MAX_RECORD_BYTES:
+        raise TransportError("its answer is too large")
     try:
         return CircuitHop.FromString(await reader.readexactly(length))
     except DecodeError:
