@@ -35,7 +35,7 @@ from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Envelope, Mean, Ping, Result, RoundKey
 from tests.fuzz.world import RUN as RUN_OF_WORLD
 from tests.fuzz.world import Trainer, World
-from tests.test_grpc_carrier import hello_for
+from tests.test_transport import hello_for
 from tests.transport_peers import PATIENCE_S, RUN, Peer, open_pair, open_peer, until
 
 # ---- HTTP/2 by hand: gRPC's own client never sends half a message

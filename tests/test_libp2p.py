@@ -138,16 +138,11 @@ def test_finding_peers_takes_no_torch_and_the_rest_of_hivemind_is_there_for_who_
     assert not told.stderr
 
 
-async def test_daemon_port_in_use(tmp_path: Path, own_tmp: Path) -> None:
-    Identity.load_or_create(tmp_path / "id")
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    async with server:
-        with pytest.raises(EnvironmentFault, match=r"port \d+ is in use; choose another.*--libp2p-port"):
-            await start_p2p(tmp_path / "id", port=server.sockets[0].getsockname()[1])
-
-
 async def test_daemon_faults_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Identity.load_or_create(tmp_path / "id")
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as server:
+        with pytest.raises(EnvironmentFault, match=r"port \d+ is in use; choose another.*--libp2p-port"):
+            await start_p2p(tmp_path / "id", port=server.sockets[0].getsockname()[1])
     with pytest.raises(EnvironmentFault, match=r"not this machine's.*\(host\)"):
         await start_p2p(tmp_path / "id", "192.0.2.1")
     with pytest.raises(ConfigError, match="no IP address"):
@@ -180,18 +175,6 @@ async def test_daemon_that_hangs_is_given_more_time_then_up(
         await start_p2p(tmp_path / "id", startup_timeout_s=0.05)
 
 
-async def test_daemon_has_our_identity_and_ends_with_us(tmp_path: Path) -> None:
-    identity = Identity.load_or_create(tmp_path / "id")
-    p2p = await start_p2p(tmp_path / "id")
-    assert p2p.peer_id == identity.peer_id
-    process = p2p.daemon.process
-    ended = asyncio.create_task(p2p.daemon.wait_exit())
-    await stop_p2p(p2p)
-    await stop_p2p(p2p)
-    assert await ended
-    assert process.returncode is not None
-
-
 def take_children(_number: int, _frame: object) -> None:
     """A program's own handler, which takes the exit status of any child."""
     with contextlib.suppress(ChildProcessError):
@@ -203,10 +186,11 @@ def take_children(_number: int, _frame: object) -> None:
 async def test_the_daemons_end_is_seen_whoever_takes_the_signal_of_children(
     taken_by: Any, tmp_path: Path
 ) -> None:
-    Identity.load_or_create(tmp_path / "id")
+    identity = Identity.load_or_create(tmp_path / "id")
     before = signal.getsignal(signal.SIGCHLD)
     p2p = await start_p2p(tmp_path / "id")
     try:
+        assert p2p.peer_id == identity.peer_id
         assert signal.getsignal(signal.SIGCHLD) is before, "it is the program's"
         signal.signal(signal.SIGCHLD, taken_by)
         process = p2p.daemon.process
@@ -215,7 +199,9 @@ async def test_the_daemons_end_is_seen_whoever_takes_the_signal_of_children(
             assert await p2p.daemon.wait_exit()
             await stop_p2p(p2p)
             other = await start_p2p(tmp_path / "id")
+            ended = asyncio.create_task(other.daemon.wait_exit())
             await stop_p2p(other)
+            assert await ended
     finally:
         signal.signal(signal.SIGCHLD, before)
         await stop_p2p(p2p)
@@ -299,11 +285,7 @@ async def _echo(request: PeerRecord, _: object) -> PeerRecord:
 
 
 A, B = PeerId("a"), PeerId("b")
-
-
 DIRECT, PUBLIC = "/ip4/203.0.113.7/tcp/4001", "/ip4/203.0.113.8/tcp/4001/p2p/b"
-
-
 BY_SEED = "/ip4/203.0.113.9/tcp/31337/p2p/seed/p2p-circuit/p2p/b"
 
 
@@ -473,14 +455,8 @@ async def test_holes_are_tried_by_one_end_where_both_have_an_address(monkeypatch
     assert await improve(monkeypatch, MadeLink(), [BY_SEED], me=PeerId("c")) == []
     assert await improve(monkeypatch, MadeLink(maddrs=(BY_SEED,)), [BY_SEED]) == []
     assert await improve(monkeypatch, MadeLink(), [BY_SEED], own="/ip4/192.168.1.2/tcp/4001") == []
-    known, later = (
-        MadeLink(maddrs=(BY_SEED,)),
-        (BY_SEED, PUBLIC),
-    )  # it had none before
-    assert await improve(monkeypatch, known, [BY_SEED], newest=later) == [
-        "hang up",
-        "reach",
-    ]
+    known = MadeLink(maddrs=(BY_SEED,))  # it had none before
+    assert await improve(monkeypatch, known, [BY_SEED], newest=(BY_SEED, PUBLIC)) == ["hang up", "reach"]
 
 
 async def test_the_end_that_does_not_make_it_anew_dials_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
