@@ -26,8 +26,13 @@ from p2p_co2.errors import (
     TransportError,
 )
 from p2p_co2.net.transport.admission import MAX_INBOUND_LINKS_PER_PEER, Admission
-from p2p_co2.net.transport.grpc_carrier import METHOD, GrpcCarrier
-from p2p_co2.net.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
+from p2p_co2.net.transport.grpc_carrier import (
+    METHOD,
+    TARGET_NAME,
+    GrpcCarrier,
+    fetch_certificate,
+    make_certificate,
+)
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S, MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord

@@ -26,7 +26,7 @@ from p2p_co2.net.transport.libp2p.control import reach
 from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.probe import ProbeServer, clock_offsets_s, judge_clock
-from p2p_co2.net.transport.slow import Line, SlowCarrier, SlowLine
+from p2p_co2.net.transport.slow import Line, SlowLine
 from p2p_co2.node.reach import (
     Reach,
     is_on_this_machine,
@@ -164,7 +164,8 @@ class Network:
             carriers.append(Libp2pCarrier(self.p2p, me, run, newest=self.records.maddrs_of))
         if config.slow_line:
             line = Line(SlowLine.parse(config.slow_line), zlib.crc32(me.peer_id.encode()))
-            carriers = [SlowCarrier(carrier, line) for carrier in carriers]
+            for carrier in carriers:
+                carrier.line = line
         for carrier in carriers:
             self._stack.push_async_callback(carrier.close)
             await carrier.start(on_message, on_refused)

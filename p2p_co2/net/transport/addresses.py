@@ -113,27 +113,26 @@ class Resolver:
             return [str(ipaddress.ip_address(host))]
         if not self._places.acquire(blocking=False):
             raise TransportError(f"{host[:64]}: too many names are being looked up; addresses need none")
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[str]] = loop.create_future()
-        threading.Thread(target=self._look_up, args=(host, loop, answer), daemon=True).start()
+        loop, found, ready = asyncio.get_running_loop(), list[str](), asyncio.Event()
+
+        def look_up() -> None:
+            try:
+                with suppress(OSError, UnicodeError):
+                    found.extend(self._resolve(host))
+            finally:
+                self._places.release()
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(ready.set)
+
+        threading.Thread(target=look_up, daemon=True).start()
         try:
             async with asyncio.timeout(timeout_s):
-                found = await answer
+                await ready.wait()
         except TimeoutError:
             raise TransportError(f"{host[:64]}: its name servers do not answer") from None
         if not found:
             raise TransportError(f"{host[:64]}: no such name")
         return found
-
-    def _look_up(self, host: str, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[list[str]]) -> None:
-        found: list[str] = []
-        try:
-            with suppress(OSError, UnicodeError):
-                found = self._resolve(host)
-        finally:
-            self._places.release()
-        with suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(lambda: None if answer.done() else answer.set_result(found))
 
 
 def _resolve(host: str) -> list[str]:

@@ -147,34 +147,24 @@ class Link:
 _Link = TypeVar("_Link", bound=Link)
 
 
-class Carrier(Protocol):
-    """A way to reach peers and to be reached."""
+class Line(Protocol):
+    """What slows a carrier down; see ``slow``."""
 
-    @property
-    def name(self) -> str:
-        """ "grpc" or "libp2p"."""
-
-    async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
-        """Begin to listen. Raises ``EnvironmentFault`` with the fix when this machine does not let us."""
-
-    def keep_places(self, is_known: Callable[[PeerId], bool]) -> None:
-        """Keep some places for peers of whom ``is_known`` says that they have worked with us."""
-
-    async def connect(self, record: PeerRecord) -> Link:
-        """Open a link to the peer of ``record``, in bounded time.
-
-        Raises ``TransportError`` with the cause in words: nobody there, somebody else there, or refused. Safe
-        to cancel.
-        """
-
-    async def close(self) -> None:
-        """Drop all links, stop listening; no task, thread or socket of this carrier is left. May be called
-        twice."""
+    def taking(self, on_message: OnMessage) -> OnMessage: ...
+    async def carrying(self, link: Link) -> Link: ...
 
 
-class SignedCarrier:
-    """The half of a ``Carrier`` that is the same for all. ``run`` is the digest of the run; ``clock`` gives
-    unix seconds."""
+class Carrier:
+    """A way to reach peers and to be reached. ``run``: the digest of the run; ``clock``: unix seconds.
+
+    A carrier's own half says how it listens and ends (``_listen``, ``_stop``), and how it reaches an address
+    (``_dial``).
+    """
+
+    name = ""
+    """ "grpc" or "libp2p"."""
+    line: Line | None = None
+    """Set before ``start``, for rehearsals."""
 
     def __init__(self, identity: Identity, run: bytes, clock: Callable[[], float]) -> None:
         self.admission = Admission(identity, run, clock)
@@ -184,8 +174,38 @@ class SignedCarrier:
         self.on_refused: OnRefused
 
     def keep_places(self, is_known: Callable[[PeerId], bool]) -> None:
-        """See ``Carrier``."""
+        """Keep some places for peers of whom ``is_known`` says that they have worked with us."""
         self.admission.is_known = is_known
+
+    async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
+        """Begin to listen. Raises ``EnvironmentFault`` with the fix when this machine does not let us."""
+        self.on_message = on_message if self.line is None else self.line.taking(on_message)
+        self.on_refused = on_refused
+        await self._listen()
+
+    async def connect(self, record: PeerRecord) -> Link:
+        """Open a link to the peer of ``record``, in bounded time.
+
+        Raises ``TransportError`` with the cause in words: nobody there, somebody else there, or refused. Safe
+        to cancel.
+        """
+        link = await self._dial(record)
+        return link if self.line is None else await self.line.carrying(link)
+
+    async def close(self) -> None:
+        """Drop all links, stop listening; no task, thread or socket of this carrier is left. May be called
+        twice."""
+        await asyncio.gather(*(link.close() for link in list(self.links)))
+        await self._stop()
+
+    async def _listen(self) -> None:
+        raise NotImplementedError
+
+    async def _dial(self, record: PeerRecord) -> Link:
+        raise NotImplementedError
+
+    async def _stop(self) -> None:
+        raise NotImplementedError
 
     async def _opened(self, link: _Link, certificate_digest: bytes, where: str) -> _Link:
         """The link once it is welcome. Raises ``TransportError``; nothing is left then."""
@@ -215,9 +235,6 @@ class SignedCarrier:
             yield peer
         finally:
             self.admission.leave(peer, network)
-
-    async def _close_links(self) -> None:
-        await asyncio.gather(*(link.close() for link in list(self.links)))
 
 
 def check_incoming(length_bytes: int) -> None:

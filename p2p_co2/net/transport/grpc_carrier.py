@@ -2,8 +2,12 @@
 
 One streaming call is one link: the request stream carries the messages, the initial metadata of the answer
 says "welcome", the final status says why it ended. No generated stubs: messages are the bytes of the call.
-The certificate's digest is in the signed peer record (``tls``), and the signed hello is bound to it
-(``admission``). HTTP/2 flow control is the backpressure.
+HTTP/2 flow control is the backpressure.
+
+A certificate authenticates nobody by itself: it is self-signed, made anew at every start, and its private key
+never leaves memory. What counts is its digest, in the owner's signed ``PeerRecord``: the dialler compares,
+then trusts exactly this certificate and no authority (pinning, RFC 7858 section 4.2 in spirit). The signed
+hello is bound to it (``admission``). Price: one extra handshake per link.
 
 Law of death: a killed process resets its connection and both ends know at once; a host that falls silent is
 given up after 20 s. Price: 1.5 to 4 CPU seconds per GB, much of it TLS; each link is a TCP connection of its
@@ -13,12 +17,21 @@ own, so that one slow peer never stands in another's way.
 from __future__ import annotations
 
 import asyncio
+import datetime
+import hashlib
+import os
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from urllib.parse import unquote
 
 import grpc
 import grpc.aio
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from p2p_co2.errors import EnvironmentFault, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.addresses import Resolver, is_near
@@ -27,14 +40,11 @@ from p2p_co2.net.transport.base import (
     CLOSE_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
     MESSAGE_TIMEOUT_S,
+    Carrier,
     Link,
-    OnMessage,
-    OnRefused,
-    SignedCarrier,
     check_incoming,
 )
 from p2p_co2.net.transport.flow import Seen, SendBuffer
-from p2p_co2.net.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
@@ -43,6 +53,11 @@ from p2p_co2.system.process import left_to_others, shut_in_forks_at
 SERVICE = f"p2p_co2.v{PROTOCOL_VERSION}"
 METHOD = f"/{SERVICE}/Link"
 WELCOME = ("p2p-co2", "welcome")
+TARGET_NAME = "peer.p2p-co2.invalid"
+"""The name inside every certificate (RFC 2606 top-level domain): TLS wants one, and ours means nothing."""
+_MARGIN = datetime.timedelta(days=30)
+"""Volunteers' clocks are wrong; the signed record's expiry bounds the use of a certificate, not this."""
+_LIFETIME = datetime.timedelta(days=3650)
 
 _TIMEOUT_MS = int(CONNECT_TIMEOUT_S * 1000)
 _COMMON_OPTIONS: list[tuple[str, int | str]] = [
@@ -75,7 +90,7 @@ _SERVER_STOPS = "Cancelling all calls"
 """What gRPC says to the links of a server that is being stopped: a peer that leaves, and no fault."""
 
 
-class GrpcCarrier(SignedCarrier):
+class GrpcCarrier(Carrier):
     """Listens on ``host:port`` (0 picks a free one, see ``port`` after ``start``); ``run`` is the digest of
     the run."""
 
@@ -95,9 +110,7 @@ class GrpcCarrier(SignedCarrier):
         """sha256 of our certificate, for our peer record."""
         return self._certificate.digest
 
-    async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
-        """See ``Carrier``."""
-        self.on_message, self.on_refused = on_message, on_refused
+    async def _listen(self) -> None:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         method = grpc.stream_unary_rpc_method_handler(self._serve)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Link": method}),))
@@ -119,8 +132,8 @@ class GrpcCarrier(SignedCarrier):
         self._server, self.port = server, bound
         shut_in_forks_at(bound)
 
-    async def connect(self, record: PeerRecord) -> GrpcLink:
-        """See ``Carrier``; tries the record's addresses one after the other."""
+    async def _dial(self, record: PeerRecord) -> GrpcLink:
+        """Tries the record's addresses one after the other."""
         if not record.grpc_addresses:
             raise TransportError("it offers no address for gRPC")
         causes = []
@@ -131,10 +144,8 @@ class GrpcCarrier(SignedCarrier):
                 causes.append(str(error))
         raise TransportError("; ".join(causes))
 
-    async def close(self) -> None:
-        """See ``Carrier``."""
+    async def _stop(self) -> None:
         server, self._server = self._server, None
-        await self._close_links()
         if server is not None:
             await server.stop(None)
             left_to_others(self.port)
@@ -263,3 +274,73 @@ def _split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise TransportError(f"{address[:64]!r} is no host:port")
     return host.strip("[]"), int(port)
+
+
+# ---- certificates
+
+
+@dataclass(frozen=True)
+class ServerCertificate:
+    """``key_pem`` is secret. ``digest`` is sha256 of the DER certificate, 32 bytes."""
+
+    key_pem: bytes
+    certificate_pem: bytes
+    digest: bytes
+
+    def __repr__(self) -> str:
+        return f"ServerCertificate({self.digest.hex()})"
+
+
+def make_certificate(now: float) -> ServerCertificate:
+    """A new key and its self-signed certificate; ``now`` in unix seconds."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, TARGET_NAME)])
+    at = datetime.datetime.fromtimestamp(now, datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(at - _MARGIN)
+        .not_valid_after(at + _LIFETIME)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(TARGET_NAME)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return ServerCertificate(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ),
+        certificate.public_bytes(serialization.Encoding.PEM),
+        hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).digest(),
+    )
+
+
+async def fetch_certificate(host: str, port: int, digest: bytes, timeout_s: float) -> bytes:
+    """The certificate (PEM) shown at ``host:port`` if it has this digest.
+
+    Raises ``TransportError``: nobody there, no TLS there, or another certificate (the peer restarted and its
+    record is old, or somebody else answers). Safe to cancel.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # the digest below is the verification
+    context.set_alpn_protocols(["h2"])
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=TARGET_NAME)
+    except TimeoutError:
+        raise TransportError(f"{host}:{port} did not answer within {timeout_s:.0f} s") from None
+    except ssl.SSLError as error:
+        raise TransportError(f"{host}:{port} does not speak TLS as we do: {error.reason}") from None
+    except OSError as error:
+        number = error.errno or 0  # asyncio and the resolver put other words into strerror
+        raise TransportError(f"{host}:{port}: {os.strerror(number) if number > 0 else error}") from None
+    shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.transport.abort()  # nothing was said, so nothing needs an orderly end
+    if hashlib.sha256(shown).digest() != digest:
+        raise TransportError(
+            f"{host}:{port} shows another certificate than the peer's record names; the peer restarted, or "
+            "somebody else answers there"
+        )
+    return ssl.DER_cert_to_PEM_cert(shown).encode()

@@ -14,9 +14,8 @@ import time
 from dataclasses import dataclass
 
 from p2p_co2.errors import ConfigError, PeerLost
-from p2p_co2.net.transport.base import Carrier, Link, OnMessage, OnRefused
+from p2p_co2.net.transport.base import Link, OnMessage
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
 MAX_UNDER_WAY = 64
 
@@ -47,11 +46,28 @@ class SlowLine:
 
 
 class Line:
-    """One process's line, which all of its carriers share: in each direction one message after the other."""
+    """One process's line, which all of its carriers share: in each direction one message after the other. See
+    ``Carrier.line``."""
 
     def __init__(self, line: SlowLine, seed: int) -> None:
         self.line, self._chance = line, random.Random(seed)
         self._up_free_at = self._down_free_at = 0.0
+
+    def taking(self, on_message: OnMessage) -> OnMessage:
+        """``on_message`` when a message has been taken in."""
+
+        async def slowly(sender: PeerId, data: bytes) -> None:
+            now = time.monotonic()
+            self._down_free_at = max(now, self._down_free_at) + 8 * len(data) / self.line.down_bits_per_s
+            await asyncio.sleep(self._down_free_at - now)
+            await on_message(sender, data)
+
+        return slowly
+
+    async def carrying(self, link: Link) -> Link:
+        """``link`` over this line, after TCP's handshake and TLS's, a round trip each."""
+        await asyncio.sleep(4 * self.line.latency_s)
+        return SlowLink(link, self)
 
     async def pass_up(self, size_bytes: int) -> None:
         """Return when a message of this size has left."""
@@ -59,38 +75,12 @@ class Line:
         self._up_free_at = max(now, self._up_free_at) + 8 * size_bytes / self.line.up_bits_per_s
         await asyncio.sleep(self._up_free_at - now)
 
-    async def pass_down(self, size_bytes: int) -> None:
-        """Return when a message of this size has been taken in."""
-        now = time.monotonic()
-        self._down_free_at = max(now, self._down_free_at) + 8 * size_bytes / self.line.down_bits_per_s
-        await asyncio.sleep(self._down_free_at - now)
-
     def latency_s(self, size_bytes: int) -> float:
         """Of one message: what jitter and lost packets make of the line's."""
         late_s = max(0.0, self.line.latency_s + self._chance.gauss(0.0, self.line.jitter_s))
         packets = -(-size_bytes // 1448)
         is_hit = self._chance.random() < 1 - (1 - self.line.loss) ** packets
         return late_s + 2 * self.line.latency_s * is_hit
-
-
-class SlowCarrier:
-    """See ``Carrier``: ``carrier`` on ``line``."""
-
-    def __init__(self, carrier: Carrier, line: Line) -> None:
-        self._carrier, self._line = carrier, line
-        self.name, self.keep_places, self.close = carrier.name, carrier.keep_places, carrier.close
-
-    async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
-        async def slowly(sender: PeerId, data: bytes) -> None:
-            await self._line.pass_down(len(data))
-            await on_message(sender, data)
-
-        await self._carrier.start(slowly, on_refused)
-
-    async def connect(self, record: PeerRecord) -> Link:
-        link = await self._carrier.connect(record)
-        await asyncio.sleep(4 * self._line.line.latency_s)  # TCP's handshake and TLS's, a round trip each
-        return SlowLink(link, self._line)
 
 
 class SlowLink(Link):

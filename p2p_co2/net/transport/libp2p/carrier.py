@@ -32,10 +32,8 @@ from p2p_co2.net.transport.base import (
     CONNECT_TIMEOUT_S,
     DIRECT,
     MESSAGE_TIMEOUT_S,
+    Carrier,
     Link,
-    OnMessage,
-    OnRefused,
-    SignedCarrier,
     check_incoming,
 )
 from p2p_co2.net.transport.flow import Acknowledged
@@ -64,7 +62,7 @@ nobody can dial it."""
 _NO_CERTIFICATE = b""
 
 
-class Libp2pCarrier(SignedCarrier):
+class Libp2pCarrier(Carrier):
     """Over a started ``P2P``, which stays the caller's; ``run`` is the digest of the run, ``newest`` as
     ``LinkUpgrades`` has it."""
 
@@ -87,14 +85,12 @@ class Libp2pCarrier(SignedCarrier):
         most_streams = MAX_INBOUND_LINKS + MAX_STRANGERS
         self.inbound = ServedStreams(p2p, PROTOCOL, self._serve, most_streams, most_streams)
 
-    async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
-        """See ``Carrier``."""
-        self.on_message, self.on_refused = on_message, on_refused
+    async def _listen(self) -> None:
         await self.inbound.start()
         self._upgrades.start()
 
-    async def connect(self, record: PeerRecord) -> Libp2pLink:
-        """See ``Carrier``; without usable ``maddrs`` the daemon asks its routing table for the peer."""
+    async def _dial(self, record: PeerRecord) -> Libp2pLink:
+        """Without usable ``maddrs`` the daemon asks its routing table for the peer."""
         try:
             public_key_of(record.peer)
         except RemoteProtocolError as error:
@@ -109,9 +105,11 @@ class Libp2pCarrier(SignedCarrier):
         return link
 
     async def close(self) -> None:
-        """See ``Carrier``."""
+        """See ``Carrier``; first of all nobody dials any more."""
         await self._upgrades.stop()
-        await self._close_links()
+        await super().close()
+
+    async def _stop(self) -> None:
         await self.inbound.close()
 
     async def _serve(self, asker: Asker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -26,8 +26,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
@@ -174,21 +174,8 @@ async def start_p2p(
     arguments = _arguments(identity_path, host, port, announce_host, public, relay)
     _require_free(host, port)
     asyncio.get_running_loop().set_exception_handler(quiet_stream_ends)
-    daemon = _launch(arguments)
-    try:
-        async with asyncio.timeout(startup_timeout_s):
-            await daemon.wait_ready()
-            p2p = await DaemonP2P.replicate(Multiaddr(f"/unix{daemon.socket}"))
-    except BaseException as error:
-        await daemon.stop()
-        if isinstance(error, TimeoutError):
-            raise EnvironmentFault(
-                f"the libp2p daemon was not up after {startup_timeout_s:.0f} s: this machine is very busy, "
-                "or a security program holds the daemon back; stop other work or allow the program p2pd"
-            ) from None
-        if isinstance(error, OSError | asyncio.IncompleteReadError | P2PDaemonError):
-            raise daemon.fault() from None
-        raise
+    async with _launched(arguments, startup_timeout_s) as daemon:
+        p2p = await DaemonP2P.replicate(Multiaddr(f"/unix{daemon.socket}"))
     p2p.daemon, p2p.arguments = daemon, tuple(arguments)
     shut_in_forks_at(str(p2p._client_listen_maddr).removeprefix("/unix"))
     return p2p
@@ -245,11 +232,9 @@ async def _revive(p2p: DaemonP2P) -> None:
     was, and may be revived later. Safe to cancel."""
     control = p2p._client.control
     await _part(p2p)
-    daemon = _launch(_same_port(p2p))
     unary = dict(control.unary_handlers)
     try:
-        async with asyncio.timeout(MESSAGE_TIMEOUT_S):
-            await daemon.wait_ready()
+        async with _launched(_same_port(p2p), MESSAGE_TIMEOUT_S) as daemon:
             p2p.point_to(daemon)
             await control._ensure_persistent_conn()
             for protocol, handler in list(control.handlers.items()):
@@ -258,11 +243,6 @@ async def _revive(p2p: DaemonP2P) -> None:
             for protocol, answer in unary.items():
                 await control.add_unary_handler(protocol, answer)
             await p2p._ping_daemon()
-    except BaseException as error:
-        await daemon.stop()
-        if isinstance(error, OSError | asyncio.IncompleteReadError | P2PDaemonError):  # a timeout too
-            raise EnvironmentFault(f"the libp2p daemon did not start again: {error or 'it hangs'}") from None
-        raise
     finally:
         control.unary_handlers.update(unary)
     p2p.daemon = daemon
@@ -294,6 +274,27 @@ def _same_port(p2p: DaemonP2P) -> list[str]:
         f"{one.removesuffix('0')}{port}" if one.startswith(_LISTEN) and one.endswith("/tcp/0") else one
         for one in p2p.arguments
     ]
+
+
+@asynccontextmanager
+async def _launched(arguments: Sequence[str], timeout_s: float) -> AsyncIterator[Daemon]:
+    """A daemon that listens; it ends if what is done with it fails, or is not done in time. Raises
+    ``EnvironmentFault``."""
+    daemon = _launch(arguments)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await daemon.wait_ready()
+            yield daemon
+    except BaseException as error:
+        await daemon.stop()
+        if isinstance(error, TimeoutError):
+            raise EnvironmentFault(
+                f"the libp2p daemon was not up after {timeout_s:.0f} s: this machine is very busy, or a "
+                "security program holds the daemon back; stop other work or allow the program p2pd"
+            ) from None
+        if isinstance(error, OSError | asyncio.IncompleteReadError | P2PDaemonError):
+            raise daemon.fault() from None
+        raise
 
 
 def _launch(arguments: Sequence[str]) -> Daemon:
