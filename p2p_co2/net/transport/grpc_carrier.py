@@ -23,7 +23,7 @@ import os
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 import grpc
@@ -55,10 +55,6 @@ METHOD = f"/{SERVICE}/Link"
 WELCOME = ("p2p-co2", "welcome")
 TARGET_NAME = "peer.p2p-co2.invalid"
 """The name inside every certificate (RFC 2606 top-level domain): TLS wants one, and ours means nothing."""
-_MARGIN = datetime.timedelta(days=30)
-"""Volunteers' clocks are wrong; the signed record's expiry bounds the use of a certificate, not this."""
-_LIFETIME = datetime.timedelta(days=3650)
-
 _TIMEOUT_MS = int(CONNECT_TIMEOUT_S * 1000)
 _COMMON_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.keepalive_time_ms", _TIMEOUT_MS),
@@ -283,12 +279,9 @@ def _split_address(address: str) -> tuple[str, int]:
 class ServerCertificate:
     """``key_pem`` is secret. ``digest`` is sha256 of the DER certificate, 32 bytes."""
 
-    key_pem: bytes
+    key_pem: bytes = field(repr=False)
     certificate_pem: bytes
     digest: bytes
-
-    def __repr__(self) -> str:
-        return f"ServerCertificate({self.digest.hex()})"
 
 
 def make_certificate(now: float) -> ServerCertificate:
@@ -302,8 +295,9 @@ def make_certificate(now: float) -> ServerCertificate:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(at - _MARGIN)
-        .not_valid_after(at + _LIFETIME)
+        # Volunteers' clocks are wrong; the signed record's expiry bounds the use of a certificate, not this.
+        .not_valid_before(at - datetime.timedelta(days=30))
+        .not_valid_after(at + datetime.timedelta(days=3650))
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(TARGET_NAME)]), critical=False)
         .sign(key, hashes.SHA256())
     )

@@ -2,13 +2,11 @@
 
 Seeds and peers serve it (``ProbeServer``), ``doctor`` asks (``open_prober``), and who joins compares clocks.
 Four questions (``Probe`` in the schema): how do I look from there and what is your clock; connect to my own
-address; send me bytes; take these. A rate is what a question or an answer of many bytes took longer than a
-short one, so it is a lower bound.
+address; send me bytes; take these. A rate is a lower bound: what many bytes took longer than few.
 
-There is no signed hello as on a link: it needs clocks that agree, and a wrong clock is one of the things to
-find out. libp2p proves both identities, the run's digest shows a ticket. Laws: a connection back goes to the
-address at which the asker is seen and to no other; what anybody gets is bounded (``Allowances``). Price: a
-stream through the Go daemon measures at most some 100 MB/s.
+There is no signed hello, which needs clocks that agree. libp2p proves both identities, the run's digest shows
+a ticket. Laws: a connection back goes to the address at which the asker is seen and to no other; what anybody
+gets is bounded (``Allowances``). Price: a stream through the Go daemon measures at most some 100 MB/s.
 """
 
 from __future__ import annotations
@@ -71,8 +69,8 @@ def check_dial_back(port: int, expect: bytes, observed: str) -> str:
     """The address that a connection back may go to. Raises ``RemoteProtocolError``."""
     place = address_of(observed)
     if place is None:
-        trouble = "seen through a relay only, so there is no address to connect to"
-        raise RemoteProtocolError("relayed", trouble)
+        detail = "seen through a relay only, so there is no address to connect to"
+        raise RemoteProtocolError("relayed", detail)
     if not 0 < port < 65536 or not 0 < len(expect) <= 32:
         raise RemoteProtocolError("wrong question", "port or expected bytes out of bounds")
     return place[0]
@@ -282,24 +280,22 @@ def judge_clock(offsets_s: Sequence[float]) -> ClockJudged:
     The median counts, so one liar among three moves nothing. Where they disagree nobody knows who is right,
     and nobody is refused.
     """
+    from_there = f"from {CLOCK_CANNOT_S:.0f} s"
     if not offsets_s:
-        advice = f"from {CLOCK_CANNOT_S:.0f} s off on the others do not hear this peer; look at it: date -u"
+        advice = f"{from_there} off on the others do not hear this peer; look at it: date -u"
         return ClockJudged("unknown", "nobody answered what time it is", advice)
     middle = statistics.median(offsets_s)
     others = f"{len(offsets_s)} other{'s' * (len(offsets_s) > 1)}"
-    words = f"{-middle:+.2f} s against {others}"
-    near = sum(abs(offset - middle) <= CLOCK_OK_S for offset in offsets_s)
-    if 2 * near <= len(offsets_s):
-        spread = max(offsets_s) - min(offsets_s)
-        advice = "somebody's clock is wrong; look at this machine's: date -u"
-        return ClockJudged("unknown", f"{others} differ by {spread:.0f} s", advice)
-    fix = "set it by the network: timedatectl set-ntp true"
+    if 2 * sum(abs(offset - middle) <= CLOCK_OK_S for offset in offsets_s) <= len(offsets_s):
+        measured = f"{others} differ by {max(offsets_s) - min(offsets_s):.0f} s"
+        return ClockJudged("unknown", measured, "somebody's clock is wrong; look at this machine's: date -u")
+    measured, fix = f"{-middle:+.2f} s against {others}", "set it by the network: timedatectl set-ntp true"
     if abs(middle) > CLOCK_CANNOT_S:
-        return ClockJudged("cannot", words, f"the others do not list or hear this peer; {fix}")
+        return ClockJudged("cannot", measured, f"the others do not list or hear this peer; {fix}")
     if abs(middle) > CLOCK_OK_S:
-        advice = f"from {CLOCK_CANNOT_S:.0f} s on the others do not hear this peer; {fix}"
-        return ClockJudged("limited", words, advice)
-    return ClockJudged("ok", words)
+        advice = f"{from_there} on the others do not hear this peer; {fix}"
+        return ClockJudged("limited", measured, advice)
+    return ClockJudged("ok", measured)
 
 
 async def clock_offsets_s(p2p: P2P, run: bytes, contacts: Mapping[PeerId, Sequence[str]]) -> list[float]:

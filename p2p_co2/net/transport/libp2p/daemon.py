@@ -1,9 +1,8 @@
-"""The libp2p daemon of this process: started with cause and fix in every failure, started again when it dies,
-stopped without a trace.
+"""The libp2p daemon of this process: started, started again when it dies, stopped without a trace.
 
 hivemind's own start hides why the daemon died. So we start its binary, read what it prints, and hand hivemind
-the running daemon (``P2P.replicate``). A daemon that ends is started again under the ``P2P`` that used it:
-same identity, port and handlers, in hivemind's client (1.1.12). Its links and places are lost.
+(1.1.12) the running daemon. One that ends is started again under the ``P2P`` that used it: same identity,
+port and handlers. Its links and places are lost.
 
 Laws: one daemon per process, with our identity. It ends when its control connection does, even after a
 SIGKILL (within 2 s). Its control socket lies in a folder of mode 700. Price: a Go program in the hivemind
@@ -189,15 +188,14 @@ async def stop_p2p(p2p: P2P) -> None:
         await p2p.shutdown()
         await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
     finally:  # also when cancelled
-        if isinstance(p2p, DaemonP2P) and p2p.daemon is not None:
-            daemon, p2p.daemon = p2p.daemon, None
+        daemon, p2p.daemon = p2p.daemon, None
+        if daemon is not None:
             await daemon.stop()
 
 
 def require_daemon(p2p: P2P) -> None:
     """Raise ``TransportError`` if the daemon of ``p2p`` has ended: hivemind takes that for silent peers."""
-    daemon = p2p.daemon if isinstance(p2p, DaemonP2P) else None
-    if daemon is not None and daemon.has_ended:
+    if p2p.daemon is not None and p2p.daemon.has_ended:
         raise TransportError(DAEMON_GONE)
 
 
@@ -205,8 +203,8 @@ async def keep_alive(p2p: P2P, revived: Callable[[str], Awaitable[None]]) -> str
     """Start the daemon of ``p2p`` again whenever it ends; ``revived`` hears the old one's last words.
     Returns why it is given up, in words. Safe to cancel."""
     failures, began_at = 0, time.monotonic()
-    while isinstance(p2p, DaemonP2P) and p2p.daemon is not None:
-        words = await p2p.daemon.wait_exit()
+    while p2p.daemon is not None:
+        words: str = await p2p.daemon.wait_exit()
         if p2p.daemon is None:
             return words  # it was stopped by us
         if time.monotonic() - began_at > MESSAGE_TIMEOUT_S:  # sooner it is still the same trouble
@@ -326,19 +324,16 @@ def _launch(arguments: Sequence[str]) -> Daemon:
 
 
 def _make_folder() -> Path:
-    """A private folder with a path short enough for a unix socket."""
-    causes = []
-    for parent in (tempfile.gettempdir(), "/tmp"):
-        if len(f"{parent}/{_PREFIX}12345678/p2pd.sock".encode()) > 100:  # sockets: 107 at most
-            continue
-        try:
-            return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        except OSError as error:
-            causes.append(f"{parent}: {error.strerror}")
-    raise EnvironmentFault(
-        f"cannot make a folder for the libp2p daemon's socket ({'; '.join(causes)}); free some "
-        "space there, or set TMPDIR to a folder that may be written"
-    )
+    """A private folder with a path short enough for a unix socket, which takes 107 bytes at most."""
+    try:
+        parent = tempfile.gettempdir()
+        is_short = len(f"{parent}/{_PREFIX}12345678/p2pd.sock".encode()) <= 100
+        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent if is_short else "/tmp"))
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot make a folder for the libp2p daemon's socket ({error.strerror}); free some space for "
+            "temporary files, or set TMPDIR to a folder that may be written"
+        ) from None
 
 
 def _arguments(
