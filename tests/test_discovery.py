@@ -23,7 +23,6 @@ from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.discovery import records as rec
 from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import own_maddrs, reach
-from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import (
     DHTID,
     P2P,
@@ -44,7 +43,7 @@ from p2p_co2.protocol.wire.limits import (
     PROTOCOL_VERSION,
 )
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
-from tests.transport_peers import PATIENCE_S, free_port
+from tests.transport_peers import PATIENCE_S, free_port, open_daemon
 
 CONFIG = RunConfig(name="test")
 RUN = CONFIG.digest()
@@ -67,21 +66,16 @@ class Member:
 
 
 @asynccontextmanager
-async def open_member(
-    folder: Path, seeds: list[str], *, port: int = 0, run: bytes = RUN
-) -> AsyncIterator[Member]:
-    os.makedirs(folder, exist_ok=True)
-    identity = Identity.load_or_create(folder / "identity")
-    p2p = await start_p2p(folder / "identity", port=port)
-    refused: list[RemoteProtocolError] = []
-    discovery = Discovery(p2p, identity, run, lambda _, error: refused.append(error))
-    try:
-        await discovery.start(seeds)
-        yield Member(identity, p2p, discovery, [str(m) for m in await p2p.get_visible_maddrs()], refused)
-    finally:
-        await discovery.close()
-        await discovery.close()
-        await stop_p2p(p2p)
+async def open_member(folder: Path, seeds: list[str], port: int = 0) -> AsyncIterator[Member]:
+    async with open_daemon(folder, port) as (p2p, identity):
+        refused: list[RemoteProtocolError] = []
+        discovery = Discovery(p2p, identity, RUN, lambda _, error: refused.append(error))
+        try:
+            await discovery.start(seeds)
+            yield Member(identity, p2p, discovery, [str(m) for m in await p2p.get_visible_maddrs()], refused)
+        finally:
+            await discovery.close()
+            await discovery.close()
 
 
 # ---- by hand
@@ -237,31 +231,24 @@ async def test_a_liar_in_the_dht_gets_nowhere(tmp_path: Path) -> None:
     async with (
         open_member(tmp_path / "seed", []) as seed,
         open_member(tmp_path / "a", seed.maddrs) as a,
+        open_daemon(tmp_path / "liar") as (p2p, liar),
     ):
         await a.discovery.publish_self(a.record, LIFETIME_S)
-        os.makedirs(tmp_path / "liar")
-        liar = Identity.load_or_create(tmp_path / "liar" / "identity")
-        p2p = await start_p2p(tmp_path / "liar" / "identity")
-        try:
-            await reach(p2p, seed.identity.peer_id, seed.maddrs, PATIENCE_S)
-            node = await DHTNode.create(p2p=p2p, cache_locally=False, cache_nearest=0)
-            await node.protocol.call_ping(PeerID.from_base58(seed.identity.peer_id))
-            victim = PeerRecord(
-                peer=a.identity.peer_id, run=RUN, maddrs=["/ip4/6.6.6.6/tcp/6"], expires_at=2e9
-            )
-            forged = liar.seal(rec.PEER_CONTEXT, victim.SerializeToString())
-            key = rec.peers_keys(RUN)[rec.shard_of(a.identity.peer_id)]
-            expires_at = get_dht_time() + 2 * LIFETIME_S
-            await node.store(key, forged, expires_at, subkey=a.identity.peer_id)
-            await node.store(rec.manifest_key(RUN), b"x", expires_at)
-            (found,) = await seed.discovery.find_peers()
-            assert list(found.maddrs) == a.maddrs
-            with pytest.raises(TransportError):
-                await seed.discovery.fetch_manifest(seed.identity.peer_id)
-            assert {error.reason for error in seed.refused} >= {"foreign record", "unreadable"}
-            await node.shutdown()
-        finally:
-            await stop_p2p(p2p)
+        await reach(p2p, seed.identity.peer_id, seed.maddrs, PATIENCE_S)
+        node = await DHTNode.create(p2p=p2p, cache_locally=False, cache_nearest=0)
+        await node.protocol.call_ping(PeerID.from_base58(seed.identity.peer_id))
+        victim = PeerRecord(peer=a.identity.peer_id, run=RUN, maddrs=["/ip4/6.6.6.6/tcp/6"], expires_at=2e9)
+        forged = liar.seal(rec.PEER_CONTEXT, victim.SerializeToString())
+        key = rec.peers_keys(RUN)[rec.shard_of(a.identity.peer_id)]
+        expires_at = get_dht_time() + 2 * LIFETIME_S
+        await node.store(key, forged, expires_at, subkey=a.identity.peer_id)
+        await node.store(rec.manifest_key(RUN), b"x", expires_at)
+        (found,) = await seed.discovery.find_peers()
+        assert list(found.maddrs) == a.maddrs
+        with pytest.raises(TransportError):
+            await seed.discovery.fetch_manifest(seed.identity.peer_id)
+        assert {error.reason for error in seed.refused} >= {"foreign record", "unreadable"}
+        await node.shutdown()
 
 
 def make_records(run_key: PeerId | None = None) -> tuple[rec.Records, list[str]]:

@@ -39,13 +39,13 @@ from p2p_co2.net.transport.libp2p.control import (
     reach,
 )
 from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
-from p2p_co2.net.transport.libp2p.hivemind import P2P, P2PDaemonError
+from p2p_co2.net.transport.libp2p.hivemind import P2PDaemonError
 from p2p_co2.net.transport.libp2p.relay import Places, ask_for_place
 from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, framed
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import CircuitHop, CircuitLimit, PeerRecord
-from tests.transport_peers import PATIENCE_S, RUN, Peer, free_port, open_pair, until
+from tests.transport_peers import PATIENCE_S, RUN, Peer, free_port, open_daemon, open_pair, until
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -290,38 +290,22 @@ BY_SEED = "/ip4/203.0.113.9/tcp/31337/p2p/seed/p2p-circuit/p2p/b"
 
 
 @asynccontextmanager
-async def daemon(folder: Path) -> AsyncIterator[tuple[P2P, PeerId]]:
-    os.makedirs(folder)
-    peer = Identity.load_or_create(folder / "identity").peer_id
-    p2p = await start_p2p(folder / "identity")
-    try:
-        yield p2p, peer
-    finally:
-        await stop_p2p(p2p)
-
-
-@asynccontextmanager
-async def seed(folder: Path, relay: bool) -> AsyncIterator[tuple[PeerId, str]]:
-    """(its id, its multiaddr)"""
-    os.makedirs(folder)
-    peer, port = Identity.load_or_create(folder / "identity").peer_id, free_port()
-    p2p = await start_p2p(
-        folder / "identity", "127.0.0.1", port, announce_host="127.0.0.1", public=True, relay=relay
-    )
-    try:
-        yield peer, f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"
-    finally:
-        await stop_p2p(p2p)
+async def seed(folder: Path, relay: bool) -> AsyncIterator[str]:
+    """Its multiaddr."""
+    port, host = free_port(), "127.0.0.1"
+    async with open_daemon(folder, port, announce_host=host, public=True, relay=relay) as (_, identity):
+        yield f"/ip4/{host}/tcp/{port}/p2p/{identity.peer_id}"
 
 
 async def test_two_that_nobody_dials_meet_at_a_seed(tmp_path: Path) -> None:
     """And the relay is the one without libp2p's limit of 128 KiB per circuit."""
     async with (
         asyncio.timeout(2 * PATIENCE_S),
-        seed(tmp_path / "seed", relay=True) as (_, maddr),
-        daemon(tmp_path / "a") as (a, _),
-        daemon(tmp_path / "b") as (b, b_id),
+        seed(tmp_path / "seed", relay=True) as maddr,
+        open_daemon(tmp_path / "a") as (a, _),
+        open_daemon(tmp_path / "b") as (b, identity),
     ):
+        b_id = identity.peer_id
         places = Places(b, b_id, [maddr])
         await places.renew()
         (place,) = places.held
@@ -345,11 +329,11 @@ async def test_two_that_nobody_dials_meet_at_a_seed(tmp_path: Path) -> None:
 async def test_a_seed_may_decline_to_relay(tmp_path: Path) -> None:
     async with (
         asyncio.timeout(2 * PATIENCE_S),
-        seed(tmp_path / "seed", relay=False) as (_, maddr),
-        daemon(tmp_path / "a") as (a, a_id),
+        seed(tmp_path / "seed", relay=False) as maddr,
+        open_daemon(tmp_path / "a") as (a, identity),
     ):
         seeds = [maddr, f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"]
-        places = Places(a, a_id, seeds)
+        places = Places(a, identity.peer_id, seeds)
         await places.renew()
         assert places.held == ()
         relay, dead = (f"{address.rpartition('/p2p/')[0]}: " for address in seeds)
@@ -414,23 +398,18 @@ async def improve(
     """What one look after the links does, once the link has been relayed for long enough."""
     done: list[str] = []
 
-    async def known(*_: object) -> dict[str, list[str]]:
-        return {str(B): ways}
+    def play(name: str, answer: object = None, does: str = "") -> None:
+        async def stand_in(*arguments: object) -> object:
+            done.extend([does] if does else [])
+            assert does != "reach" or arguments[2] == (newest or link.maddrs)
+            return answer
 
-    async def addresses(*_: object) -> list[str]:
-        return [own]
-
-    async def hang_up_on(*_: object) -> None:
-        done.append("hang up")
-
-    async def again(p2p: object, peer: PeerId, maddrs: tuple[str, ...], timeout_s: float) -> None:
-        done.append("reach")
-        assert maddrs == (newest or link.maddrs)
-
-    for name, stand_in in (
-        ("ways_to_peers", known), ("own_maddrs", addresses), ("hang_up_on", hang_up_on), ("reach", again),
-    ):  # fmt: skip
         monkeypatch.setattr(carrier_room, name, stand_in)
+
+    play("ways_to_peers", {str(B): ways})
+    play("own_maddrs", [own])
+    play("hang_up_on", does="hang up")
+    play("reach", does="reach")
     looking = LinkUpgrades(None, me, lambda: (link,), lambda peer: newest)  # type: ignore[arg-type]
     looking.opened(link)
     for _ in range(LOOKS_BEFORE):

@@ -15,7 +15,6 @@ import pytest
 from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
-from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.probe import (
     DIAL_BYTES,
@@ -31,9 +30,9 @@ from p2p_co2.net.transport.probe import (
     check_dial_back,
     open_prober,
 )
-from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Probe, ProbeAnswer
-from tests.transport_peers import PATIENCE_S
+from tests.transport_peers import PATIENCE_S, open_daemon
 
 RUN = hashlib.sha256(b"a run").digest()
 
@@ -69,8 +68,6 @@ def test_what_a_network_and_all_together_may_use_in_a_minute() -> None:
 
 @dataclass
 class World:
-    server: ProbeServer
-    server_p2p: P2P
     asker_p2p: P2P
     server_id: PeerId
     maddrs: list[str]
@@ -81,18 +78,15 @@ class World:
 
 @asynccontextmanager
 async def world(folder: Path, *, cap: float = 0.0, ahead_s: float = 0.0) -> AsyncIterator[World]:
-    identities = [Identity.load_or_create(folder / name) for name in ("server", "asker")]
-    server_p2p = await start_p2p(folder / "server")
-    asker_p2p = await start_p2p(folder / "asker")
-    server = ProbeServer(server_p2p, RUN, cap, lambda: time.time() + ahead_s)
-    await server.start()
-    maddrs = [str(maddr) for maddr in await server_p2p.get_visible_maddrs()]
-    try:
-        yield World(server, server_p2p, asker_p2p, PeerId(identities[0].peer_id), maddrs)
-    finally:
+    async with (
+        open_daemon(folder / "server") as (server_p2p, identity),
+        open_daemon(folder / "asker") as (asker_p2p, _),
+    ):
+        server = ProbeServer(server_p2p, RUN, cap, lambda: time.time() + ahead_s)
+        await server.start()
+        maddrs = [str(maddr) for maddr in await server_p2p.get_visible_maddrs()]
+        yield World(asker_p2p, identity.peer_id, maddrs)
         await server.close()
-        await stop_p2p(asker_p2p)
-        await stop_p2p(server_p2p)
 
 
 @asynccontextmanager
