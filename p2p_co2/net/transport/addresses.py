@@ -58,13 +58,6 @@ def is_relayed(maddr: str) -> bool:
     return "/p2p-circuit" in maddr
 
 
-def is_public_maddr(maddr: str) -> bool:
-    """Whether a multiaddr is a direct one that the world can see."""
-    fields = maddr.split("/")
-    is_direct = len(fields) > 4 and fields[1] in {"ip4", "ip6"} and not is_relayed(maddr)
-    return is_direct and not is_near(fields[2])
-
-
 def multiaddr_of(host: str, port: int) -> str:
     """The libp2p address of an IP address or DNS name and a TCP port."""
     try:
@@ -84,6 +77,12 @@ def address_of(maddr: str) -> tuple[str, int] | None:
     except ValueError:
         return None
     return (str(address), port) if 0 < port < 65536 else None
+
+
+def is_public_maddr(maddr: str) -> bool:
+    """Whether it is of a direct TCP connection from anywhere in the world."""
+    place = address_of(maddr)
+    return place is not None and not is_near(place[0])
 
 
 def network_of(address: str) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from p2p_co2.errors import LocalProtocolError, PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.admission import Admission
@@ -144,9 +144,6 @@ class Link:
         raise NotImplementedError
 
 
-_Link = TypeVar("_Link", bound=Link)
-
-
 class Line(Protocol):
     """What slows a carrier down; see ``slow``."""
 
@@ -207,15 +204,14 @@ class Carrier:
     async def _stop(self) -> None:
         raise NotImplementedError
 
-    async def _opened(self, link: _Link, certificate_digest: bytes, where: str) -> _Link:
-        """The link once it is welcome. Raises ``TransportError``; nothing is left then."""
+    async def _open(self, link: Link, certificate_digest: bytes, where: str) -> None:
+        """Return once a link is welcome. Raises ``TransportError``; nothing is left then."""
         self.links.add(link)
         try:
             await link.open(self.admission.hello(link.peer, certificate_digest), where)
         except BaseException:
             await link.drop("never opened")
             raise
-        return link
 
     @asynccontextmanager
     async def _admitted(

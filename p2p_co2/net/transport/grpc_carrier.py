@@ -164,7 +164,7 @@ class GrpcCarrier(Carrier):
             options=_CLIENT_OPTIONS,
         )
         link = GrpcLink(PeerId(record.peer), channel, self.links.discard)
-        await self._opened(link, record.certificate_digest, address)
+        await self._open(link, record.certificate_digest, address)
         link.send_buffer = SendBuffer(number, port)
         link.is_far = link.send_buffer.is_far
         return link

@@ -99,7 +99,7 @@ class Libp2pCarrier(Carrier):
         await reach(self.p2p, peer, record.maddrs, CONNECT_TIMEOUT_S)
         stream = await open_stream(self.p2p, peer, PROTOCOL, CONNECT_TIMEOUT_S)
         link = Libp2pLink(peer, stream, tuple(record.maddrs), self.links.discard)
-        await self._opened(link, _NO_CERTIFICATE, f"{peer} by libp2p")
+        await self._open(link, _NO_CERTIFICATE, f"{peer} by libp2p")
         self._upgrades.opened(link)
         link.on_end(lambda: self._upgrades.ended(link))
         return link
@@ -354,9 +354,7 @@ def _answer(writer: asyncio.StreamWriter, code: bytes, text: str = "") -> None:
 async def _until_gone(reader: asyncio.StreamReader) -> None:
     """Let the peer read our last answer: it hangs up then. What it still sends is thrown away, for a bounded
     time."""
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             while await reader.read(1 << 16):
                 continue
-    except TimeoutError:
-        return

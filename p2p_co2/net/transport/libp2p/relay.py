@@ -1,10 +1,9 @@
 """Places at relays: how a peer that nobody can dial is met all the same.
 
-A seed passes on streams to whoever holds a place there (libp2p's specification "Circuit Relay v2"). We ask
-for places ourselves, on a stream of that protocol: the daemon's own search takes up to three minutes, and two
-volunteers behind routers would train alone for so long. A place lives as long as the connection to the relay,
-so it is renewed. Price: what passes through a relay costs the seed's line, twice, and a circuit may be cut
-off, which to a link is a loss like any other.
+A seed passes on streams to whoever holds a place there (libp2p's "Circuit Relay v2"). We ask for places
+ourselves, on a stream of that protocol: the daemon's own search takes up to three minutes. A place lives as
+long as the connection to the relay, so it is renewed. Price: what passes through a relay costs the seed's
+line, twice, and a circuit may be cut off, which to a link is a loss like any other.
 """
 
 from __future__ import annotations
