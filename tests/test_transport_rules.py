@@ -31,7 +31,7 @@ from p2p_co2.net.transport.admission import (
     Admission,
     network_at,
 )
-from p2p_co2.net.transport.slow import MAX_UNDER_WAY, Line, SlowLine, SlowLink
+from p2p_co2.net.transport.slow import MAX_UNDER_WAY, Line, SlowLine
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S
 from tests.test_libp2p import BY_SEED, DIRECT
@@ -272,7 +272,7 @@ async def came(link: Link, count: int) -> None:
 async def test_messages_come_in_order_no_sooner_than_the_line_that_all_links_share_allows() -> None:
     slow = Line(SlowLine(8e6, 8e6, 0.05, 0.03, 0.0), seed=1)
     links = [Link(), Link()]
-    lines = [SlowLink(link, slow) for link in links]
+    lines = [await slow.carrying(link) for link in links]
     began_at = time.monotonic()
     sent = [bytes((number,)) * 10_000 for number in range(10)]
     for data in sent:
@@ -295,7 +295,7 @@ def test_a_lost_packet_is_a_round_trip() -> None:
 @pytest.mark.parametrize("waits_for_room", [False, True])
 async def test_a_send_over_a_link_that_is_gone_is_a_lost_peer(waits_for_room: bool) -> None:
     link = Link()
-    line = SlowLink(link, Line(SlowLine(1e9, 1e9, 0.1 * waits_for_room, 0.0, 0.0), seed=0))
+    line = await Line(SlowLine(1e9, 1e9, 0.1 * waits_for_room, 0.0, 0.0), seed=0).carrying(link)
     for _ in range(waits_for_room * MAX_UNDER_WAY + 1):  # the first is on its way
         await line.send(b"on its way")
     link.closed.set_result("the peer is gone")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from p2p_co2.errors import ConfigError, PeerLost
@@ -67,7 +68,7 @@ class Line:
     async def carrying(self, link: Link) -> Link:
         """``link`` over this line, after TCP's handshake and TLS's, a round trip each."""
         await asyncio.sleep(4 * self.line.latency_s)
-        return SlowLink(link, self)
+        return SlowLink(link, self.pass_up, self.latency_s)
 
     async def pass_up(self, size_bytes: int) -> None:
         """Return when a message of this size has left."""
@@ -85,10 +86,14 @@ class Line:
 
 class SlowLink(Link):
     """See ``Link``. All links of this process share one line: nothing is known of a way of its own, and
-    ``send`` returns at the line's speed, whatever lies under it. What is under way is lost as it closes."""
+    ``send`` returns at the line's speed, whatever lies under it. What is under way is lost as it closes.
+    ``pass_up`` and ``latency_s``: of the ``Line``."""
 
-    def __init__(self, link: Link, line: Line) -> None:
-        self._link, self._line, self.carrier = link, line, link.carrier
+    def __init__(
+        self, link: Link, pass_up: Callable[[int], Awaitable[None]], latency_s: Callable[[int], float]
+    ) -> None:
+        self._link, self.carrier = link, link.carrier
+        self._pass_up, self._latency_s = pass_up, latency_s
         self._under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_UNDER_WAY)
         self._latest_at = 0.0
         super().__init__(link.peer, lambda _: None)
@@ -102,8 +107,8 @@ class SlowLink(Link):
         await self._link.close()
 
     async def _put(self, data: bytes) -> None:
-        await self._line.pass_up(len(data))
-        self._latest_at = max(self._latest_at, time.monotonic() + self._line.latency_s(len(data)))
+        await self._pass_up(len(data))
+        self._latest_at = max(self._latest_at, time.monotonic() + self._latency_s(len(data)))
         await self._under_way.put((self._latest_at, data))
         if self._watcher.done():
             raise ConnectionError
