@@ -180,7 +180,7 @@ class Seed:
     def _say_now(self, text: str) -> None:
         self.say(f"{time.strftime('%H:%M:%S')} {text}")
 
-    def _refused(self, peer: PeerId, error: RemoteProtocolError) -> None:
+    def _refused(self, peer: PeerId | None, error: RemoteProtocolError) -> None:
         self._say_now(f"refused a record: {error}")
 
     async def _publish(self, discovery: Discovery) -> RunConfig:

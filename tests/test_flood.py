@@ -35,7 +35,7 @@ from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Envelope, Mean, Ping, Result, RoundKey
 from tests.fuzz.world import RUN as RUN_OF_WORLD
 from tests.fuzz.world import Trainer, World
-from tests.test_grpc_carrier import hello_for
+from tests.test_transport import hello_for
 from tests.transport_peers import PATIENCE_S, RUN, Peer, open_pair, open_peer, until
 
 # ---- HTTP/2 by hand: gRPC's own client never sends half a message
@@ -110,7 +110,7 @@ async def test_libp2p_drops_a_peer_that_trickles(tmp_path: Path, monkeypatch: py
         p2p = a.carrier.p2p
         hello = Admission(a.identity, RUN, time.time).hello(b.identity.peer_id, b"")
         await reach(p2p, b.identity.peer_id, b.record.maddrs, PATIENCE_S)
-        _, writer = await open_stream(p2p, b.identity.peer_id, PROTOCOL, PATIENCE_S)
+        writer = (await open_stream(p2p, b.identity.peer_id, PROTOCOL, PATIENCE_S)).writer
         for message in (hello, b"whole"):
             writer.write(len(message).to_bytes(HEADER_BYTES) + message)
         await until(lambda: len(b.received) == 1)
@@ -151,7 +151,8 @@ async def test_connections_without_end_are_bounded(tmp_path: Path, monkeypatch: 
 
 
 async def test_streams_without_end_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libp2p_carrier, "MAX_STREAMS", 8)
+    monkeypatch.setattr(libp2p_carrier, "MAX_INBOUND_LINKS", 5)
+    monkeypatch.setattr(libp2p_carrier, "MAX_STRANGERS", 3)
     async with open_pair("libp2p", tmp_path) as (a, b):
         assert isinstance(a.carrier, Libp2pCarrier)
         assert isinstance(b.carrier, Libp2pCarrier)
@@ -165,8 +166,8 @@ async def test_streams_without_end_are_bounded(tmp_path: Path, monkeypatch: pyte
             except TransportError:
                 continue  # turned away before the two had agreed on a protocol
             assert len(inbound) <= 8
-        for _, writer in streams:
-            await hang_up(writer)
+        for stream in streams:
+            await hang_up(stream.writer)
         await until(lambda: not len(inbound))
         link = await a.carrier.connect(b.record)  # and it is open to others as before
         await link.send(b"hello")

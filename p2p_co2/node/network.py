@@ -18,9 +18,9 @@ from p2p_co2 import __version__
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, TicketError, TransportError
 from p2p_co2.net.discovery import Discovery
-from p2p_co2.net.discovery.records import POSITION_RENEWED_S, run_position
+from p2p_co2.net.discovery.records import run_position
 from p2p_co2.net.transport.addresses import address_of, is_loopback, is_near, is_own, is_relayed
-from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, Carrier, OnMessage, OnRefused
+from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S, Carrier, OnMessage, OnRefused
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
 from p2p_co2.net.transport.libp2p.control import own_maddrs, reach
@@ -28,7 +28,7 @@ from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.relay import Places
 from p2p_co2.net.transport.probe import ProbeServer, clock_offsets_s, judge_clock
-from p2p_co2.net.transport.slow import Line, SlowCarrier, SlowLine
+from p2p_co2.net.transport.slow import Line, SlowLine
 from p2p_co2.peer_options import listening
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.wire.identity import Identity, PeerId
@@ -321,7 +321,8 @@ class Network:
             carriers.append(Libp2pCarrier(self.p2p, me, run, newest=self.records.maddrs_of))
         if config.slow_line:
             line = Line(SlowLine.parse(config.slow_line), zlib.crc32(me.peer_id.encode()))
-            carriers = [SlowCarrier(carrier, line) for carrier in carriers]
+            for carrier in carriers:
+                carrier.line = line
         for carrier in carriers:
             self._stack.push_async_callback(carrier.close)
             await carrier.start(on_message, on_refused)
@@ -353,7 +354,7 @@ class Network:
     async def publish_position(self, position: float, versions: Sequence[int], is_last: bool = False) -> None:
         """Leave word of where the run is for those that come when everybody has left, if the last one grows
         old. Raises ``TransportError``."""
-        if is_last or self._is_due("position", POSITION_RENEWED_S):
+        if is_last or self._is_due("position", MESSAGE_TIMEOUT_S):
             said = RunPosition(position=position, versions=versions, software=self.software)
             await self.discovery.publish_position(said)
             self._done_at["position"] = time.monotonic()
