@@ -13,12 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from monitoring.facts import in_the_run
+from monitoring.facts import NOT_IN_THE_RUN, Known, swarm_facts
 from monitoring.words import loss_unit
 from p2p_co2.config import RunConfig
 from p2p_co2.telemetry.view import PeerView, SwarmView, mean_of
-
-FP32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,8 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
     labels, config = view.labels(), facts.config
     peers = {labels[peer.peer]: peer for peer in view.started_peers}
     used = {name: peer.utilisation for name, peer in peers.items()}
-    counted = [used[labels[peer.peer]] for peer in in_the_run(peers.values())]
+    known = swarm_facts(Known(view, view.last_at or 0.0, config)).peers
+    in_run = [peer.utilisation for peer in known if peer.state not in NOT_IN_THE_RUN]
     exposed_s = {name: round(peer.totals.exposed_s, 3) for name, peer in peers.items()}
     digests = {peer.end.digest for peer in peers.values() if peer.end is not None}
     carriers = Counter(carrier for peer in peers.values() for carrier in peer.carriers.values())
@@ -69,7 +68,7 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
         "sync_delay_steps": _distribution(view.sync_delay_steps),
         "bytes": _bytes(view, peers, config),
         "utilisation": {
-            "mean": _rounded(_mean(counted), 4),
+            "mean": _rounded(_mean(in_run), 4),
             "per_peer": {name: _rounded(value, 4) for name, value in used.items()},
         },
         "exposed_s": {"max": max(exposed_s.values(), default=0.0), "per_peer": exposed_s},
@@ -154,7 +153,7 @@ def _bytes(view: SwarmView, peers: Mapping[str, PeerView], config: RunConfig) ->
     if parameters and count and sweeps:
         sent = sum(up_bytes.values()) / count / parameters / sweeps
         steps = sum(peer.totals.inner_steps for peer in peers.values()) / count / sweeps
-    data_parallel = FP32_BYTES * 2 * (1 - 1 / count) if count else 0.0
+    data_parallel = 4 * 2 * (1 - 1 / count) if count else 0.0
     return {
         "up_per_peer": up_bytes,
         "down_per_peer": {name: peer.totals.down_bytes for name, peer in peers.items()},
@@ -172,7 +171,7 @@ def _peer(peer: PeerView, labels: dict[str, str]) -> dict[str, Any]:
     seconds = ("train_s", "exposed_s", "wall_s")
     return {
         "peer": peer.peer, "pid": peer.start.pid, "device": peer.start.device,
-        "software": peer.start.software, "phase": peer.phase, "finished": peer.finished,
+        "software": peer.start.software, "phase": peer.phase, "finished": end is not None,
         "left_reason": peer.left_reason, "digest": end.digest if end is not None else "",
         "position": _rounded(peer.progress.position, 3), "outer_versions": list(peer.versions),
         "inner_steps": totals.inner_steps, "tokens": totals.tokens,

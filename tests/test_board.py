@@ -21,12 +21,11 @@ from monitoring.board.pages import fact_rows
 from monitoring.board.server import Activity, Guard, place_for, recall_journal, swarm_schema
 from monitoring.event_docs import event_docs
 from monitoring.facts import (
-    ALONE_S,
     RECENT_S,
+    SILENT_AFTER_S,
     Known,
     Pace,
     SwarmFacts,
-    in_the_run,
     run_position,
     troubles,
 )
@@ -312,7 +311,7 @@ def test_who_begins_an_ended_run_anew_is_shown_and_is_not_the_run() -> None:
     before = told.at(301)
     assert (before.loss, before.position, before.troubles) == (1.5, 59.9, ())
     told.start("newcomer", 1000)
-    told.progress("newcomer", 1001, loss=5.5, position=0.3)
+    told.progress("newcomer", 1001, loss=5.5, position=0.3, train_s=1.0)
     told.events.append(
         ev.AgreedMeasured(at=START + 1001, peer="newcomer", loss=5.6, position=0.1, tokens=1, duration_s=0.1)
     )
@@ -323,8 +322,8 @@ def test_who_begins_an_ended_run_anew_is_shown_and_is_not_the_run() -> None:
     assert "loss 1.500" in line(facts)
     words = " ".join(one.words for one in facts.troubles)
     assert "newcomer is left out: at round 0.3, the run is at 59.9" in words
-    shown = in_the_run(told.model.view.started_peers)
-    assert [peer.start.name for peer in shown] == ["ada", "bob"]
+    used = summarise(told.model.view, RunFacts(config=RUN))["utilisation"]
+    assert used["mean"] == 0.9
 
 
 # ---- a round of one
@@ -355,10 +354,11 @@ def test_rounds_of_one_are_alone_everywhere() -> None:
 def test_who_trains_alone_for_long_is_told_to_invite_others() -> None:
     told = Told()
     told.start("ada", 0)
-    told.progress("ada", ALONE_S - 1, loss=2.0)
-    assert not told.at(ALONE_S - 1).troubles
-    told.progress("ada", ALONE_S + 1, loss=2.0)
-    (words,) = told.wrong(ALONE_S + 1)
+    long_s = 3 * SILENT_AFTER_S
+    told.progress("ada", long_s - 1, loss=2.0)
+    assert not told.at(long_s - 1).troubles
+    told.progress("ada", long_s + 1, loss=2.0)
+    (words,) = told.wrong(long_s + 1)
     assert words.startswith("ada has trained alone for 0:31")
     assert "p2p-co2 join TICKET" in words
     told.start("bob", 40)

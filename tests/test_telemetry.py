@@ -267,7 +267,7 @@ def test_a_resumed_peer_keeps_the_counters_of_its_earlier_process() -> None:
     before = [started("a"), progress("a", 1.0, inner_steps=10), ended]
     peer = fold([*before, started("a", at=3.0, pid=8), progress("a", 4.0, inner_steps=5)]).peers["a"]
     assert (peer.totals.inner_steps, peer.totals.up_bytes, peer.start.pid) == (15, 1000, 8)
-    assert (peer.finished, peer.phase, peer.utilisation) == (False, "training", 0.9)
+    assert (peer.end, peer.phase, peer.utilisation) == (None, "training", 0.9)
 
 
 def test_who_left_and_why() -> None:
