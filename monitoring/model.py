@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from monitoring.facts import ONLINE, Known, Pace, SwarmFacts, is_behind, swarm_facts
+from monitoring.facts import ONLINE, SILENT_AFTER_S, Known, Pace, SwarmFacts, is_behind, swarm_facts
 from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, Happening, History
 from monitoring.words import describe
 from p2p_co2.errors import EnvironmentFault
@@ -20,12 +20,9 @@ from p2p_co2.telemetry.feed import Feed, Sighting
 from p2p_co2.telemetry.view import PeerView, SwarmView
 
 ROUNDS_KEPT = 4096
-SAME_NEWS_S = 30.0
-"""Members tell the same news within this."""
-MAX_SAID = 4096
+"""And as many news that members may tell again."""
 MAX_PEERS = 2048
 """Peers that are listed: an identity costs nothing. Beyond it those go of which least was heard of late."""
-REPLAY_FROM_S = 10.0
 REPLAY_STEPS = 600
 
 
@@ -53,7 +50,7 @@ class Model:
             self._sighted_at[sighting.peer] = now
         fresh = news.events
         own = [event for event in fresh if is_whole or event.peer == self.feed.me]
-        if _span_s(own) > REPLAY_FROM_S:
+        if _span_s(own) > SILENT_AFTER_S:
             fresh = [] if is_whole else [event for event in fresh if event.peer != self.feed.me]
             for at, events in _by_moment(own):
                 if at < math.inf:
@@ -155,9 +152,9 @@ class Recorder:
             elif isinstance(event, ev.AgreedMeasured) and not is_behind(event.position, self._position):
                 self._agreed = event.loss
             key, words = describe(event, labels)
-            if words and event.at - self._said_at.get(key, -1e9) > SAME_NEWS_S:
+            if words and event.at - self._said_at.get(key, -1e9) > 3 * SILENT_AFTER_S:
                 self._said_at[key] = event.at
-                if len(self._said_at) > MAX_SAID:
+                if len(self._said_at) > ROUNDS_KEPT:
                     self._said_at.pop(next(iter(self._said_at)))
                 self._happenings.append(_happening(event, key, words))
 

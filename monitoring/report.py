@@ -26,14 +26,13 @@ from matplotlib.ticker import MaxNLocator
 from monitoring import charts
 from monitoring.facts import SwarmFacts
 from monitoring.feeds import JournalFeed
-from monitoring.history import AGREED, MEASURES, SWARM, History
+from monitoring.history import AGREED, MAX_LINES, MEASURES, SWARM, History
 from monitoring.model import Model, Recorder
 from monitoring.words import clock, figure, plain
 from p2p_co2.errors import EnvironmentFault
 
 Agreed = Sequence[tuple[float, float, float]]
 """(at, tokens, held-out loss) of the agreed parameters, measured outside of the run."""
-MAX_LINES = 200
 _ECHARTS = "elements/echart/dist"
 _CARDS = (
     ("loss", "Loss over time", "UNIT"), ("over_tokens", "Loss over tokens", "UNIT"),

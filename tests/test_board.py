@@ -18,7 +18,7 @@ from rich.console import Console
 
 from monitoring import charts
 from monitoring.board.pages import fact_rows
-from monitoring.board.server import Activity, Guard, place_for, recall_journal, swarm_schema
+from monitoring.board.server import Guard, place_for, recall_journal, swarm_schema
 from monitoring.event_docs import event_docs
 from monitoring.facts import (
     RECENT_S,
@@ -755,7 +755,7 @@ async def asked(token: str, headers: dict[str, str], query: str = "", kind: str 
 
     scope = {"type": kind, "query_string": query.encode(),
              "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}  # fmt: skip
-    await Guard(app, token, Activity())(scope, receive, send)
+    await Guard(app, token)(scope, receive, send)
     return int(sent[0].get("status", 403))
 
 

@@ -268,7 +268,7 @@ class Broken(MadeFeed):
 async def main():
     model, place = Model(Broken(MadeSwarm(2, start_at=1.8e9))), Place()
     async with asyncio.timeout(120):
-        await serve(model, History(None), place, listening_socket(place), asyncio.Event())
+        await serve(model, History(None), listening_socket(place))
 
 asyncio.run(main())
 """

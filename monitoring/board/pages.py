@@ -7,13 +7,11 @@ from typing import Any
 from nicegui import ui
 
 from monitoring import charts
-from monitoring.board.shell import Chart, Frame, Page, Table, Trends, card, head, search_field, text, tiles
-from monitoring.facts import ONLINE, PeerFacts, SwarmFacts, Trouble
-from monitoring.history import AGREED, SWARM, Happening
+from monitoring.board import shell
+from monitoring.board.shell import Chart, Frame, Page, Table, Trends, block, card, head, search_field, text
+from monitoring.facts import ENDED, ONLINE, PeerFacts, SwarmFacts, Trouble
+from monitoring.history import AGREED, MAX_LINES, SWARM, Happening
 from monitoring.words import ago, clock, date, figure, links, percent, plain, size
-
-LINES = 200
-"""Of what happened, that a page is sent."""
 
 
 class SwarmPage(Page):
@@ -22,7 +20,7 @@ class SwarmPage(Page):
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
         self._shown: tuple[Trouble, ...] | None = None
-        self._tiles = tiles(
+        self._tiles = shell.tiles(
             loss="Loss", peers_online="Peers online", round="Current round", tokens="Tokens trained",
             tokens_per_s="Tokens per second", utilisation="Compute utilisation",
             bytes_per_s="Sent per second", rounds="Rounds committed",
@@ -32,17 +30,16 @@ class SwarmPage(Page):
         unit = frame.model.facts().loss_unit or "in the recipe's own unit"
         with card("Loss of the agreed parameters", unit) as panel:
             with head(panel):
-                self._axis = ui.toggle(
-                    ["over time", "over tokens"], value="over time", on_change=frame.redraw_soon
+                self._axis = shell.choice(
+                    ["over time", "over tokens"], "over time", lambda _: frame.redraw_soon()
                 )
-                self._axis.props("dense unelevated no-caps size=sm toggle-color=primary")
                 frame.range_choice()
             self._loss = Chart("chart-loss")
         self._trends = Trends("chart")
-        ui.label(
+        words = (
             "What peers say of themselves is their own word, in reports they signed; work is counted from "
-            "the rounds' certificates."
-        ).classes("b-foot")
+        )
+        text("b-foot", words + "the rounds' certificates.")
 
     def refresh(self, facts: SwarmFacts) -> None:
         shown = self._tiles
@@ -77,12 +74,12 @@ def _show_troubles(facts: SwarmFacts) -> None:
     if not facts.troubles:
         ended = facts.rounds_total and facts.position >= facts.rounds_total
         words = "The run is over." if ended else "Nothing: every peer is heard, and rounds commit."
-        ui.label(words).classes("b-fine")
+        text("b-fine", words)
     for trouble in facts.troubles:
-        with ui.element("div").classes(f"b-row {trouble.severity}"):
-            ui.label("Wrong" if trouble.severity == "bad" else "Note").classes("b-mark")
-            ui.label(plain(trouble.words, 400)).classes("b-words")
-            ui.label(f"{clock(max(0.0, facts.at - trouble.since_at))} ago").classes("b-when")
+        with block(f"b-row {trouble.severity}"):
+            text("b-mark", "Wrong" if trouble.severity == "bad" else "Note")
+            text("b-words", plain(trouble.words, 400))
+            text("b-when", f"{clock(max(0.0, facts.at - trouble.since_at))} ago")
 
 
 class StalenessPage(Page):
@@ -90,13 +87,13 @@ class StalenessPage(Page):
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
-        self._tiles = tiles(
+        self._tiles = shell.tiles(
             staleness_mean="Mean staleness", delay="Send to apply", late="Rounds late or partial",
             oldest="Oldest fragment",
         )  # fmt: skip
         hint = "a cell is one round of one fragment: group size inside, why on hover, click for its members"
         with card("Rounds", hint):
-            with ui.element("div").classes("b-legend"):
+            with block("b-legend"):
                 for colour, _, words in charts.OUTCOMES.values():
                     with ui.element("span"):
                         ui.element("i").style(f"background:{colour}")
@@ -138,7 +135,7 @@ class BandwidthPage(Page):
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
-        self._tiles = tiles(
+        self._tiles = shell.tiles(
             sent="Sent so far", sent_per_s="Sent per second", hidden="Communication hidden",
             links="Links measured",
         )  # fmt: skip
@@ -210,7 +207,7 @@ class PeersPage(Page):
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
         with card("Peers") as panel, head(panel):
-            self._count = text("b-hint", "peers-count")
+            self._count = text("b-hint", test_id="peers-count")
             search = search_field()
         with panel:
             self._table = Table("peers-table", (
@@ -221,10 +218,8 @@ class PeersPage(Page):
                 ("links", "Links", -1), ("version", "Software", -1), ("seen", "Seen, s ago", 0),
                 ("joined", "Joined", -1), ("why", "Left, and why", -1),
             ), search=search)  # fmt: skip
-            ui.label(
-                "Tokens, loss, rates and utilisation are a peer's own word. Its share is counted by the "
-                "group: weights in commits that more than half of its peers signed."
-            ).classes("b-foot")
+            words = "Tokens, loss, rates and utilisation are a peer's own word. Its share is counted by the "
+            text("b-foot", words + "group: weights in commits that more than half of its peers signed.")
 
     def refresh(self, facts: SwarmFacts) -> None:
         self._count.text = f"{facts.peers_online} online of {facts.peers_known} known"
@@ -234,7 +229,6 @@ class PeersPage(Page):
 
 
 def _peer_row(peer: PeerFacts, now: float) -> dict[str, Any]:
-    over = peer.state in {"left", "gone", "finished", "silent", "unreachable"}
     return {
         "key": peer.peer, "to": f"/peer/{peer.peer}", "label": plain(peer.label, 32), "state": peer.state,
         "device": plain(peer.device, 16), "tokens": peer.tokens, "share": _times(peer.share_counted, 100),
@@ -243,7 +237,7 @@ def _peer_row(peer: PeerFacts, now: float) -> dict[str, Any]:
         "up": _times(peer.up_bytes_per_s, 1e-3), "links": links(peer.carriers),
         "version": plain(peer.software, 24),
         "seen": None if peer.last_seen_at is None else round(max(0.0, now - peer.last_seen_at)),
-        "joined": date(peer.joined_at), "why": plain(peer.reason, 90) if over else "",
+        "joined": date(peer.joined_at), "why": plain(peer.reason, 90) if peer.state in ENDED else "",
     }  # fmt: skip
 
 
@@ -255,8 +249,8 @@ class PeerPage(Page):
         self._peer = peer
         with ui.element("div"):
             ui.link("All peers", "/peers").classes("b-link")
-            self._title = text("b-title", "peer-title")
-            ui.label(peer[:80]).classes("b-hint b-words")
+            self._title = text("b-title", test_id="peer-title")
+            text("b-hint b-words", peer[:80])
         self._trends = Trends("chart-peer")
         with card("What is known of it"):
             columns = (("name", "", -1), ("value", "", -1), ("what", "", -1))
@@ -274,7 +268,7 @@ class PeerPage(Page):
             if peer.peer == self._peer:
                 self._trends.set(self.frame.palette, history.series(peer.peer, *self.frame.span(facts)))
                 self._known.set(fact_rows(peer))
-        self._events.set([_event_row(line) for line in history.happenings(LINES, self._peer)])
+        self._events.set([_event_row(line) for line in history.happenings(MAX_LINES, self._peer)])
 
 
 def fact_rows(peer: PeerFacts) -> list[dict[str, str]]:
@@ -302,13 +296,13 @@ class EventsPage(Page):
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
-        with card("What happened", f"the newest {LINES}; a round's line leads to its members") as panel:
+        with card("What happened", f"the newest {MAX_LINES}; a round's line leads to its members") as panel:
             with head(panel):
                 search = search_field()
             self._table = _events_table("events", 50, search)
 
     def redraw(self, facts: SwarmFacts) -> None:
-        self._table.set([_event_row(line) for line in self.frame.history.happenings(LINES)])
+        self._table.set([_event_row(line) for line in self.frame.history.happenings(MAX_LINES)])
 
 
 def _events_table(test_id: str, rows_a_page: int, search: ui.input | None = None) -> Table:
@@ -317,15 +311,9 @@ def _events_table(test_id: str, rows_a_page: int, search: ui.input | None = None
 
 
 def _event_row(line: Happening) -> dict[str, Any]:
-    row = {
-        "key": line.key,
-        "at": date(line.at),
-        "kind": line.kind.replace("_", " "),
-        "words": plain(line.words, 240),
-    }
-    if line.round >= 0 and line.fragment >= 0:
-        row["to"] = f"/round/{line.fragment}/{line.round}"
-    return row
+    kind, words = line.kind.replace("_", " "), plain(line.words, 240)
+    to = {"to": f"/round/{line.fragment}/{line.round}"} if line.round >= 0 and line.fragment >= 0 else {}
+    return {"key": line.key, "at": date(line.at), "kind": kind, "words": words, **to}
 
 
 class RoundPage(Page):
@@ -336,8 +324,8 @@ class RoundPage(Page):
         self._key = fragment, number
         with ui.element("div"):
             ui.link("All events", "/events").classes("b-link")
-            ui.label(f"Round {number} of fragment {fragment}").classes("b-title")
-        self._tiles = tiles(
+            text("b-title", f"Round {number} of fragment {fragment}")
+        self._tiles = shell.tiles(
             round_outcome="Outcome", round_group="In the mean", round_duration="READY to certificate",
             round_staleness="Staleness",
         )  # fmt: skip
@@ -364,16 +352,15 @@ class RoundPage(Page):
         view = self.frame.model.view.rounds.get(self._key)
         if view is None:
             return
-        rows, name = dict[str, dict[str, Any]](), self.frame.model.known.label
-        for peer, weight in list(view.weights.items())[:64]:
-            rows[peer] = {"peer": plain(name(peer), 40), "work": round(weight)}
-        for peer, told in list(view.commits.items())[:64]:
-            times = {
-                "begin": told.begun_s,
-                "parts": told.parts_s,
-                "means": told.means_s,
-                "commit": told.duration_s,
-            }
-            known = {key: _times(value or None, 1) for key, value in times.items()}
-            rows[peer] = {**rows.get(peer, {"peer": plain(name(peer), 40)}), **known}
+        rows: dict[str, dict[str, Any]] = {
+            peer: {"peer": plain(self.frame.model.known.label(peer), 40)}
+            for peer in [*list(view.weights)[:64], *list(view.commits)[:64]]
+        }
+        for peer, row in rows.items():
+            if peer in view.weights:
+                row["work"] = round(view.weights[peer])
+            if told := view.commits.get(peer):
+                times = {"begin": told.begun_s, "parts": told.parts_s, "means": told.means_s,
+                         "commit": told.duration_s}  # fmt: skip
+                row |= {key: _times(value or None, 1) for key, value in times.items()}
         self._table.set(list(rows.values()))

@@ -17,16 +17,14 @@ from nicegui.element import Element
 
 from monitoring.charts import BLUE, DARK, LIGHT, TRENDS, Options, Palette, over_time
 from monitoring.facts import SwarmFacts
+from monitoring.history import TIERS
 from monitoring.model import Model, Recorder
 from monitoring.words import UNKNOWN, clock, plain
 
 PAGES = (("/", "Swarm"), ("/staleness", "Staleness"), ("/bandwidth", "Bandwidth"), ("/peers", "Peers"),
          ("/events", "Events"))  # fmt: skip
-REFRESH_S = 1.0
-ANSWER_S = 30.0
-"Of a browser: a busy one takes seconds to run its first script."
-CHARTS_EVERY_S = 2.0
-"""Charts over time change with the history's finest samples, so no faster than those."""
+TICK_S = 1.0
+"""A board looks for news, and an open page follows it."""
 CSS = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 _STATES = {"connected": "live", "connecting": "connecting", "lost": "out of reach", "ended": "run is over"}
 _RANGES = {"10 min": 600.0, "1 h": 3600.0, "1 day": 86400.0, "all": None}
@@ -57,23 +55,31 @@ class Page:
         """Bring charts and tables up to date."""
 
 
-def text(classes: str, test_id: str = "") -> ui.label:
-    """An empty label; NiceGUI sends its text when that changes."""
-    made = ui.label("").classes(classes)
+# ---- what pages are made of
+
+
+def text(classes: str, words: str = "", test_id: str = "") -> ui.label:
+    """A line of text; NiceGUI sends it again when it changes."""
+    made = ui.label(words).classes(classes)
     return made.props(f"data-testid={test_id}") if test_id else made
+
+
+def block(classes: str, kind: str = "div") -> Element:
+    """An HTML element; use as a context."""
+    return ui.element(kind).classes(classes)
 
 
 class Tile:
     """A figure with caption, unit and a line below."""
 
     def __init__(self, caption: str, test_id: str) -> None:
-        with ui.element("div").classes("b-tile"):
-            ui.label(caption).classes("b-cap")
-            with ui.element("div").classes("b-num"):
+        with block("b-tile"):
+            text("b-cap", caption)
+            with block("b-num"):
                 with ui.element("span").props(f"data-testid={test_id}"):
                     self._number = text("b-inline")
                 self._unit = text("b-unit b-inline")
-            self._sub = text("b-sub", f"{test_id}-sub")
+            self._sub = text("b-sub", test_id=f"{test_id}-sub")
 
     def set(self, number: str, unit: str = "", sub: str = "") -> None:
         """``number`` may bring its unit: "12 kB"."""
@@ -85,7 +91,7 @@ class Tile:
 
 def tiles(**captions: str) -> dict[str, Tile]:
     """A row of tiles by name, from their captions; an underscore in a name is a dash in the test id."""
-    with ui.element("div").classes("b-tiles four"):
+    with block("b-tiles four"):
         return {name: Tile(caption, name.replace("_", "-")) for name, caption in captions.items()}
 
 
@@ -109,7 +115,7 @@ class Trends:
 
     def __init__(self, test_id: str) -> None:
         self._charts: dict[str, Chart] = {}
-        with ui.element("div").classes("b-three"):
+        with block("b-three"):
             for name, (title, unit, _) in TRENDS.items():
                 with card(title, unit):
                     self._charts[name] = Chart(f"{test_id}-{name}", "low")
@@ -159,19 +165,12 @@ def _shown_with(decimals: int) -> str:
     )
 
 
-def search_field() -> ui.input:
-    """At the end of a card's first line."""
-    ui.element("div").classes("b-grow")
-    return ui.input(placeholder="search").props("dense outlined clearable data-testid=search")
-
-
 def card(title: str, hint: str = "") -> Element:
     """A titled panel; use as a context. ``head`` of it has room for controls."""
-    panel = ui.element("div").classes("b-card")
-    with panel, ui.element("div").classes("b-head"):
-        ui.label(title).classes("b-title")
+    with block("b-card") as panel, block("b-head"):
+        text("b-title", title)
         if hint:
-            ui.label(hint).classes("b-hint")
+            text("b-hint", hint)
     return panel
 
 
@@ -180,22 +179,34 @@ def head(panel: Element) -> Element:
     return panel.default_slot.children[0]
 
 
+def search_field() -> ui.input:
+    """At the end of a card's first line."""
+    block("b-grow")
+    return ui.input(placeholder="search").props("dense outlined clearable data-testid=search")
+
+
+def choice(names: Sequence[str], chosen: str, on_change: Callable[[Any], None]) -> ui.toggle:
+    """Buttons of which one is pressed."""
+    made = ui.toggle(list(names), value=chosen, on_change=on_change)
+    return made.props("dense unelevated no-caps size=sm toggle-color=primary")
+
+
 class _Header:
     """Which run this is, how it is reached, the pages."""
 
     def __init__(self, here: str, on_dark: Callable[[], None]) -> None:
         self._phase = ""
-        with ui.element("header").classes("b-top"):
-            with ui.element("div").classes("b-bar"):
-                ui.label("p2p-co2").classes("b-name")
-                self._run = text("b-run", "run")
-                ui.element("div").classes("b-grow")
-                with ui.element("span").classes("b-state"):
-                    self._dot = ui.element("span").classes("b-dot")
-                    self._state = text("", "state")
+        with block("b-top", "header"):
+            with block("b-bar"):
+                text("b-name", "p2p-co2")
+                self._run = text("b-run", test_id="run")
+                block("b-grow")
+                with block("b-state", "span"):
+                    self._dot = block("b-dot", "span")
+                    self._state = text("", test_id="state")
                 toggle = ui.button(icon="contrast", on_click=on_dark, color=None)
                 toggle.props('flat dense round size=sm aria-label="light or dark" data-testid=dark')
-            with ui.element("nav").classes("b-nav"):
+            with block("b-nav", "nav"):
                 for path, name in PAGES:
                     ui.link(name, path).classes("here" if path == here else "")
 
@@ -224,12 +235,12 @@ class Frame:
         ui.colors(primary=BLUE)
         self._dark = ui.dark_mode(None)
         self._header = _Header(here, self._toggle_dark)
-        with ui.element("main").classes("b-page"):
-            self._banner = text("b-banner", "banner")
+        with block("b-page", "main"):
+            self._banner = text("b-banner", test_id="banner")
             self._body = ui.element("div").style("display:contents")
         self._instead = ""
         self.tick()
-        ui.timer(REFRESH_S, self.tick)
+        ui.timer(TICK_S, self.tick)
         ui.timer(0.1, self._learn_colours, once=True)
 
     def tick(self) -> None:
@@ -238,15 +249,17 @@ class Frame:
         facts = self.model.facts()
         self._header.set(facts)
         self._set_banner(facts)
-        if not self._may_show(facts):
+        if not facts.peers_known:
+            self._show_nothing(facts)
             return
         if self._page is None:
+            self._instead = ""
             self._body.clear()
             with self._body:
                 self._page = self._make(self)
             self._drawn_at = 0.0
         self._page.refresh(facts)
-        if time.monotonic() - self._drawn_at >= CHARTS_EVERY_S:
+        if time.monotonic() - self._drawn_at >= TIERS[0][0]:  # as often as the history has new samples
             self._drawn_at = time.monotonic()
             self._page.redraw(facts)
 
@@ -263,14 +276,12 @@ class Frame:
     def range_choice(self) -> None:
         """Buttons for how far back charts over time reach."""
 
-        def choose(choice: Any) -> None:
-            self._range_s = _RANGES.get(str(choice.value))
+        def choose(chosen: Any) -> None:
+            self._range_s = _RANGES.get(str(chosen.value))
             self.redraw_soon()
 
-        ui.element("div").classes("b-grow")
-        ui.toggle(list(_RANGES), value="all", on_change=choose).props(
-            "dense unelevated no-caps size=sm toggle-color=primary"
-        )
+        block("b-grow")
+        choice(list(_RANGES), "all", choose)
 
     def _set_banner(self, facts: SwarmFacts) -> None:
         said = plain(self._recorder.trouble, 300)
@@ -281,23 +292,19 @@ class Frame:
         self._banner.text = said
         self._banner.visible = bool(said)
 
-    def _may_show(self, facts: SwarmFacts) -> bool:
-        """Whether there is a swarm to show; else say what is instead."""
-        if facts.peers_known:
-            self._instead = ""
-            return True
+    def _show_nothing(self, facts: SwarmFacts) -> None:
+        """Say why there is no swarm to show."""
         kind = "empty" if facts.connection == "connected" else facts.connection
-        if self._instead != kind + facts.connection_words:
-            self._instead = kind + facts.connection_words
-            self._page = None
-            self._body.clear()
-            big, small = _NOTHING.get(kind, ("Nothing to show", ""))
-            with self._body, ui.element("div").classes("b-empty").props(f"data-testid=nothing-{kind}"):
-                ui.element("div").classes("b-pulse" if kind == "connecting" else "b-ring")
-                ui.label(big).classes("b-big")
-                ui.label(small).classes("b-sub")
-                ui.label(plain(facts.connection_words, 400)).classes("b-sub").style("margin-top:10px")
-        return False
+        if self._instead == kind + facts.connection_words:
+            return
+        self._instead, self._page = kind + facts.connection_words, None
+        self._body.clear()
+        big, small = _NOTHING.get(kind, ("Nothing to show", ""))
+        with self._body, block("b-empty").props(f"data-testid=nothing-{kind}"):
+            block("b-pulse" if kind == "connecting" else "b-ring")
+            text("b-big", big)
+            text("b-sub", small)
+            text("b-sub", plain(facts.connection_words, 400)).style("margin-top:10px")
 
     def _toggle_dark(self) -> None:
         self._dark.value = self.palette is not DARK
@@ -307,7 +314,7 @@ class Frame:
         """Ask the browser whether it is dark: charts are drawn, so they have to be told."""
         try:
             await ui.context.client.connected()
-            dark = await ui.run_javascript("Quasar.Dark.isActive", timeout=ANSWER_S)
+            dark = await ui.run_javascript("Quasar.Dark.isActive", timeout=30 * TICK_S)  # it may be busy
         except TimeoutError:
             return  # it has gone again, or is too busy to say: light colours can be read on both
         self._use(bool(dark))
