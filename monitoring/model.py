@@ -8,13 +8,16 @@ feed's news and the clock handed in; no I/O of its own. Bounded: rounds by ``ROU
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 
 from monitoring.facts import ONLINE, SILENT_AFTER_S, Known, Pace, SwarmFacts, is_behind, swarm_facts
 from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, Happening, History
 from monitoring.words import describe
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, Sighting
 from p2p_co2.telemetry.view import PeerView, SwarmView
@@ -24,6 +27,7 @@ ROUNDS_KEPT = 4096
 MAX_PEERS = 2048
 """Peers that are listed: an identity costs nothing. Beyond it those go of which least was heard of late."""
 REPLAY_STEPS = 600
+Moments = Iterator[list[ev.Event]]
 
 
 class Model:
@@ -40,7 +44,7 @@ class Model:
         self._paces: dict[str, Pace] = {}
         self._facts: SwarmFacts | None = None
 
-    def moments(self, now: float) -> Iterator[list[ev.Event]]:
+    def moments(self, now: float) -> Moments:
         """Take in what is new by ``now`` (unix seconds): yields the events of each moment that there is to
         look at, the last one being now. A past, of a run or of the reader's own peer, is told in its time."""
         news, is_whole = self.feed.take(), self.feed.is_whole
@@ -103,6 +107,18 @@ class Model:
         known = self.view.peers.get(peer, PeerView(peer))
         said = (at for at, _ in known.seen_left.values())
         return known.started, max(known.last_seen_at or 0.0, self._sighted_at.get(peer, 0.0), *said)
+
+
+def follow(feed: Feed, every_s: float, seconds: float) -> Generator[tuple[Model, Moments], None, None]:
+    """A model of ``feed`` and its new moments, every so often, until Ctrl-C or ``seconds`` have passed (0: no
+    end); closes the feed."""
+    model, stop = Model(feed), StopSignals(lambda: None)
+    ends_at = time.monotonic() + seconds if seconds else math.inf
+    with contextlib.closing(feed), stop:
+        while not stop.asked and time.monotonic() < ends_at:
+            feed.watched(time.monotonic())
+            yield model, model.moments(time.time())
+            time.sleep(every_s if not stop.asked else 0.0)
 
 
 def _by_moment(events: Sequence[ev.Event]) -> Iterator[tuple[float, list[ev.Event]]]:

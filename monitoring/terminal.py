@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, Self
 
 from rich import box
@@ -18,9 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from monitoring.facts import ONLINE, Known, PeerFacts, SwarmFacts, swarm_facts
-from monitoring.model import Model
+from monitoring.model import follow
 from monitoring.words import UNKNOWN, ago, clock, figure, links, news, percent, plain, size
-from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry.feed import Feed
 
 FRAME_S, PLAIN_EVERY_S = 0.5, 10.0
@@ -92,17 +92,11 @@ class LiveTerminal:
 def watch_feed(feed: Feed, seconds: float = 0.0, console: Console | None = None) -> int:
     """Show ``feed`` until Ctrl-C, or ``seconds`` have passed (0: no end). Returns the exit status; closes the
     feed."""
-    model, stop = Model(feed), StopSignals(lambda: None)
-    ends_at = time.monotonic() + seconds if seconds else float("inf")
-    try:
-        with stop, LiveTerminal(console, screen=True) as terminal:
-            while not stop.asked and time.monotonic() < ends_at:
-                feed.watched(time.monotonic())
-                model.step(time.time())
-                terminal.show(model.known)
-                time.sleep(1.0 if not stop.asked else 0.0)
-    finally:
-        feed.close()
+    with LiveTerminal(console, screen=True) as terminal, closing(follow(feed, 1.0, seconds)) as steps:
+        for model, moments in steps:
+            for _ in moments:
+                continue  # the last one is shown
+            terminal.show(model.known)
     return 0
 
 
