@@ -15,7 +15,7 @@ is over (``RECENT_S``), and never tells of what every healthy run has. Price: ab
 from __future__ import annotations
 
 import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -203,39 +203,10 @@ class SwarmFacts(_Frozen):
 # ---- what facts are made of
 
 
-@dataclass
-class Pace:
-    """A peer's counters of late: (at, up bytes, down bytes)."""
-
-    points: deque[tuple[float, int, int]] = field(default_factory=deque)
-
-    def add(self, at: float, up_bytes: int, down_bytes: int) -> None:
-        if self.points and at <= self.points[-1][0]:
-            return
-        if self.points and (up_bytes < self.points[-1][1] or down_bytes < self.points[-1][2]):
-            self.points.clear()  # another process counts from 0
-        self.points.append((at, up_bytes, down_bytes))
-        while len(self.points) > 2 and at - self.points[0][0] > SILENT_AFTER_S:
-            self.points.popleft()
-
-    def rates(self, now: float) -> tuple[float | None, float | None]:
-        """Bytes per second (up, down) of late; 0 when the counters are old, and None before two points so far
-        apart that a round's burst does not pass for the rate."""
-        if len(self.points) < 2:
-            return None, None
-        (start, up0, down0), (end, up1, down1) = self.points[0], self.points[-1]
-        if now - end > SILENT_AFTER_S:
-            return 0.0, 0.0
-        if end - start < 0.3 * SILENT_AFTER_S:
-            return None, None
-        return (up1 - up0) / (end - start), (down1 - down0) / (end - start)
-
-
 @dataclass(frozen=True)
 class Known:
-    """All that facts are made of. ``now``: unix seconds. ``sightings``, ``paces``, ``received_at`` (when
-    events of it last came, by the reader's clock): by peer. ``is_over``: nobody is left that could write
-    more."""
+    """All that facts are made of. ``now``: unix seconds. ``sightings``, ``received_at`` (when its events
+    last came, by the reader's clock): by peer. ``is_over``: nobody is left that could write more."""
 
     view: SwarmView
     now: float
@@ -243,7 +214,6 @@ class Known:
     state: FeedState = _WAITING
     place: str = ""
     sightings: Mapping[str, Sighting] = field(default_factory=dict)
-    paces: Mapping[str, Pace] = field(default_factory=dict)
     received_at: Mapping[str, float] = field(default_factory=dict)
     is_over: bool = False
 
@@ -385,7 +355,7 @@ def _peer_facts(known: Known, peer: PeerView) -> PeerFacts:
     if known.is_over and state in ONLINE:
         state, reason = "gone", "it ended without a word"
     over, online = state in OVER or state == "gone", state in ONLINE
-    up, down = known.paces.get(peer.peer, Pace()).rates(known.now) if not over else (None, None)
+    up, down = _rates(known, peer) if not over else (None, None)
     counted = known.view.counted.get(peer.peer)
     carriers = Counter(carrier[:16] for carrier in peer.open_links.values()) if online else {}
     return PeerFacts.model_construct(
@@ -447,6 +417,21 @@ def _committed(view: SwarmView, alone: int) -> int:
     columns = zip(*(peer.versions for peer in view.peers.values() if peer.versions), strict=False)
     reached = sum(sorted(column)[len(column) // 2] for column in columns)
     return max(int(reached) - alone, view.committed)
+
+
+def _rates(known: Known, peer: PeerView) -> tuple[float | None, float | None]:
+    """Bytes per second (up, down) of late; 0 when what is known is old, and None before two points so far
+    apart that a round's burst does not pass for the rate."""
+    points = [point for point in peer.recent_bytes if peer.recent_bytes[-1][0] - point[0] <= SILENT_AFTER_S]
+    if len(points) < 2:
+        return None, None
+    (start, *before), (end, *after) = points[0], points[-1]
+    if known.now - end > SILENT_AFTER_S:
+        return 0.0, 0.0
+    if end - start < 0.3 * SILENT_AFTER_S:
+        return None, None
+    up, down = (max(0.0, (now - then) / (end - start)) for then, now in zip(before, after, strict=True))
+    return up, down
 
 
 def _needed_bytes_per_s(known: Known, peer: PeerView) -> float | None:

@@ -13,14 +13,14 @@ import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 
-from monitoring.facts import ONLINE, SILENT_AFTER_S, Known, Pace, SwarmFacts, is_behind, swarm_facts
+from monitoring.facts import ONLINE, SILENT_AFTER_S, Known, SwarmFacts, is_behind, swarm_facts
 from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, Happening, History
 from monitoring.words import describe
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, Sighting
-from p2p_co2.telemetry.view import PeerView, SwarmView
+from p2p_co2.telemetry.view import SwarmView
 
 ROUNDS_KEPT = 4096
 """And as many news that members may tell again."""
@@ -38,10 +38,8 @@ class Model:
         self.view = SwarmView(rounds_kept=rounds_kept)
         self.sightings: dict[str, Sighting] = {}
         self.known = Known(self.view, 0.0, feed.run, feed.state, feed.place)
-        self._sighted_at: dict[str, float] = {}
         self._received_at: dict[str, float] = {}
         """When events of a peer last came, however old: a reader of a past is not told of silence."""
-        self._paces: dict[str, Pace] = {}
         self._facts: SwarmFacts | None = None
 
     def moments(self, now: float) -> Moments:
@@ -51,7 +49,6 @@ class Model:
         for sighting in news.sightings:
             self.sightings.pop(sighting.peer, None)  # newest last
             self.sightings[sighting.peer] = sighting
-            self._sighted_at[sighting.peer] = now
         fresh = news.events
         own = [event for event in fresh if is_whole or event.peer == self.feed.me]
         if _span_s(own) > SILENT_AFTER_S:
@@ -85,28 +82,20 @@ class Model:
     def _moment(self, at: float, events: Sequence[ev.Event], is_over: bool = False) -> None:
         for event in events:
             self.view.add(event)
-        for peer in self.view.peers.values():
-            if peer.last_seen_at is not None:
-                pace, totals = self._paces.setdefault(peer.peer, Pace()), peer.totals
-                pace.add(peer.last_seen_at, totals.up_bytes, totals.down_bytes)
         feed = self.feed
         self._facts, self.known = None, Known(
-            self.view, at, feed.run, feed.state, feed.place, self.sightings, self._paces, self._received_at,
-            is_over,
+            self.view, at, feed.run, feed.state, feed.place, self.sightings, self._received_at, is_over
         )  # fmt: skip
 
     def _forget(self) -> None:
-        listed = self.view.peers.keys() | self.sightings.keys()
+        """First of whom others speak only, then those that are listed, then by their newest word."""
+        spoken_of = [peer for peer in self.view.peers if peer not in self.sightings]
+        listed = [*spoken_of, *self.sightings]
         most = max(0, len(listed) - MAX_PEERS) if not self.feed.is_whole else 0
-        for peer in sorted(listed, key=self._heard)[:most] if most else ():
-            for table in (self.view.peers, self.sightings, self._sighted_at, self._received_at, self._paces):
+        heard = {peer: known.last_seen_at or 0.0 for peer, known in self.view.peers.items()}
+        for peer in sorted(listed, key=lambda peer: heard.get(peer, 0.0))[:most] if most else ():
+            for table in (self.view.peers, self.sightings, self._received_at):
                 table.pop(peer, None)
-
-    def _heard(self, peer: str) -> tuple[bool, float]:
-        """Whether it wrote anything itself, and when anything was last known of it, unix seconds."""
-        known = self.view.peers.get(peer, PeerView(peer))
-        said = (at for at, _ in known.seen_left.values())
-        return known.started, max(known.last_seen_at or 0.0, self._sighted_at.get(peer, 0.0), *said)
 
 
 def follow(feed: Feed, every_s: float, seconds: float) -> Generator[tuple[Model, Moments], None, None]:

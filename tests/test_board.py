@@ -24,7 +24,6 @@ from monitoring.facts import (
     RECENT_S,
     SILENT_AFTER_S,
     Known,
-    Pace,
     SwarmFacts,
     run_position,
     troubles,
@@ -119,13 +118,19 @@ class Told(Feed):
 
 
 def test_a_burst_is_no_rate() -> None:
-    pace = Pace()
+    told = Told()
+    told.start("ada", 0)
+
+    def rates(now: float) -> tuple[float | None, float | None]:
+        (peer,) = told.at(now).peers
+        return peer.up_bytes_per_s, peer.down_bytes_per_s
+
     for at, up_bytes in ((0.0, 0), (0.4, 900_000)):
-        pace.add(at, up_bytes, 0)
-    assert pace.rates(0.4) == (None, None)
-    pace.add(9.0, 1_800_000, 900)
-    assert pace.rates(9.0) == (200_000.0, 100.0)
-    assert pace.rates(60.0) == (0.0, 0.0)
+        told.progress("ada", at, loss=2.0, up_bytes=up_bytes)
+    assert rates(0.5) == (None, None)
+    told.progress("ada", 9.0, loss=2.0, up_bytes=1_800_000, down_bytes=900)
+    assert rates(9.0) == (200_000.0, 100.0)
+    assert rates(60.0) == (0.0, 0.0)
 
 
 def test_facts_add_up(facts: SwarmFacts) -> None:

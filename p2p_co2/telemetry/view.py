@@ -107,8 +107,9 @@ class LinkView:
 class PeerView:
     """One peer. ``start``, ``progress``, ``end``: newest of this process (a figure that is no number is as
     before); ``earlier``: counters of its earlier processes. ``sent``, ``arrived``: newest by fragment;
-    ``agreed``: newest held-out loss; ``recent_sends``: (at, why skipped, "" if not). ``seen_left``: (at,
-    reason) by the peer that said so: nothing else in here is the word of others."""
+    ``agreed``: newest held-out loss; ``recent_sends``: (at, why skipped, "" if not); ``recent_bytes``: (at,
+    sent, received), of this process. ``seen_left``: (at, reason) by the peer that said so: nothing else in
+    here is the word of others."""
 
     peer: str
     first_seen_at: float | None = None
@@ -120,6 +121,7 @@ class PeerView:
     tally: Tally = field(default_factory=Tally)
     agreed: ev.AgreedMeasured | None = None
     recent_sends: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAX_DISTINCT))
+    recent_bytes: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=MAX_DISTINCT))
     sent: dict[int, ev.FragmentSent] = field(default_factory=dict)
     arrived: dict[int, ev.FragmentApplied | ev.CaughtUp] = field(default_factory=dict)
     links: dict[str, LinkView] = field(default_factory=dict)
@@ -214,6 +216,7 @@ class PeerView:
             case ev.PeerStarted():
                 self.earlier = self.totals
                 self.start, self.progress, self.end = event, _NO_PROGRESS, None
+                self.recent_bytes.clear()
                 for link in self.links.values():
                     link.lost = ""
             case ev.PeerFinished():
@@ -237,6 +240,8 @@ class PeerView:
             if not math.isfinite(getattr(event, name))
         }
         self.progress = dataclasses.replace(event, **unknown) if unknown else event
+        if not self.recent_bytes or event.at > self.recent_bytes[-1][0]:
+            self.recent_bytes.append((event.at, event.up_bytes, event.down_bytes))
 
     def _link(self, other: str) -> LinkView:
         return _keep(self.links, other, self.links.get(other) or LinkView())
