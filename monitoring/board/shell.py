@@ -7,8 +7,9 @@ reads as markup; an element is sent again only when what it shows has changed.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,23 @@ _NOTHING = {
 """The page while there is no peer to show."""
 
 
+Told = dict[str, tuple[str, str, str, str]]
+"""What tiles say, by test id: caption, number (it may bring its unit: "12 kB"), unit, line below."""
+Columns = Sequence[tuple[str, int, Callable[[Any], Any]]]
+"""Of a table: heading, decimals (-1: it is text), a cell of what the row is about."""
+
+
 class Page:
     """A page's body: built once there is something to show. ``refresh`` follows once a second, ``redraw``
     when charts and tables are due, or the colours changed."""
 
-    def __init__(self, frame: Frame) -> None:
-        self.frame = frame
+    def __init__(self, frame: Frame, told: Callable[[SwarmFacts], Told] = lambda facts: {}) -> None:
+        self.frame, self._told = frame, told
+        self._tiles = Tiles(told(frame.model.facts()))
 
     def refresh(self, facts: SwarmFacts) -> None:
         """Bring tiles and lines up to date."""
+        self._tiles.set(self._told(facts))
 
     def redraw(self, facts: SwarmFacts) -> None:
         """Bring charts and tables up to date."""
@@ -69,30 +78,27 @@ def block(classes: str, kind: str = "div") -> Element:
     return ui.element(kind).classes(classes)
 
 
-class Tile:
-    """A figure with caption, unit and a line below."""
+class Tiles:
+    """A row of figures, each with caption, unit and a line below."""
 
-    def __init__(self, caption: str, test_id: str) -> None:
-        with block("b-tile"):
-            text("b-cap", caption)
-            with block("b-num"):
-                with ui.element("span").props(f"data-testid={test_id}"):
-                    self._number = text("b-inline")
-                self._unit = text("b-unit b-inline")
-            self._sub = text("b-sub", test_id=f"{test_id}-sub")
+    def __init__(self, told: Told) -> None:
+        self._lines: dict[str, tuple[ui.label, ui.label, ui.label]] = {}
+        with block("b-tiles four") if told else contextlib.nullcontext():
+            for test_id, (caption, *_) in told.items():
+                with block("b-tile"):
+                    text("b-cap", caption)
+                    with block("b-num"):
+                        with ui.element("span").props(f"data-testid={test_id}"):
+                            number = text("b-inline")
+                        unit = text("b-unit b-inline")
+                    self._lines[test_id] = number, unit, text("b-sub", test_id=f"{test_id}-sub")
 
-    def set(self, number: str, unit: str = "", sub: str = "") -> None:
-        """``number`` may bring its unit: "12 kB"."""
-        number, _, own = number.partition(" ")
-        self._number.text = number
-        self._unit.text = "" if number == UNKNOWN else unit or own
-        self._sub.text = sub
-
-
-def tiles(**captions: str) -> dict[str, Tile]:
-    """A row of tiles by name, from their captions; an underscore in a name is a dash in the test id."""
-    with block("b-tiles four"):
-        return {name: Tile(caption, name.replace("_", "-")) for name, caption in captions.items()}
+    def set(self, told: Told) -> None:
+        for test_id, (_, figure, unit, sub) in told.items():
+            number, _, own = figure.partition(" ")
+            texts = (number, "" if number == UNKNOWN else unit or own, sub)
+            for label, words in zip(self._lines[test_id], texts, strict=True):
+                label.text = words
 
 
 class Chart:
@@ -128,32 +134,43 @@ class Trends:
 class Table:
     """A table that is sorted, cut into pages and searched in the browser, and sent when its rows differ.
 
-    ``columns``: (name, heading, decimals; -1 for text). A row has a value by column, and may have ``to``: the
-    address that a click on it opens. ``rows_a_page``: 0 for all. ``search``: what rows must contain."""
+    ``rows_a_page``: 0 for all. ``to``: the address that a click on a row opens, or "". ``search``: with a
+    field for what rows must contain, in the first line of the card that the table stands in."""
 
     def __init__(
-        self, test_id: str, columns: Sequence[tuple[str, str, int]], rows_a_page: int = 25,
-        search: ui.input | None = None,
+        self, test_id: str, columns: Columns, rows_a_page: int = 25,
+        to: Callable[[Any], str] = lambda row: "", search: bool = False,
     ) -> None:  # fmt: skip
+        self._cells, self._to = [get for _, _, get in columns], to
         made = [
-            {"name": name, "label": label, "field": name, "sortable": True,
+            {"name": str(place), "label": label, "field": str(place), "sortable": True,
              "align": "left" if decimals < 0 else "right", ":format": _shown_with(max(0, decimals))}
-            for name, label, decimals in columns
+            for place, (label, decimals, _) in enumerate(columns)
         ]  # fmt: skip
         self._table = ui.table(columns=made, rows=[], row_key="key", pagination=rows_a_page or None)
         self._table.props(f"dense flat data-testid={test_id}")
-        if search is not None:
-            self._table.bind_filter_from(search, "value")
+        if search:
+            with ui.context.slot.parent.default_slot.children[0]:
+                block("b-grow")
+                field = ui.input(placeholder="search").props("dense outlined clearable data-testid=search")
+            self._table.bind_filter_from(field, "value")
         self._table.on("rowClick", self._open)
 
-    def set(self, rows: list[dict[str, Any]]) -> None:
-        rows = [{"key": str(number), **row} for number, row in enumerate(rows)]
+    def _open(self, click: Any) -> None:
+        if place := click.args[1]["to"]:
+            ui.navigate.to(place)
+
+    def set(self, told: Iterable[Any]) -> None:
+        rows = [
+            {
+                "key": key,
+                "to": self._to(one),
+                **{str(place): get(one) for place, get in enumerate(self._cells)},
+            }
+            for key, one in enumerate(told)
+        ]
         if rows != self._table.rows:
             self._table.rows = rows
-
-    def _open(self, click: Any) -> None:
-        if place := click.args[1].get("to"):
-            ui.navigate.to(place)
 
 
 def _shown_with(decimals: int) -> str:
@@ -165,24 +182,14 @@ def _shown_with(decimals: int) -> str:
     )
 
 
-def card(title: str, hint: str = "") -> Element:
-    """A titled panel; use as a context. ``head`` of it has room for controls."""
+def card(title: str, hint: str = "", controls: Callable[[], None] = lambda: None) -> Element:
+    """A titled panel; use as a context. ``controls`` adds to the line with the title."""
     with block("b-card") as panel, block("b-head"):
         text("b-title", title)
         if hint:
             text("b-hint", hint)
+        controls()
     return panel
-
-
-def head(panel: Element) -> Element:
-    """The line with a card's title; use as a context."""
-    return panel.default_slot.children[0]
-
-
-def search_field() -> ui.input:
-    """At the end of a card's first line."""
-    block("b-grow")
-    return ui.input(placeholder="search").props("dense outlined clearable data-testid=search")
 
 
 def choice(names: Sequence[str], chosen: str, on_change: Callable[[Any], None]) -> ui.toggle:
