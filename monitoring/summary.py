@@ -44,7 +44,6 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
     ``carriers``: open links, counted in each direction; ``outer_versions``: newest per fragment."""
     labels, config = view.labels(), facts.config
     peers = {labels[peer.peer]: peer for peer in view.started_peers}
-    used = {name: peer.utilisation for name, peer in peers.items()}
     known = swarm_facts(Known(view, view.last_at or 0.0, config)).peers
     in_run = [peer.utilisation for peer in known if peer.state not in NOT_IN_THE_RUN]
     exposed_s = {name: round(peer.totals.exposed_s, 3) for name, peer in peers.items()}
@@ -58,19 +57,14 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
         "parameters": max((peer.start.parameters for peer in peers.values()), default=0),
         "tokens": sum(peer.totals.tokens for peer in peers.values()),
         "wall_s": _rounded((view.last_at or 0.0) - (view.started_at or 0.0), 2),
-        "loss": {
-            "start": _rounded(facts.loss_start, 5),
-            "end": _rounded(facts.loss_end, 5),
-            "unit": loss_unit(config.recipe),
-        },
+        "loss": {"start": _rounded(facts.loss_start, 5), "end": _rounded(facts.loss_end, 5),
+                 "unit": loss_unit(config.recipe)},
         "rounds": _rounds(view),
         "staleness": _distribution(view.staleness),
         "sync_delay_steps": _distribution(view.sync_delay_steps),
         "bytes": _bytes(view, peers, config),
-        "utilisation": {
-            "mean": _rounded(_mean(in_run), 4),
-            "per_peer": {name: _rounded(value, 4) for name, value in used.items()},
-        },
+        "utilisation": {"mean": _rounded(_mean(in_run), 4),
+                        "per_peer": {name: _rounded(peer.utilisation, 4) for name, peer in peers.items()}},
         "exposed_s": {"max": max(exposed_s.values(), default=0.0), "per_peer": exposed_s},
         "digests_equal": len(digests) == 1 and "" not in digests,
         "carriers": dict(sorted(carriers.items())),
@@ -82,7 +76,7 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
         "expected_peers": facts.expected_peers,
         "peer_table": {name: _peer(peer, labels) for name, peer in peers.items()},
         "text": facts.text,
-    }
+    }  # fmt: skip
 
 
 def verdict(summary: dict[str, Any], by_loss: bool = True) -> list[str]:
@@ -129,11 +123,9 @@ def _rounds(view: SwarmView) -> dict[str, Any]:
         "partial": sum(known.partial > 0 or known.contributors < known.group_size for known in committed),
         "missed": sum(bool(known.missed_by) for known in committed),
         "contributors_mean": _rounded(_mean(known.contributors for known in committed), 3),
-        "duration_s": {
-            "mean": _rounded(_mean(durations_s), 4),
-            "max": _rounded(max(durations_s, default=None), 4),
-        },
-    }
+        "duration_s": {"mean": _rounded(_mean(durations_s), 4),
+                       "max": _rounded(max(durations_s, default=None), 4)},
+    }  # fmt: skip
 
 
 def _bytes(view: SwarmView, peers: Mapping[str, PeerView], config: RunConfig) -> dict[str, Any]:
@@ -188,11 +180,8 @@ def _peer(peer: PeerView, labels: dict[str, str]) -> dict[str, Any]:
 
 
 def _distribution(histogram: Counter[int]) -> dict[str, Any]:
-    return {
-        "mean": _rounded(mean_of(histogram), 4),
-        "max": max(histogram, default=None),
-        "histogram": {str(value): histogram[value] for value in sorted(histogram)},
-    }
+    shown = {str(value): histogram[value] for value in sorted(histogram)}
+    return {"mean": _rounded(mean_of(histogram), 4), "max": max(histogram, default=None), "histogram": shown}
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
