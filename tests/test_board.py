@@ -29,7 +29,7 @@ from monitoring.facts import (
     troubles,
 )
 from monitoring.feeds import JournalFeed
-from monitoring.history import SWARM, History
+from monitoring.history import AGREED, SWARM, History
 from monitoring.metrics import MAX_PEERS, FactsCollector, exposition
 from monitoring.model import MAX_PEERS as MAX_PEERS_LISTED
 from monitoring.model import Model, Recorder
@@ -47,12 +47,48 @@ from p2p_co2.telemetry.feed import Feed, FeedState, News
 from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, event_line
 from p2p_co2.telemetry.view import MAX_VALUES, recalled
 from tests.event_samples import committed, fold, progress, started
-from tests.made_model import START, all_charts, evil_model, followed, model_after
-from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
+from tests.made_swarm import MadeFeed, MadeSwarm, add_evil, peer_id
 from tests.swarms import ROOT
 
 RUN = RunConfig(name="told", fragments=2, clock=ClockConfig(mode="time", round_s=5.0, rounds=60))
 REASON = "the round before is still in flight"
+START = 1_800_000_000.0
+
+
+def followed(feed: Feed, now: float, history: History | None = None) -> tuple[Model, History]:
+    """A model of all that ``feed`` gives by ``now``, and the history that was kept of it."""
+    model, kept = Model(feed), history or History(None)
+    Recorder(model, kept).follow(now)
+    return model, kept
+
+
+def model_after(seconds: int, peers: int = 6, **options: Any) -> tuple[Model, History]:
+    feed = MadeFeed(MadeSwarm(peers, start_at=START, **options))
+    feed.advance(seconds)
+    return followed(feed, START + seconds)
+
+
+def evil_model() -> tuple[Model, History]:
+    """A swarm in which one peer says all that the checks of a report let pass."""
+    feed = MadeFeed(MadeSwarm(3, start_at=START))
+    feed.advance(40)
+    feed.take()
+    add_evil(feed, START + 39)
+    feed.is_whole = False
+    return followed(feed, START + 40)
+
+
+def all_charts(model: Model, history: History) -> list[charts.Options]:
+    facts, palette = model.facts(), charts.DARK
+    rows, agreed = (history.series(key, *history.span()) for key in (SWARM, AGREED))
+    return [
+        charts.loss(palette, rows, agreed, over_tokens=True),
+        charts.loss(palette, rows, agreed),
+        *(charts.over_time(palette, rows, lines) for _, _, lines in charts.TRENDS.values()),
+        charts.rounds(palette, facts.rounds, facts.fragments),
+        charts.staleness(palette, {f: {0: 3, 7: 1} for f in range(3)}),
+        charts.staleness(palette, {0: {2**53: 1}}),
+    ]
 
 
 @pytest.fixture(name="made", scope="module")
