@@ -13,8 +13,9 @@ import contextlib
 import importlib
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from monitoring.facts import ONLINE, SwarmFacts
 from monitoring.history import TIERS
@@ -31,11 +32,11 @@ class TensorBoardSink:
     """Event files in ``folder``, made with the first figures."""
 
     def __init__(self, folder: Path) -> None:
-        self._library = _library("tensorboardX", "tensorboard")
-        self._folder, self._writer = folder, cast(Any, None)
+        self._make = partial(_library("tensorboardX", "tensorboard").SummaryWriter, logdir=str(folder))
+        self._writer: Any = None
 
     def write(self, figures: dict[str, float], step: int) -> None:
-        self._writer = self._writer or self._library.SummaryWriter(logdir=str(self._folder))
+        self._writer = self._writer or self._make()
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
@@ -72,8 +73,8 @@ def open_sinks(tensorboard: Path | None, wandb: str) -> list[Sink]:
     """The sinks that were asked for. Raises ``ConfigError`` if that is none, or one is not installed."""
     if tensorboard is None and not wandb:
         raise ConfigError("command line", "export", "where to? Give --tensorboard FOLDER or --wandb PROJECT")
-    sinks: list[Sink] = [TensorBoardSink(tensorboard)] if tensorboard is not None else []
-    return sinks + ([WandbSink(wandb)] if wandb else [])
+    made: list[Sink] = [TensorBoardSink(tensorboard)] if tensorboard is not None else []
+    return [*made, WandbSink(wandb)] if wandb else made
 
 
 def figures_of(facts: SwarmFacts) -> dict[str, float]:
