@@ -49,23 +49,16 @@ class Model:
         for sighting in news.sightings:
             self.sightings.pop(sighting.peer, None)  # newest last
             self.sightings[sighting.peer] = sighting
-        fresh = news.events
-        own = [event for event in fresh if is_whole or event.peer == self.feed.me]
-        if _span_s(own) > SILENT_AFTER_S:
-            fresh = [] if is_whole else [event for event in fresh if event.peer != self.feed.me]
-            for at, events in _by_moment(own):
-                if at < math.inf:
-                    self._moment(at, events)
-                    yield events
-                else:
-                    fresh = events + fresh
+        own = [event for event in news.events if is_whole or event.peer == self.feed.me]
+        *past, (_, fresh) = _by_moment(own)
+        for at, events in past:
+            self._moment(at, events)
+            yield events
         if not is_whole:
+            fresh += [event for event in news.events if event.peer != self.feed.me]
             self._received_at.update(dict.fromkeys((event.peer for event in fresh), now))
         has_ended = self.feed.state.phase == "ended"
-        for event in fresh:
-            self.view.add(event)
-        self._forget()
-        self._moment((self.view.last_at or now) if has_ended else now, [], has_ended)
+        self._moment(now, fresh, has_ended)
         yield fresh
 
     def step(self, now: float) -> None:
@@ -79,22 +72,24 @@ class Model:
             self._facts = swarm_facts(self.known)
         return self._facts
 
-    def _moment(self, at: float, events: Sequence[ev.Event], is_over: bool = False) -> None:
+    def _moment(self, now: float, events: Sequence[ev.Event], is_over: bool = False) -> None:
         for event in events:
             self.view.add(event)
-        feed = self.feed
+        self._forget()
+        feed, at = self.feed, (self.view.last_at or now) if is_over else now
         self._facts, self.known = None, Known(
             self.view, at, feed.run, feed.state, feed.place, self.sightings, self._received_at, is_over
         )  # fmt: skip
 
     def _forget(self) -> None:
         """First of whom others speak only, then those that are listed, then by their newest word."""
-        spoken_of = [peer for peer in self.view.peers if peer not in self.sightings]
-        listed = [*spoken_of, *self.sightings]
-        most = max(0, len(listed) - MAX_PEERS) if not self.feed.is_whole else 0
-        heard = {peer: known.last_seen_at or 0.0 for peer, known in self.view.peers.items()}
-        for peer in sorted(listed, key=lambda peer: heard.get(peer, 0.0))[:most] if most else ():
-            for table in (self.view.peers, self.sightings, self._received_at):
+        peers = self.view.peers
+        if self.feed.is_whole or len(peers) + len(self.sightings) <= MAX_PEERS:
+            return
+        listed = [*(peers.keys() - self.sightings.keys()), *self.sightings]
+        listed.sort(key=lambda peer: (peers[peer].last_seen_at if peer in peers else None) or 0.0)
+        for peer in listed[: max(0, len(listed) - MAX_PEERS)]:
+            for table in (peers, self.sightings, self._received_at):
                 table.pop(peer, None)
 
 
@@ -104,28 +99,27 @@ def follow(feed: Feed, every_s: float, seconds: float) -> Generator[tuple[Model,
     model, stop = Model(feed), StopSignals(lambda: None)
     ends_at = time.monotonic() + seconds if seconds else math.inf
     with contextlib.closing(feed), stop:
-        while not stop.asked and time.monotonic() < ends_at:
+        while True:
             feed.watched(time.monotonic())
             yield model, model.moments(time.time())
-            time.sleep(every_s if not stop.asked else 0.0)
+            if stop.asked or time.monotonic() >= ends_at:
+                return
+            time.sleep(every_s)
 
 
-def _by_moment(events: Sequence[ev.Event]) -> Iterator[tuple[float, list[ev.Event]]]:
-    """A past cut into steps: (when each is over, its events); the last one, at infinity, is not over."""
+def _by_moment(events: Sequence[ev.Event]) -> list[tuple[float, list[ev.Event]]]:
+    """A past cut into steps: (when each is over, its events). The last one is not over."""
     ordered = sorted(events, key=lambda event: event.at)
-    step_s = max(TIERS[0][0], _span_s(ordered) / REPLAY_STEPS)
-    until, step = ordered[0].at + step_s, list[ev.Event]()
+    span_s = ordered[-1].at - ordered[0].at if ordered else 0.0
+    if span_s <= SILENT_AFTER_S:
+        return [(math.inf, list(events))]
+    step_s = max(TIERS[0][0], span_s / REPLAY_STEPS)
+    steps: list[tuple[float, list[ev.Event]]] = [(ordered[0].at + step_s, [])]
     for event in ordered:
-        if event.at >= until:
-            yield until, step
-            until, step = max(until + step_s, event.at), []
-        step.append(event)
-    yield math.inf, step
-
-
-def _span_s(events: Sequence[ev.Event]) -> float:
-    """From the first to the last, seconds."""
-    return max((event.at for event in events), default=0.0) - min((event.at for event in events), default=0.0)
+        if event.at >= steps[-1][0]:
+            steps.append((max(steps[-1][0] + step_s, event.at), []))
+        steps[-1][1].append(event)
+    return steps
 
 
 class Recorder:
