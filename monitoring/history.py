@@ -19,7 +19,7 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -72,10 +72,10 @@ class Batch:
     round) that they hold newly."""
 
     at: float
-    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    happenings: Sequence[Happening] = ()
+    samples: dict[str, Sequence[float]] = field(default_factory=dict)
+    happenings: list[Happening] = field(default_factory=list)
     counted: Mapping[str, float] = field(default_factory=dict)
-    counted_rounds: Iterable[tuple[int, int]] = ()
+    counted_rounds: set[tuple[int, int]] = field(default_factory=set)
 
 
 class History:

@@ -131,10 +131,8 @@ class Recorder:
         self._model = model
         self._position = 0.0
         self._said_at: dict[str, float] = {}
-        self._happenings: list[Happening] = []
+        self._batch = Batch(-math.inf)
         self._agreed: float | None = None
-        self._counted_rounds: set[tuple[int, int]] = set()
-        self._written_at = -math.inf
         self._sampled_until = history.span()[1]
         """Samples up to then (unix seconds) are kept already: a feed tells old events again."""
         view = model.view
@@ -147,7 +145,7 @@ class Recorder:
         labels = self._model.known.labels
         for event in events:
             if isinstance(event, ev.RoundCounted):
-                self._counted_rounds.add((event.fragment, event.round))
+                self._batch.counted_rounds.add((event.fragment, event.round))
             elif isinstance(event, ev.AgreedMeasured) and not is_behind(event.position, self._position):
                 self._agreed = event.loss
             key, words = describe(event, labels)
@@ -155,26 +153,22 @@ class Recorder:
                 self._said_at[key] = event.at
                 if len(self._said_at) > ROUNDS_KEPT:
                     self._said_at.pop(next(iter(self._said_at)))
-                self._happenings.append(_happening(event, key, words))
+                self._batch.happenings.append(_happening(event, key, words))
 
     def batch(self) -> Batch | None:
         """What is to be written now, if anything; for ``write``, in any thread, before asking again."""
-        now = self._model.known.now
-        if now - self._written_at < TIERS[0][0]:
+        now, made = self._model.known.now, self._batch
+        if now - made.at < TIERS[0][0]:
             return None
         facts = self._model.facts()
-        self._written_at, self._position = now, facts.position
+        self._batch, self._position = Batch(now), facts.position
+        made.at, made.counted = now or 1.0, dict(self._model.view.counted)
         is_old = now <= self._sampled_until or (self._model.known.is_over and self._sampled_until > 0)
-        samples: dict[str, Sequence[float]] = {}
         if not is_old:
-            self._sampled_until, samples = now, _samples(facts)
+            self._sampled_until, made.samples = now, _samples(facts)
             if self._agreed is not None:
-                samples[AGREED] = _row(tokens=facts.tokens, loss=self._agreed)
-        made = Batch(
-            at=now or 1.0, samples=samples, happenings=self._happenings,
-            counted=dict(self._model.view.counted), counted_rounds=self._counted_rounds,
-        )  # fmt: skip
-        self._happenings, self._agreed, self._counted_rounds = [], None, set()
+                made.samples[AGREED] = _row(tokens=facts.tokens, loss=self._agreed)
+        self._agreed = None
         return made
 
     def write(self, batch: Batch) -> None:
