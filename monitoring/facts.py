@@ -305,7 +305,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
     figures = [peer for peer in in_run.values() if peer.state in ONLINE] or list(in_run.values())
     measured = [one.agreed for one in view.peers.values() if one.agreed and one.peer in in_run]
     agreed = max(measured, key=lambda event: event.at, default=None)
-    training = _mean(peer.loss for peer in figures)
+    training = mean_known(peer.loss for peer in figures)
     is_old = agreed is None or (training is not None and is_behind(agreed.position, at))
     staleness, aborts, alone = view.staleness, view.abort_reasons, view.alone
     totals, fragments = view.totals, known.fragments
@@ -324,7 +324,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
         loss_unit=loss_unit(run.recipe) if run else "", tokens=totals.tokens,
         tokens_counted=known.counted / fragments if fragments else 0.0,
         tokens_per_s=sum(peer.tokens_per_s for peer in figures),
-        utilisation=_mean(peer.utilisation for peer in figures),
+        utilisation=mean_known(peer.utilisation for peer in figures),
         up_bytes=totals.up_bytes, up_bytes_per_s=sum(peer.up_bytes_per_s or 0.0 for peer in peers),
         rounds_committed=_committed(view, alone), rounds_alone=alone, rounds_aborted=aborts.total(),
         rounds_counted=view.counted_rounds,
@@ -336,7 +336,8 @@ def swarm_facts(known: Known) -> SwarmFacts:
     )  # fmt: skip
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def mean_known(values: Iterable[float | None]) -> float | None:
+    """Mean of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 

@@ -61,11 +61,6 @@ class Model:
         self._moment(now, fresh, has_ended)
         yield fresh
 
-    def step(self, now: float) -> None:
-        """``moments`` for readers that look at the last one only."""
-        for _ in self.moments(now):
-            continue
-
     def facts(self) -> SwarmFacts:
         """The swarm at the last moment."""
         if self._facts is None:

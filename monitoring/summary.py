@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from monitoring.facts import NOT_IN_THE_RUN, Known, swarm_facts
+from monitoring.facts import NOT_IN_THE_RUN, Known, mean_known, swarm_facts
 from monitoring.words import loss_unit
 from p2p_co2.config import RunConfig
 from p2p_co2.telemetry.view import PeerView, SwarmView, mean_of
@@ -43,7 +43,8 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
     ``digests_equal``: at least one peer finished and all that did hold the same digest of the agreed state;
     ``carriers``: open links, counted in each direction; ``outer_versions``: newest per fragment."""
     labels, config = view.labels(), facts.config
-    peers = {labels[peer.peer]: peer for peer in view.started_peers}
+    started = [one for one in view.peers.values() if one.started]
+    peers = {labels[one.peer]: one for one in sorted(started, key=lambda one: labels[one.peer])}
     known = swarm_facts(Known(view, view.last_at or 0.0, config)).peers
     in_run = [peer.utilisation for peer in known if peer.state not in NOT_IN_THE_RUN]
     exposed_s = {name: round(peer.totals.exposed_s, 3) for name, peer in peers.items()}
@@ -63,7 +64,7 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
         "staleness": _distribution(view.staleness),
         "sync_delay_steps": _distribution(view.sync_delay_steps),
         "bytes": _bytes(view, peers, config),
-        "utilisation": {"mean": _rounded(_mean(in_run), 4),
+        "utilisation": {"mean": _rounded(mean_known(in_run), 4),
                         "per_peer": {name: _rounded(peer.utilisation, 4) for name, peer in peers.items()}},
         "exposed_s": {"max": max(exposed_s.values(), default=0.0), "per_peer": exposed_s},
         "digests_equal": len(digests) == 1 and "" not in digests,
@@ -122,8 +123,8 @@ def _rounds(view: SwarmView) -> dict[str, Any]:
         "open": sum(known.outcome == "open" for known in view.rounds.values()),
         "partial": sum(known.partial > 0 or known.contributors < known.group_size for known in committed),
         "missed": sum(bool(known.missed_by) for known in committed),
-        "contributors_mean": _rounded(_mean(known.contributors for known in committed), 3),
-        "duration_s": {"mean": _rounded(_mean(durations_s), 4),
+        "contributors_mean": _rounded(mean_known(known.contributors for known in committed), 3),
+        "duration_s": {"mean": _rounded(mean_known(durations_s), 4),
                        "max": _rounded(max(durations_s, default=None), 4)},
     }  # fmt: skip
 
@@ -182,11 +183,6 @@ def _peer(peer: PeerView, labels: dict[str, str]) -> dict[str, Any]:
 def _distribution(histogram: Counter[int]) -> dict[str, Any]:
     shown = {str(value): histogram[value] for value in sorted(histogram)}
     return {"mean": _rounded(mean_of(histogram), 4), "max": max(histogram, default=None), "histogram": shown}
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

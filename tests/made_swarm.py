@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from monitoring.model import Model
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.protocol.wire.identity import PeerId, peer_id_of
 from p2p_co2.telemetry import events as ev
@@ -194,3 +195,9 @@ def add_evil(feed: MadeFeed, at: float) -> None:
     ]  # fmt: skip
     nonsense = Counter({EVIL[:40]: 3, "an impossible number": 2})
     feed.news.sightings.append(Sighting(bad, "answering", refused=nonsense))
+
+
+def step(model: Model, now: float) -> None:
+    """Take in all that is new by ``now``, and look at the last moment only."""
+    for _ in model.moments(now):
+        continue

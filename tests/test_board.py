@@ -47,7 +47,7 @@ from p2p_co2.telemetry.feed import Feed, FeedState, News
 from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, event_line
 from p2p_co2.telemetry.view import MAX_VALUES, recalled
 from tests.event_samples import aborted, applied, committed, fold, progress, started
-from tests.made_swarm import MadeFeed, MadeSwarm, add_evil, peer_id
+from tests.made_swarm import MadeFeed, MadeSwarm, add_evil, peer_id, step
 from tests.swarms import ROOT
 
 RUN = RunConfig(name="told", fragments=2, clock=ClockConfig(mode="time", round_s=5.0, rounds=60))
@@ -116,7 +116,7 @@ class Told(Feed):
         return News(events)
 
     def at(self, at: float) -> SwarmFacts:
-        self.model.step(START + at)
+        step(self.model, START + at)
         return self.model.facts()
 
     def wrong(self, at: float) -> list[str]:
@@ -261,9 +261,9 @@ def test_who_still_reads_a_peers_past_does_not_call_it_silent() -> None:
     feed.advance(30)
     feed.is_whole = False
     model = Model(feed)
-    model.step(START + 200)
+    step(model, START + 200)
     assert [peer.state for peer in model.facts().peers] == ["training", "training"]
-    model.step(START + 215)
+    step(model, START + 215)
     assert [(peer.state, peer.reason) for peer in model.facts().peers] == [("silent", "no word for 15 s")] * 2
 
 
@@ -272,9 +272,9 @@ def test_out_of_reach_is_said_once_and_not_of_every_peer() -> None:
     feed.advance(30)
     feed.is_whole = False
     model = Model(feed)
-    model.step(START + 30)
+    step(model, START + 30)
     feed.state = FeedState("lost", "no seed can be reached")
-    model.step(START + 90)
+    step(model, START + 90)
     words = [trouble.words for trouble in model.facts().troubles]
     advice = "what is shown is old, and it is looked for again"
     assert words == [f"The swarm is out of reach: no seed can be reached; {advice}"]
@@ -721,7 +721,7 @@ def watched_swarm(peers: int = 4) -> tuple[MadeFeed, Model]:
     feed.advance(30)
     feed.is_whole = False
     model = Model(feed)
-    model.step(START + 30)
+    step(model, START + 30)
     return feed, model
 
 
@@ -737,7 +737,7 @@ def test_a_number_of_hundreds_of_digits_ends_no_board() -> None:
     )  # fmt: skip
     check_event(told, peer_id(1), START + 30)  # may be said
     feed.news.events.append(told)
-    model.step(START + 31)
+    step(model, START + 31)
     assert model.facts().staleness_mean is not None
     assert dict(model.view.peers[peer_id(1)].staleness) == {2: 3}
     assert dict(model.view.peers[peer_id(1)].tally.sync_delay_steps) == {4: 3}
@@ -748,7 +748,7 @@ def test_peers_that_one_peer_only_speaks_of_are_bounded() -> None:
     for number in range(1000, 1000 + 2 * MAX_PEERS_LISTED):
         left = ev.PeerLeft(at=START + 30, peer=peer_id(0), other=peer_id(number), reason="so it says")
         feed.news.events.append(left)
-    model.step(START + 31)
+    step(model, START + 31)
     assert len(model.view.peers) == MAX_PEERS_LISTED
     assert {peer_id(number) for number in range(4)} <= set(model.view.peers)
 
@@ -759,7 +759,7 @@ def test_figures_that_no_peer_has_are_left_out_of_histograms() -> None:
         dataclasses.replace(applied(peer_id(0), 7 * number, 13 * number), at=START + 30, fragment=number % 4)
         for number in range(2 * MAX_VALUES)
     ]
-    model.step(START + 31)
+    step(model, START + 31)
     assert len(model.view.peers[peer_id(0)].tally.staleness) == MAX_VALUES
     assert len(model.view.peers[peer_id(0)].tally.sync_delay_steps) == MAX_VALUES
     assert len(model.view.staleness) <= MAX_VALUES + 2

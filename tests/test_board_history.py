@@ -26,7 +26,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, FeedState, News, Sighting
 from p2p_co2.telemetry.journal import Journal
 from tests.event_samples import started
-from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
+from tests.made_swarm import MadeFeed, MadeSwarm, peer_id, step
 from tests.swarms import ROOT
 
 START = 1_800_000_000.0
@@ -201,7 +201,7 @@ def test_a_run_whose_last_process_was_killed_is_over_without_its_last_word(tmp_p
     lock.release()  # as the kernel does for whoever is killed
     dead = JournalFeed(tmp_path)
     model = Model(dead)
-    model.step(time.time())
+    step(model, time.time())
     (peer,) = model.facts().peers
     assert (peer.state, peer.reason) == ("gone", "it ended without a word")
     assert dead.state == FeedState(
@@ -226,7 +226,7 @@ def test_peers_that_are_only_listed_are_forgotten() -> None:
     model = Model(feed)
     for second in range(3):
         feed.numbers = [*range(second * MAX_PEERS, (second + 1) * MAX_PEERS), 0]
-        model.step(float(second))
+        step(model, float(second))
     assert model.facts().peers_known == MAX_PEERS
     assert "listed-0" in model.sightings
     assert "listed-1" not in model.sightings

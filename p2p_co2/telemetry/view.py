@@ -409,12 +409,6 @@ class SwarmView:
             if math.isfinite(weight) and weight > 0:
                 _keep(self.counted, peer, self.counted.get(peer, 0.0) + weight)
 
-    @property
-    def started_peers(self) -> list[PeerView]:
-        """Peers that wrote events of their own, sorted by label: the ones the figures are about."""
-        labels = self.labels()
-        return sorted((one for one in self.peers.values() if one.started), key=lambda one: labels[one.peer])
-
     def labels(self) -> dict[str, str]:
         """A short and unique label for every peer id: its name, with the end of its id where names are equal
         or empty."""
