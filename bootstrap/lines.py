@@ -1,49 +1,13 @@
-"""Which line each peer of a rehearsal has: profiles, and what the user changed of them.
-
-Pure but for errors about the user's input.
-"""
+"""Which line each peer of a rehearsal has: profiles, and what the user changed of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+from bootstrap.options import RehearsalOptions
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning.profiles import LinkProfile, NatKind, profile_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class LineChanges:
-    """Figures of the profile that get another value; None for none. ``nat`` "profile": as the profile
-    says."""
-
-    up_mbit: float | None = None
-    down_mbit: float | None = None
-    latency_ms: float | None = None
-    jitter_ms: float | None = None
-    loss: float | None = None
-    nat: str = "profile"
-
-    def applied(self, profile: LinkProfile) -> LinkProfile:
-        """The profile with the changes. Raises ``ConfigError`` for figures that no line has."""
-        changed: dict[str, Any] = {}
-        for option, value, field, unit, least, most in (
-            ("--up-mbit", self.up_mbit, "up_bits_per_s", 1e6, 0.1, 1e4),
-            ("--down-mbit", self.down_mbit, "down_bits_per_s", 1e6, 0.1, 1e4),
-            ("--latency-ms", self.latency_ms, "latency_ms", 1.0, 0.0, 5000.0),
-            ("--jitter-ms", self.jitter_ms, "jitter_ms", 1.0, 0.0, 1000.0),
-            ("--loss", self.loss, "loss", 1.0, 0.0, 0.5),
-        ):
-            if value is not None:
-                if not least <= value <= most:
-                    raise ConfigError.of_option(option, f"{least:g} to {most:g} (got {value:g})")
-                changed[field] = value * unit
-        if self.nat != "profile":
-            if self.nat not in get_args(NatKind):
-                problem = f"profile, {', '.join(get_args(NatKind))} (got {self.nat!r})"
-                raise ConfigError.of_option("--nat", problem)
-            changed["nat"] = self.nat
-        return replace(profile, **changed)
 
 
 @dataclass(frozen=True)
@@ -62,13 +26,34 @@ class Line:
         return profile.up_bits_per_s, profile.down_bits_per_s, *times_s, profile.loss
 
 
-def lines_of(peers: int, profiles: str, changes: LineChanges, seed: int) -> list[Line]:
-    """The lines of peer-1, peer-2 and so on. ``profiles``: one name, or several with commas, given out in
-    turn. Raises ``ConfigError``."""
-    if not 1 <= peers <= 32:
-        raise ConfigError.of_option("--peers", f"1 to 32 (got {peers})")
-    names = [name.strip() for name in profiles.split(",")]
+def lines_of(options: RehearsalOptions, seed: int) -> list[Line]:
+    """The lines of peer-1, peer-2 and so on, who have the named profiles in turn. Raises ``ConfigError``."""
+    if not 1 <= options.peers <= 32:
+        raise ConfigError.of_option("--peers", f"1 to 32 (got {options.peers})")
+    names, changes = [name.strip() for name in options.profile.split(",")], _changes(options)
     return [
-        Line(f"peer-{index + 1}", changes.applied(profile_of(names[index % len(names)], seed, index)))
-        for index in range(peers)
+        Line(f"peer-{index + 1}", replace(profile_of(names[index % len(names)], seed, index), **changes))
+        for index in range(options.peers)
     ]
+
+
+def _changes(options: RehearsalOptions) -> dict[str, Any]:
+    """Fields of every profile that get another value. Raises ``ConfigError`` for what no line has."""
+    changes: dict[str, Any] = {}
+    for option, value, field, unit, least, most in (
+        ("--up-mbit", options.up_mbit, "up_bits_per_s", 1e6, 0.1, 1e4),
+        ("--down-mbit", options.down_mbit, "down_bits_per_s", 1e6, 0.1, 1e4),
+        ("--latency-ms", options.latency_ms, "latency_ms", 1.0, 0.0, 5000.0),
+        ("--jitter-ms", options.jitter_ms, "jitter_ms", 1.0, 0.0, 1000.0),
+        ("--loss", options.loss, "loss", 1.0, 0.0, 0.5),
+    ):
+        if value is not None:
+            if not least <= value <= most:
+                raise ConfigError.of_option(option, f"{least:g} to {most:g} (got {value:g})")
+            changes[field] = value * unit
+    if options.nat != "profile":
+        if options.nat not in get_args(NatKind):
+            problem = f"profile, {', '.join(get_args(NatKind))} (got {options.nat!r})"
+            raise ConfigError.of_option("--nat", problem)
+        changes["nat"] = options.nat
+    return changes

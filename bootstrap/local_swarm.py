@@ -20,7 +20,7 @@ from pathlib import Path
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.system.process import processes_below
 
-_POLL_S = 0.1
+POLL_S = 0.1
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -106,7 +106,7 @@ class LocalSwarm:
             problem = "ended too early" if not alive else f"was not ready after {timeout_s:.0f} s"
             if not alive or time.monotonic() > deadline_at:
                 raise EnvironmentFault(f"{child.name} {problem}; its last lines:\n{child.last_lines()}")
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def running(self) -> list[Child]:
         return [child for child in self.children if child.running()]
@@ -144,7 +144,7 @@ class LocalSwarm:
         while any(child.running() for child in children):
             if time.monotonic() > deadline_at:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         return True
 
     def close(self) -> None:

@@ -14,11 +14,11 @@ import binascii
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bootstrap.options import SeedOptions
 from bootstrap.run_file import recipe_of
 from p2p_co2.config import OWN_LOOP, RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TicketError, TransportError
@@ -46,22 +46,6 @@ _LOOK_EVERY_S = 10.0
 _DAEMON_TIMEOUT_S = 15.0
 MAX_SEED_ADDRESSES = 8
 """Of one seed in a ticket: a ticket has to be short enough to be pasted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeedOptions:
-    """``run_file`` None: the built-in default run, or the one of ``also`` (a ticket: be a further seed of its
-    run). ``announce_host``: what others dial; needs a fixed ``port``. ``relay``: pass on traffic between
-    peers that cannot reach each other. ``parent``: leave when that process ends; 0 for none."""
-
-    run_file: Path | None = None
-    host: str = "0.0.0.0"
-    port: int = 0
-    folder: Path = Path("runs/seed")
-    announce_host: str = ""
-    also: str = ""
-    relay: bool = True
-    parent: int = 0
 
 
 def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:

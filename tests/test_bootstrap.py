@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from bootstrap.local_swarm import LocalSwarm
-from bootstrap.seed import Seed, SeedOptions, how_to_join
+from bootstrap.options import SeedOptions
+from bootstrap.seed import Seed, how_to_join
 from bootstrap.stage import exit_status_of
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import EnvironmentFault, TransportError

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bootstrap.demo import DemoOptions, run_demo
-from bootstrap.rehearsal import RehearsalOptions, run_rehearsal
+from bootstrap.demo import run_demo
+from bootstrap.options import DemoOptions, RehearsalOptions, SeedOptions
+from bootstrap.rehearsal import run_rehearsal
 from bootstrap.run_file import DEFAULT_RUN_FILE
-from bootstrap.seed import SeedOptions, seed_addresses, serve_run
+from bootstrap.seed import seed_addresses, serve_run
 from p2p_co2 import __version__
 from p2p_co2.cli import main as cli
 from p2p_co2.cli.join import JoinWatch

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from bootstrap.demo import DemoOptions, RunningDemo
-from bootstrap.local_swarm import LocalSwarm
+from bootstrap.demo import RunningDemo
+from bootstrap.options import DemoOptions
 from bootstrap.stage import RunEnd, Stage
 from p2p_co2.cli.demo import RunWatch
 from p2p_co2.telemetry.events import CaughtUp, Event, Progress
@@ -19,12 +19,8 @@ from p2p_co2.telemetry.journal import Journal
 from tests.told_run import FACTS, IDS, story
 
 
-def end_of(
-    folder: Path, killed: tuple[str, ...] = (), deaths: tuple[str, ...] = (), peers: int = 2
-) -> RunEnd:
+def end_of(killed: tuple[str, ...] = (), deaths: tuple[str, ...] = (), peers: int = 2) -> RunEnd:
     return RunEnd(
-        config=FACTS.config,
-        folder=folder,
         loss_start=FACTS.loss_start,
         loss_end=FACTS.loss_end,
         text="def generated():",
@@ -46,7 +42,7 @@ def test_a_good_run_leaves_its_summary_and_its_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     events = [*story("ada", "bob"), *story("bob", "ada")]
-    assert watched(tmp_path, events, end_of(tmp_path)) == []
+    assert watched(tmp_path, events, end_of()) == []
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["peers"] == 2
     assert (summary["loss"]["start"], summary["loss"]["end"]) == (5.5, 2.25)
@@ -63,20 +59,20 @@ def test_a_good_run_leaves_its_summary_and_its_picture(
 
 def test_peers_that_disagree_are_a_reason(tmp_path: Path) -> None:
     events = [*story("ada", "bob"), *story("bob", "ada", digest="e" * 64)]
-    (reason,) = watched(tmp_path, events, end_of(tmp_path))
+    (reason,) = watched(tmp_path, events, end_of())
     assert "digest" in reason
     assert json.loads((tmp_path / "summary.json").read_text())["digests_equal"] is False
 
 
 def test_who_was_killed_on_purpose_need_not_have_finished(tmp_path: Path) -> None:
     events = [*story("ada", "bob"), *story("bob", "ada", finish=False)]
-    assert any("bob" in reason for reason in watched(tmp_path, events, end_of(tmp_path)))
-    assert watched(tmp_path, events, end_of(tmp_path, killed=("bob",))) == []
+    assert any("bob" in reason for reason in watched(tmp_path, events, end_of()))
+    assert watched(tmp_path, events, end_of(killed=("bob",))) == []
 
 
 def test_a_peer_that_never_came_is_a_reason_and_deaths_come_first(tmp_path: Path) -> None:
     events = [*story("ada", "bob"), *story("bob", "ada")]
-    reasons = watched(tmp_path, events, end_of(tmp_path, deaths=("peer-2 has died: no room",), peers=3))
+    reasons = watched(tmp_path, events, end_of(deaths=("peer-2 has died: no room",), peers=3))
     assert reasons[0] == "peer-2 has died: no room"
     assert len(reasons) == 2
     assert "2" in reasons[1]
@@ -88,11 +84,12 @@ def test_who_comes_when_all_others_have_left_trains_no_run_of_its_own(
     tmp_path: Path, caught_up: bool
 ) -> None:
     python = [sys.executable, "-c"]
-    with LocalSwarm(tmp_path) as swarm:
-        stage = Stage(swarm, FACTS.config, tmp_path, "auto")
-        demo = RunningDemo(DemoOptions(peers=2, kill_one=True), stage, swarm)
+    (tmp_path / "logs").mkdir()
+    with Stage(FACTS.config, tmp_path, "auto", RunWatch(FACTS.config, tmp_path)) as stage:
+        demo = RunningDemo(DemoOptions(peers=2, kill_one=True), stage)
         for name, seconds in (("peer-1", 2.0), ("peer-3", 5.0)):
-            stage.adopt(swarm.start(name, [*python, f"import time; time.sleep({seconds})"]), tmp_path / name)
+            sleeping = stage.swarm.start(name, [*python, f"import time; time.sleep({seconds})"])
+            stage.adopt(sleeping, tmp_path / name)
         demo.killed, demo.latecomer = ["peer-2"], "peer-3"
         began = Progress(
             at=1.0, peer=IDS["ada"], phase="training", position=0.0, inner_steps=1, tokens=1,
@@ -110,7 +107,7 @@ def test_who_comes_when_all_others_have_left_trains_no_run_of_its_own(
                         donor=IDS["ada"], bytes=1, duration_s=0.1,
                     )
                 )  # fmt: skip
-        stage.look_on(lambda events: None, demo.act)
+        stage.look_on(demo.act)
         status = stage.peers["peer-3"].exit_status()
     assert status == (0 if caught_up else -9)
     assert demo.killed == (["peer-2"] if caught_up else ["peer-2", "peer-3"])

@@ -21,7 +21,8 @@ from swarms import swarm
 from bootstrap import netns
 from bootstrap.internet import Internet
 from bootstrap.local_swarm import LocalSwarm, environment
-from bootstrap.plan.links import GivenLink, read_links
+from bootstrap.options import PlanOptions
+from bootstrap.plan.links import read_links
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
@@ -157,7 +158,8 @@ def test_the_command_against_a_seed_process_feeds_the_planner(tmp_path: Path) ->
     assert status == table["exit_status"] == int(bool({"limited", "unknown"} & set(states.values())))
     assert states["run's memory"] == states["run's disk"] == states["run's link"] == "ok"
     (tmp_path / "link.json").write_text(running.log("doctor"))
-    (link,), _ = read_links(GivenLink(file=tmp_path / "link.json"), 1, 0)
+    options = PlanOptions(run_file=tmp_path, link=tmp_path / "link.json", peers=1)
+    (link,), _ = read_links(options, 0)
     assert link.up_bytes_per_s == table["link"]["up_bytes_per_s"]
 
 

@@ -8,19 +8,20 @@ import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from bootstrap.plan.links import GivenLink, read_links
-from bootstrap.plan.plan import PlanOptions, make_plan
+from bootstrap.options import PlanOptions
+from bootstrap.plan.links import read_links
+from bootstrap.plan.plan import make_plan
 from bootstrap.plan.report import print_plan, run_plan
 from p2p_co2.errors import ConfigError
-from p2p_co2.planning import Link
+from p2p_co2.planning.exchange import Link
 from p2p_co2.recipes import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
-SLOW = GivenLink(up_mbit=20.0, down_mbit=100.0, rtt_ms=80.0)
 RUN = """
 name = "small"
 fragments = 2
@@ -42,7 +43,12 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def options(path: Path, **changes: object) -> PlanOptions:
-    return replace(PlanOptions(run_file=path, parameters=10**8, step_s=0.5, link=SLOW), **changes)  # type: ignore[arg-type]
+    slow = PlanOptions(run_file=path, parameters=10**8, step_s=0.5, up_mbit=20, down_mbit=100, rtt_ms=80)
+    return replace(slow, **changes)  # type: ignore[arg-type]
+
+
+def links_of(**given: Any) -> tuple[tuple[Link, ...], str]:
+    return read_links(PlanOptions(run_file=Path(), **given), 0)
 
 
 def test_the_model_is_counted_and_its_step_measured(run_file: Path) -> None:
@@ -103,20 +109,20 @@ def test_a_picture_is_drawn(run_file: Path, tmp_path: Path) -> None:
 
 
 def test_links_by_profile_figures_and_measurement(tmp_path: Path) -> None:
-    cable, words = read_links(GivenLink(profile="cable"), 3, 0)
+    cable, words = links_of(profile="cable", peers=3)
     assert len(cable) == 3
     assert cable[0].up_bytes_per_s == 5e6
     assert "cable" in words
-    (given,), _ = read_links(GivenLink(up_mbit=8, rtt_ms=50, loss=0.01), 1, 0)
+    (given,), _ = links_of(up_mbit=8, rtt_ms=50, loss=0.01, peers=1)
     assert given == Link(up_bytes_per_s=1e6, down_bytes_per_s=1e7, round_trip_s=0.05, loss=0.01)
     path = tmp_path / "link.json"
     path.write_text(
         json.dumps({"link": {"up_bytes_per_s": 5.0, "down_bytes_per_s": 6.0, "round_trip_s": 0.5}})
     )
-    (measured,), words = read_links(GivenLink(file=path), 1, 0)
+    (measured,), words = links_of(link=path, peers=1)
     assert (measured.up_bytes_per_s, measured.down_bytes_per_s, measured.round_trip_s) == (5.0, 6.0, 0.5)
     assert "measured" in words
-    assert "assumed" in read_links(GivenLink(), 1, 0)[1]
+    assert "assumed" in links_of()[1]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,7 @@ def test_a_measurement_that_is_none_is_refused(tmp_path: Path, content: str, wor
     path = tmp_path / "link.json"
     path.write_text(content)
     with pytest.raises(ConfigError, match=words):
-        read_links(GivenLink(file=path), 1, 0)
+        links_of(link=path)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +155,11 @@ def test_a_measurement_that_is_none_is_refused(tmp_path: Path, content: str, wor
         ({"step_s": float("nan")}, "--step-s"),
         ({"parameters": -1}, "--parameters"),
         ({"hours": 0.0}, "--hours"),
-        ({"link": GivenLink(profile="pigeon")}, "'pigeon'"),
-        ({"link": GivenLink(up_mbit=-1.0)}, "--up-mbit"),
-        ({"link": GivenLink(rtt_ms=20.0)}, "--up-mbit"),
-        ({"link": GivenLink(up_mbit=1.0, loss=1.5)}, "--loss"),
-        ({"link": GivenLink(up_mbit=1.0, profile="dsl")}, "not several"),
+        ({"up_mbit": 0, "down_mbit": 0, "rtt_ms": 0, "profile": "pigeon"}, "'pigeon'"),
+        ({"up_mbit": -1.0}, "--up-mbit"),
+        ({"up_mbit": 0, "down_mbit": 0}, "--up-mbit"),
+        ({"loss": 1.5}, "--loss"),
+        ({"profile": "dsl"}, "not several"),
         ({"run_file": Path("no.toml")}, "no such file"),
         ({"step_s": 0.0, "device": "abacus"}, "--device"),
     ],

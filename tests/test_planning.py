@@ -11,26 +11,18 @@ from round_network import Network
 
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import RunConfig
-from p2p_co2.planning import (
-    Link,
-    RoundTime,
-    Setting,
-    advise,
-    even_fragments,
-    exchange,
-    flow,
-    forecast,
-    link_of,
-    round_time,
-    setting_of,
-    traffic,
-)
-from p2p_co2.planning.advice import bounds_of
+from p2p_co2.planning import exchange, traffic
+from p2p_co2.planning.advice import advise, bounds_of
+from p2p_co2.planning.exchange import Link, RoundTime, flow, link_of, round_time
 from p2p_co2.planning.forecast import (
     COPY_BYTES_PER_S,
     NETWORK_BYTES,
     SETTLE_S,
     STEP_OVERHEAD_S,
+    Setting,
+    even_fragments,
+    forecast,
+    setting_of,
 )
 from p2p_co2.planning.profiles import MIX_SHARES, PROFILES, profile_of
 from p2p_co2.planning.simulator import Job, utilisation

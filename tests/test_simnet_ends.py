@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from p2p_co2.cli.simulate import SimulationOptions, figures
+from p2p_co2.cli.simulate import figures
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.catchup import CatchupController
 from p2p_co2.node.progress import LACKS
@@ -275,8 +274,4 @@ def test_who_leaves_without_it_where_lines_could_have_brought_it_is_caught(
     result = one_late("fibre").run()
     assert result.lacking == ["peer-2"]
     assert [one.text for one in result.violations if one.law == "end"] == ["2 different states at the end"]
-    options = SimulationOptions(
-        run_file=Path("run.toml"), peers=3, profile="fibre", hours=0.0, churn_per_h=0.0, seed=1, folder=None,
-        parameters=0, step_s=0.0, storm=False,
-    )  # fmt: skip
-    assert figures(result, options, 1.0)["lacking"] == ["peer-2"]
+    assert figures(result, 1.0)["lacking"] == ["peer-2"]

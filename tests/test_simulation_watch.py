@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from p2p_co2.cli.simulate import SimulationOptions, read_churn, settings_of
+from p2p_co2.cli.options import SimulationOptions
+from p2p_co2.cli.simulate import read_churn, settings_of
 from p2p_co2.errors import ConfigError
 from p2p_co2.simnet import Churn
 from p2p_co2.telemetry.journal import read_events
@@ -26,10 +27,7 @@ RUN = 'name = "simulated"\nfragments = 2\n[clock]\nround_s = 10.0\n'
 
 
 def options_of(run_file: Path | None, **more: Any) -> SimulationOptions:
-    options = SimulationOptions(
-        run_file=run_file, peers=4, profile="dsl", hours=1.0, churn_per_h=0.0, seed=0, folder=None,
-        parameters=1000, step_s=0.5, storm=False,
-    )  # fmt: skip
+    options = SimulationOptions(run_file=run_file, peers=4, profile="dsl", parameters=1000, step_s=0.5)
     return replace(options, **more)
 
 
@@ -144,9 +142,7 @@ def test_a_run_that_has_an_end_is_not_played_beyond_it(
     """A run of ten rounds of 10 s was played for a day."""
     run_file = tmp_path / "run.toml"
     run_file.write_text(RUN + "rounds = 6\n")
-    settings = settings_of(
-        options_of(run_file, hours=hours, churn_per_h=0.1, step_s=0.0)
-    )  # fmt: skip
+    settings = settings_of(options_of(run_file, hours=hours, churn="0.1/h", step_s=0.0))
     assert settings.run.clock.rounds == rounds
     assert isinstance(settings.faults, Churn)
     assert settings.faults.calm_at == pytest.approx(calm_at)

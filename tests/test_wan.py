@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 import struct
+from typing import Any
 
 import pytest
 
 from bootstrap.forwarder import HEADER_BYTES, QUEUE_S, Wan, segment_count
-from bootstrap.lines import LineChanges, lines_of
+from bootstrap.lines import Line, lines_of
+from bootstrap.options import RehearsalOptions
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning.profiles import PROFILES, LinkProfile
 
@@ -97,19 +99,20 @@ def test_of_many_segments_in_one_packet_each_may_be_the_one_that_is_lost() -> No
 
 
 def test_lines_are_profiles_with_changes() -> None:
-    first, second = lines_of(2, "dsl, fibre", LineChanges(up_mbit=5, loss=0.01, nat="open"), 0)
+    def lines(**options: Any) -> list[Line]:
+        return lines_of(RehearsalOptions(**options), 0)
+
+    first, second = lines(peers=2, profile="dsl, fibre", up_mbit=5, loss=0.01, nat="open")
     assert (first.peer, first.profile.up_bits_per_s, first.profile.loss) == ("peer-1", 5_000_000, 0.01)
     assert (first.profile.nat, second.profile.name) == ("open", "fibre")
-    assert lines_of(1, "dsl", LineChanges(), 0)[0].profile == PROFILES["dsl"]
-    for changes, option in (
-        (LineChanges(up_mbit=0), "--up-mbit"),
-        (LineChanges(loss=0.9), "--loss"),
-        (LineChanges(latency_ms=-1), "--latency-ms"),
-        (LineChanges(nat="wall"), "--nat"),
+    assert lines()[0].profile == PROFILES["dsl"]
+    for option, wrong in (
+        ("--up-mbit", {"up_mbit": 0}),
+        ("--loss", {"loss": 0.9}),
+        ("--latency-ms", {"latency_ms": -1}),
+        ("--nat", {"nat": "wall"}),
+        ("--peers", {"peers": 0}),
+        ("--profile", {"profile": "modem"}),
     ):
         with pytest.raises(ConfigError, match=option):
-            lines_of(1, "dsl", changes, 0)
-    with pytest.raises(ConfigError, match="--peers"):
-        lines_of(0, "dsl", LineChanges(), 0)
-    with pytest.raises(ConfigError, match="--profile"):
-        lines_of(1, "modem", LineChanges(), 0)
+            lines(**wrong)

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from bootstrap.plan.links import GivenLink, read_links
+from bootstrap.options import PlanOptions
+from bootstrap.plan.links import read_links
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError
-from p2p_co2.planning import Advice, Forecast, Setting, advise, even_fragments, forecast, setting_of
+from p2p_co2.planning.advice import Advice, advise
+from p2p_co2.planning.forecast import Forecast, Setting, even_fragments, forecast, setting_of
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.system.ctrl_c import hand_over, take_back
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """``step_s``, ``parameters``: given instead of measured and counted; 0 for none. ``link``: see ``links``.
-    ``target``: compute utilisation, 0 to below 1. ``hours``: what of a run without an end is looked at.
-    ``batch``, ``threads``, ``device``: of the measured step, 0 for the recipe's and all cores. ``plot``:
-    where a picture is written, None for none."""
-
-    run_file: Path
-    peers: int = 4
-    step_s: float = 0.0
-    parameters: int = 0
-    link: GivenLink = field(default_factory=GivenLink)
-    target: float = 0.95
-    hours: float = 24.0
-    batch: int = 0
-    threads: int = 0
-    device: str = "cpu"
-    as_json: bool = False
-    plot: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +31,7 @@ def make_plan(options: PlanOptions) -> Plan:
     """Read, measure, reckon. Raises ``ConfigError`` and ``EnvironmentFault``."""
     _check(options)
     run = read_run_config(options.run_file)
-    links, link_source = read_links(options.link, options.peers, run.seed)
+    links, link_source = read_links(options, run.seed)
     if options.peers > run.group_size:
         link_source += f"; of {options.peers} peers the slowest {run.group_size}, all that may come"
     sources = {"links": link_source, "step": "given", "parameters": "given"}

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bootstrap.plan.plan import Plan, PlanOptions, as_table, make_plan
-from p2p_co2.planning import Forecast, Setting
+from bootstrap.options import PlanOptions
+from bootstrap.plan.plan import Plan, as_table, make_plan
+from p2p_co2.planning.forecast import Forecast, Setting
 
 WHY = {
     "upload": "the slowest upload has to carry every fragment once a round, idle a fifth of the time",
@@ -24,7 +25,6 @@ WHY = {
     "copies": "copying fragments out of the model and merging them in stops training for a moment",
     "first and last rounds": "training waits for a run's last rounds, and for as many first ones as it sets",
 }
-_PLAIN_WIDTH = 110
 
 Row = tuple[str, Callable[[Setting, Forecast], str]]
 
@@ -45,7 +45,7 @@ def run_plan(options: PlanOptions, say: Callable[[str], None] = print) -> int:
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print ``plan`` to ``console``; stdout if None."""
-    console = console or Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    console = console or Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     setting, advice = plan.setting, plan.advice
     what = f": {setting.parameters:,} parameters ({plan.sources['parameters']}), "
     console.print(

@@ -245,7 +245,8 @@ def parameters_of(run: RunConfig) -> int | None:
 
 def look_at_needs(run: RunConfig, config: PeerConfig, peers: int, link: MeasuredLink) -> Iterator[Finding]:
     """Memory, disk and link against what ``run`` needs among ``peers`` other peers."""
-    from p2p_co2.planning import Link, even_fragments, forecast, setting_of
+    from p2p_co2.planning.exchange import Link
+    from p2p_co2.planning.forecast import even_fragments, forecast, setting_of
 
     parameters = parameters_of(run)
     if parameters is None:
