@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from round_network import Network
+from round_network import Faults, Network
 
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import RunConfig
@@ -47,8 +47,7 @@ def setting(**changes: object) -> Setting:
 
 def plain_time(transfer_s: float, rest_s: float = 0.0) -> RoundTime:
     return RoundTime(
-        floor_s=transfer_s, transfer_s=transfer_s, latency_s=rest_s, gather_s=0.0, spread_s=0.0,
-        compute_s=0.0, limited_by="upload",
+        floor_s=transfer_s, transfer_s=transfer_s, latency_s=rest_s, compute_s=0.0
     )  # fmt: skip
 
 
@@ -73,6 +72,16 @@ def test_a_round_of_the_real_machines_sends_what_is_foretold(peers: int, blocks:
     payload = blocks * 68
     expected = 2 * (1 - 1 / peers) * payload + traffic.round_control_bytes(peers, payload)
     assert total / peers == pytest.approx(expected, rel=0.02)
+
+
+def test_a_round_of_the_real_machines_takes_the_messages_one_way_that_are_counted() -> None:
+    one_way_s = 0.1
+    world = Network(4, faults=Faults(latency_s=(one_way_s, one_way_s)))
+    world.reduce_s, began_at = 0.0, world.now
+    world.offer_all(spread_s=0.0)
+    world.run_until_settled()
+    assert len(world.committed()) == 4
+    assert world.now - began_at == pytest.approx(exchange.ONE_WAY_MESSAGES * one_way_s)
 
 
 def test_slices_and_means_are_the_published_traffic_whatever_the_shares() -> None:
@@ -103,9 +112,9 @@ def test_a_round_by_hand() -> None:
     assert time.transfer_s == pytest.approx(2 * 1.04 * sent / (0.85 * 1e5))
     assert time.limited_by == "upload"
     # 0.1 s times 0.85e5 bytes per s are less than the first window: no slow start to wait for.
-    # Of six messages one way, the slices' way is hidden: the first means travel beside the last of them.
-    assert time.latency_s == pytest.approx(5 * 0.05)
-    assert round_time(68_000, 128_000, 3.0, [link, link]).latency_s == pytest.approx(6 * 0.05)
+    # Of five messages one way, the slices' way is hidden: the first means travel beside the last of them.
+    assert time.latency_s == pytest.approx(4 * 0.05)
+    assert round_time(68_000, 128_000, 3.0, [link, link]).latency_s == pytest.approx(5 * 0.05)
     assert (time.gather_s, time.spread_s) == pytest.approx((3.0 * (2 / 3 - 1 / 2), 3.0 / 3))
     assert time.compute_s == pytest.approx(4 * 12_800_000 / 270e6)
     assert time.to_apply_s > time.transfer_s > time.floor_s == pytest.approx(68.0)

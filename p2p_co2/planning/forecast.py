@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from p2p_co2.codec_specs import COARSE_BITS
 from p2p_co2.config import ApplyRule, RunConfig
 from p2p_co2.planning.exchange import Flow, Link, RoundTime, flow, round_time
 from p2p_co2.planning.traffic import (
@@ -33,10 +34,6 @@ SETTLE_S = 0.5
 """From the last commit until all have merged it and heard that all agree (0.3 to 1.3 s, measured)."""
 NETWORK_BYTES = 150e6
 """The network libraries, their threads and buffers, beside a process that trains alone."""
-COARSE_BITS = 9
-"""Codecs with fewer bits per value need more of an offer to be kept under "keep" and "blend"."""
-TEMPORARY_FRAGMENTS = 3
-"""Copies of a fragment on their way between threads: a snapshot, a decoded mean, a merge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +241,8 @@ def _exchange_copies(setting: Setting, sizes: Sequence[int], rounds: Flow) -> fl
     else:
         offer = 0.5 if payload < COARSE_BITS / 32 else 0.0
     kept = 2.0 + 2 * kept_whole * (setting.rule == "eager") + lost * setting.error_feedback + means
-    temporary = TEMPORARY_FRAGMENTS * max(setting.fragments) / setting.parameters
+    # On their way between threads: a snapshot, a decoded mean, a merge.
+    temporary = 3 * max(setting.fragments) / setting.parameters
     return kept + in_flight * (offer + 3 * payload) + temporary
 
 

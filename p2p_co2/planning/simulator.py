@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-TABLE_ROUNDS = 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -36,7 +34,7 @@ class Job:
     peers: int = 2
 
 
-def utilisation(job: Job, bits_per_s: float, rounds: int = TABLE_ROUNDS) -> float:
+def utilisation(job: Job, bits_per_s: float, rounds: int = 2) -> float:
     """Share of the time that is computation (0 to 1), over ``rounds`` of every fragment on a channel of
     ``bits_per_s``."""
     piece_s = job.step_s / (3 * job.layers - 1)
