@@ -23,6 +23,7 @@ from pathlib import Path
 from bootstrap import netns
 from bootstrap.internet import EMULATION, Internet
 from bootstrap.lines import Line, lines_of
+from bootstrap.local_swarm import POLL_S
 from bootstrap.options import RehearsalOptions
 from bootstrap.run_file import recipe_of
 from bootstrap.stage import (
@@ -40,8 +41,6 @@ from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.system.process import require_supported_platform
 
 NO_EMULATION = "carriers slowed down on loopback: no real packets, no routers to get through"
-_SAMPLE_EVERY_S = 0.1
-"""So often that an exchange of a second can be held against its line."""
 
 
 def run_rehearsal(options: RehearsalOptions, watch_with: WatchWith) -> int:
@@ -107,12 +106,12 @@ def _play(stage: Stage, internet: Internet | None, lines: Sequence[Line]) -> Non
 
 @contextmanager
 def _sampled(internet: Internet | None) -> Iterator[Sequence[Traffic]]:
-    """While entered, the lines' counters are read on a thread of their own: the last five and a half hours
-    of them."""
+    """While entered, the lines' counters are read on a thread of their own, so often that an exchange of a
+    second can be held against its line: the last five and a half hours of them."""
     ended, traffic = threading.Event(), deque[Traffic](maxlen=200_000)
 
     def sample() -> None:
-        while internet is not None and not ended.wait(_SAMPLE_EVERY_S):
+        while internet is not None and not ended.wait(POLL_S):
             try:
                 traffic.append((time.time(), internet.traffic_bytes()))
             except EnvironmentFault:
