@@ -38,15 +38,6 @@ if TYPE_CHECKING:
     from p2p_co2.net.discovery import Discovery
     from p2p_co2.net.transport.libp2p.hivemind import P2P
 
-RENEW_S = 600.0
-"""Between two publications of the settings; far below the time for which the DHT keeps them."""
-POSITIONS_EVERY_S = 60.0
-"""Between two looks where the run is; each is kept for the case of a restart."""
-_LOOK_EVERY_S = 10.0
-_DAEMON_TIMEOUT_S = 15.0
-MAX_SEED_ADDRESSES = 8
-"""Of one seed in a ticket: a ticket has to be short enough to be pasted."""
-
 
 def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:
     """Serve until somebody stops us; returns the exit status.
@@ -185,9 +176,10 @@ class Seed:
 
     async def _print_ticket(self, p2p: P2P) -> None:
         """Print and keep the ticket, unless the one before still leads here."""
+        from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
         from p2p_co2.net.transport.libp2p.control import own_maddrs
 
-        own = seed_addresses(await own_maddrs(p2p, _DAEMON_TIMEOUT_S))
+        own = seed_addresses(await own_maddrs(p2p, CONNECT_TIMEOUT_S))
         if not set(own).intersection(self._named):
             self._named = tuple(dict.fromkeys((*own, *self._others)))[:MAX_ADDRESSES]
             ticket = str(Ticket(self._digest, self._key, self._named))
@@ -195,20 +187,23 @@ class Seed:
             self.say(f"ticket: {ticket}")
 
     async def _keep_up(self, discovery: Discovery) -> None:
-        """Publish the settings again and again, keep where the run is, and tell how many peers there are when
-        that changes."""
-        renew_at, positions_at = time.monotonic() + RENEW_S, time.monotonic()
+        """Publish the settings again and again, far sooner than the DHT forgets them; keep where the run is,
+        as often as peers say it; and tell how many peers there are when that changes."""
+        from p2p_co2.net.discovery.records import POSITION_RENEWED_S
+
+        positions_at = time.monotonic()
+        renew_at = positions_at + 10 * POSITION_RENEWED_S
         peers = 0
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(POSITION_RENEWED_S / 6)
             try:
                 if time.monotonic() > renew_at:
                     await discovery.keep_manifest()
-                    renew_at = time.monotonic() + RENEW_S
+                    renew_at = time.monotonic() + 10 * POSITION_RENEWED_S
                 found = len(await discovery.find_peers())
                 if time.monotonic() > positions_at or found < peers:  # who left said where it was
                     keep_positions(self._options.folder, await discovery.gather_positions())
-                    positions_at = time.monotonic() + POSITIONS_EVERY_S
+                    positions_at = time.monotonic() + POSITION_RENEWED_S
             except (TransportError, EnvironmentFault) as error:
                 self._say_now(f"warning: {error}")
                 continue
@@ -260,15 +255,15 @@ def read_positions(folder: Path) -> list[tuple[str, bytes]]:
 
 
 def seed_addresses(visible: Sequence[str]) -> tuple[str, ...]:
-    """Which of our own addresses a ticket names: not the loopback, unless there is nothing else. Raises
-    ``EnvironmentFault`` if there is none at all."""
+    """Which of our own addresses a ticket names: not the loopback, unless there is nothing else; and eight at
+    most, since a ticket is pasted. Raises ``EnvironmentFault`` if there is none at all."""
     if not visible:
         raise EnvironmentFault(
             "this machine has no address that a ticket could name; bring its network up, or listen on the "
             "loopback alone with --host 127.0.0.1"
         )
     reachable = [maddr for maddr in visible if not is_loopback(maddr)]
-    return tuple((reachable or list(visible))[:MAX_SEED_ADDRESSES])
+    return tuple((reachable or list(visible))[:8])
 
 
 def _keep(folder: Path, name: str, text: str) -> None:

@@ -57,7 +57,7 @@ class JoinOptions:
 
 
 class Watch(Protocol):
-    """Who shows a volunteer the peer. ``see`` and ``say`` may be called from any thread; ``close`` gives the
+    """What shows a volunteer the peer. ``see`` and ``say`` may be called from any thread; ``close`` gives the
     terminal back and may be called twice."""
 
     def see(self, event: Event) -> None: ...

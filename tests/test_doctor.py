@@ -16,7 +16,7 @@ import pytest
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.recipes import load_recipe
 from peers.doctor import machine
-from peers.doctor.findings import Diagnosis, Finding, MeasuredLink, Role, State, line_of
+from peers.doctor.findings import Diagnosis, Finding, MeasuredLink, Outcome, Role, State, line_of
 from peers.doctor.network import NatKind, nat_kind
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +54,7 @@ def test_status_and_role_follow_from_the_findings(
     states: list[State], is_reachable: bool | None, asked: bool, status: int, role: Role
 ) -> None:
     found = tuple(Finding(str(number), state, "x", "y") for number, state in enumerate(states))
-    diagnosis = Diagnosis(findings=found, is_reachable=is_reachable, asked=asked)
+    diagnosis = Diagnosis(found, Outcome(is_reachable=is_reachable), asked)
     assert (diagnosis.exit_status, diagnosis.role) == (status, role)
     assert diagnosis.table()["exit_status"] == status
 

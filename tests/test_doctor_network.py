@@ -26,7 +26,7 @@ from bootstrap.plan.links import read_links
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
-from p2p_co2.net.transport.probe import Passed, ProbeServer
+from p2p_co2.net.transport.probe import Passed, ProbeServer, judge_clock
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.system.process import program
@@ -35,7 +35,6 @@ from peers.doctor import network
 from peers.doctor.findings import State
 from peers.doctor.network import (
     Outcome,
-    clock_finding,
     look_at_network,
     rate_finding,
     together,
@@ -59,7 +58,7 @@ TRIES = 3
     ],
 )  # fmt: skip
 def test_clocks(offsets_s: list[float], state: State) -> None:
-    assert clock_finding(offsets_s).state == state
+    assert judge_clock(offsets_s).state == state
 
 
 def test_rates_of_several_are_what_passed_together() -> None:

@@ -12,13 +12,6 @@ from p2p_co2.cli.options import AnnounceHost, Carrier, ConfigFile, Device, Port,
 from p2p_co2.system.ctrl_c import hand_over, take_back
 
 
-def add_to(app: typer.Typer) -> None:
-    """Make the commands part of ``app``."""
-    app.command()(plan)
-    app.command()(doctor)
-    app.command()(simulate)
-
-
 def doctor(
     ticket: Annotated[
         str, typer.Argument(metavar="[TICKET]", help="Of the run to look at; this machine alone if absent.")

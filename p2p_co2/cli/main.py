@@ -7,18 +7,14 @@ the run over: 3); a traceback is left to bugs."""
 
 from __future__ import annotations
 
-from p2p_co2.system.ctrl_c import (
-    hand_over,
-    take_back,
-    was_interrupted,
-)  # before all that takes time to import
+from p2p_co2.system.ctrl_c import hand_over, take_back, was_interrupted  # before all that takes time
 
 # isort: split
 import errno
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -33,11 +29,6 @@ from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Erro
 
 hand_over()
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")]
-HELP_ORDER = (
-    "demo", "init", "plan", "rehearse", "simulate", "seed", "doctor", "join", "board", "watch", "export",
-    "sample", "eval",
-)  # fmt: skip
-"""Of the commands, as somebody meets them who starts with nothing."""
 app = typer.Typer(
     name="p2p-co2",
     help="Volunteers train one PyTorch model together over the internet: asynchronous, quantised, no server.",
@@ -47,8 +38,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"max_content_width": 110},
 )
-checks.add_to(app)
-views.add_to(app)
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> int:
@@ -113,7 +102,6 @@ def _options(
     pass
 
 
-@app.command()
 @takes(SeedOptions)
 def seed(options: SeedOptions) -> int:
     """Publish a run and print its ticket; peers find each other through this process, which never trains."""
@@ -122,7 +110,6 @@ def seed(options: SeedOptions) -> int:
     return serve_run(options)
 
 
-@app.command()
 def join(
     ticket: Annotated[
         str, typer.Argument(metavar="TICKET", help="The string that the organiser's seed printed.")
@@ -211,7 +198,6 @@ def _rate(option: str, text: str | None) -> float | None:
     return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
 
 
-@app.command()
 @takes(DemoOptions)
 def demo(options: DemoOptions) -> int:
     """A whole swarm on this machine: one seed and several peers, each a process of its own, on real text."""
@@ -223,7 +209,6 @@ def demo(options: DemoOptions) -> int:
     return run_demo(options, partial(RunWatch, board=options.board))
 
 
-@app.command()
 @takes(RehearsalOptions)
 def rehearse(options: RehearsalOptions) -> int:
     """The run over emulated internet lines, before anybody is invited: needs root for real packets."""
@@ -235,7 +220,6 @@ def rehearse(options: RehearsalOptions) -> int:
     return run_rehearsal(options, RunWatch)
 
 
-@app.command()
 def sample(
     checkpoint: Checkpoint,
     prompt: Annotated[str, says("What the text begins with.")] = "def ",
@@ -251,11 +235,7 @@ def sample(
     print(Trained.load(checkpoint, recipe).sample(prompt, length, seed))
 
 
-@app.command(name="eval")
-def evaluate(
-    checkpoint: Checkpoint,
-    recipe: OwnRecipe = "",
-) -> None:
+def evaluate(checkpoint: Checkpoint, recipe: OwnRecipe = "") -> None:
     """Held-out loss of a checkpoint, as its recipe measures it (byte-gpt: nats per token)."""
     take_back()
     from p2p_co2.trained import Trained
@@ -264,7 +244,6 @@ def evaluate(
     print(f"{Trained.load(checkpoint, recipe).held_out_loss():.4f}")
 
 
-@app.command()
 def init() -> None:
     """Print a run file with every setting explained; `p2p-co2 init > run.toml` is a start."""
     from bootstrap.run_file import DEFAULT_RUN_FILE
@@ -272,6 +251,11 @@ def init() -> None:
     print(DEFAULT_RUN_FILE, end="")
 
 
-app.registered_commands.sort(
-    key=lambda command: HELP_ORDER.index(command.name or getattr(command.callback, "__name__", ""))
-)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo, "init": init, "plan": checks.plan, "rehearse": rehearse, "simulate": checks.simulate,
+    "seed": seed, "doctor": checks.doctor, "join": join, "board": views.board, "watch": views.watch,
+    "export": views.export, "sample": sample, "eval": evaluate,
+}  # fmt: skip
+"""As somebody meets them who starts with nothing."""
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.ticket import Ticket
-from peers.doctor.findings import Diagnosis, Finding, MeasuredLink, State, line_of
+from peers.doctor.findings import Diagnosis, Finding, Outcome, State, line_of
 from peers.doctor.machine import look_at_machine, look_at_needs
 
 
@@ -34,19 +34,14 @@ def run_doctor(
 
     for finding in look_at_machine(config):
         tell(finding)
-    is_reachable, link = None, MeasuredLink()
-    is_hopeless = any(f.name in {"torch", "platform"} and f.state == State.CANNOT for f in findings)
-    if not is_hopeless:
-        from peers.doctor.network import look_at_network, look_without_ticket
+    outcome = Outcome()
+    if not any(f.name in {"torch", "platform"} and f.state == State.CANNOT for f in findings):
+        from peers.doctor.network import look_at_network
 
-        if ticket is None:
-            asyncio.run(look_without_ticket(config, tell))
-        else:
-            outcome = asyncio.run(look_at_network(ticket, config, tell))
-            is_reachable, link = outcome.is_reachable, outcome.link
-            if outcome.run is not None:
-                for finding in look_at_needs(outcome.run, config, outcome.peers, link):
-                    tell(finding)
-    diagnosis = Diagnosis(tuple(findings), is_reachable, asked=ticket is not None, link=link)
+        outcome = asyncio.run(look_at_network(ticket, config, tell))
+        if outcome.run is not None:
+            for finding in look_at_needs(outcome.run, config, outcome.peers, outcome.link):
+                tell(finding)
+    diagnosis = Diagnosis(findings, outcome, asked=ticket is not None)
     say(json.dumps(diagnosis.table(), indent=2) if as_json else f"role: {diagnosis.role}")
     return diagnosis.exit_status

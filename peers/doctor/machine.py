@@ -28,15 +28,11 @@ LEAST_TORCH = (2, 6)
 BASE_BYTES = 450e6
 """What a peer holds before its model: torch, the network libraries, their threads (measured: 530 MB with a
 model of 1.3 million parameters)."""
-LEAST_DISK_BYTES = 200e6
-"""A small model's checkpoint, and a journal of some days."""
 LEAST_FILES, ENOUGH_FILES = 128, 1024
 """Open files: about 40 at rest, and some four for each link."""
-TRAINING_BYTES_PER_VALUE = 16
-"""Weights, gradients and AdamW's two moments in fp32."""
-CHECKPOINT_BYTES_PER_VALUE = 16
-"""Agreed parameters and momentum, AdamW's two moments."""
-_ASSUMED_PEERS = 4
+BYTES_PER_VALUE = 16
+"""Weights, gradients and AdamW's two moments in fp32; and as much in a checkpoint: agreed parameters and
+momentum, AdamW's two moments."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -52,7 +48,7 @@ def look_at_machine(config: PeerConfig) -> Iterator[Finding]:
         yield check_kernels(bool(passes.libraries()), passes.kernel is not None)
     yield check_threads(config.limits.threads, len(os.sched_getaffinity(0)), cpu_quota())
     yield check_memory(available_memory_bytes(), BASE_BYTES)
-    yield check_disk(config.folder, LEAST_DISK_BYTES)
+    yield check_disk(config.folder, 200e6)  # a small model's checkpoint, and a journal of some days
     yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_ports(config)
 
@@ -258,12 +254,12 @@ def look_at_needs(run: RunConfig, config: PeerConfig, peers: int, link: Measured
         down_bytes_per_s=link.down_bytes_per_s or 1.0,
         round_trip_s=link.round_trip_s or 0.0,
     )
-    links = [line] * (peers + 1 if peers else _ASSUMED_PEERS)
-    train_bytes = BASE_BYTES + TRAINING_BYTES_PER_VALUE * parameters
+    links = [line] * (peers + 1 if peers else 4)  # four where nobody is there to count
+    train_bytes = BASE_BYTES + BYTES_PER_VALUE * parameters
     fragments = even_fragments(parameters, run.fragments)
     shown = forecast(setting_of(run, fragments, step_s=1.0, links=links, train_bytes=train_bytes))
     yield check_memory(available_memory_bytes(), shown.memory_bytes, "run's memory")
-    yield check_disk(config.folder, 3 * CHECKPOINT_BYTES_PER_VALUE * parameters + 50e6, "run's disk")
+    yield check_disk(config.folder, 3 * BYTES_PER_VALUE * parameters + 50e6, "run's disk")
     if link.up_bytes_per_s and link.down_bytes_per_s and run.clock.mode == "time":
         yield check_link(shown.floor_s, run.clock.round_s)
 

@@ -29,25 +29,17 @@ from p2p_co2.net.transport.addresses import address_of
 from p2p_co2.net.transport.libp2p.control import own_maddrs
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
-from p2p_co2.net.transport.probe import (
-    GREETING,
-    Look,
-    Passed,
-    Prober,
-    judge_clock,
-    open_prober,
-)
+from p2p_co2.net.transport.probe import GREETING, Look, Passed, Prober, judge_clock, open_prober
 from p2p_co2.peer_options import listening
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.ticket import Ticket, by_peer
-from peers.doctor.findings import Finding, MeasuredLink, State
+from peers.doctor.findings import Finding, MeasuredLink, Outcome, State
 from peers.doctor.machine import cannot_listen
 
 NETWORK_S = 22.0
 """Bound on everything here."""
 STARTUP_S, OPEN_S = 6.0, 5.0
 MAX_PEERS_ASKED, MAX_MEASURED, LOOKS = 4, 3, 3
-SLOW_BYTES_PER_S = 125_000.0
 FIRST_BYTES, SECOND_BYTES, QUICK_S = 128 << 10, 1 << 20, 0.5
 """A rate is measured on the first; on the second where that took less than ``QUICK_S``."""
 AFTER_SEEDS = ("clock", "nat", "reachability", "upload", "download")
@@ -56,16 +48,6 @@ AFTER_SEEDS = ("clock", "nat", "reachability", "upload", "download")
 Tell = Callable[[Finding], None]
 Place = tuple[str, int]
 """(IP address, port)"""
-
-
-@dataclass
-class Outcome:
-    """What the stages found beside their findings."""
-
-    run: RunConfig | None = None
-    peers: int = 0
-    is_reachable: bool | None = None
-    link: MeasuredLink = field(default_factory=MeasuredLink)
 
 
 @dataclass
@@ -105,16 +87,9 @@ class Swarm:
         return open_prober(self.p2p, target.peer, target.maddrs, self.run, OPEN_S)
 
 
-async def look_without_ticket(config: PeerConfig, tell: Tell) -> None:
-    """What can be said of the network with nobody to ask."""
-    async with AsyncExitStack() as stack, asyncio.timeout(NETWORK_S):
-        await _daemon(config, tell, stack)
-    for name in ("seeds", *AFTER_SEEDS):
-        tell(Finding(name, State.UNKNOWN, "no ticket, nobody to ask"))
-
-
-async def look_at_network(ticket: Ticket, config: PeerConfig, tell: Tell) -> Outcome:
-    """All stages; findings go to ``tell`` as they come. Never raises for what the network does."""
+async def look_at_network(ticket: Ticket | None, config: PeerConfig, tell: Tell) -> Outcome:
+    """All stages; findings go to ``tell`` as they come. Without a ticket there is nobody to ask. Never raises
+    for what the network does."""
     outcome = Outcome()
     try:
         async with AsyncExitStack() as stack, asyncio.timeout(NETWORK_S):
@@ -126,10 +101,13 @@ async def look_at_network(ticket: Ticket, config: PeerConfig, tell: Tell) -> Out
 
 
 async def _stages(
-    ticket: Ticket, config: PeerConfig, tell: Tell, outcome: Outcome, stack: AsyncExitStack
+    ticket: Ticket | None, config: PeerConfig, tell: Tell, outcome: Outcome, stack: AsyncExitStack
 ) -> None:
     started = await _daemon(config, tell, stack)
-    if started is None:
+    if ticket is None:
+        for name in ("seeds", *AFTER_SEEDS):
+            tell(Finding(name, State.UNKNOWN, "no ticket, nobody to ask"))
+    if started is None or ticket is None:
         return
     p2p, identity = started
     targets = [
@@ -147,9 +125,9 @@ async def _stages(
         for name in AFTER_SEEDS:
             tell(Finding(name, State.UNKNOWN, "nobody answered who could be asked", "see seeds"))
         return
-    tell(clock_finding([target.offset_s for target in swarm.answering]))
-    seen = [target.observed for target in swarm.answering if target.observed]
-    tell(nat_finding(nat_kind(seen), seen[0] if seen else None, ports_in_words(config)))
+    clock = judge_clock([target.offset_s for target in swarm.answering])
+    tell(Finding("clock", State[clock.state.upper()], clock.measured, clock.advice))
+    tell(nat_finding([target.observed for target in swarm.answering if target.observed], config))
     finding, outcome.is_reachable = await look_at_reachability(swarm, config)
     tell(finding)
     findings, outcome.link = await look_at_rates(swarm)
@@ -206,12 +184,6 @@ async def _look(ticket: Ticket, p2p: P2P, target: Target) -> None:
         target.trouble = str(error) or "did not answer in time"
 
 
-def clock_finding(offsets_s: Sequence[float]) -> Finding:
-    """``offsets_s``: the others' clocks minus ours."""
-    judged = judge_clock(offsets_s)
-    return Finding("clock", State[judged.state.upper()], judged.measured, judged.advice)
-
-
 # ---- what stands between: after STUN's behaviour discovery (RFC 5780), over the connections there are anyway
 
 
@@ -235,16 +207,16 @@ def nat_kind(seen: Sequence[Place]) -> NatKind:
     return NatKind.CONE if len(set(seen)) == 1 else NatKind.SYMMETRIC
 
 
-def nat_finding(kind: NatKind, observed: Place | None, ports: str) -> Finding:
-    """``ports``: what to forward, in words."""
-    words = f"{kind}, seen at {observed[0]}" if observed else str(kind)
-    forward = f"to be dialled, let the router forward {ports} to this machine"
+def nat_finding(seen: Sequence[Place], config: PeerConfig) -> Finding:
+    kind = nat_kind(seen)
+    words = f"{kind}, seen at {seen[0][0]}" if seen else str(kind)
     how = {
         NatKind.CONE: "hole punching works through it",
         NatKind.SYMMETRIC: "hole punching does not work through it, others meet this peer by relays",
         NatKind.SOME: "a second seed could tell which",
     }
     if kind in how:
+        forward = f"to be dialled, let the router forward {ports_in_words(config)} to this machine"
         return Finding("nat", State.LIMITED, words, f"{how[kind]}; {forward}")
     if kind == NatKind.NONE:
         return Finding("nat", State.OK, words)
@@ -252,7 +224,7 @@ def nat_finding(kind: NatKind, observed: Place | None, ports: str) -> Finding:
 
 
 def ports_in_words(config: PeerConfig) -> str:
-    """What to forward, as options of ``join``."""
+    """What to forward, in words and as options of ``join``."""
     ports = [f"--libp2p-port {config.libp2p_port or 31338}"]
     if config.carrier != "libp2p":
         ports.append(f"--grpc-port {config.grpc_port or 31339}")
@@ -377,7 +349,7 @@ def rate_finding(name: str, known: Mapping[str, Passed], troubles: Sequence[str]
     if len(known) > 1:
         each = (f"{8e-6 * passed.bytes_per_s:.3g} with {who}" for who, passed in known.items())
         words += f" ({', '.join(each)})"
-    if total < SLOW_BYTES_PER_S:
+    if total < 125_000:
         advice = "answers will be stale: spare this link, use a cable and not Wi-Fi"
         return Finding(name, State.LIMITED, words, advice)
     return Finding(name, State.OK, words)
