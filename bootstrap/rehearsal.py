@@ -19,15 +19,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args
 
 from bootstrap import netns
 from bootstrap.internet import EMULATION, Internet
-from bootstrap.lines import Line, lines_of
 from bootstrap.local_swarm import POLL_S
 from bootstrap.options import RehearsalOptions
 from bootstrap.run_file import recipe_of
 from bootstrap.stage import (
     LOOPBACK,
+    Line,
     Stage,
     Traffic,
     WatchWith,
@@ -37,7 +38,7 @@ from bootstrap.stage import (
 )
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.planning.profiles import PROFILES
+from p2p_co2.planning.profiles import PROFILES, NatKind, profile_of
 from p2p_co2.system.process import require_supported_platform
 
 NO_EMULATION = "carriers slowed down on loopback: no real packets, no routers to get through"
@@ -76,6 +77,39 @@ def run_rehearsal(options: RehearsalOptions, watch_with: WatchWith) -> int:
 
     stopped = "stopped; no process and no namespace is left"
     return run_in_new_folder(options.folder, "rehearsal", stopped, run)
+
+
+def lines_of(options: RehearsalOptions, seed: int) -> list[Line]:
+    """The lines of peer-1, peer-2 and so on, who have the named profiles in turn. Raises ``ConfigError``."""
+    if not 1 <= options.peers <= 32:
+        raise ConfigError.of_option("--peers", f"1 to 32 (got {options.peers})")
+    names, changes = [name.strip() for name in options.profile.split(",")], _changes(options)
+    return [
+        Line(f"peer-{index + 1}", replace(profile_of(names[index % len(names)], seed, index), **changes))
+        for index in range(options.peers)
+    ]
+
+
+def _changes(options: RehearsalOptions) -> dict[str, Any]:
+    """Fields of every profile that get another value. Raises ``ConfigError`` for what no line has."""
+    changes: dict[str, Any] = {}
+    for option, value, field, unit, least, most in (
+        ("--up-mbit", options.up_mbit, "up_bits_per_s", 1e6, 0.1, 1e4),
+        ("--down-mbit", options.down_mbit, "down_bits_per_s", 1e6, 0.1, 1e4),
+        ("--latency-ms", options.latency_ms, "latency_ms", 1.0, 0.0, 5000.0),
+        ("--jitter-ms", options.jitter_ms, "jitter_ms", 1.0, 0.0, 1000.0),
+        ("--loss", options.loss, "loss", 1.0, 0.0, 0.5),
+    ):
+        if value is not None:
+            if not least <= value <= most:
+                raise ConfigError.of_option(option, f"{least:g} to {most:g} (got {value:g})")
+            changes[field] = value * unit
+    if options.nat != "profile":
+        if options.nat not in get_args(NatKind):
+            problem = f"profile, {', '.join(get_args(NatKind))} (got {options.nat!r})"
+            raise ConfigError.of_option("--nat", problem)
+        changes["nat"] = options.nat
+    return changes
 
 
 def _built(internet: Internet, lines: Sequence[Line]) -> list[Line]:

@@ -17,13 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
-from bootstrap.lines import Line
 from bootstrap.local_swarm import POLL_S, Child, LocalSwarm, environment
 from p2p_co2.config import RunConfig, write_toml
 from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.system.process import full_disk_named, program
 from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress
@@ -41,6 +40,22 @@ Wrap = Callable[[list[str]], list[str]]
 """A command line as it is to be run: on another machine, say."""
 Traffic = tuple[float, dict[str, tuple[int, int]]]
 """(unix time, bytes (up, down) by peer)."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One peer's emulated line. ``address``: the one that others see it under, "" on loopback."""
+
+    peer: str
+    profile: LinkProfile
+    address: str = ""
+
+    @property
+    def figures(self) -> tuple[float, ...]:
+        """As a slowed carrier takes them: bits/s up and down, latency and jitter in seconds, loss."""
+        profile = self.profile
+        times_s = profile.latency_ms / 1e3, profile.jitter_ms / 1e3
+        return profile.up_bits_per_s, profile.down_bits_per_s, *times_s, profile.loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +92,10 @@ WatchWith = Callable[[RunConfig, Path, str, Sequence[Line]], Watch]
 
 
 def run_in_new_folder(folder: Path | None, kind: str, stopped: str, run: Callable[[Path], list[str]]) -> int:
-    """The exit status of ``run`` in ``folder`` (None: ``runs/KIND-<time>``): see ``exit_status_of``. Folders
-    of a run that did not begin are taken back. Raises ``ConfigError``, ``EnvironmentFault``."""
+    """The exit status of ``run`` in ``folder`` (None: ``runs/KIND-<time>``). It gives the reasons why it was
+    no success: 0 without any, else they are told and it is 1. While it lasts SIGTERM counts as Ctrl-C; after
+    either ``stopped`` is said, and the status is 130. Folders of a run that did not begin are taken back.
+    Raises ``ConfigError``, ``EnvironmentFault``."""
     if folder and (folder / "logs").exists():
         raise ConfigError.of_option("--folder", f"{folder} holds a run already; name a new folder")
     print("preparing the recipe ...", flush=True)
@@ -87,39 +104,23 @@ def run_in_new_folder(folder: Path | None, kind: str, stopped: str, run: Callabl
 
     hand_over()
     made = folder or Path("runs") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")
-
-    def inside() -> list[str]:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
         try:
             (made / "logs").mkdir(parents=True)
         except OSError as error:
             cure = "choose another with --folder"
             raise EnvironmentFault(f"cannot make {made}: {error.strerror}; {cure}") from None
         with full_disk_named(made):
-            return run(made)
-
-    try:
-        return exit_status_of(inside, stopped)
-    finally:
-        with suppress(OSError):  # something is in it, and so in those above
-            for empty in (made / "logs", made, made.parent):
-                empty.rmdir()
-
-
-def exit_status_of(run: Callable[[], list[str]], stopped: str) -> int:
-    """Call ``run``, which gives the reasons why it was no success, and tell them: 0 without any, else 1.
-    While it lasts SIGTERM counts as Ctrl-C; after either ``stopped`` is said, and the status is 130."""
-
-    def interrupted(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupted)
-    try:
-        reasons = run()
+            reasons = run(made)
     except KeyboardInterrupt:
         print(stopped, file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
         signal.signal(signal.SIGTERM, before)
+        with suppress(OSError):  # something is in it, and so in those above
+            for empty in (made / "logs", made, made.parent):
+                empty.rmdir()
     for reason in reasons:
         print(f"error: {reason}", file=sys.stderr)
     return 1 if reasons else 0

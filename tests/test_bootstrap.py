@@ -16,13 +16,12 @@ import pytest
 from bootstrap.local_swarm import LocalSwarm
 from bootstrap.options import SeedOptions
 from bootstrap.seed import Seed, how_to_join
-from bootstrap.stage import exit_status_of
+from bootstrap.stage import run_in_new_folder
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import EnvironmentFault, TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.protocol.wire.identity import Identity
-from p2p_co2.system.ctrl_c import hand_over
 from p2p_co2.system.process import processes_below
 from p2p_co2.ticket import Ticket
 from tests.transport_peers import until
@@ -149,28 +148,28 @@ def test_a_seed_says_how_its_run_is_joined(recipe: str, words: str) -> None:
 
 @pytest.mark.parametrize(("reasons", "status"), [([], 0), (["the loss did not fall"], 1)])
 def test_reasons_are_told_and_make_it_a_failure(
-    reasons: list[str], status: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, reasons: list[str], status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert exit_status_of(lambda: reasons, "stopped") == status
+    assert run_in_new_folder(tmp_path / "run", "demo", "stopped", lambda folder: reasons) == status
     assert capsys.readouterr().err == "".join(f"error: {reason}\n" for reason in reasons)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_who_is_stopped_cleans_up_and_says_so(
-    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cleaned: list[bool] = []
 
-    def run() -> list[str]:
+    def run(folder: Path) -> list[str]:
         try:
             os.kill(os.getpid(), number)
             return ["it went on"]
         finally:
             cleaned.append(True)
 
-    hand_over()
     before = signal.getsignal(signal.SIGTERM)
-    assert exit_status_of(run, "stopped; nothing is left") == 130
+    assert run_in_new_folder(tmp_path / "run", "demo", "stopped; nothing is left", run) == 130
     assert capsys.readouterr().err == "stopped; nothing is left\n"
     assert cleaned == [True]
     assert signal.getsignal(signal.SIGTERM) is before
+    assert not (tmp_path / "run").exists()

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from bootstrap.options import PlanOptions
 from bootstrap.plan.links import read_links
-from bootstrap.plan.plan import make_plan
-from bootstrap.plan.report import print_plan, run_plan
+from bootstrap.plan.plan import make_plan, print_plan, run_plan
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning.exchange import Link
 from p2p_co2.recipes import load_recipe

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bootstrap.forwarder import HEADER_BYTES, QUEUE_S, Wan, segment_count
-from bootstrap.lines import Line, lines_of
 from bootstrap.options import RehearsalOptions
+from bootstrap.rehearsal import Line, lines_of
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning.profiles import PROFILES, LinkProfile
 

@@ -1,9 +1,17 @@
-"""A run's setting, its forecast and what is advised: options in, plan out."""
+"""A run's setting, its forecast and what is advised: options in; a table for a reader, or JSON, out."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from bootstrap.options import PlanOptions
 from bootstrap.plan.links import read_links
@@ -102,3 +110,115 @@ def _described(setting: Setting, shown: Forecast) -> dict[str, Any]:
     predicted = asdict(shown)
     predicted["round_time_s"] = shown.largest.slowest_member_s
     return {"setting": fields, "forecast": predicted}
+
+
+# ---- for a reader
+
+WHY = {
+    "upload": "the slowest upload has to carry every fragment once a round, idle a fifth of the time",
+    "download": "the slowest download has to carry every fragment once a round, idle a fifth of the time",
+    "loss": "lost packets slow every connection down below what the link could carry",
+    "latency": "an answer has to be back within a round",
+    "processor": "the exchange's own arithmetic has to fit into half of a core",
+    "inner step": "each fragment needs an inner step of its own",
+    "copies": "copying fragments out of the model and merging them in stops training for a moment",
+    "first and last rounds": "training waits for a run's last rounds, and for as many first ones as it sets",
+}
+
+Row = tuple[str, Callable[[Setting, Forecast], str]]
+
+
+def run_plan(options: PlanOptions, say: Callable[[str], None] = print) -> int:
+    """Print the plan; returns the exit status. Raises ``ConfigError`` and ``EnvironmentFault``."""
+    plan = make_plan(options)
+    if options.as_json:
+        say(json.dumps(as_table(plan), indent=2))
+    else:
+        print_plan(plan)
+    if options.plot is not None:
+        from bootstrap.plan.picture import draw_plan
+
+        draw_plan(plan, options.plot)
+    return 0
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Print ``plan`` to ``console``; stdout if None."""
+    console = console or Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    setting, advice = plan.setting, plan.advice
+    what = f": {setting.parameters:,} parameters ({plan.sources['parameters']}), "
+    console.print(
+        Text.assemble((f'plan of "{plan.run.name}"', "bold"), what, f"{len(setting.links)} peers in a round")
+    )
+    console.print(Text(f"inner step {setting.step_s:.3g} s ({plan.sources['step']})"))
+    console.print(Text(f"links: {plan.sources['links']}"))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    table.add_column("")
+    table.add_column("as given", justify="right")
+    table.add_column(f"shortest at {plan.advice.target:.0%}", justify="right")
+    for name, cell in _ROWS:
+        pairs = ((setting, plan.forecast), (advice.setting, advice.forecast))
+        table.add_row(name, *(Text(cell(of, shown)) for of, shown in pairs))
+    console.print(table)
+    verdict, colour = ("reaches", "green") if advice.is_reached else ("does not reach", "bold red")
+    reached = (f"{verdict} {advice.target:.0%} of compute utilisation", colour)
+    binds = f" within one step of staleness. What binds: {advice.binding} ({WHY[advice.binding]})."
+    console.print(Text.assemble(("as given ", "bold"), reached, binds))
+    best, length = advice.setting, f"inner_steps_per_round = {advice.inner_steps}"
+    if plan.run.clock.mode == "time":
+        length = f"round_s = {best.round_s:g}"
+    advised = (
+        f"the shortest round that reaches {advice.target:.0%}: clock.{length}, "
+        f'fragments = {len(best.fragments)}, codec.name = "{best.codec}", '
+        f"outer.sync_delay_steps = 0 (an answer comes after {_steps(advice.forecast.delay_steps)})"
+    )
+    console.print(Text(advised, style="bold"))
+    for how, shown in (("given", plan.forecast), ("advised", advice.forecast)):
+        for trouble in shown.troubles:
+            console.print(Text(f"as {how}: {trouble}", style="red"))
+
+
+def seconds(value: float) -> str:
+    """A duration with the unit that suits it."""
+    if value < 1:
+        return f"{1e3 * value:.3g} ms"
+    if value < 600:
+        return f"{value:.3g} s"
+    return f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"
+
+
+def size(value: float) -> str:
+    """Bytes with the unit that suits them."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    raise AssertionError("the last unit takes every value")
+
+
+def _steps(count: int) -> str:
+    return f"{count} inner step{'' if count == 1 else 's'}"
+
+
+def _floor(setting: Setting, shown: Forecast) -> str:
+    return f"{seconds(shown.floor_s)}, {shown.floor_s / setting.round_s:.0%} of the round"
+
+
+_ROWS: tuple[Row, ...] = (
+    ("round", lambda s, f: f"{seconds(s.round_s)}, {_steps(round(s.round_s / s.step_s))}"),
+    ("fragments, codec", lambda s, f: f"{len(s.fragments)}, {s.codec} ({f.bits_per_value:g} bits per value)"),
+    ("a peer sends per round", lambda s, f: size(f.up_bytes_per_round)),
+    ("least time that takes (floor)", _floor),
+    ("round of one fragment", lambda s, f: seconds(f.largest.slowest_member_s)),
+    ("answer applied after", lambda s, f: f"{seconds(f.flow.to_apply_s)}, {_steps(f.delay_steps)}"),
+    ("staleness, outer steps", lambda s, f: f"{f.flow.staleness:.2f}"),
+    ("sends left out", lambda s, f: f"{1 - f.flow.sent_share:.0%}"),
+    ("exchange hidden, per round", lambda s, f: seconds(f.hidden_s)),
+    ("exchange exposed, per round", lambda s, f: seconds(f.exposed_s)),
+    ("compute utilisation", lambda s, f: f"{f.utilisation:.1%}"),
+    ("... if it waited for late answers", lambda s, f: f"{f.utilisation_if_waiting:.1%}"),
+    ("memory of a peer", lambda s, f: f"{size(f.memory_bytes)}, exchange {f.exchange_copies:.1f} copies"),
+    ("whole run" , lambda s, f: ("no end; per " if f.endless else "") + seconds(f.run_s)),
+    ("... a peer sends", lambda s, f: size(f.run_up_bytes)),
+    ("... tokens of all peers", lambda s, f: f"{f.run_tokens:.3g}" if f.run_tokens else "not known"),
+)  # fmt: skip

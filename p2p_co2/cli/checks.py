@@ -46,7 +46,7 @@ def doctor(
 @takes(PlanOptions)
 def plan(options: PlanOptions) -> int:
     """What a run will cost on given links, whether they are enough, and what to change."""
-    from bootstrap.plan.report import run_plan
+    from bootstrap.plan.plan import run_plan
 
     return run_plan(options)
 

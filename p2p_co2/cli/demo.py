@@ -18,8 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bootstrap.lines import Line
-from bootstrap.stage import RunEnd
+from bootstrap.stage import Line, RunEnd
 from monitoring.facts import Known
 from monitoring.lines import ExchangeLog, SteadyState, exchange_figures, exchange_words
 from monitoring.report import write_report
