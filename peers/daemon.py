@@ -24,7 +24,6 @@ from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.system.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
-from p2p_co2.ticket import Ticket
 from peers.doctor.findings import State
 from peers.doctor.machine import look_at_machine
 
@@ -65,10 +64,8 @@ class Watch(Protocol):
     def close(self) -> None: ...
 
 
-def import_slow(options: JoinOptions) -> None:
-    """Import torch and all that joining needs, when the ticket can be read. Raises ``TicketError``,
-    ``EnvironmentFault``."""
-    Ticket.parse(options.ticket)  # a typing mistake is told before anything slow starts
+def import_slow() -> None:
+    """Import torch and all that joining needs. Raises ``EnvironmentFault``."""
     require_supported_platform()
     # What is imported stays: looking for garbage among it takes a tenth of the time, and of each look later.
     gc.disable()
@@ -86,7 +83,7 @@ def join_run(options: JoinOptions, watch: Watch) -> int:
     """
     running = _Running()
     try:
-        with StopSignals(running.stop):
+        with running:
             _look_and_join(options, running, watch)
     except KeyboardInterrupt:
         watch.say("stopped before the training began")
@@ -96,8 +93,6 @@ def join_run(options: JoinOptions, watch: Watch) -> int:
 
 
 def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> None:
-    import_slow(options)
-    running.go_on()
     end_with_parent(options.parent)
     _look_first(options.config, watch.say)
     _look_into_folder(options)
@@ -143,41 +138,37 @@ def _look_first(config: PeerConfig, say: Callable[[str], None]) -> None:
             say(f"note: {finding.name}: {finding.measured}; {finding.advice}")
 
 
-class _Running:
+class _Running(StopSignals):
     """What a first Ctrl-C meets: before there is a peer it breaks off, later it asks the peer to stop."""
 
     def __init__(self) -> None:
-        self.peer: Peer | None = None
-        self._asked = False
+        super().__init__(self._stop)
+        self._peer: Peer | None = None
 
-    def stop(self) -> None:
-        self._asked = True
-        if self.peer is None:
+    def _stop(self) -> None:
+        if self._peer is None:
             raise KeyboardInterrupt
-        self.peer.stop()
+        self._peer.stop()
 
     def take(self, peer: Peer) -> None:
         """From now on a Ctrl-C means this peer; one that was swallowed on the way to it too."""
-        self.peer = peer
-        if self._asked:
+        self._peer = peer
+        if self.asked:
             peer.stop()
 
     def go_on(self) -> None:
         """Raise the ``KeyboardInterrupt`` that a slow import swallowed, if one did."""
-        if self._asked:
+        if self.asked:
             raise KeyboardInterrupt
 
     def toggle_pause(self, number: int, frame: FrameType | None) -> None:
         """SIGUSR1. Before there is a peer there is nothing to pause; the signal must not end the process."""
-        if self.peer is not None:
-            self.peer.toggle_pause()
+        if self._peer is not None:
+            self._peer.toggle_pause()
 
 
 def _join_and_train(
-    options: JoinOptions,
-    running: _Running,
-    on_event: Callable[[Event], None],
-    say: Callable[[str], None],
+    options: JoinOptions, running: _Running, on_event: Callable[[Event], None], say: Callable[[str], None]
 ) -> None:
     import torch
 

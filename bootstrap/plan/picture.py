@@ -13,10 +13,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from bootstrap.plan.plan import Plan
+from p2p_co2.codec_specs import SPECS
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.planning.forecast import Setting
 from p2p_co2.planning.simulator import Job, utilisation
-from p2p_co2.planning.traffic import bits_per_value
 
 COLOURS = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2", "#009E73")
 INK, FAINT = "#222222", "#DDDDDD"
@@ -79,7 +79,7 @@ def _overlapped(setting: Setting) -> Job:
         parameters=setting.parameters,
         layers=count * -(-12 // count),  # at least twelve
         step_s=setting.round_s / round_steps,
-        bits_per_value=bits_per_value(setting.codec),
+        bits_per_value=SPECS[setting.codec].bits,
         round_steps=round_steps,
         fragments=count,
         delay_steps=round_steps - 1,

@@ -176,7 +176,7 @@ def join(
         ticket=ticket, config=config, recipe=recipe, data=data, resume=resume, start_over=start_over,
         parent=parent,
     )  # fmt: skip
-    import_slow(options)
+    import_slow()
     from p2p_co2.cli.join import JoinWatch
 
     hand_over()

@@ -19,10 +19,10 @@ from typing import Any
 
 from monitoring.summary import RunFacts, summarise
 from p2p_co2.cli.options import SimulationOptions
+from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.profiles import profile_of
-from p2p_co2.planning.traffic import payload_bytes
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.simnet import Churn, EventLog, Result, Settings, Swarm
 from p2p_co2.simnet.campaign import storm_settings
@@ -117,7 +117,7 @@ def settings_of(options: SimulationOptions) -> Settings:
     calm_at = 0.9 * min(3600 * options.hours, rounds * round_s)
     run = run.model_copy(update={"clock": clock.model_copy(update={"rounds": rounds})})
     values = max(1, options.parameters // run.fragments)
-    encoded = payload_bytes(run.codec.name, values)
+    encoded = SPECS[run.codec.name].payload_bytes(values)
     return Settings(
         run=run,
         peers=options.peers,
@@ -128,7 +128,7 @@ def settings_of(options: SimulationOptions) -> Settings:
         step_s=step_s,
         blocks=(BLOCKS,) * run.fragments,
         real_bytes_per_block=max(1.0, encoded / BLOCKS),
-        state_factor=max(2, round(2 * payload_bytes("fp32", values) / encoded)),
+        state_factor=max(2, round(2 * SPECS["fp32"].payload_bytes(values) / encoded)),
     )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from p2p_co2.planning.exchange import RoundTime, flow, round_time
+from p2p_co2.codec_specs import SPECS
+from p2p_co2.planning.exchange import flow
 from p2p_co2.planning.forecast import (
     COPY_BYTES_PER_S,
     STEP_OVERHEAD_S,
@@ -19,8 +20,8 @@ from p2p_co2.planning.forecast import (
     even_fragments,
     exposed_ends_s,
     forecast,
+    time_of,
 )
-from p2p_co2.planning.traffic import bits_per_value, payload_bytes
 
 Bounds = dict[str, float]
 """The shortest round (seconds) that each constraint allows, by its name."""
@@ -49,7 +50,7 @@ def advise(setting: Setting, target: float) -> Advice:
     own, shown = bounds_of(setting, target), forecast(setting)
     binding = max(own, key=own.__getitem__)
     best = _shortest(setting, target)
-    if binding in _LINK_BOUNDS and bits_per_value(setting.codec) > bits_per_value("int4"):
+    if binding in _LINK_BOUNDS and SPECS[setting.codec].bits > SPECS["int4"].bits:
         best = min(best, _shortest(replace(setting, codec="int4"), target), key=lambda found: found.round_s)
     limits = bounds_of(best, target)
     return Advice(
@@ -68,7 +69,7 @@ def bounds_of(setting: Setting, target: float) -> Bounds:
     """What keeps the round of ``setting`` from being shorter, each alone. Links may be busy for 0.8 of the
     time, since rounds are repeated and peers catch up; the core that does the exchange's tensor work for half
     of it."""
-    times = [_time_of(setting, values) for values in setting.fragments]
+    times = [time_of(setting, values) for values in setting.fragments]
     slowest = max(times, key=lambda time: time.to_apply_s)
     spare = max(1e-6, 1.0 - target - STEP_OVERHEAD_S / setting.step_s)
     bounds: Bounds = {
@@ -85,10 +86,6 @@ def bounds_of(setting: Setting, target: float) -> Bounds:
     return bounds
 
 
-def _time_of(setting: Setting, values: int) -> RoundTime:
-    return round_time(payload_bytes(setting.codec, values), values, setting.step_s, setting.links)
-
-
 def _shortest(setting: Setting, target: float) -> Setting:
     """The shortest round over the number of fragments; fewer fragments where more do not make it shorter and
     an answer comes within a third of it."""
@@ -98,7 +95,7 @@ def _shortest(setting: Setting, target: float) -> Setting:
     soon = [
         candidate
         for candidate in good
-        if _time_of(candidate, max(candidate.fragments)).to_apply_s <= candidate.round_s / 3
+        if time_of(candidate, max(candidate.fragments)).to_apply_s <= candidate.round_s / 3
     ]
     return (soon or good[-1:])[0]
 
@@ -106,7 +103,7 @@ def _shortest(setting: Setting, target: float) -> Setting:
 def _counts(setting: Setting) -> list[int]:
     """Numbers of fragments to try: the given one, and powers of two up to 64 with payloads of 64 KiB or
     more: smaller ones are all messages."""
-    values = int(8 * (64 << 10) / bits_per_value(setting.codec))
+    values = int(8 * (64 << 10) / SPECS[setting.codec].bits)
     most = max(1, setting.parameters // values)
     return sorted({len(setting.fragments)} | {1 << power for power in range(7) if 1 << power <= most})
 

@@ -55,7 +55,7 @@ class RoundTime:
     """One fragment's round, seconds. ``floor_s``: payload over the slowest link's rate, nothing else.
     ``transfer_s``: what the links are busy. ``latency_s``: messages under way and slow start. ``gather_s``:
     waiting for the last peer's step to end, for the average member; ``spread_s``: for the first.
-    ``compute_s``: tensor work, ``before_commit_s`` of it inside the round. ``limited_by``: what the transfer
+    ``compute_s``: tensor work, 0.4 of it (measured) inside the round. ``limited_by``: what the transfer
     waits for: "upload", "download" or "loss"."""
 
     compute_s: float
@@ -67,13 +67,9 @@ class RoundTime:
     limited_by: str = "upload"
 
     @property
-    def before_commit_s(self) -> float:
-        return 0.4 * self.compute_s  # measured
-
-    @property
     def slowest_member_s(self) -> float:
         """From the first offer to the commit: ``duration_s`` of a run's summary."""
-        return self.spread_s + self.latency_s + self.transfer_s + self.before_commit_s
+        return self.spread_s + self.latency_s + self.transfer_s + 0.4 * self.compute_s
 
     @property
     def to_apply_s(self) -> float:

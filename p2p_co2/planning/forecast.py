@@ -11,13 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from p2p_co2.codec_specs import COARSE_BITS
+from p2p_co2.codec_specs import COARSE_BITS, SPECS
 from p2p_co2.config import ApplyRule, RunConfig
 from p2p_co2.planning.exchange import Flow, Link, RoundTime, flow, round_time
 from p2p_co2.planning.traffic import (
-    bits_per_value,
     heartbeat_bytes_per_s,
-    payload_bytes,
     round_control_bytes,
     sent_and_received,
     shares_of,
@@ -131,11 +129,8 @@ def even_fragments(parameters: int, count: int) -> tuple[int, ...]:
 
 def forecast(setting: Setting, horizon_s: float = 24 * 3600.0) -> Forecast:
     """What ``setting`` will be like. ``horizon_s``: how much of a run without an end is looked at."""
-    sizes = [payload_bytes(setting.codec, values) for values in setting.fragments]
-    times = [
-        round_time(size, values, setting.step_s, setting.links)
-        for size, values in zip(sizes, setting.fragments, strict=True)
-    ]
+    sizes = [SPECS[setting.codec].payload_bytes(values) for values in setting.fragments]
+    times = [time_of(setting, values) for values in setting.fragments]
     rounds = flow(times, setting.round_s)
     endless = setting.rounds == 0
     run_s = horizon_s if endless else setting.rounds * setting.round_s
@@ -156,7 +151,7 @@ def forecast(setting: Setting, horizon_s: float = 24 * 3600.0) -> Forecast:
         up_bytes_per_round=up,
         down_bytes_per_round=down,
         encoded_bytes=sum(sizes),
-        bits_per_value=bits_per_value(setting.codec),
+        bits_per_value=SPECS[setting.codec].bits,
         floor_s=math.fsum(time.floor_s for time in times),
         largest=slowest,
         flow=rounds,
@@ -173,6 +168,12 @@ def forecast(setting: Setting, horizon_s: float = 24 * 3600.0) -> Forecast:
         run_tokens=tokens_per_s * max(0.0, run_s - exposed_run_s),
         troubles=tuple(_troubles(setting, slowest, rounds)),
     )
+
+
+def time_of(setting: Setting, values: int) -> RoundTime:
+    """The round of a fragment of so many values, alone."""
+    payload_bytes = SPECS[setting.codec].payload_bytes(values)
+    return round_time(payload_bytes, values, setting.step_s, setting.links)
 
 
 def exposed_ends_s(setting: Setting, times: Sequence[RoundTime], rounds: Flow) -> tuple[float, float]:

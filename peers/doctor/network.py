@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from p2p_co2.config import PeerConfig, RunConfig
@@ -32,6 +33,7 @@ from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.probe import GREETING, Look, Passed, Prober, judge_clock, open_prober
 from p2p_co2.peer_options import listening
 from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.ticket import Ticket, by_peer
 from peers.doctor.findings import Finding, MeasuredLink, Outcome, State
 from peers.doctor.machine import cannot_listen
@@ -52,39 +54,26 @@ Place = tuple[str, int]
 
 @dataclass
 class Target:
-    """Somebody to ask. ``looks``: what it answered."""
+    """Somebody to ask. ``looks``: what it answered; ``trouble``: why it did not."""
 
     name: str
-    peer: PeerId
-    maddrs: list[str]
     is_seed: bool
+    prober: Callable[[], AbstractAsyncContextManager[Prober]]
     looks: list[Look] = field(default_factory=list)
     trouble: str = ""
 
     @property
-    def round_trip_s(self) -> float:
-        return min(look.round_trip_s for look in self.looks)
+    def best(self) -> Look:
+        """The quickest answer, whose clock is the surest."""
+        return min(self.looks, key=lambda look: look.round_trip_s)
 
-    @property
-    def offset_s(self) -> float:
-        """Of the quickest answer, which is the surest."""
-        return min(self.looks, key=lambda look: look.round_trip_s).offset_s
-
-    @property
-    def observed(self) -> Place | None:
-        return self.looks[0].observed
-
-
-@dataclass(frozen=True)
-class Swarm:
-    """What the questions below need: our daemon, the run's digest, and who answered."""
-
-    p2p: P2P
-    run: bytes
-    answering: tuple[Target, ...]
-
-    def prober(self, target: Target) -> AbstractAsyncContextManager[Prober]:
-        return open_prober(self.p2p, target.peer, target.maddrs, self.run, OPEN_S)
+    async def look(self) -> None:
+        try:
+            async with asyncio.timeout(OPEN_S), self.prober() as prober:
+                for _ in range(LOOKS):
+                    self.looks.append(await prober.look())
+        except (TransportError, TimeoutError) as error:
+            self.trouble = str(error) or "did not answer in time"
 
 
 async def look_at_network(ticket: Ticket | None, config: PeerConfig, tell: Tell) -> Outcome:
@@ -110,29 +99,32 @@ async def _stages(
     if started is None or ticket is None:
         return
     p2p, identity = started
-    targets = [
-        Target(f"seed {number}", peer, known, is_seed=True)
-        for number, (peer, known) in enumerate(by_peer(ticket.seeds).items(), 1)
-    ]
-    await asyncio.gather(*(_look(ticket, p2p, target) for target in targets))
+
+    def target(name: str, peer: str, maddrs: Sequence[str], is_seed: bool) -> Target:
+        return Target(name, is_seed, partial(open_prober, p2p, PeerId(peer), maddrs, ticket.run, OPEN_S))
+
+    known = by_peer(ticket.seeds).items()
+    seeds = [target(f"seed {n}", peer, maddrs, is_seed=True) for n, (peer, maddrs) in enumerate(known, 1)]
+    await asyncio.gather(*(seed.look() for seed in seeds))
     # A forged record in the DHT is refused there, and no business of somebody who only looks.
     discovery = Discovery(p2p, identity, ticket.run, lambda peer, error: None)
     stack.push_async_callback(discovery.close)
-    tell(await _meet(ticket, discovery, targets, outcome))
-    await asyncio.gather(*(_look(ticket, p2p, target) for target in targets if not target.is_seed))
-    swarm = Swarm(p2p, ticket.run, tuple(target for target in targets if target.looks))
-    if not swarm.answering:
+    finding, records = await _meet(ticket, discovery, seeds, outcome)
+    tell(finding)
+    asked = random.Random().sample(records, min(MAX_PEERS_ASKED, len(records)))
+    peers = [target(f"peer {one.peer[-6:]}", one.peer, list(one.maddrs), is_seed=False) for one in asked]
+    await asyncio.gather(*(peer.look() for peer in peers))
+    answering = [target for target in (*seeds, *peers) if target.looks]
+    if not answering:
         for name in AFTER_SEEDS:
             tell(Finding(name, State.UNKNOWN, "nobody answered who could be asked", "see seeds"))
         return
-    clock = judge_clock([target.offset_s for target in swarm.answering])
+    clock = judge_clock([target.best.offset_s for target in answering])
     tell(Finding("clock", State[clock.state.upper()], clock.measured, clock.advice))
-    tell(nat_finding([target.observed for target in swarm.answering if target.observed], config))
-    finding, outcome.is_reachable = await look_at_reachability(swarm, config)
+    tell(nat_finding([target.best.observed for target in answering if target.best.observed], config))
+    finding, outcome.is_reachable = await look_at_reachability(p2p, answering, config)
     tell(finding)
-    findings, outcome.link = await look_at_rates(swarm)
-    for rate in findings:
-        tell(rate)
+    outcome.link = await look_at_rates(answering, tell)
 
 
 async def _daemon(config: PeerConfig, tell: Tell, stack: AsyncExitStack) -> tuple[P2P, Identity] | None:
@@ -152,8 +144,10 @@ async def _daemon(config: PeerConfig, tell: Tell, stack: AsyncExitStack) -> tupl
     return p2p, identity
 
 
-async def _meet(ticket: Ticket, discovery: Discovery, targets: list[Target], outcome: Outcome) -> Finding:
-    """Join the DHT, read the settings, find peers: some of them join ``targets``."""
+async def _meet(
+    ticket: Ticket, discovery: Discovery, seeds: Sequence[Target], outcome: Outcome
+) -> tuple[Finding, list[PeerRecord]]:
+    """Join the DHT, read the settings, find peers."""
     try:
         await discovery.start(ticket.seeds)
         manifest = await discovery.fetch_manifest(ticket.run_key)
@@ -161,27 +155,15 @@ async def _meet(ticket: Ticket, discovery: Discovery, targets: list[Target], out
         records = await discovery.find_peers()
     except P2PCo2Error as error:
         advice = "ask the organiser whether a seed of this run is up, and check this machine's network"
-        return Finding("seeds", State.CANNOT, str(error)[:300], advice)
-    seeds, lost = len(targets), [f"{target.name}: {target.trouble}" for target in targets if not target.looks]
+        return Finding("seeds", State.CANNOT, str(error)[:300], advice), []
     outcome.peers = len(records)
-    for record in random.Random().sample(records, min(MAX_PEERS_ASKED, len(records))):
-        name = f"peer {record.peer[-6:]}"
-        targets.append(Target(name, PeerId(record.peer), list(record.maddrs), is_seed=False))
-    words = f'{seeds - len(lost)} of {seeds} answer; run "{outcome.run.name}", recipe {outcome.run.recipe}'
+    lost = [f"{seed.name}: {seed.trouble}" for seed in seeds if not seed.looks]
+    words = f"{len(seeds) - len(lost)} of {len(seeds)} answer; "
+    words += f'run "{outcome.run.name}", recipe {outcome.run.recipe}'
     if not lost:
-        return Finding("seeds", State.OK, words)
+        return Finding("seeds", State.OK, words), records
     advice = "tell the organiser; those that answer are enough"
-    return Finding("seeds", State.LIMITED, f"{words} ({'; '.join(lost)[:200]})", advice)
-
-
-async def _look(ticket: Ticket, p2p: P2P, target: Target) -> None:
-    swarm = Swarm(p2p, ticket.run, ())
-    try:
-        async with asyncio.timeout(OPEN_S), swarm.prober(target) as prober:
-            for _ in range(LOOKS):
-                target.looks.append(await prober.look())
-    except (TransportError, TimeoutError) as error:
-        target.trouble = str(error) or "did not answer in time"
+    return Finding("seeds", State.LIMITED, f"{words} ({'; '.join(lost)[:200]})", advice), records
 
 
 # ---- what stands between: after STUN's behaviour discovery (RFC 5780), over the connections there are anyway
@@ -235,16 +217,18 @@ def ports_in_words(config: PeerConfig) -> str:
 # ---- whether we can be dialled
 
 
-async def look_at_reachability(swarm: Swarm, config: PeerConfig) -> tuple[Finding, bool | None]:
+async def look_at_reachability(
+    p2p: P2P, answering: Sequence[Target], config: PeerConfig
+) -> tuple[Finding, bool | None]:
     """Ask a seed to connect to us: to the daemon, and to a listener where gRPC will listen. The second value
     says whether one of them was reached; None if that could not be found out."""
-    seed = next((target for target in swarm.answering if target.observed), None)
+    seed = next((target for target in answering if target.best.observed), None)
     if seed is None:
         return Finding("reachability", State.LIMITED, "met through a relay only", "see nat"), False
     reached: dict[str, bool] = {}
     try:
-        async with swarm.prober(seed) as prober:
-            for port in await _daemon_ports(swarm.p2p, seed.observed):
+        async with seed.prober() as prober:
+            for port in await _daemon_ports(p2p, seed.best.observed):
                 reached[f"libp2p port {port}"] = await prober.dial_back(port, GREETING)
             if config.carrier != "libp2p":
                 port, answer = await _dial_back_to_listener(prober, config)
@@ -292,41 +276,37 @@ async def _dial_back_to_listener(prober: Prober, config: PeerConfig) -> tuple[in
 # ---- rates
 
 
-async def look_at_rates(swarm: Swarm) -> tuple[list[Finding], MeasuredLink]:
+async def look_at_rates(answering: Sequence[Target], tell: Tell) -> MeasuredLink:
     """Up, then down: with a few at once, peers first, since one of them may be the slower end."""
-    chosen = sorted(swarm.answering, key=lambda target: target.is_seed)[:MAX_MEASURED]
-    up, up_finding = await _rate("upload", swarm, chosen, Prober.upload)
-    down, down_finding = await _rate("download", swarm, chosen, Prober.download)
-    round_trip_s = statistics.median(target.round_trip_s for target in swarm.answering)
-    link = MeasuredLink(up_bytes_per_s=up, down_bytes_per_s=down, round_trip_s=round_trip_s)
-    return [up_finding, down_finding], link
+    chosen = sorted(answering, key=lambda target: target.is_seed)[:MAX_MEASURED]
+    up, down = await _rate("upload", chosen, Prober.upload), await _rate("download", chosen, Prober.download)
+    for _, finding in (up, down):
+        tell(finding)
+    round_trip_s = statistics.median(target.best.round_trip_s for target in answering)
+    return MeasuredLink(up_bytes_per_s=up[0], down_bytes_per_s=down[0], round_trip_s=round_trip_s)
 
 
 async def _rate(
-    name: str, swarm: Swarm, chosen: Sequence[Target], measure: Callable[[Prober, int], Awaitable[Passed]]
+    name: str, chosen: Sequence[Target], measure: Callable[[Prober, int], Awaitable[Passed]]
 ) -> tuple[float | None, Finding]:
     """Bytes per second of all at once: on a few bytes, and on more where those were quick."""
     known: dict[str, Passed] = {}
     troubles: list[str] = []
+
+    async def pass_bytes(target: Target, size: int, passed: dict[str, Passed]) -> None:
+        try:
+            async with target.prober() as prober:
+                passed[target.name] = await measure(prober, size)
+        except TransportError as error:
+            troubles.append(f"{target.name}: {error}")
+
     for size in (FIRST_BYTES, SECOND_BYTES):
-        found = await asyncio.gather(*(_passed(swarm, target, measure, size) for target in chosen))
-        troubles = [result for result in found if isinstance(result, str)]
-        now = {t.name: result for t, result in zip(chosen, found, strict=True) if isinstance(result, Passed)}
+        now: dict[str, Passed] = {}
+        await asyncio.gather(*(pass_bytes(target, size, now) for target in chosen))
         known = now or known
         if not now or max(passed.duration_s for passed in now.values()) > QUICK_S:
             break
     return together(known.values()), rate_finding(name, known, troubles)
-
-
-async def _passed(
-    swarm: Swarm, target: Target, measure: Callable[[Prober, int], Awaitable[Passed]], size: int
-) -> Passed | str:
-    """What came through, or why there is no figure."""
-    try:
-        async with swarm.prober(target) as prober:
-            return await measure(prober, size)
-    except TransportError as error:
-        return f"{target.name}: {error}"
 
 
 def together(passed: Iterable[Passed]) -> float | None:
