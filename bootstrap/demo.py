@@ -1,9 +1,8 @@
 """``p2p-co2 demo``: a whole swarm on this machine, each peer a process of its own, watched while it trains.
 
-Nothing is simulated: the peers are the program that a volunteer runs, they meet through a seed and the DHT,
-and all that is shown comes from the events they write. Exit status 0 only if every peer ended with the same
-digest and the held-out loss of the agreed parameters fell. No process is left, whatever happens. All peers
-share this machine's cores: a demo shows what the exchange costs, not that more peers learn faster."""
+Nothing is simulated: the peers are the program that a volunteer runs. Exit status 0 only if every peer ended
+with the same digest and the held-out loss of the agreed parameters fell. All peers share this machine's
+cores: a demo shows what the exchange costs, not that more peers learn faster."""
 
 from __future__ import annotations
 

@@ -4,14 +4,11 @@
 
 ``Wan`` says which packet arrives and when, without I/O or clock. A packet waits for the sender's upload,
 travels half of either link's latency, may be lost with half of either link's loss, and waits for the
-receiver's download. So two peers of one profile see just that profile. A queue holds ``QUEUE_S`` seconds of
-its link, and packets between two addresses never overtake each other. The same seed and arrivals give the
-same losses. The kernel hands over many TCP segments as one packet; a loss of one of them loses them all.
+receiver's download, so two peers of one profile see just that profile. Packets between two addresses never
+overtake each other. The kernel hands over many TCP segments as one packet; a loss of one loses them all.
 
-The process makes the device in its own network namespace. It ends on SIGTERM, on SIGINT and with its parent.
 Sources: ``linux/if_tun.h``, virtio 1.2 section 5.1.6 (the header before each packet). Price: some 24 us of
-processor time for each packet that the kernel hands over, however large.
-"""
+processor time for each packet that the kernel hands over, however large."""
 
 from __future__ import annotations
 

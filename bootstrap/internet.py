@@ -4,11 +4,9 @@
                        NAT, if asked      |
                                      TUN device, our forwarder: rate, delay, jitter, loss
 
-Each machine and each router is a network namespace, so the packets are real and so are TCP, its windows and
-its retransmissions. Addresses are of 192.0.0.0/24: reserved for protocol assignments and no host's (RFC
-6890), yet taken by libp2p for public ones, without which it neither relays nor punches holes. No namespace
-here is connected with the outside.
-"""
+Each machine and each router is a network namespace, so the packets are real. Addresses are of 192.0.0.0/24:
+reserved for protocol assignments and no host's (RFC 6890), yet taken by libp2p for public ones, without which
+it neither relays nor punches holes. No namespace here is connected with the outside."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Every child has a process group of its own, so a Ctrl-C in the terminal reaches only the parent. That asks
 each child by its id (SIGINT), waits a bounded time and ends the stragglers' groups (SIGKILL), with them the
-libp2p daemons below them. Whatever way the ``with`` block is left, no child is alive after it. Each child's
-output goes to a file of its own, whose end says why it died."""
+libp2p daemons below them. Each child's output goes to a file of its own, whose end says why it died."""
 
 from __future__ import annotations
 

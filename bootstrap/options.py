@@ -23,6 +23,7 @@ RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The 
 Peers = Annotated[int, says("Peer processes.")]
 Carrier = Annotated[str, says("auto, grpc or libp2p.")]
 OwnRecipe = Annotated[str, says("The run's own recipe, here.", metavar="FILE.py:function")]
+Profile = Annotated[str, says("Their links: fibre, cable, dsl, 4g, transatlantic, satellite or home-mix.")]
 Parent = Annotated[int, says("Leave when this process ends.", hidden=True)]
 Figure = float | None
 
@@ -99,9 +100,7 @@ class PlanOptions:
 
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run to plan.")]
     peers: Annotated[int, says("Peers of the run, at most its group_size (64).")] = 4
-    profile: Annotated[
-        str, says("Their links: fibre, cable, dsl, 4g, transatlantic, satellite or home-mix.")
-    ] = ""
+    profile: Profile = ""
     up_mbit: Annotated[float, says("Or in figures: upload, Mbit/s.")] = 0.0
     down_mbit: Annotated[float, says("Download, Mbit/s; ten times the upload if absent.")] = 0.0
     rtt_ms: Annotated[float, says("Round-trip time, milliseconds.")] = 0.0

@@ -5,9 +5,8 @@ Each peer is the program that a volunteer runs, in a network namespace of its ow
 profile describes (``internet``); the seed is on a public machine. Without root, or where the kernel has no
 namespaces, the peers run on loopback and their carriers are slowed down instead; the user is told which.
 
-Nothing survives a rehearsal, whatever ends it: no process, no namespace; one that was killed is swept up by
-the next. Exit status 0 only if every peer ended with the same digest. All peers share this machine's cores,
-so the lines are real and the speed of the training is not."""
+Nothing survives a rehearsal; one that was killed is swept up by the next. Exit status 0 only if every peer
+ended with the same digest. The lines are real; the speed of the training, on shared cores, is not."""
 
 from __future__ import annotations
 

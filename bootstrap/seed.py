@@ -1,10 +1,9 @@
 """The seed: where peers find each other and the run's settings. It never trains and never sees a tensor.
 
 Its identity lies in the folder, so a seed that is started again (with a fixed port) is the one that its
-tickets name. The first seed's key alone signs the settings; a further seed passes them on unchanged. What
-the DHT forgets is published again, and where the run was outlives this process (the file ``positions``). A
-libp2p daemon that dies or hangs is started anew. Peers that know each other go on while a seed is away. No
-torch."""
+tickets name. The first seed's key alone signs the settings; a further seed passes them on unchanged. Where
+the run was outlives this process (the file ``positions``). Peers that know each other go on while a seed is
+away."""
 
 from __future__ import annotations
 

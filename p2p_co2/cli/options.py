@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from bootstrap.options import says
+from bootstrap.options import Profile, says
 
 _Options = TypeVar("_Options")
 
@@ -51,9 +51,7 @@ class SimulationOptions:
         Path | None, typer.Argument(metavar="[RUN.toml]", help="The run to play; none with --storm.")
     ] = None
     peers: Annotated[int, says("Peers that take part.")] = 32
-    profile: Annotated[
-        str, says("Their links: fibre, cable, dsl, 4g, transatlantic, satellite or home-mix.")
-    ] = "home-mix"
+    profile: Profile = "home-mix"
     hours: Annotated[float, says("Virtual hours of training, if the run's own end is not sooner.")] = 1.0
     churn: Annotated[str, says("How often each peer goes, such as 0.1/h.")] = "0/h"
     seed: Annotated[int, says("Of everything that happens by chance.")] = 0
