@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import signal
 import sys
 import time
@@ -83,13 +82,6 @@ class Campaign(LocalSwarm):
         """Freeze a process and all below it (SIGSTOP), or wake them (``back``)."""
         for pid in (child.pid, *processes_below(child.pid)):
             os.kill(pid, signal.SIGCONT if back else signal.SIGSTOP)
-
-    def fill_disk(self, child: Child, size_bytes: int | None = None) -> None:
-        """From now on the kernel refuses ``child`` writes past so much of a file, as a full disk would;
-        without a size, the disk has room again."""
-        hard_bytes = resource.prlimit(child.pid, resource.RLIMIT_FSIZE)[1]
-        soft_bytes = hard_bytes if size_bytes is None else size_bytes
-        resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (soft_bytes, hard_bytes))
 
     def toggle_pause(self, child: Child) -> None:
         """What ``kill -USR1`` does."""

@@ -116,35 +116,29 @@ def transfer(sender: Machine, receiver: Machine, data: bytes) -> tuple[bytes, fl
 
 @needs_namespaces
 def test_a_line_has_its_delay_rate_and_loss_and_loses_no_byte(tmp_path: Path) -> None:
-    line = replace(OPEN_DSL, jitter_ms=0.0, loss=0.02)
+    """On a slow line; and of many connections on a fast one, which take large packets."""
+    slow = replace(OPEN_DSL, jitter_ms=0.0, loss=0.02)
+    fast = replace(PROFILES["transatlantic"], latency_ms=10.0, jitter_ms=0.0, loss=0.005)
     with Internet(KERNEL, tmp_path, seed=5) as internet:
-        a, b = internet.add("a", line), internet.add("b", line)
+        a, b = internet.add("a", slow), internet.add("b", slow)
+        machines = [internet.add(f"peer-{index}", fast) for index in range(4)]
         internet.start()
         data = os.urandom(1 << 20)
         got, took_s = transfer(a, b, data)
         assert got == data
-        assert took_s > 8 * len(data) / line.up_bits_per_s + 0.04
+        assert took_s > 8 * len(data) / slow.up_bits_per_s + 0.04
         up, _ = internet.traffic_bytes()["a"]
         assert len(data) < up < 1.5 * len(data)
-    assert namespaces() == []
-    assert 0 < internet.forwarded["lost"] < 0.1 * internet.forwarded["packets"]
-
-
-@needs_namespaces
-def test_many_connections_on_a_fast_line_take_large_packets(tmp_path: Path) -> None:
-    line = replace(PROFILES["transatlantic"], latency_ms=10.0, jitter_ms=0.0, loss=0.005)
-    with Internet(KERNEL, tmp_path, seed=5) as internet:
-        machines = [internet.add(f"peer-{index}", line) for index in range(4)]
-        internet.start()
-        data = os.urandom(4 << 20)
+        data *= 4
         with ThreadPoolExecutor(3) as pool:
             arrived = list(pool.map(lambda sender: transfer(sender, machines[0], data), machines[1:]))
         assert all(got == data for got, _ in arrived)
-        assert 3 * 8 * len(data) / line.down_bits_per_s < max(took_s for _, took_s in arrived)
+        assert 3 * 8 * len(data) / fast.down_bits_per_s < max(took_s for _, took_s in arrived)
+    assert namespaces() == []
     done = internet.forwarded
     full_segments = done["bytes"] / 1500
-    assert done["packets"] < 0.35 * full_segments, "acknowledgements included"
-    assert 0.1 * 0.005 * full_segments < done["lost"] < 3 * 0.005 * full_segments
+    assert done["packets"] < 0.5 * full_segments, "acknowledgements included"
+    assert 0.1 * 0.005 * full_segments < done["lost"] < 3 * 0.007 * full_segments
 
 
 @needs_namespaces
