@@ -58,12 +58,12 @@ class RoundTime:
     ``compute_s``: tensor work, 0.4 of it (measured) inside the round. ``limited_by``: what the transfer
     waits for: "upload", "download" or "loss"."""
 
-    compute_s: float
     floor_s: float = 0.0
     transfer_s: float = 0.0
     latency_s: float = 0.0
     gather_s: float = 0.0
     spread_s: float = 0.0
+    compute_s: float = 0.0
     limited_by: str = "upload"
 
     @property
