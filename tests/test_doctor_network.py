@@ -22,7 +22,7 @@ from bootstrap import netns
 from bootstrap.internet import Internet
 from bootstrap.local_swarm import LocalSwarm, environment
 from bootstrap.options import PlanOptions
-from bootstrap.plan.links import read_links
+from bootstrap.plan.plan import read_links
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p

@@ -17,8 +17,7 @@ from rich.console import Console
 from round_network import Faults, Network
 
 from bootstrap.options import PlanOptions
-from bootstrap.plan.links import read_links
-from bootstrap.plan.plan import make_plan, print_plan, run_plan
+from bootstrap.plan.plan import make_plan, print_plan, read_links, run_plan
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError

@@ -19,7 +19,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
@@ -169,40 +168,23 @@ async def _meet(
 # ---- what stands between: after STUN's behaviour discovery (RFC 5780), over the connections there are anyway
 
 
-class NatKind(StrEnum):
-    NONE = "none"
-    CONE = "one mapping for all (cone)"
-    SYMMETRIC = "a mapping of its own for each destination (symmetric)"
-    SOME = "some, of unknown kind"
-    UNKNOWN = "unknown"
-
-
-def nat_kind(seen: Sequence[Place]) -> NatKind:
+def nat_finding(seen: Sequence[Place], config: PeerConfig) -> Finding:
     """By the places at which observers see our daemon, which dials all of them from its own port. Seen alike
     by two is a mapping that hole punching can use, seen differently it is not; one alone cannot tell."""
     if not seen:
-        return NatKind.UNKNOWN
+        return Finding("nat", State.UNKNOWN, "unknown", "nobody saw this machine directly: see reachability")
+    where = f"seen at {seen[0][0]}"
     if any(not cannot_listen(address, 0) for address, _ in seen):  # it is this machine's
-        return NatKind.NONE
+        return Finding("nat", State.OK, f"none, {where}")
     if len(seen) == 1:
-        return NatKind.SOME
-    return NatKind.CONE if len(set(seen)) == 1 else NatKind.SYMMETRIC
-
-
-def nat_finding(seen: Sequence[Place], config: PeerConfig) -> Finding:
-    kind = nat_kind(seen)
-    words = f"{kind}, seen at {seen[0][0]}" if seen else str(kind)
-    how = {
-        NatKind.CONE: "hole punching works through it",
-        NatKind.SYMMETRIC: "hole punching does not work through it, others meet this peer by relays",
-        NatKind.SOME: "a second seed could tell which",
-    }
-    if kind in how:
-        forward = f"to be dialled, let the router forward {ports_in_words(config)} to this machine"
-        return Finding("nat", State.LIMITED, words, f"{how[kind]}; {forward}")
-    if kind == NatKind.NONE:
-        return Finding("nat", State.OK, words)
-    return Finding("nat", State.UNKNOWN, words, "nobody saw this machine directly: see reachability")
+        kind, how = "some, of unknown kind", "a second seed could tell which"
+    elif len(set(seen)) == 1:
+        kind, how = "one mapping for all (cone)", "hole punching works through it"
+    else:
+        kind = "a mapping of its own for each destination (symmetric)"
+        how = "hole punching does not work through it, others meet this peer by relays"
+    forward = f"to be dialled, let the router forward {ports_in_words(config)} to this machine"
+    return Finding("nat", State.LIMITED, f"{kind}, {where}", f"{how}; {forward}")
 
 
 def ports_in_words(config: PeerConfig) -> str:
