@@ -108,7 +108,6 @@ class Seed:
             assert run is not None
             self._digest, self._key = run.digest(), self._identity.peer_id
             self._others = self._known_seeds()
-        self._must_join = given is not None
         self._named: tuple[str, ...] = ()
         """Seeds of the ticket that was printed last."""
 
@@ -162,7 +161,7 @@ class Seed:
         try:
             await discovery.start(self._others)
         except TransportError as error:
-            if self._must_join:
+            if self._options.also:
                 raise
             self.say(f"warning: the other seeds of this run are away ({error}); going on alone")
         if self._key == self._identity.peer_id and self._run is not None:

@@ -42,9 +42,8 @@ AT_MOST_EVERY_S = 10.0
 class JoinOptions:
     """``recipe``: where this run's own recipe lies here ("file.py:function"), "" for a built-in one.
     ``data``: recipe options that are this peer's own affair (its text). ``resume``: there must be a
-    checkpoint in ``config.folder`` to go on from; one that is there is gone on from anyway, unless
-    ``start_over``: begin anew, whatever was trained before. ``parent``: leave when that process ends; 0 for
-    none."""
+    checkpoint in ``config.folder``; one that is there is gone on from anyway, unless ``start_over``.
+    ``parent``: leave when that process ends; 0 for none."""
 
     ticket: str
     config: PeerConfig
@@ -76,11 +75,9 @@ def import_slow() -> None:
         gc.enable()
 
 
-def join_run(options: JoinOptions, watch: Watch) -> int:
-    """Train until the run is over or somebody stops us; returns the exit status.
-
-    Raises ``TicketError``, ``ConfigError``, ``EnvironmentFault``, ``TransportError`` as named in those.
-    """
+def join_run(options: JoinOptions, watch: Watch) -> None:
+    """Train until the run is over or somebody stops us. Raises ``TicketError``, ``ConfigError``,
+    ``EnvironmentFault``, ``TransportError`` as named in those."""
     running = _Running()
     try:
         with running:
@@ -89,7 +86,6 @@ def join_run(options: JoinOptions, watch: Watch) -> int:
         watch.say("stopped before the training began")
     finally:
         watch.close()
-    return 0
 
 
 def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> None:
@@ -220,10 +216,9 @@ def _data_seed(run: RunConfig, config: PeerConfig, inner_steps: int) -> int:
 class AgreedLoss:
     """When a peer measures the held-out loss of the agreed parameters, so that boards can draw it.
 
-    All peers of one version hold the same parameters and the same held-out data, so one measurement a round
-    is enough, and they take turns. But for each peer's first one it costs at most ``SHARE`` of the training
-    thread's time. ``held_out``: loss of a model on a small slice that nobody trains on; None measures
-    nothing."""
+    All peers of one version hold the same parameters, so they take turns, a round each. But for a first one
+    it costs at most ``SHARE`` of the training thread's time. ``held_out``: loss of a model on a small slice
+    that nobody trains on; None measures nothing."""
 
     def __init__(self, held_out: Callable[[nn.Module], float] | None) -> None:
         self._held_out = held_out

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,14 +59,34 @@ def namespaces() -> list[str]:
     return owned(os.getpid())
 
 
-def start_rehearsal(folder: Path, *options: str) -> subprocess.Popen[bytes]:
+@contextmanager
+def rehearsal(folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     (folder / "run.toml").write_text(RUN)
-    command = [str(folder / "run.toml"), "--peers", "2", "--folder", str(folder / "run"), *options]
+    command = [
+        "rehearse",
+        str(folder / "run.toml"),
+        "--peers",
+        "2",
+        "--folder",
+        str(folder / "run"),
+        *options,
+    ]
+    settings: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, **environment()}}
+    with running(program("bootstrap", *command), folder, **settings) as process:
+        yield process
+
+
+@contextmanager
+def running(command: list[str], folder: Path, **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is gone when the block ends; its output goes to a file of ``folder``."""
     with (folder / "output").open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "bootstrap", "rehearse", *command],
-            env={**os.environ, **environment()}, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, **settings)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(BOUND_S)
 
 
 # ---- lines
@@ -171,13 +192,8 @@ def test_what_a_killed_process_made_is_swept_and_nothing_else() -> None:
 
 @needs_router
 def test_peers_behind_routers_meet_through_the_seed(tmp_path: Path) -> None:
-    process = start_rehearsal(tmp_path, "--profile", "4g", "--seconds", "8")
-    try:
+    with rehearsal(tmp_path, "--profile", "4g", "--seconds", "8") as process:
         output, summary = finished(process, tmp_path)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            process.wait(BOUND_S)
     assert owned(process.pid) == []
     assert "emulation: real packets" in output
     assert summary["lines"]["peer-1"]["nat"] == "symmetric"
@@ -214,24 +230,14 @@ def nobodys() -> Iterator[Path]:
 
 
 def test_without_root_it_is_played_on_loopback_with_slow_carriers_and_says_so(nobodys: Path) -> None:
-    is_root = os.geteuid() == 0
     command = console("rehearse", "run.toml", "--peers", "2", "--profile", "dsl", "--seconds", "6")
     variables = {**os.environ, **environment(), "HOME": str(nobodys), "COLUMNS": "120"}
-    with (nobodys / "output").open("wb") as output:
-        try:
-            process = subprocess.Popen(
-                [*command, "--folder", "run"], cwd=nobodys, env=variables, stdout=output,
-                stderr=subprocess.STDOUT, user=NOBODY if is_root else None,
-                group=NOBODY if is_root else None, extra_groups=[] if is_root else None,
-            )  # fmt: skip
-        except PermissionError as error:
-            pytest.skip(f"this checkout is for its owner alone, nobody else can run it: {error}")
+    who = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
     try:
-        said, summary = finished(process, nobodys)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            process.wait(BOUND_S)
+        with running([*command, "--folder", "run"], nobodys, cwd=nobodys, env=variables, **who) as process:
+            said, summary = finished(process, nobodys)
+    except PermissionError as error:
+        pytest.skip(f"this checkout is for its owner alone, nobody else can run it: {error}")
     assert "carriers slowed down on loopback" in said
     assert "network namespaces need root" in " ".join(said.split())  # and why
     assert "slowed down" in summary["emulation"]
@@ -243,15 +249,15 @@ def test_without_root_it_is_played_on_loopback_with_slow_carriers_and_says_so(no
 
 @needs_namespaces
 def test_an_interrupted_rehearsal_leaves_nothing(tmp_path: Path) -> None:
-    process = start_rehearsal(tmp_path, "--profile", "fibre", "--seconds", "60")
-    ends_at = time.monotonic() + BOUND_S
-    while not (tmp_path / "run" / "logs" / "peer-2.log").exists():
-        assert time.monotonic() < ends_at
-        assert process.poll() is None, (tmp_path / "output").read_text()
-        time.sleep(0.1)
-    assert owned(process.pid)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(BOUND_S) == 130
+    with rehearsal(tmp_path, "--profile", "fibre", "--seconds", "60") as process:
+        ends_at = time.monotonic() + BOUND_S
+        while not (tmp_path / "run" / "logs" / "peer-2.log").exists():
+            assert time.monotonic() < ends_at
+            assert process.poll() is None, (tmp_path / "output").read_text()
+            time.sleep(0.1)
+        assert owned(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(BOUND_S) == 130
     assert owned(process.pid) == []
     assert "no process and no namespace is left" in (tmp_path / "output").read_text()
 

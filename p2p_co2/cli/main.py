@@ -180,7 +180,7 @@ def join(
     from p2p_co2.cli.join import JoinWatch
 
     hand_over()
-    raise typer.Exit(join_run(options, JoinWatch()))
+    join_run(options, JoinWatch())
 
 
 def _rate(option: str, text: str | None) -> float | None:
