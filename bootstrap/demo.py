@@ -16,7 +16,6 @@ from bootstrap.options import DemoOptions
 from bootstrap.stage import LOOPBACK, Stage, WatchWith, prepare, require_carrier, run_in_new_folder
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import RUN_OVER, ConfigError
-from p2p_co2.system.process import require_supported_platform
 
 
 def run_demo(options: DemoOptions, watch_with: WatchWith) -> int:
@@ -24,7 +23,6 @@ def run_demo(options: DemoOptions, watch_with: WatchWith) -> int:
 
     Raises ``ConfigError`` for options that make no run, ``EnvironmentFault`` if the swarm cannot be started.
     """
-    require_supported_platform()
     if options.peers < 1:
         raise ConfigError.of_option("--peers", f"at least 1 (got {options.peers})")
     require_carrier(options.carrier)

@@ -38,7 +38,6 @@ from bootstrap.stage import (
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.profiles import PROFILES, NatKind, profile_of
-from p2p_co2.system.process import require_supported_platform
 
 NO_EMULATION = "carriers slowed down on loopback: no real packets, no routers to get through"
 
@@ -48,7 +47,6 @@ def run_rehearsal(options: RehearsalOptions, watch_with: WatchWith) -> int:
 
     Raises ``ConfigError`` for options that make no rehearsal, ``EnvironmentFault`` if it cannot be started.
     """
-    require_supported_platform()
     require_carrier(options.carrier)
     config = run_config(options)
     lines = lines_of(options, config.seed)

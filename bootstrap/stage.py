@@ -24,7 +24,7 @@ from p2p_co2.config import RunConfig, write_toml
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.system.ctrl_c import hand_over, take_back
-from p2p_co2.system.process import full_disk_named, program
+from p2p_co2.system.process import full_disk_named, program, require_supported_platform
 from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
 
@@ -96,6 +96,7 @@ def run_in_new_folder(folder: Path | None, kind: str, stopped: str, run: Callabl
     no success: 0 without any, else they are told and it is 1. While it lasts SIGTERM counts as Ctrl-C; after
     either ``stopped`` is said, and the status is 130. Folders of a run that did not begin are taken back.
     Raises ``ConfigError``, ``EnvironmentFault``."""
+    require_supported_platform()
     if folder and (folder / "logs").exists():
         raise ConfigError.of_option("--folder", f"{folder} holds a run already; name a new folder")
     print("preparing the recipe ...", flush=True)

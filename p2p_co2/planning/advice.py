@@ -1,9 +1,9 @@
 """What to change: the shortest round that links, processors and the target utilisation allow, and what binds.
 
-Few rounds are far from data-parallel training, so of all settings that reach the target the one with the
-shortest round is advised; fragments so that an answer comes within about a third of a round, where a delay
-costs little; four bits where the link binds, since they cost nothing visible. The advised setting satisfies
-every bound at the target, by the same forecast that it is shown with."""
+Of all settings that reach the target the one with the shortest round is advised, the nearest to data-parallel
+training; fragments so that an answer comes within about a third of a round, where a delay costs little; four
+bits where the link binds, since they cost nothing visible. It satisfies every bound by the same forecast that
+it is shown with."""
 
 from __future__ import annotations
 

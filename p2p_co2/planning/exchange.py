@@ -6,11 +6,10 @@ parts the first means travel beside the last slices: one way is hidden then, and
 slowly a second time.
 
 A fragment whose round is still open at its next schedule point is sent again as soon as that round has
-ended. On a full line fragments take turns: one is sent when half of the last one's transfer is over. So a
-link that is too slow shows as fewer sends, not as an ever longer queue.
+ended. On a full line fragments take turns: one is sent when half of the last one's transfer is over.
 
-Pure; mean values only: jitter, and processors that are busy with something else, come on top. Sources: TCP's
-slow start (RFC 6928: ten segments) and its throughput under loss (Mathis et al. 1997)."""
+Mean values only: jitter and busy processors come on top. Sources: TCP's slow start (RFC 6928: ten segments)
+and its throughput under loss (Mathis et al. 1997)."""
 
 from __future__ import annotations
 

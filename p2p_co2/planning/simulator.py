@@ -1,12 +1,10 @@
 """The bandwidth simulator behind Streaming DiLoCo's table of required bandwidths: how busy the processors are
 when training waits for the network.
 
-Source: arXiv 2501.18512, section 3.1 and table 4, of which it gives 70 of 75 cells exactly, the rest one
-step of the bandwidth grid away. A step is 3 L - 1 equal pieces of work for L layers (forward, backward by
-activations but for the first layer, backward by parameters). A layer's reduction can start when its last
-piece is done; reductions pass one channel, first come first served; the layer's forward pass ``delay_steps``
-later waits for the answer. No latency, no loss, equal layers: it compares methods, ``forecast`` says what
-happens on a real link."""
+Source: arXiv 2501.18512, section 3.1 and table 4. A step is 3 L - 1 equal pieces of work for L layers
+(forward, backward by activations but for the first layer, backward by parameters). A layer's reduction can
+start when its last piece is done; reductions pass one channel, first come first served; the layer's forward
+pass ``delay_steps`` later waits for the answer. No latency, no loss, equal layers: it compares methods."""
 
 from __future__ import annotations
 
