@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bootstrap import forwarder, netns
 from bootstrap.forwarder import DEVICE
-from bootstrap.local_swarm import Child, LocalSwarm, environment
+from bootstrap.local_swarm import Child, LocalSwarm
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.system.process import program
@@ -122,7 +122,7 @@ class Internet:
         forwarder.write_links(self._folder / "wan.json", links, self._seed)
         arguments = program("bootstrap.forwarder", str(self._folder / "wan.json"), str(os.getpid()))
         command = netns.inside(self._middle, arguments)
-        self._forwarder = self._processes.start("forwarder", command, environment())
+        self._forwarder = self._processes.start("forwarder", command)
         self._processes.wait_for_line(self._forwarder, "ready:", netns.COMMAND_S)
         netns.ip(
             self._middle,

@@ -75,17 +75,16 @@ class LocalSwarm:
     grace_s: float = 6.5
     children: list[Child] = field(default_factory=list)
 
-    def start(
-        self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
-    ) -> Child:
-        """Start ``arguments`` in its own process group, its output in ``<folder>/<name>.log``. Raises
-        ``EnvironmentFault`` if the process or its log cannot be made."""
+    def start(self, name: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> Child:
+        """Start ``arguments`` in its own process group, its output in ``<folder>/<name>.log``. ``variables``:
+        beside those of ``environment``. Raises ``EnvironmentFault`` if the process or its log cannot be
+        made."""
         log = self.folder / f"{name}.log"
         try:
             with log.open("ab") as output:
                 process = subprocess.Popen(
                     list(arguments), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                    env={**os.environ, **(environment or {})}, process_group=0,
+                    env={**os.environ, **environment(), **(variables or {})}, process_group=0,
                 )  # fmt: skip
         except OSError as error:
             raise EnvironmentFault(f"cannot start {name}: {error.strerror}; see {log}") from None

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-from bootstrap.local_swarm import POLL_S, Child, LocalSwarm, environment
+from bootstrap.local_swarm import POLL_S, Child, LocalSwarm
 from p2p_co2.config import RunConfig, write_toml
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.profiles import LinkProfile
@@ -188,7 +188,7 @@ class Stage:
         """Start the seed and wait for its ticket. Raises ``EnvironmentFault``."""
         arguments = ["seed", str(self._folder / "run.toml"), "--folder", str(self._folder / "seed")]
         command = program("bootstrap", *arguments, *_WITH_US, *place)
-        seed = self.swarm.start("seed", wrap(command), environment())
+        seed = self.swarm.start("seed", wrap(command))
         self._ticket = self.swarm.wait_for_line(seed, "ticket:", _START_UP_S)
 
     def start_peer(
@@ -202,7 +202,7 @@ class Stage:
         ]  # fmt: skip
         if self._own_recipe:
             arguments += ["--recipe", self._own_recipe]
-        self.adopt(self.swarm.start(name, wrap(program("peers", *arguments)), environment()), folder)
+        self.adopt(self.swarm.start(name, wrap(program("peers", *arguments))), folder)
 
     def adopt(self, child: Child, folder: Path) -> None:
         """Look on at a peer that writes its journal to ``folder``."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from bootstrap.local_swarm import Child, LocalSwarm, environment
+from bootstrap.local_swarm import Child, LocalSwarm
 from p2p_co2.config import ClockConfig, RunConfig, write_toml
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.system.process import processes_below
@@ -64,7 +64,7 @@ class Campaign(LocalSwarm):
         run_file.write_text(write_toml(run))
         folder = ["--folder", str(self.folder / name), "--host", "127.0.0.1"]
         (self.folder / f"{name}.log").unlink(missing_ok=True)
-        seed = self.start(name, console("seed", str(run_file), *folder, "--port", port), environment())
+        seed = self.start(name, console("seed", str(run_file), *folder, "--port", port))
         ticket = self.wait_for_line(seed, "ticket:", START_S)
         self.ticket = self.ticket or ticket
         return seed
@@ -76,7 +76,7 @@ class Campaign(LocalSwarm):
         place = ["--folder", str(self.folder / name), "--name", name, "--threads", "1"]
         place += ["--recipe", recipe] if recipe else []
         command = console("join", self.ticket, *place, *options)
-        return self.start(name, command, {**environment(), **(variables or {})})
+        return self.start(name, command, variables)
 
     def stop(self, child: Child, back: bool = False) -> None:
         """Freeze a process and all below it (SIGSTOP), or wake them (``back``)."""

@@ -20,7 +20,7 @@ from swarms import swarm
 
 from bootstrap import netns
 from bootstrap.internet import Internet
-from bootstrap.local_swarm import LocalSwarm, environment
+from bootstrap.local_swarm import LocalSwarm
 from bootstrap.options import PlanOptions
 from bootstrap.plan.plan import read_links
 from p2p_co2.config import PeerConfig, RunConfig
@@ -226,14 +226,9 @@ def test_what_stands_between_is_told_from_behind_it(tmp_path: Path, kernel: netn
         for name in ("seed1", "seed2"):
             place = places[name]
             arguments = ["--host", "0.0.0.0", "--port", "4001", "--announce-host", place.address]
-            arguments += [
-                "--folder",
-                str(tmp_path / name),
-                *(["--also", ticket] if ticket else [str(run_file)]),
-            ]
-            child = children.start(
-                name, place.command(program("bootstrap", "seed", *arguments)), environment()
-            )
+            arguments += ["--folder", str(tmp_path / name)]
+            arguments += ["--also", ticket] if ticket else [str(run_file)]
+            child = children.start(name, place.command(program("bootstrap", "seed", *arguments)))
             ticket = children.wait_for_line(child, "ticket:", 60.0)
         options = ("--host", "0.0.0.0", "--libp2p-port", "4002", "--grpc-port", "4003")
         with ThreadPoolExecutor() as both:  # behind their routers at the same time: seeds may be busy then

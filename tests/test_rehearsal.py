@@ -267,7 +267,7 @@ def start_seed(swarm: LocalSwarm, place: Machine, folder: Path, *options: str) -
     (folder / "run.toml").write_text(RUN)
     arguments = ["seed", str(folder / "run.toml"), "--folder", str(folder / "seed"), "--port", "31337"]
     arguments += ["--host", place.address, "--announce-host", place.address, *options]
-    seed = swarm.start("seed", place.command(program("bootstrap", *arguments)), environment())
+    seed = swarm.start("seed", place.command(program("bootstrap", *arguments)))
     return swarm.wait_for_line(seed, "ticket:", BOUND_S)
 
 
@@ -280,7 +280,7 @@ def test_a_peer_that_nobody_can_reach_is_told_what_to_do_when_somebody_is_there(
         internet.start()
         ticket = start_seed(swarm, public, tmp_path, "--no-relay")
         command = program("peers", ticket, "--folder", str(tmp_path / "peer"), "--recipe", RECIPE)
-        peer = swarm.start("peer", hidden.command(command), environment())
+        peer = swarm.start("peer", hidden.command(command))
         cure = "forward two TCP ports of the router to this machine and join with --announce-host"
 
         def wait_for(words: str, process: Child) -> None:
@@ -292,10 +292,10 @@ def test_a_peer_that_nobody_can_reach_is_told_what_to_do_when_somebody_is_there(
         wait_for("1 of 1 peers, round", peer)
         assert cure not in peer.last_lines(100)  # nobody is out of reach: nobody is there
         command[command.index(str(tmp_path / "peer"))] = str(tmp_path / "other")
-        newcomer = swarm.start("newcomer", other.command(command), environment())
+        newcomer = swarm.start("newcomer", other.command(command))
         wait_for("error: the others left at round", newcomer)  # it is not let to train the run anew, alone
         assert cure in newcomer.last_lines(100)
-        swarm.start("other", other.command([*command, "--start-over"]), environment())
+        swarm.start("other", other.command([*command, "--start-over"]))
         wait_for("no seed passes on traffic for this peer", peer)
         assert f"warning: {cure}" in peer.last_lines(100)
     assert namespaces() == []
@@ -310,9 +310,9 @@ def test_a_board_behind_a_router_shows_a_peer_behind_another(tmp_path: Path) -> 
         internet.start()
         ticket = start_seed(swarm, public, tmp_path)
         command = program("peers", ticket, "--folder", str(tmp_path / "peer"), "--recipe", RECIPE)
-        swarm.start("peer", trains.command(command), environment())
+        swarm.start("peer", trains.command(command))
         command = program("p2p_co2.cli", "board", ticket, "--folder", str(tmp_path / "b"), "--port", "8800")
-        board = swarm.start("board", looks.command(command), environment())
+        board = swarm.start("board", looks.command(command))
         script = (
             "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8800/api/swarm').read().decode())"
         )
