@@ -12,9 +12,9 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from bootstrap.plan.plan import Plan
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.planning.advice import Advice
 from p2p_co2.planning.forecast import Setting
 from p2p_co2.planning.simulator import Job, utilisation
 
@@ -22,22 +22,23 @@ COLOURS = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2", "#009E73")
 INK, FAINT = "#222222", "#DDDDDD"
 
 
-def draw_plan(plan: Plan, path: Path) -> None:
-    """Write the picture (PNG) to ``path``. Raises ``EnvironmentFault`` if it cannot be written."""
+def draw_plan(name: str, setting: Setting, advice: Advice, path: Path) -> None:
+    """Write the picture (PNG) of run ``name`` to ``path``. Raises ``EnvironmentFault`` if it cannot be."""
     figure = Figure(figsize=(10, 5.6), dpi=100)
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained")
     axes = figure.add_subplot()
     bits = [10 ** (4 + 7 * point / 60) for point in range(61)]  # 10 kbit/s to 100 Gbit/s
-    curves = jobs_of(plan.setting)
-    if plan.advice.setting != plan.setting:
-        curves["shortest round"] = _overlapped(plan.advice.setting)
-    for colour, (name, job) in zip(COLOURS, curves.items(), strict=False):
+    curves = jobs_of(setting)
+    if advice.setting != setting:
+        curves["shortest round"] = _overlapped(advice.setting)
+    for colour, (method, job) in zip(COLOURS, curves.items(), strict=False):
         busy = [100 * utilisation(job, rate, 10) for rate in bits]  # the wait for the last is not seen
-        axes.plot(bits, busy, color=colour, linewidth=2, label=name)
-    slowest = 8 * min(min(link.up_bytes_per_s, link.down_bytes_per_s) for link in plan.setting.links)
-    target = plan.advice.target
-    axes.axhline(100 * target, color=INK, linewidth=1, linestyle=":", label=f"target {target:.0%}")
+        axes.plot(bits, busy, color=colour, linewidth=2, label=method)
+    slowest = 8 * min(min(link.up_bytes_per_s, link.down_bytes_per_s) for link in setting.links)
+    axes.axhline(
+        100 * advice.target, color=INK, linewidth=1, linestyle=":", label=f"target {advice.target:.0%}"
+    )
     axes.axvline(
         slowest, color=INK, linewidth=1, linestyle="--", label=f"slowest link, {slowest / 1e6:.3g} Mbit/s"
     )
@@ -47,9 +48,8 @@ def draw_plan(plan: Plan, path: Path) -> None:
     axes.set_ylim(0, 103)
     axes.grid(True, color=FAINT, linewidth=0.8)
     figure.legend(frameon=False, loc="outside lower center", ncols=3, fontsize=9)
-    setting = plan.setting
     what = f"{setting.parameters:,} parameters, {len(setting.links)} peers, step {setting.step_s:.3g} s"
-    axes.set_title(f"{plan.run.name}: {what}", loc="left", color=INK)
+    axes.set_title(f"{name}: {what}", loc="left", color=INK)
     try:
         figure.savefig(path, format="png")
     except OSError as error:

@@ -216,7 +216,7 @@ def run_plan(options: PlanOptions, say: Callable[[str], None] = print) -> int:
     if options.plot is not None:
         from bootstrap.plan.picture import draw_plan
 
-        draw_plan(plan, options.plot)
+        draw_plan(plan.run.name, plan.setting, plan.advice, options.plot)
     return 0
 
 
