@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from monitoring.words import LEFT_PREFIX, clock, describe, loss_unit, percent, plain, size
 from p2p_co2.config import RunConfig
-from p2p_co2.protocol.reports.poller import ASKS_PER_S
+from p2p_co2.protocol.reports import ASKS_PER_S
 from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState, Sighting

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+COARSE_BITS = 9
+"""Codecs with fewer bits per value lose so much that live parameters under "keep" and "blend" shall not hold
+it."""
+
 
 @dataclass(frozen=True)
 class CodecSpec:

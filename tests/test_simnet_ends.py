@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from p2p_co2.cli.simulate import SimulationOptions, figures
+from p2p_co2.cli.simulate import figures
+from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.catchup import CatchupController
 from p2p_co2.node.progress import LACKS
 from p2p_co2.planning.profiles import PROFILES
-from p2p_co2.planning.traffic import payload_bytes
 from p2p_co2.protocol.catchup.fetcher import Fetcher
 from p2p_co2.protocol.schedule import STILL_LOADS
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
@@ -186,7 +185,7 @@ def test_a_newcomer_goes_on_loading_while_one_fragment_after_the_other_comes(
 
 def far_too_slow(seed: int) -> Swarm:
     """Three behind relays of 89 kB/s, 10 million parameters in two fragments, rounds of 30 s."""
-    encoded = payload_bytes("int4", 10_000_000)
+    encoded = SPECS["int4"].payload_bytes(10_000_000)
     return swarm_of(3, 4, "4g", round_s=30.0, seed=seed, blocks=16, real_bytes_per_block=encoded / 16)
 
 
@@ -275,8 +274,4 @@ def test_who_leaves_without_it_where_lines_could_have_brought_it_is_caught(
     result = one_late("fibre").run()
     assert result.lacking == ["peer-2"]
     assert [one.text for one in result.violations if one.law == "end"] == ["2 different states at the end"]
-    options = SimulationOptions(
-        run_file=Path("run.toml"), peers=3, profile="fibre", hours=0.0, churn_per_h=0.0, seed=1, folder=None,
-        parameters=0, step_s=0.0, storm=False,
-    )  # fmt: skip
-    assert figures(result, options, 1.0)["lacking"] == ["peer-2"]
+    assert figures(result, 1.0)["lacking"] == ["peer-2"]

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
-from p2p_co2.cli.simulate import SimulationOptions, read_churn, settings_of
+from p2p_co2.cli.options import SimulationOptions
+from p2p_co2.cli.simulate import read_churn, run_simulation, settings_of
 from p2p_co2.errors import ConfigError
 from p2p_co2.simnet import Churn
+from p2p_co2.system.process import program
 from p2p_co2.telemetry.journal import read_events
 from tests.event_samples import fold
 
@@ -26,10 +28,7 @@ RUN = 'name = "simulated"\nfragments = 2\n[clock]\nround_s = 10.0\n'
 
 
 def options_of(run_file: Path | None, **more: Any) -> SimulationOptions:
-    options = SimulationOptions(
-        run_file=run_file, peers=4, profile="dsl", hours=1.0, churn_per_h=0.0, seed=0, folder=None,
-        parameters=1000, step_s=0.5, storm=False,
-    )  # fmt: skip
+    options = SimulationOptions(run_file=run_file, peers=4, profile="dsl", parameters=1000, step_s=0.5)
     return replace(options, **more)
 
 
@@ -63,9 +62,8 @@ def test_two_processes_play_the_same_run_and_write_what_a_real_one_writes(tmp_pa
 def test_bytes_are_those_of_the_model_and_not_of_the_envelopes(tmp_path: Path) -> None:
     run_file = tmp_path / "run.toml"
     run_file.write_text(RUN)
-    options = ("--peers", "4", "--hours", "0.03", "--profile", "fibre", "--parameters", "8000000")
-    done = simulate(tmp_path / "out", "0", str(run_file), *options)
-    assert done.returncode == 0, done.stderr
+    options = options_of(run_file, hours=0.03, profile="fibre", parameters=8_000_000)
+    assert run_simulation(replace(options, folder=tmp_path / "out")) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     payload = 8_000_000 / 2 * 4.25 / 8  # int4 and a scale for each block of 128, two fragments
     expected = summary["rounds"]["committed"] * payload * 2 * (1 - 1 / 4)
@@ -73,28 +71,17 @@ def test_bytes_are_those_of_the_model_and_not_of_the_envelopes(tmp_path: Path) -
     assert sum(sent) / len(sent) == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_that_is_ended_early_tells_what_there_is(tmp_path: Path, number: signal.Signals) -> None:
+def test_one_that_is_ended_early_tells_what_there_is(tmp_path: Path) -> None:
     run_file, folder = tmp_path / "run.toml", tmp_path / "out"
     run_file.write_text(RUN)
-    command = [
-        sys.executable,
-        "-m",
-        "p2p_co2.cli",
-        "simulate",
-        str(run_file),
-        "--peers",
-        "6",
-        "--hours",
-        "9999",
-    ]
+    command = program("p2p_co2.cli", "simulate", str(run_file), "--peers", "6", "--hours", "9999")
     started = subprocess.Popen(
         [*command, "--folder", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     events, ends_at = folder / "events.jsonl", time.monotonic() + 120
     while not (events.exists() and events.stat().st_size) and time.monotonic() < ends_at:
         time.sleep(0.05)
-    started.send_signal(number)
+    started.send_signal(signal.SIGTERM)
     out, err = started.communicate(timeout=120)
     assert (started.returncode, err) == (130, "stopped\n")
     assert out.startswith("ended early, after ")
@@ -144,9 +131,7 @@ def test_a_run_that_has_an_end_is_not_played_beyond_it(
     """A run of ten rounds of 10 s was played for a day."""
     run_file = tmp_path / "run.toml"
     run_file.write_text(RUN + "rounds = 6\n")
-    settings = settings_of(
-        options_of(run_file, hours=hours, churn_per_h=0.1, step_s=0.0)
-    )  # fmt: skip
+    settings = settings_of(options_of(run_file, hours=hours, churn="0.1/h", step_s=0.0))
     assert settings.run.clock.rounds == rounds
     assert isinstance(settings.faults, Churn)
     assert settings.faults.calm_at == pytest.approx(calm_at)

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from p2p_co2.codec_specs import COARSE_BITS
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import EnvironmentFault, LocalProtocolError, RemoteProtocolError
 from p2p_co2.node.ledger import PartWeights
@@ -49,10 +50,6 @@ from p2p_co2.trainer.kept import (
     room_of,
     spliced,
 )
-
-COARSE_BITS = 9
-"""Codecs with fewer bits per value lose so much that live parameters under "keep" and "blend" shall not hold
-it."""
 
 
 @dataclass(frozen=True)
