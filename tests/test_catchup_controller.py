@@ -355,8 +355,6 @@ def test_a_commit_with_one_signature_stops_nobody(named: int) -> None:
 
 
 def test_a_coordinator_that_begins_no_round_is_asked_last() -> None:
-    """One of five, to whom all turn for a fifth of the rounds, and for ever for the first of these."""
-
     async def work() -> None:
         world = World("a", "b", "c", "d", "liar")
         world.start()
@@ -410,9 +408,6 @@ def behind(liar: Trainer, honest: Trainer, lie: AgreedVersion) -> dict[str, Mess
 
 @pytest.mark.parametrize("lie", [decision, behind])
 def test_a_state_that_only_one_holds_is_nobodys(lie: Callable[..., dict[str, Message]]) -> None:
-    """One signature named a round of its signer alone, which nobody took; then all took its state instead.
-    And the coordinator of a round that all had to make could tell that it was over, for ever."""
-
     async def work() -> None:
         world = World("a", "b", "c", "liar")
         world.start()

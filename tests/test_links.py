@@ -123,7 +123,6 @@ async def test_control_overtakes_bulk_and_bulk_is_bounded() -> None:
 
 
 async def test_control_that_is_not_read_is_bounded_by_its_bytes() -> None:
-    """One that asked for a manifest of half a MiB and read nothing had us hold 4096 of them."""
     grpc, manifest = FakeCarrier("grpc"), bytes(MAX_CONTROL_BYTES // 4)
     grpc.gate.clear()
     async with links_over(grpc) as (links, _):
@@ -158,8 +157,6 @@ async def test_who_takes_nothing_off_our_hands_takes_no_room_from_the_others(
 
 
 async def test_what_a_peer_asks_for_has_room_whatever_of_our_rounds_waits_for_it() -> None:
-    """A chunk of a round that it missed was dropped behind 4 MiB of the next one, and it asked again after
-    two seconds: by then the next round had begun without it as well."""
     grpc, piece, chunk = FakeCarrier("grpc"), bytes(MAX_SERVED_BYTES), bytes(MAX_SERVED_BYTES // 8)
     async with links_over(grpc) as (links, _):
         links.post(B, b"first", bulk=True)

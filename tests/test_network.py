@@ -114,7 +114,6 @@ async def test_what_was_found_a_moment_ago_is_fresh(monkeypatch: pytest.MonkeyPa
 
 
 async def test_who_is_not_known_is_searched_for_from_now_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have entered its record while the last search was under way."""
     dht = Dht(monkeypatch)
     first = asyncio.create_task(dht.book.record_of(PeerId("a")))
     await asyncio.sleep(0)
@@ -161,7 +160,6 @@ async def test_an_old_copy_of_a_record_does_not_replace_a_newer_one(monkeypatch:
 async def test_a_record_that_has_expired_is_not_searched_for_by_each_who_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Dead peers whose records ran out, asked for one after the other."""
     dht = Dht(monkeypatch, "a", "b")
     dht.ages_s = 120.0
     await dht.book.search()

@@ -13,7 +13,6 @@ from p2p_co2.simnet.oversight import Oversight
 
 
 def test_nothing_waits_for_another_turn_to_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The question for the next of several missed rounds waited for somebody else's message, up to 0.8 s."""
     turned, unsent, sent = Oversight.turned, list[str](), Counter[type]()
 
     def look(oversight: Oversight) -> None:

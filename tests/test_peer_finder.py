@@ -80,7 +80,6 @@ class World:
 async def test_a_peer_that_cannot_be_listed_still_looks_for_others(
     fails: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A first peer waited twelve seconds for three: it had not looked."""
     world = World(monkeypatch, *fails)
     await world.look_once()
     assert world.membership.candidates.has_looked is ("find" not in fails)
@@ -90,7 +89,6 @@ async def test_a_peer_that_cannot_be_listed_still_looks_for_others(
 
 @pytest.mark.parametrize(("live", "every_s"), [(1, 10.0), (4, 10.0), (8, 20.0), (23, 57.5), (40, 60.0)])
 def test_among_many_that_are_all_heard_a_search_is_rare(live: int, every_s: float) -> None:
-    """It costs as much as there are peers listed: 24 peers searched for 20 kB/s each."""
     assert find_every_s(live) == every_s
 
 

@@ -47,7 +47,6 @@ def test_an_allowance_is_spent_and_comes_back() -> None:
 
 
 def test_padding_is_no_accident() -> None:
-    """Nobody writes more than it says by chance: hundreds of a megabyte were read from each that did."""
     assert refused_units("padded", 1 << 20, True) == refused_units("unreadable", 1 << 20, True)
 
 

@@ -37,7 +37,6 @@ from p2p_co2.telemetry.feed import Feed, FeedState, News
 from p2p_co2.ticket import Ticket
 
 PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/report"
-ASK_TIMEOUT_S = 10.0
 FIND_S = 5.0
 """Between two looks for peers, and before a lost network is opened again."""
 MAX_AT_ONCE = 32
@@ -55,7 +54,7 @@ class ReportService:
         self._network, self._loop = network, loop
         process = int.from_bytes(os.urandom(8)) >> 1
         self._responder = Responder(network.identity, network.run.digest(), process)
-        pause_s = ASK_TIMEOUT_S / 100  # after each answer on a stream: even a refusal is signed
+        pause_s = CONNECT_TIMEOUT_S / 100  # after each answer on a stream: even a refusal is signed
         self._answering = AnswerServer(
             network.p2p, PROTOCOL, lambda asker, question: self._answer(asker.peer, question),
             lambda asker, error: refuse(asker, error.reason, error.detail),
@@ -101,7 +100,7 @@ class ReportService:
                 continue
             ways: dict[str, list[str]] = {}
             with contextlib.suppress(TransportError):  # without a daemon nothing is relayed
-                ways = await ways_to_peers(self._network.p2p, ASK_TIMEOUT_S)
+                ways = await ways_to_peers(self._network.p2p, CONNECT_TIMEOUT_S)
             for peer, carrier in node.links.carriers_used().items():
                 if (info := node.membership.live.get(PeerId(peer))) is None:
                     continue
@@ -120,7 +119,9 @@ class ReportService:
         if peer == self._network.identity.peer_id:
             return await self._answer(peer, question)
         await self._network.find_record(peer)
-        return await self._asking.ask(peer, self._network.records.maddrs_of(peer), question, ASK_TIMEOUT_S)
+        return await self._asking.ask(
+            peer, self._network.records.maddrs_of(peer), question, CONNECT_TIMEOUT_S
+        )
 
     async def _answer(self, asker: PeerId, question: bytes) -> bytes:
         return self._responder.answer(question, asker, time.monotonic(), time.time())
@@ -166,7 +167,8 @@ class Observer(Feed):
     async def _keep_observing(self) -> None:
         while True:
             try:
-                network = await Network.open(self._ticket, self._config, _ignore)
+                # A forged record in the DHT is refused there, and no business of an observer.
+                network = await Network.open(self._ticket, self._config, lambda *_: None)
                 try:
                     self.run = network.run
                     await self._observe(network)
@@ -236,7 +238,7 @@ class Observer(Feed):
         try:
             async with room:
                 await network.find_record(peer)
-                answer = await asking.ask(peer, network.records.maddrs_of(peer), question, ASK_TIMEOUT_S)
+                answer = await asking.ask(peer, network.records.maddrs_of(peer), question, CONNECT_TIMEOUT_S)
                 reason = ""
         except (TransportError, RemoteProtocolError) as error:
             reason = str(error)
@@ -260,7 +262,3 @@ def where_it_was(last: RunPosition | None, rounds: int) -> str:
 async def _until_daemon_ends(network: Network) -> None:
     words = await network.daemon_ended()
     raise TransportError(f"the libp2p daemon of the observer has ended ({words}); starting another")
-
-
-def _ignore(peer: object, error: RemoteProtocolError) -> None:
-    """A forged record in the DHT: refused there, and no business of an observer."""
