@@ -314,7 +314,6 @@ def _newcomer(ticket: str, folder: str, width: str, donors: str, how: str) -> No
             for _, event in fetched
         ],
         "chunks": sum(-(-len(event.data) // MAX_DATA_BYTES) for _, event in fetched),
-        "chunks_wasted": sum(event.chunks_wasted for _, event in fetched),
         "chunks_wrong": wrong,
         "refused": [f"{refusal.reason}: {refusal.detail}" for refusal in refused],
         "state_bytes": state_bytes,

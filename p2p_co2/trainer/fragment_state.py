@@ -221,7 +221,7 @@ class FragmentState:
             values = scratch[: at.stop - at.start]
             if self.residual is None:
                 wanted = values if room is not None or lost is not None else None
-                codec.encode_difference(origin, snapshot[at], rows, wanted)
+                codec.encode(snapshot[at], rows, base=origin, wanted=wanted)
             else:
                 torch.sub(origin, snapshot[at], out=values).add_(self.residual[at].mul_(decay))
                 codec.encode(values, rows)

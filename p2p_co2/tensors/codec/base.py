@@ -64,11 +64,15 @@ class Codec(ABC):
         """Bytes of the payload of ``numel`` values."""
         return self.blocks(numel) * self.block_bytes
 
-    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        """Encode ``values`` (fp32 [n]) into uint8 [blocks(n) * block_bytes].
+    def encode(
+        self, values: Tensor, out: Tensor | None = None, *, base: Tensor | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Encode ``values``, or ``base - values`` (fp32 [n]), into uint8 [blocks(n) * block_bytes].
 
-        ``out`` takes the payload if given (same shape and dtype, contiguous). Raises ``ValueError`` if a
-        value is NaN or Inf (training has diverged), ``LocalProtocolError`` for another dtype or shape.
+        ``out`` takes the payload if given (same shape and dtype, contiguous), ``wanted`` the difference (fp32
+        [n]). Raises ``ValueError`` if a value is NaN or Inf (training has diverged), ``LocalProtocolError``
+        for another dtype or shape.
         """
         if (values.dtype, values.dim(), values.device.type) != (torch.float32, 1, "cpu"):
             what = f"{values.dtype} {tuple(values.shape)} on {values.device}"
@@ -78,18 +82,22 @@ class Codec(ABC):
         if out is None:
             out = torch.empty(self.payload_bytes(numel), dtype=torch.uint8, device="cpu")
         must_fit(out, torch.uint8, self.payload_bytes(numel))
-        rows, whole = out.view(-1, self.block_bytes), numel // width
-        if (kernel := self._kernel(values)) is not None:
-            if kernel.encode(None, values, None, out, whole) < whole:
+        rows, end = out.view(-1, self.block_bytes), numel // width * width
+        if (kernel := self._kernel(values, *(() if base is None else (base,)))) is not None:
+            if kernel.encode(base, values, wanted, out, end // width) < end // width:
                 raise ValueError(_NOT_FINITE)
+            left = values[end:] if base is None else base[end:] - values[end:]
+            if wanted is not None:
+                wanted[end:] = left
         else:
-            blocks = values[: whole * width].view(whole, width)
-            for start, stop in _chunks(whole):
+            values = values if base is None else torch.sub(base, values, out=wanted)
+            blocks, left = values[:end].view(-1, width), values[end:]
+            for start, stop in _chunks(len(blocks)):
                 self._encode_blocks(blocks[start:stop], rows[start:stop])
-        if whole * width < numel:
+        if end < numel:
             last = torch.zeros(1, width, dtype=torch.float32, device="cpu")
-            last[0, : numel - whole * width] = values[whole * width :]
-            self._encode_blocks(last, rows[whole:])
+            last[0, : numel - end] = left
+            self._encode_blocks(last, rows[-1:])
         return out
 
     def decode(self, payload: Tensor, out: Tensor | None = None) -> Tensor:
@@ -141,23 +149,6 @@ class Codec(ABC):
         values.copy_(self.decode(payload)[: len(values)])
         return True
 
-    def encode_difference(
-        self, base: Tensor, values: Tensor, rows: Tensor, wanted: Tensor | None = None
-    ) -> None:
-        """Encode ``base - values`` (fp32 [n] each) into ``rows``. ``wanted`` (fp32 [n]) takes what was
-        encoded. Raises ``ValueError`` as ``encode``."""
-        kernel, whole = self._kernel(base, values), len(values) // self.block_values
-        if kernel is None:
-            self.encode(torch.sub(base, values, out=wanted), rows)
-            return
-        if kernel.encode(base, values, wanted, rows, whole) < whole:
-            raise ValueError(_NOT_FINITE)
-        if (at := whole * self.block_values) < len(values):
-            last = base[at:] - values[at:]
-            self.encode(last, rows[whole * self.block_bytes :])
-            if wanted is not None:
-                wanted[at:] = last
-
     def mean(
         self, slices: Sequence[Buffer], shares: Sequence[float], blocks: int, rows: Tensor
     ) -> int | None:
@@ -171,7 +162,7 @@ class Codec(ABC):
         fits = all(tensor.is_contiguous() for tensor in tensors)
         if passes.kernel is None or self.in_passes is None or not fits:
             return None
-        return passes.kernel.of(self.in_passes, self.scale_limit_bits)
+        return CodecPasses(passes.kernel, self.in_passes, self.scale_limit_bits)
 
     @abstractmethod
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:

@@ -61,18 +61,20 @@ class Passes:
         native = ctypes.CDLL(str(library))
         if native.codecs_in_passes() != E3M0 + 1:
             raise OSError("this processor has no AVX2 or no F16C, or the library is of another version")
-        number, bits = ctypes.c_float, ctypes.c_int32
-        self._native = native
+        number, bits, whole = ctypes.c_float, ctypes.c_int32, ctypes.c_int
+        self.encode = _function(
+            native.encode_rows, _SIZE, whole, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, bits
+        )
+        self.decode = _function(native.decode_blocks, _SIZE, whole, _POINTER, _SIZE, _POINTER, bits)
+        self.mean = _function(
+            native.mean_of_blocks, _SIZE, whole, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, bits
+        )
         self._largest = _function(native.largest_bits, bits, _POINTER, _SIZE)
         self._squares = _function(native.whole_square_sum, ctypes.c_int64, _POINTER, _SIZE, number)
         self._change = _function(
             native.step_of, bits, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER
         )
         self._take = _function(native.take_change, bits, _POINTER, _POINTER, _SIZE, number, _POINTER)
-
-    def of(self, codec: int, limit_bits: int) -> CodecPasses:
-        """Of one codec; ``limit_bits``: the largest scale of int8 or e3m0 as the bits of an fp32."""
-        return CodecPasses(self._native, codec, limit_bits)
 
     # ---- fp32 values, [n]
 
@@ -108,19 +110,13 @@ class Passes:
         return total, _magnitude(largest)
 
 
-class CodecPasses:
-    """What a codec does in one pass, as ``Passes``."""
+class CodecPasses(NamedTuple):
+    """What a codec does in one pass. ``limit_bits``: the largest scale of int8 or e3m0 as the bits of an
+    fp32."""
 
-    def __init__(self, native: ctypes.CDLL, codec: int, limit_bits: int) -> None:
-        self._codec, self._limit_bits = codec, limit_bits
-        whole, bits = ctypes.c_int, ctypes.c_int32
-        self._encode = _function(
-            native.encode_rows, _SIZE, whole, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, bits
-        )
-        self._decode = _function(native.decode_blocks, _SIZE, whole, _POINTER, _SIZE, _POINTER, bits)
-        self._mean = _function(
-            native.mean_of_blocks, _SIZE, whole, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, bits
-        )
+    kernel: Passes
+    codec: int
+    limit_bits: int
 
     def encode(
         self, base: Tensor | None, values: Tensor, wanted: Tensor | None, rows: Tensor, blocks: int
@@ -128,15 +124,17 @@ class CodecPasses:
         """Encode ``base - values`` (``values`` without a base), fp32 [blocks * 128], into ``rows``, uint8;
         ``wanted`` takes what was encoded. How many blocks were done: fewer than ``blocks`` if the next one is
         not finite."""
-        done: int = self._encode(
-            self._codec, None if base is None else base.data_ptr(), values.data_ptr(), blocks,
-            None if wanted is None else wanted.data_ptr(), rows.data_ptr(), self._limit_bits,
+        done: int = self.kernel.encode(
+            self.codec, None if base is None else base.data_ptr(), values.data_ptr(), blocks,
+            None if wanted is None else wanted.data_ptr(), rows.data_ptr(), self.limit_bits,
         )  # fmt: skip
         return done
 
     def decode(self, payload: Buffer | Tensor, values: Tensor, blocks: int) -> int:
         """Decode whole blocks into ``values``, fp32; how many of them hold only finite values."""
-        sound: int = self._decode(self._codec, _address(payload), blocks, values.data_ptr(), self._limit_bits)
+        sound: int = self.kernel.decode(
+            self.codec, _address(payload), blocks, values.data_ptr(), self.limit_bits
+        )
         return sound
 
     def mean(self, slices: Sequence[Buffer], shares: Sequence[float], blocks: int, rows: Tensor) -> int:
@@ -145,8 +143,8 @@ class CodecPasses:
         count = len(slices)
         places = (_POINTER * count)(*map(_address, slices))
         factors = (ctypes.c_float * count)(*shares)
-        found: int = self._mean(
-            self._codec, places, factors, count, blocks, rows.data_ptr(), self._limit_bits
+        found: int = self.kernel.mean(
+            self.codec, places, factors, count, blocks, rows.data_ptr(), self.limit_bits
         )
         return found
 
