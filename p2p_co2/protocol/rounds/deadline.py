@@ -31,10 +31,9 @@ GATHER_LEAST, GATHER_LEAST_CAP_S = 1 / 4, 2.0
 """Of their cap, READYs are waited for at least this share, and so for a sixteenth of the time between two
 rounds, which costs nobody anything, at most so many seconds; or as long as an inner step takes, where that is
 more: offers come at the ends of steps."""
-BEHIND_SHARE, BEHIND_LEAST = 1 / 2, 1 / 8
-"""Peers that are one round behind are waited for as long as this share of the time between two rounds, if
-they are at least this share of those who work: they replay that round as the others train, are ready soon
-after them, and would trail for good. Of many, a few cost the others more than they bring."""
+BEHIND_SHARE = 1 / 2
+"""Peers that are one round behind are waited for as long as this share of the time between two rounds: they
+replay that round as the others train, are ready soon after them, and would trail for good."""
 MISSES = 2
 """Deadlines that a peer may miss in a row and still be waited for."""
 

@@ -2,7 +2,7 @@
 
 Laws: who may begin is the ``Roster``'s question. The group closes when everybody who can come is there, or
 at the adaptive deadline; a majority that is missing then is waited for, up to the cap, and peers one round
-behind for longer than the deadline, if they are not few of many. The answer is always a BEGIN or a reason in
+behind for longer than the deadline. The answer is always a BEGIN or a reason in
 words. "Live" is what membership says: where views differ widely two groups can still begin, and digests show
 it.
 """
@@ -15,7 +15,6 @@ from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import seal_begin, write_senders
 from p2p_co2.protocol.rounds.bounds import DIGEST_BYTES
 from p2p_co2.protocol.rounds.deadline import (
-    BEHIND_LEAST,
     SAFETY,
     Cadence,
     Durations,
@@ -234,8 +233,7 @@ class Gathering:
         missing = [peer for peer in working if peer not in self.roster.readies and peer not in moved]
         versions = ((peer, self._swarm.version_of(peer, fragment)) for peer in missing)
         late = [p for p, at in versions if at == before or (at == before + 1 and p in was_behind)]
-        behind = set(filter(self._swarm.replays.is_awaited, late))
-        self._behind = behind if len(behind) >= BEHIND_LEAST * len(working) else set()
+        self._behind = set(filter(self._swarm.replays.is_awaited, late))
 
     def _is_complete(self, moved: frozenset[PeerId]) -> bool:
         """Whether nobody is left to wait for. A peer known to be elsewhere, or to be always late, is not
