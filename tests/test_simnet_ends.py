@@ -20,7 +20,7 @@ from p2p_co2.protocol.catchup import CatchUp
 from p2p_co2.protocol.schedule import STILL_LOADS
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.simnet import EventLog, Settings, Swarm, process, rendezvous
-from p2p_co2.simnet.links import VirtualLinks
+from p2p_co2.simnet.internet import VirtualLinks
 from p2p_co2.telemetry.events import CaughtUp, FragmentSent, RoundAborted, TrainingEnded, Warned
 from p2p_co2.trainer import arrival
 
@@ -44,8 +44,8 @@ def swarm_of(
 
 def split_in_two(swarm: Swarm, from_s: float, until: float) -> None:
     sides = {peer: number % 2 for number, peer in enumerate(swarm.peer_ids())}
-    swarm.world.call_at(from_s, swarm.split, sides)
-    swarm.world.call_at(until, swarm.heal)
+    swarm.world.call_at(from_s, swarm.internet.split, sides)
+    swarm.world.call_at(until, swarm.internet.heal)
 
 
 def told_by(swarm: Swarm) -> list[Warned]:
@@ -127,8 +127,8 @@ def test_a_newcomer_that_loses_all_while_it_loads_waits_for_them() -> None:
     swarm.world.call_at(10.0, swarm.kill, 0, True)
     swarm.world.call_at(STARTS_AT, swarm.start, 0, False)
     sides = {peer: int(index > 0) for index, peer in enumerate(swarm.peer_ids())}
-    swarm.world.call_at(STARTS_AT + 3.0, swarm.split, sides)  # it loads by then
-    swarm.world.call_at(STARTS_AT + 3.0 + cut_s, swarm.split, {})
+    swarm.world.call_at(STARTS_AT + 3.0, swarm.internet.split, sides)  # it loads by then
+    swarm.world.call_at(STARTS_AT + 3.0 + cut_s, swarm.internet.split, {})
     result = swarm.run()
     assert result.violations == []
     assert len(set(result.digests.values())) == 1

@@ -13,19 +13,14 @@ with the command that replays it, on any machine. Price: a storm of 32 peers tak
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.errors import P2PCo2Error
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.internet import Noise
-from p2p_co2.simnet.ledger import CountingLedger
-from p2p_co2.simnet.oversight import Result
 from p2p_co2.simnet.scene import Settings
 from p2p_co2.simnet.swarm import Swarm
-from p2p_co2.telemetry.events import RoundBegan, RoundCommitted
+from p2p_co2.telemetry.events import RoundBegan
 
 LEAVES, CRASHES = 0.5, 0.35
 """Of peers that go: the share that leaves with a word, and that whose process dies; the rest lose power."""
@@ -44,10 +39,6 @@ STORM_BLOCKS = (6, 3)
 STORM_OFFER_S = 60.0
 """No offer of a storm is open for longer, whoever of those that should answer it goes, sleeps or is cut off.
 By their own deadlines alone machines might wait for several times this."""
-BUGS = (
-    P2PCo2Error, LookupError, TypeError, ValueError, ArithmeticError, AssertionError, RuntimeError,
-)  # fmt: skip
-"""How a simulation ends that is ended by a bug."""
 
 
 @dataclass(frozen=True)
@@ -116,22 +107,22 @@ class Storm:
         return at, min(self.calm_at, at + rng.choice((1.0, 4.0, 12.0)) * rng.uniform(0.5, 1.5))
 
     def _disturb_net(self, swarm: Swarm, rng: random.Random) -> None:
-        at_, peers = swarm.world.call_at, swarm.peer_ids()
+        at_, peers, net = swarm.world.call_at, swarm.peer_ids(), swarm.internet
         at, until = self._times(rng)
         share = rng.choice((0.05, 0.3, 0.5))
-        at_(at, swarm.split, {peer: int(rng.random() < share) for peer in peers})
-        at_(until, swarm.heal)
-        at_(self.from_s, swarm.set_noise, STORM_NOISE)
-        at_(self.calm_at, swarm.set_noise, Noise())
+        at_(at, net.split, {peer: int(rng.random() < share) for peer in peers})
+        at_(until, net.heal)
+        at_(self.from_s, net.set_noise, STORM_NOISE)
+        at_(self.calm_at, net.set_noise, Noise())
         at, _ = self._times(rng)
         for _ in range(CUT_PAIRS if len(peers) > 1 else 0):
-            at_(at, swarm.cut_pair, *rng.sample(peers, 2))
-        at_(self.calm_at, swarm.heal)
+            at_(at, net.cut_pair, *rng.sample(peers, 2))
+        at_(self.calm_at, net.heal)
         for seed in swarm.rendezvous.seeds:
             seed.side = rng.randrange(2)
             at, until = self._times(rng)
-            at_(at, swarm.set_seed, seed, False)
-            at_(until, swarm.set_seed, seed, True)
+            at_(at, swarm.rendezvous.set_seed, seed, False)
+            at_(until, swarm.rendezvous.set_seed, seed, True)
 
     def _assassinate(self, swarm: Swarm, rng: random.Random, after: float) -> None:
         """Kill the coordinator or another member of the first round that begins after that, in its middle."""
@@ -162,19 +153,6 @@ def _some(rng: random.Random, peers: int, *shares: float) -> list[list[int]]:
     return taken
 
 
-@dataclass(frozen=True)
-class Played:
-    """What one seed came to. ``failure``: the laws that it broke and how to play it again, "" if none;
-    ``faults``: how often each kind came to pass; ``committed_after``: how often a peer committed a round
-    after the last of them; ``longest_offer_s``: how long one was open at most."""
-
-    seed: int
-    failure: str
-    faults: Mapping[str, int]
-    committed_after: int
-    longest_offer_s: float = 0.0
-
-
 def storm_settings(seed: int, peers: int = 32) -> Settings:
     """A short run in which everything goes wrong that can."""
     clock = ClockConfig(mode="time", round_s=STORM_ROUND_S, rounds=STORM_ROUNDS)
@@ -183,26 +161,3 @@ def storm_settings(seed: int, peers: int = 32) -> Settings:
         faults=Storm(STORM_FROM_S, STORM_UNTIL_S), checkpoint_every_s=4.0, start_spread_s=0.5,
         offers_within_s=STORM_OFFER_S,
     )  # fmt: skip
-
-
-def replay_command(seed: int, peers: int) -> str:
-    return f"p2p-co2 simulate --storm --peers {peers} --seed {seed}"
-
-
-def play(seed: int, peers: int = 32, make_ledger: Callable[..., CountingLedger] = CountingLedger) -> Played:
-    """One storm. A bug that ends a simulation is a failure of its seed, with the bug as cause."""
-    swarm, after = Swarm(storm_settings(seed, peers), EventLog(digests=False), make_ledger), [0]
-
-    def count(event: RoundCommitted) -> None:
-        after[0] += swarm.world.now > STORM_UNTIL_S
-
-    swarm.log.readers_of[RoundCommitted].append(count)
-    result, broken = Result(), list[str]()
-    try:
-        result = swarm.run()
-        broken += map(str, result.violations[:5])
-    except BUGS as error:
-        broken.append(f"ended by a bug: {error!r}")
-    told = (f"seed {seed}; replay it with: {replay_command(seed, peers)}", *broken)
-    failure = "\n  ".join(told) if broken else ""
-    return Played(seed, failure, result.faults, after[0], result.longest_offer_s)

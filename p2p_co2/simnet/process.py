@@ -20,10 +20,9 @@ from p2p_co2.node.environment import Clock, Environment
 from p2p_co2.node.node import Node
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.simnet.internet import Endpoint
+from p2p_co2.simnet.internet import Endpoint, VirtualLinks
 from p2p_co2.simnet.laws import Auditor
 from p2p_co2.simnet.ledger import CountingLedger, CountingModel
-from p2p_co2.simnet.links import VirtualLinks
 from p2p_co2.simnet.rendezvous import Doorway
 from p2p_co2.simnet.scene import SOFTWARE, Scene
 from p2p_co2.simnet.virtual_time import ProcessLoop, VirtualTime, loop_of

@@ -17,15 +17,14 @@ from dataclasses import dataclass, field
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import TransportError
 from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
+from p2p_co2.node.network import RECORD_LIFETIME_S, RECORD_RENEWED_S
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
-from p2p_co2.simnet.internet import Endpoint, Internet
+from p2p_co2.simnet.internet import LOOK_UP_S, Endpoint, Internet
 
-RECORD_LIFETIME_S, RECORD_RENEWED_S = 60.0, 20.0
-"""As ``node.network`` has them."""
 CALLED_FOR_S, REFUSED_S = 15.0, 1.0
 """A call that nobody answers ends after so long (``discovery.dht``); one that is refused ends sooner."""
-SLOWEST_LOOKUP_S, LISTED_S = 0.6, 0.5
+SLOWEST_LOOKUP_S, LISTED_S = 2 * LOOK_UP_S, 0.5
 """Who lists all records finds those of up to ``LISTED_S`` ago."""
 
 
@@ -48,6 +47,10 @@ class Rendezvous:
     """With when it expires."""
     _listed: list[PeerRecord] = field(default_factory=list)
     _listed_at: float = -math.inf
+
+    def set_seed(self, seed: Seed, is_up: bool) -> None:
+        seed.is_up = is_up
+        self.internet.faults["seed down"] += not is_up
 
     def seed_answers(self, peer: PeerId) -> bool:
         """Whether ``peer`` reaches a seed."""

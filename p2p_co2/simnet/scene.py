@@ -16,10 +16,9 @@ from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.protocol.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S
 from p2p_co2.protocol.wire.envelope import Opened
 from p2p_co2.simnet.eventlog import EventLog
-from p2p_co2.simnet.internet import Internet, way_between
+from p2p_co2.simnet.internet import Internet, open_parcel, way_between
 from p2p_co2.simnet.laws import Books
 from p2p_co2.simnet.ledger import CountingLedger
-from p2p_co2.simnet.links import open_parcel
 from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import BLOCK_BYTES, starts
@@ -81,7 +80,12 @@ class Scene:
         self.open_message: Callable[[bytes, bytes], Opened] = open_parcel
         self.world = VirtualTime()
         self.rng = random.Random(f"{settings.seed}/net")
-        self.internet = Internet(self.world, self.rng, settings.real_bytes_per_block / BLOCK_BYTES)
+        self.internet = Internet(
+            self.world,
+            self.rng,
+            settings.real_bytes_per_block / BLOCK_BYTES,
+            lambda: self.books.views_differ(),
+        )
         self.rendezvous = Rendezvous(self.internet, random.Random(f"{settings.seed}/dht"))
         factor = min(MAX_STATE_FACTOR, max(2, settings.state_factor))
         self.state_bytes = [count * BLOCK_BYTES * factor for count in settings.blocks]

@@ -18,12 +18,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from p2p_co2.planning.profiles import profile_of
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.simnet.eventlog import EventLog
-from p2p_co2.simnet.internet import Noise
 from p2p_co2.simnet.laws import Books
 from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.simnet.oversight import Inspector, Result
 from p2p_co2.simnet.process import Process, Volunteer
-from p2p_co2.simnet.rendezvous import Seed
 from p2p_co2.simnet.scene import Scene, Settings
 from p2p_co2.simnet.work import Work
 from p2p_co2.trainer.arrival import CATCH_UP_BOUND_S
@@ -56,8 +54,7 @@ class Swarm:
         self.volunteers = [self._volunteer(index) for index in range(settings.peers)]
         self.processes: dict[int, Process] = {}
         self.inspector = Inspector(scene, self.volunteers, self.processes, self._process_ended)
-        self.faults: Counter[str] = Counter()
-        """What went wrong, by its name."""
+        self.faults = self.internet.faults
         self.ended_early = False
         self._bug: BaseException | None = None
         calm_at = settings.faults.calm_at if settings.faults is not None else 0.0
@@ -111,7 +108,7 @@ class Swarm:
             "behind NAT": sum(v.profile.nat != "open" for v in self.volunteers),
             "skewed clock": sum(v.skew_s != 0.0 and v.drift != 0.0 for v in self.volunteers),
         }
-        faults = self.faults + self.internet.noises + Counter(by_nature)
+        faults = self.faults + Counter(by_nature)
         return self.inspector.result(faults, self.ended_early)
 
     @property
@@ -187,27 +184,3 @@ class Swarm:
         self.books.views_differ()
         if process.alive:
             process.loop.go_on()
-
-    # ---- what happens to the net
-
-    def split(self, sides: dict[PeerId, int]) -> None:
-        self.faults["split"] += 1
-        self.books.views_differ()
-        self.internet.split(sides)
-
-    def cut_pair(self, first: PeerId, second: PeerId) -> None:
-        self.faults["cut pair"] += 1
-        self.books.views_differ()
-        self.internet.cut_pair(first, second)
-
-    def heal(self) -> None:
-        self.books.views_differ()
-        self.internet.heal()
-
-    def set_noise(self, noise: Noise) -> None:
-        self.books.views_differ()
-        self.internet.set_noise(noise)
-
-    def set_seed(self, seed: Seed, is_up: bool) -> None:
-        seed.is_up = is_up
-        self.faults["seed down"] += not is_up
