@@ -82,8 +82,8 @@ class CountsTwice(CountingLedger):
 class AppliesWhatItHolds(CountingLedger):
     """A member that takes the mean of its own offer for agreed, without any decision."""
 
-    def _offer(self, fragment: int, units: int, weight: float, offer_id: bytes) -> Any:
-        offer = super()._offer(fragment, units, weight, offer_id)
+    def offer(self, fragment: int, units: int, weight: float, offer_id: bytes) -> Any:
+        offer = super().offer(fragment, units, weight, offer_id)
         mine = self.fragments[fragment]
         if mine.state.version == 1 and self.work.name.endswith("/2"):
             own = mean_of([(weight, offer.payload)])
@@ -97,9 +97,9 @@ class AppliesWhatItHolds(CountingLedger):
 class LosesResidual(CountingLedger):
     """A peer whose offer came to nothing and that throws the work away instead of carrying it over."""
 
-    def _abort(self, fragment: int, offer_id: bytes) -> None:
+    def give_up(self, fragment: int, offer_id: bytes) -> None:
         offer = self.fragments[fragment].in_flight
-        super()._abort(fragment, offer_id)
+        super().give_up(fragment, offer_id)
         if offer is not None and offer.offer_id == offer_id:
             self.fragments[fragment].counted = [offer.units] * len(offer.counted)
 
@@ -107,11 +107,11 @@ class LosesResidual(CountingLedger):
 class ForgetsWhatWasMissed(CountingLedger):
     """A peer that takes a round for its own although the mean was made without it."""
 
-    def _mine(self, mine: Any, round_: int, parts: Any) -> Any:
-        offer, is_foreign = super()._mine(mine, round_, parts)
+    def count(self, fragment: int, round_: int, parts: Any) -> Any:
+        offer, mine = super().count(fragment, round_, parts), self.fragments[fragment]
         if offer is None and mine.in_flight is not None:
             mine.counted = [mine.in_flight.units] * len(mine.counted)
-        return offer, is_foreign
+        return offer
 
 
 class TakesAnyState(CountingLedger):
@@ -120,8 +120,8 @@ class TakesAnyState(CountingLedger):
 
     taken = count(1)
 
-    def _adopt(self, fragment: int, data: bytes, agreed: AgreedVersion, *more: Any) -> AgreedVersion:
-        super()._adopt(fragment, data, agreed, *more)
+    def take_over(self, fragment: int, data: bytes, agreed: AgreedVersion, *more: Any) -> AgreedVersion:
+        super().take_over(fragment, data, agreed, *more)
         mine, wrong = self.fragments[fragment], next(self.taken)
         mine.state = State.of(mine.state.form, mine.state.version, [lane + wrong for lane in mine.state.sums])
         return AgreedVersion(mine.state.version, mine.state.digest)
@@ -381,7 +381,7 @@ def test_an_offer_counted_in_the_other_half_of_a_split_is_written_off_only_if_it
     ledger = CountingLedger("a", ONE_BLOCK, 1.0, work=work, audit=Auditor(books, "a"), loop=loop)
     ledger.fragments[0].counted = [0]
     start = ledger.fragments[0].state
-    offer = ledger._offer(0, work.units, 2.0, bytes(8))
+    offer = ledger.offer(0, work.units, 2.0, bytes(8))
     ledger.audit.offered(0, start, 0, offer)
     outcome = Outcome(state_digest=start.digest)
     outcome.key.round = 1
@@ -394,6 +394,6 @@ def test_an_offer_counted_in_the_other_half_of_a_split_is_written_off_only_if_it
     other = State.of(FORM, 1, [7, 1])
     books.histories[0][other.digest] = History(other, start.digest, {"b": (1,)})
     told = (PartWeights(0, 1, {"a": 2.0}, offer_ids={"a": bytes(8)}),)
-    ledger._adopt(0, pack((1, *other.sums)), AgreedVersion(1, other.digest), told)
+    ledger.take_over(0, pack((1, *other.sums)), AgreedVersion(1, other.digest), told)
     assert laws(books.violations) == (set() if signed_upon == "the common start" else {"conservation"})
     assert sum(books.written_off.values()) == (6 if signed_upon == "the common start" else 0)

@@ -27,8 +27,6 @@ _T = TypeVar("_T")
 LATE_S = 1e-6
 """A timer is never early, not even by what a float of seconds since 1970 cannot tell: who is woken before its
 time finds nothing to do, and sleeps again."""
-UNWIND_TURNS = 100
-"""Times that a dying process's tasks are cancelled before we call it a bug."""
 
 
 class Handle:
@@ -51,7 +49,7 @@ class Handle:
 
 class VirtualTime:
     """The clock and the queue. ``now`` in seconds since the simulation began; ``turns``: callbacks run so
-    far; ``errors``: of tasks that failed with nobody looking."""
+    far; ``ready``: to run now; ``errors``: of tasks that failed with nobody looking."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -59,15 +57,8 @@ class VirtualTime:
         self.errors: list[str] = []
         self._heap: list[tuple[float, int, Handle]] = []
         self.ready: deque[Handle] = deque()
-        """To run now."""
         self._asked = 0
         self._stopped = False
-
-    def soon(self, callback: Callable[..., object], args: tuple[Any, ...], loop: ProcessLoop) -> Handle:
-        """Run it in the process of ``loop`` as soon as what waits has run."""
-        handle = Handle(callback, args, loop)
-        self.ready.append(handle)
-        return handle
 
     def at(
         self, when: float, callback: Callable[..., object], args: tuple[Any, ...], loop: ProcessLoop | None
@@ -152,15 +143,16 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         caller has cut it off before: what its ``finally`` blocks send and say must not leave it."""
         self.dead, self.after_turn = True, None
         self.go_on()
-        self._unwind([task for task in tasks if not task.done()], UNWIND_TURNS)
+        self._unwind(tasks, 100)
 
-    def _unwind(self, tasks: list[asyncio.Task[Any]], turns_left: int) -> None:
-        if not turns_left and tasks:
+    def _unwind(self, tasks: Iterable[asyncio.Task[Any]], turns_left: int) -> None:
+        left = [task for task in tasks if not task.done()]
+        if left and not turns_left:
             raise LocalProtocolError("a simulated process does not end when its tasks are cancelled")
-        for task in tasks:
+        for task in left:
             task.cancel()  # again, should one have answered the first time by waiting for another
-        if tasks:
-            self.call_soon(lambda: self._unwind([one for one in tasks if not one.done()], turns_left - 1))
+        if left:
+            self.call_soon(self._unwind, left, turns_left - 1)
 
     # ---- asyncio's side
 
@@ -170,7 +162,9 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def call_soon(  # type: ignore[override]  # asyncio's handles have more than anybody asks for
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Handle:
-        return self._world.soon(callback, args, self)
+        handle = Handle(callback, args, self)
+        self._world.ready.append(handle)
+        return handle
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
