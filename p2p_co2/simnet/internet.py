@@ -21,7 +21,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -70,14 +70,12 @@ class Noise:
 
 @dataclass(frozen=True)
 class Path:
-    """How one peer reaches another. ``carrier`` and ``reason`` as ``node.links`` would report them."""
+    """How one peer reaches another."""
 
     delay_s: float
     jitter_s: float
     loss: float
     bytes_per_s: float
-    carrier: str = "grpc"
-    reason: str = ""
 
 
 def way_between(sender: LinkProfile, receiver: LinkProfile, relayed: bool) -> Path:
@@ -114,6 +112,7 @@ class Endpoint:
     def __post_init__(self) -> None:
         self.up_bytes_per_s = self.profile.up_bits_per_s / 8
         self.down_bytes_per_s = self.profile.down_bits_per_s / 8
+        self.carrier = "grpc" if self.profile.nat == "open" else "libp2p"
 
     def receive(self, sender: PeerId, data: bytes) -> None:
         """Hand a message to the process. That its sender should wait before the next one is not played."""
@@ -224,10 +223,7 @@ class Internet:
             draw = random.Random("/".join(sorted(ends))).random()
             is_punched = way == behind == "cone" and draw < PUNCHED_SHARE
             is_relayed = "open" not in (way, behind) and not is_punched
-            path = way_between(sender.profile, receiver.profile, is_relayed)
-            if behind != "open":
-                path = replace(path, carrier="libp2p", reason="grpc: no route to host (behind NAT)")
-            self._paths[ends] = path
+            self._paths[ends] = way_between(sender.profile, receiver.profile, is_relayed)
         return self._paths[ends]
 
     def travel_s(self, path: Path, size_bytes: float) -> float:
@@ -413,25 +409,23 @@ class VirtualLinks:
             return LOOK_UP_S, "no record of this peer is known"
         path = self._internet.path(self._me, receiver)
         if self._internet.is_cut(self._me.peer, peer) or not receiver.host_up:
-            return None, f"{path.carrier}: no answer within {CONNECT_TIMEOUT_S:.0f} s"
+            return None, f"{receiver.carrier}: no answer within {CONNECT_TIMEOUT_S:.0f} s"
         if not receiver.is_up:
-            return 2 * path.delay_s, f"{path.carrier}: connection refused"
+            return 2 * path.delay_s, f"{receiver.carrier}: connection refused"
         return 4 * path.delay_s, path
 
     def _opened(self, lane: _Lane, outcome: Path | str) -> None:
         receiver = self._internet.endpoints.get(lane.peer)
-        if isinstance(outcome, Path) and (receiver is None or not receiver.is_up):
-            outcome = f"{outcome.carrier}: connection reset"
-        if isinstance(outcome, str) or receiver is None:
-            if self._lanes.get(lane.peer) is lane:
-                self._drop(lane)
-                self._observer.unreachable(lane.peer, str(outcome))
-            return
-        lane.path, lane.receiver = outcome, receiver
-        receiver.on_gone[self._me.peer] = partial(self._hear_of_loss, lane)
-        self._used[lane.peer] = outcome.carrier
-        self._observer.opened(lane.peer, outcome.carrier, outcome.reason)
-        self._flush(lane)
+        if receiver is not None and receiver.is_up and isinstance(outcome, Path):
+            lane.path, lane.receiver = outcome, receiver
+            receiver.on_gone[self._me.peer] = partial(self._hear_of_loss, lane)
+            carrier = self._used[lane.peer] = receiver.carrier
+            reason = "" if carrier == "grpc" else "grpc: no route to host (behind NAT)"
+            self._observer.opened(lane.peer, carrier, reason)
+            self._flush(lane)
+        elif self._lanes.get(lane.peer) is lane:
+            self._drop(lane)
+            self._observer.unreachable(lane.peer, outcome if isinstance(outcome, str) else "connection reset")
 
     def _hear_of_loss(self, lane: _Lane, reason: str) -> None:
         """The other end is gone; the news travels as long as anything."""
@@ -441,8 +435,8 @@ class VirtualLinks:
 
     def _lost(self, lane: _Lane, reason: str) -> None:
         if self._lanes.get(lane.peer) is lane and lane.path is not None:
-            carrier, lane.path, lane.receiver = lane.path.carrier, None, None
-            self._observer.lost(lane.peer, carrier, reason)
+            lane.path = lane.receiver = None
+            self._observer.lost(lane.peer, self._used[lane.peer], reason)
             self._knock(lane, self._internet.world.now + CONNECT_TIMEOUT_S)
 
     def _drop(self, lane: _Lane) -> None:

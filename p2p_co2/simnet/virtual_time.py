@@ -19,6 +19,7 @@ from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextvars import Context
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from p2p_co2.errors import LocalProtocolError
@@ -29,16 +30,13 @@ LATE_S = 1e-6
 time finds nothing to do, and sleeps again."""
 
 
+@dataclass(slots=True, eq=False)
 class Handle:
     """A callback that waits for its turn; what asyncio needs of its own class of this name."""
 
-    __slots__ = ("args", "callback", "loop")
-
-    def __init__(
-        self, callback: Callable[..., object], args: tuple[Any, ...], loop: ProcessLoop | None
-    ) -> None:
-        self.callback: Callable[..., object] | None = callback
-        self.args, self.loop = args, loop
+    callback: Callable[..., object] | None
+    args: tuple[Any, ...]
+    loop: ProcessLoop | None
 
     def cancel(self) -> None:
         self.callback, self.args = None, ()
@@ -61,17 +59,18 @@ class VirtualTime:
         self._stopped = False
 
     def at(
-        self, when: float, callback: Callable[..., object], args: tuple[Any, ...], loop: ProcessLoop | None
-    ) -> Handle:
-        """Run it at ``when``, or now if that has passed, in the process of ``loop``."""
+        self, when: float, callback: Callable[..., object], args: tuple[Any, ...],
+        loop: ProcessLoop | None = None,
+    ) -> Handle:  # fmt: skip
+        """Run it at ``when``, or now if that has passed, in the process of ``loop``; None: it happens to the
+        world, not in a process."""
         self._asked += 1
         handle = Handle(callback, args, loop)
         heapq.heappush(self._heap, (when if when > self.now else self.now, self._asked, handle))
         return handle
 
     def call_at(self, when: float, callback: Callable[..., object], *args: Any) -> Handle:
-        """Something that happens to the world, not in a process."""
-        return self.at(when, callback, args, None)
+        return self.at(when, callback, args)
 
     def stop(self) -> None:
         """Let ``run`` return after the callback that is running now, or before its first."""
@@ -182,12 +181,9 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return asyncio.Future(loop=self)
 
     def create_task(
-        self,
-        coro: Coroutine[Any, Any, _T] | Generator[Any, None, _T],
-        *,
-        name: str | None = None,
+        self, coro: Coroutine[Any, Any, _T] | Generator[Any, None, _T], *, name: str | None = None,
         context: Context | None = None,
-    ) -> asyncio.Task[_T]:
+    ) -> asyncio.Task[_T]:  # fmt: skip
         return asyncio.Task(coro, loop=self, name=name)
 
     def get_debug(self) -> bool:
