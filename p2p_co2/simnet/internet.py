@@ -1,17 +1,13 @@
 """The internet between simulated processes: lines with two rates, delay, jitter and loss; NAT; cuts; links.
 
-A message takes its turn on the sender's uplink (bulk waits behind bulk; control messages are small and pass),
-travels, and, if it is bulk, takes its turn on the receiver's downlink. As over TCP, a lost packet costs time
-and not the message, and one connection over a long lossy path is slower than its line (Mathis et al., 1997,
-``MATHIS``). What TCP never does (lose, double or reorder a message of an open link) happens only when
-``Noise`` says so: the protocol promises to bear it.
+A message takes its turn on the sender's uplink (control messages are small and pass bulk), travels, and, if
+it is bulk, takes its turn on the receiver's downlink. As over TCP, a lost packet costs time and not the
+message, and one connection over a long lossy path is slower than its line (Mathis et al., 1997). What TCP
+never does (lose, double or reorder a message of an open link) happens only when ``Noise`` says so.
 
-``VirtualLinks`` promises what ``node.links.LinkPool`` does: ``post`` never blocks, control overtakes bulk,
-what cannot be delivered is dropped, a link that breaks is opened again, and a peer that no carrier reaches is
-reported. A link needs two round trips before its first message travels.
-
-Law: everything is drawn from one random source in the order of the calls. Price: bulk of one peer shares the
-uplink in the order in which it was posted, not packet by packet; the pool's own code is not played.
+``VirtualLinks`` promises what ``node.links.LinkPool`` does. A link needs two round trips before its first
+message travels. Law: everything is drawn from one random source in the order of the calls. Price: bulk of one
+peer shares the uplink message by message, not packet by packet; the pool's own code is not played.
 """
 
 from __future__ import annotations
@@ -193,7 +189,7 @@ class Internet:
 
     def died(self, endpoint: Endpoint, host_up: bool) -> None:
         """The process is gone. On a live machine its links break at once; a machine without power is missed
-        only when its silence is noticed, or when it is back and knows of nothing."""
+        when its silence is noticed, or when it is back."""
         endpoint.is_up, endpoint.host_up, endpoint.died_at = False, host_up, self.world.now
         if host_up:
             self.break_links(endpoint, "connection reset")
@@ -208,10 +204,6 @@ class Internet:
             if not self.is_cut(endpoint.peer, other):
                 del endpoint.on_gone[other]
                 hear(reason)
-
-    def answers_reset(self, endpoint: Endpoint) -> bool:
-        """Whether a packet for this dead end is answered: its machine lives, or lives again."""
-        return endpoint.host_up or self.endpoints.get(endpoint.peer) is not endpoint
 
     # ---- ways and messages
 
@@ -467,17 +459,17 @@ class VirtualLinks:
             self._me.loop.call_at(lane.flushes_at, self._flush, lane)
 
     def _is_reset(self, lane: _Lane, receiver: Endpoint) -> bool:
-        """Whether the other end is dead, and its machine says so."""
-        is_reset = not receiver.is_up and self._internet.answers_reset(receiver)
+        """Whether the other end is dead, and its machine, which lives or lives again, says so."""
+        if receiver.is_up:
+            return False
+        is_reset = receiver.host_up or self._internet.endpoints.get(receiver.peer) is not receiver
         if is_reset:
             receiver.on_gone.pop(self._me.peer, None)
             self._hear_of_loss(lane, "connection reset")
         return is_reset
 
     def _send(self, lane: _Lane, receiver: Endpoint, data: Parcel, bulk: bool) -> None:
-        if self._is_reset(lane, receiver):
-            return
-        for _ in range(self._internet.copies()):
+        for _ in range(0 if self._is_reset(lane, receiver) else self._internet.copies()):
             self._transmit(lane, receiver, data, bulk)
 
     def _transmit(self, lane: _Lane, receiver: Endpoint, data: Parcel, bulk: bool) -> None:

@@ -25,8 +25,7 @@ from p2p_co2.trainer.fragment_state import EncodedOffer, Outcome
 from p2p_co2.trainer.worker import Encoded
 
 TENSOR_BYTES_PER_S = 1e9
-"""How fast the worker goes through payloads."""
-WORKER_FLOOR_S = 0.001
+"""How fast the worker goes through payloads; all that it is asked takes a millisecond more."""
 _T = TypeVar("_T")
 
 
@@ -252,7 +251,7 @@ class CountingLedger:
 
     def _turn(self, size_bytes: int) -> float:
         """When work on this many bytes, asked for now, is done."""
-        took_s = WORKER_FLOOR_S + size_bytes * self._scale / TENSOR_BYTES_PER_S
+        took_s = 0.001 + size_bytes * self._scale / TENSOR_BYTES_PER_S
         self._free_at = max(self._free_at, self._loop.time()) + took_s
         return self._free_at
 

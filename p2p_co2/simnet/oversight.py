@@ -1,13 +1,12 @@
 """Looks at the laws of a simulated swarm wherever they may be broken, and keeps its figures.
 
-What peers do to what is agreed is checked by the ledgers' audits (``laws``). What a process holds is looked
-at as each of its turns ends. What lasts too long (a timer, an offer, the end of a process, a fork) is looked
-for every ``LOOK_EVERY_S``, since a process that stands still takes no turn.
+What a process holds is looked at as each of its turns ends. What lasts too long is looked for every
+``LOOK_EVERY_S``, since a process that stands still takes no turn.
 
 Laws: no timer is due at two looks in a row while its process could run; an open offer has a timer and ends
 within the bound of the run; whoever has trained to the end goes within the time that it told; what is held
 stays within the bound that it names; who was there at the end finished, with one state. Nothing here changes
-what a process does. Price: a few percent of a simulation.
+what a process does.
 """
 
 from __future__ import annotations
@@ -175,8 +174,8 @@ class Inspector:
         loads_s = {line: scene.loading_s(line, lines) for line in lines if len(volunteers) > 1}
         self._slow = {v.identity.peer_id for v in volunteers if loads_s.get(v.profile, 0.0) > LOADS_CAP_S}
         """Peers over whose lines a state takes longer than others stay for it at the end."""
-        self._round_s = scene.settings.run.clock.round_s
-        self.heal_s = HEAL_ROUNDS * self._round_s + HEAL_AFTER_S + max(loads_s.values(), default=0.0)
+        heal_s = HEAL_ROUNDS * scene.settings.run.clock.round_s + HEAL_AFTER_S
+        self.heal_s = heal_s + max(loads_s.values(), default=0.0)
         self._forks = Forks(scene.books, self.heal_s)
         self._result = Result()
         self.left_behind, self.lacking, self.not_given = set[PeerId](), set[PeerId](), set[PeerId]()
@@ -191,7 +190,7 @@ class Inspector:
             oversight.look()
         held = [oversight.node.agreed for oversight in self._oversights.values()]
         self._forks.look(held, self.went_wrong_at())
-        every_s = max(LOOK_EVERY_S, self._round_s / LOOKS_IN_A_ROUND)
+        every_s = max(LOOK_EVERY_S, self._scene.settings.run.clock.round_s / LOOKS_IN_A_ROUND)
         self._scene.world.call_at(self._scene.world.now + every_s, self._look)
 
     def went_wrong_at(self) -> float | None:

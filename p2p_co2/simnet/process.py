@@ -18,6 +18,7 @@ from p2p_co2.errors import TransportError
 from p2p_co2.node.environment import Clock, Environment
 from p2p_co2.node.node import Node
 from p2p_co2.planning.profiles import LinkProfile
+from p2p_co2.protocol.membership import REVISIT_S
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.simnet.internet import Endpoint, VirtualLinks
 from p2p_co2.simnet.laws import Auditor
@@ -33,8 +34,6 @@ from p2p_co2.trainer.synchroniser import Progressed, Source, Synchroniser
 
 EPOCH = 1.6e9
 """Unix time at which every simulation begins."""
-JOIN_AGAIN_S = 5.0
-"""Between two attempts to reach a seed."""
 LOOK_EVERY_S = 0.25
 """How often a training thread that waits for others looks where they are."""
 REPORTS_IN_A_QUIET_BEAT = 2.0
@@ -211,7 +210,7 @@ class Process:
                 return
             except TransportError as error:
                 self._say(ev.Warned, text=str(error))
-                await asyncio.sleep(JOIN_AGAIN_S)
+                await asyncio.sleep(REVISIT_S)
 
     async def _arrive(self, node: Node) -> bool:
         """Wait until this peer is where the swarm is or is sure to be alone; False if that takes too long, or

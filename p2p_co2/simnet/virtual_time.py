@@ -5,10 +5,8 @@ has a loop of its own over the common queue, because processes fail one by one: 
 its callbacks until it goes on, a dead one loses them.
 
 Laws: callbacks run in the order of their times, equal times in the order in which they were asked for, and
-nothing here reads a real clock, a thread or a socket: the same calls give the same order. A callback that
-raises ends the simulation with its traceback.
-
-Price: callbacks run in no ``contextvars`` context of their own; nothing in the library needs one.
+nothing here reads a real clock, a thread or a socket. A callback that raises ends the simulation with its
+traceback. Price: callbacks run in no ``contextvars`` context of their own.
 """
 
 from __future__ import annotations
@@ -57,6 +55,11 @@ class VirtualTime:
         self.ready: deque[Handle] = deque()
         self._asked = 0
         self._stopped = False
+
+    def soon(self, callback: Callable[..., object], args: tuple[Any, ...], loop: ProcessLoop) -> Handle:
+        """Run it in the process of ``loop`` as soon as what waits has run."""
+        self.ready.append(handle := Handle(callback, args, loop))
+        return handle
 
     def at(
         self, when: float, callback: Callable[..., object], args: tuple[Any, ...],
@@ -161,9 +164,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def call_soon(  # type: ignore[override]  # asyncio's handles have more than anybody asks for
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Handle:
-        handle = Handle(callback, args, self)
-        self._world.ready.append(handle)
-        return handle
+        return self._world.soon(callback, args, self)
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
@@ -187,12 +188,6 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return asyncio.Task(coro, loop=self, name=name)
 
     def get_debug(self) -> bool:
-        return False
-
-    def is_running(self) -> bool:
-        return not self.dead
-
-    def is_closed(self) -> bool:
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
