@@ -164,7 +164,7 @@ class CountingLedger:
     ) -> AgreedVersion:  # fmt: skip
         return await self._ask(len(data), lambda: self.take_over(fragment, data, agreed, parts, goes_back))
 
-    # ---- the steps
+    # ---- the steps, each a place for a test to plant its bug
 
     def _commit(self, mean: AgreedMean) -> AgreedVersion:
         mine, before = self.fragments[mean.fragment], self.fragments[mean.fragment].state
