@@ -273,7 +273,7 @@ class Inspector:
             "skewed clock": sum(v.skew_s != 0.0 and v.drift != 0.0 for v in volunteers),
         }
         result.held = dict(sorted(result.held.items()))
-        result.faults = dict(sorted((+scene.internet.faults + Counter(by_nature)).items()))
+        result.faults = dict(sorted((scene.internet.faults + Counter(by_nature)).items()))
         result.left_behind = self._names_of(self.left_behind)
         result.lacking = self._names_of(self.lacking | self.not_given)
         return result
