@@ -157,8 +157,8 @@ class Asleep:
     def plan(self, swarm: Swarm) -> None:
         if self.is_net:
             sides = {peer: index for index, peer in enumerate(swarm.peer_ids())}
-            swarm.world.call_at(self.at, swarm.split, sides)
-            swarm.world.call_at(self.calm_at, swarm.heal)
+            swarm.world.call_at(self.at, swarm.internet.split, sides)
+            swarm.world.call_at(self.calm_at, swarm.internet.heal)
             return
         for index in range(1, len(swarm.volunteers)):
             swarm.world.call_at(self.at, swarm.stall, index, self.calm_at)
