@@ -38,7 +38,7 @@ from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.fragments.live import LiveParameters
+from p2p_co2.tensors.fragments import LiveParameters
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import Peer, connect, fragment_state, worker
 from p2p_co2.trainer.kept import Encoded

@@ -49,8 +49,13 @@ from json_workers import answer_of, say, spawn
 from p2p_co2.config import ClockConfig, LimitsConfig, PeerConfig, RunConfig
 from p2p_co2.digest import chunk_digests
 from p2p_co2.node.catchup import CatchupController
-from p2p_co2.protocol.catchup import STATE, CatchUpEvent, DonorRefused, Fetched
 from p2p_co2.protocol.catchup.donor import Donor
+from p2p_co2.protocol.catchup.goals import (
+    STATE,
+    CatchUpEvent,
+    DonorRefused,
+    Fetched,
+)
 from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Chunk
 from p2p_co2.telemetry.events import CaughtUp, Event, FragmentApplied
@@ -247,7 +252,7 @@ def _invent(given: list[int]) -> None:
         self: Donor, fragment: int, version: int, data: Any, digest: bytes, digests: list[bytes], now: float
     ) -> None:
         other = b"\1" * len(data)
-        invented_digests = list(chunk_digests(other, self._shape.chunk_bytes))
+        invented_digests = list(chunk_digests(other, self.shape.chunk_bytes))
         exported(self, fragment, version, other, digest, invented_digests, now)
 
     def counted(self: Donor, fetch: Any, peer: Any, data: Any) -> None:
@@ -309,7 +314,6 @@ def _newcomer(ticket: str, folder: str, width: str, donors: str, how: str) -> No
             for _, event in fetched
         ],
         "chunks": sum(-(-len(event.data) // MAX_DATA_BYTES) for _, event in fetched),
-        "chunks_wasted": sum(event.chunks_wasted for _, event in fetched),
         "chunks_wrong": wrong,
         "refused": [f"{refusal.reason}: {refusal.detail}" for refusal in refused],
         "state_bytes": state_bytes,

@@ -41,7 +41,6 @@ from json_workers import answer_of, say, spawn
 from p2p_co2.config import (
     CHECKPOINT_BYTES_PER_DAY,
     CHECKPOINT_LEAST_S,
-    DAY_S,
     ClockConfig,
     OuterConfig,
     PeerConfig,
@@ -91,7 +90,7 @@ def _measure(peers: int, options: argparse.Namespace) -> dict[str, Any]:
             for process in (*processes, seed):
                 process.wait(60)
     whole, stopped = _all(answers, "whole_s"), _all(answers, "stopped_s")
-    every_s = DAY_S * 16 * LAYERS * options.width**2 / CHECKPOINT_BYTES_PER_DAY
+    every_s = 24 * 3600 * 16 * LAYERS * options.width**2 / CHECKPOINT_BYTES_PER_DAY
     return {
         "checkpoints": len(stopped),
         "stopped_s": _spread(stopped),

@@ -16,8 +16,8 @@ import argparse
 import random
 from statistics import fmean
 
+from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.planning.traffic import payload_bytes
 from p2p_co2.simnet import Churn, EventLog, Settings, Storm, Swarm
 
 SETS = {
@@ -36,7 +36,7 @@ def settings_of(
     profile: str, values: int, round_s: float, rounds: int, *, seed: int, peers: int = 3,
     faults: Churn | Storm | None = None,
 ) -> Settings:  # fmt: skip
-    encoded = payload_bytes("int4", values)
+    encoded = SPECS["int4"].payload_bytes(values)
     clock = ClockConfig(mode="time", round_s=round_s, rounds=rounds)
     run = RunConfig(name="ends", fragments=2, group_size=64, clock=clock)
     return Settings(
@@ -58,7 +58,7 @@ def wide(seed: int) -> Settings:
     faults: Churn | Storm | None = Churn(churn_per_h, 0.7 * lasts_s) if churn_per_h else None
     if draw.random() < 0.15:
         faults = Storm(round_s, 0.6 * lasts_s)
-    encoded, blocks = payload_bytes(codec, values), max(4, 32 // fragments)
+    encoded, blocks = SPECS[codec].payload_bytes(values), max(4, 32 // fragments)
     clock = ClockConfig(mode="time", round_s=round_s, rounds=rounds)
     run = RunConfig(name="wide", fragments=fragments, group_size=64, clock=clock)
     return Settings(

@@ -24,8 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from p2p_co2.recipes import load_recipe
-from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
-from p2p_co2.tensors.fragments.large_tensor import large_tensor
+from p2p_co2.tensors.fragments import LiveParameters, large_tensor, plan_fragments
 from p2p_co2.tensors.outer import Merge
 
 FRAGMENTS = 4

@@ -54,7 +54,7 @@ from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, Ru
 from p2p_co2.system.memory import _pool, return_large_blocks
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer import Peer, connect
-from p2p_co2.trainer.kept import Kept
+from p2p_co2.trainer.kept import Compact, Encoded, Gradient, Kept, StepChange
 
 PEERS, LAYERS, ROUNDS, STEPS_PER_ROUND = 2, 4, 4, 8
 TINY_WIDTH = 16
@@ -328,9 +328,19 @@ def _free_in_arenas_bytes() -> int:
 
 def _size(kept: Kept | torch.Tensor | None) -> int:
     """Of what is held here alone; a payload that an offer reads is the round's."""
-    if isinstance(kept, torch.Tensor):
-        return kept.numel() * kept.element_size()
-    return 0 if kept is None else kept.held_bytes
+    match kept:
+        case torch.Tensor():
+            return kept.numel() * kept.element_size()
+        case Compact():
+            return kept._rows.numel()
+        case Encoded():
+            return len(kept._payload)
+        case Gradient():
+            return _size(kept._lost)
+        case StepChange():
+            return _size(kept._mean)
+        case None:
+            return 0
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from p2p_co2.config import read_run_config
-from p2p_co2.planning import Link, forecast, setting_of
+from p2p_co2.planning.exchange import Link
+from p2p_co2.planning.forecast import forecast, setting_of
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.recipes import load_recipe
 from p2p_co2.tensors.fragments import plan_fragments

@@ -1,48 +1,21 @@
 """``p2p-co2 demo``: a whole swarm on this machine, each peer a process of its own, watched while it trains.
 
-Nothing is simulated: the peers are the program that a volunteer runs, they meet through a seed and the DHT,
-and all that is shown comes from the events they write. Exit status 0 only if every peer ended with the same
-digest and the held-out loss of the agreed parameters fell. No process is left, whatever happens. All peers
-share this machine's cores: a demo shows what the exchange costs, not that more peers learn faster."""
+Nothing is simulated: the peers are the program that a volunteer runs. Exit status 0 only if every peer ended
+with the same digest and the held-out loss of the agreed parameters fell. All peers share this machine's
+cores: a demo shows what the exchange costs, not that more peers learn faster."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from bootstrap.local_swarm import LocalSwarm
-from bootstrap.stage import LOOPBACK, See, Stage, WatchWith, prepare, require_carrier, run_in_new_folder
+from bootstrap.options import DemoOptions
+from bootstrap.stage import LOOPBACK, Stage, WatchWith, prepare, require_carrier, run_in_new_folder
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import RUN_OVER, ConfigError
-from p2p_co2.system.process import require_supported_platform
-
-FRAGMENTS = 4
-STOPPED = "stopped; no process is left"
-_PROMPT = "def ", 240
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """``seconds``: length of the training, a round of every fragment each ``round_s``. ``kill_one``: half-way
-    one peer is killed and a new one joins. ``folder`` None makes runs/demo-<time>. ``text``: a file or folder
-    to train on."""
-
-    peers: int = 4
-    seconds: float = 150.0
-    round_s: float = 5.0
-    rule: str = "keep"
-    codec: str = "int4"
-    carrier: str = "auto"
-    device: str = "cpu"
-    folder: Path | None = None
-    text: Path | None = None
-    recipe: str = "byte-gpt"
-    kill_one: bool = False
-    seed: int = 0
 
 
 def run_demo(options: DemoOptions, watch_with: WatchWith) -> int:
@@ -50,7 +23,6 @@ def run_demo(options: DemoOptions, watch_with: WatchWith) -> int:
 
     Raises ``ConfigError`` for options that make no run, ``EnvironmentFault`` if the swarm cannot be started.
     """
-    require_supported_platform()
     if options.peers < 1:
         raise ConfigError.of_option("--peers", f"at least 1 (got {options.peers})")
     require_carrier(options.carrier)
@@ -67,19 +39,13 @@ def run_demo(options: DemoOptions, watch_with: WatchWith) -> int:
 
     def run(folder: Path) -> list[str]:
         prepared, loss_start = prepare(config, folder, is_judged=True)
-        with LocalSwarm(folder / "logs") as swarm:
-            demo = RunningDemo(options, Stage(swarm, prepared, folder, options.carrier), swarm)
-            watch = watch_with(prepared, folder, "", ())
-            try:
-                demo.run(watch.see)
-                swarm.close()
-                demo.stage.look(watch.see)
-                notes = {"killed": tuple(demo.killed), "notes": tuple(demo.notes)}
-                return watch.finish(demo.stage.end(loss_start, _PROMPT, **notes))
-            finally:
-                watch.close()
+        with Stage(prepared, folder, options.carrier, watch_with(prepared, folder, "", ())) as stage:
+            demo = RunningDemo(options, stage)
+            demo.run()
+        killed, notes = tuple(demo.killed), tuple(demo.notes)
+        return stage.finish(loss_start, ("def ", 240), killed=killed, notes=notes)
 
-    return run_in_new_folder(options.folder, "demo", STOPPED, run)
+    return run_in_new_folder(options.folder, "demo", "stopped; no process is left", run)
 
 
 def run_config(options: DemoOptions) -> RunConfig:
@@ -89,7 +55,7 @@ def run_config(options: DemoOptions) -> RunConfig:
         "recipe": options.recipe,
         "recipe_options": {"text": str(options.text.resolve())} if options.text else {},
         "seed": options.seed,
-        "fragments": FRAGMENTS,
+        "fragments": 4,
         "clock": {
             "mode": "time",
             "round_s": options.round_s,
@@ -110,48 +76,43 @@ def run_config(options: DemoOptions) -> RunConfig:
 
 
 class RunningDemo:
-    """The swarm of a demo: starts the peers and, half-way where it was asked for, kills one for a
-    newcomer."""
+    """The peers of a demo on its stage; half-way, where it was asked for, one is killed for a newcomer."""
 
-    def __init__(self, options: DemoOptions, stage: Stage, swarm: LocalSwarm) -> None:
-        self.stage, self._options, self._swarm = stage, options, swarm
+    def __init__(self, options: DemoOptions, stage: Stage) -> None:
+        self._options, self._stage = options, stage
         self.killed: list[str] = []
         self.latecomer = ""
         self.notes: list[str] = []
 
-    def run(self, see: See) -> None:
+    def run(self) -> None:
         """Start everybody and look on until the peers have ended. Raises ``EnvironmentFault``."""
-        self.stage.start_seed()
+        self._stage.start_seed()
         for number in range(1, self._options.peers + 1):
             self._start_peer(f"peer-{number}", self._options.peers)
-        self.stage.look_on(see, self.act)
+        self._stage.look_on(self.act)
 
     def act(self) -> None:
         """After each look at the peers."""
-        self._replace_one()
-        late = self.stage.peers.get(self.latecomer)
-        others = (child for name, child in self.stage.peers.items() if name != self.latecomer)
+        stage, options = self._stage, self._options
+        since, half_s = stage.training_since, options.seconds / 2
+        if options.kill_one and not self.killed and since and time.monotonic() > since + half_s:
+            self._kill(f"peer-{options.peers}")
+            self.latecomer = f"peer-{options.peers + 1}"
+            self._start_peer(self.latecomer, 1)
+        late = stage.peers.get(self.latecomer)
+        others = (child for name, child in stage.peers.items() if name != self.latecomer)
         if late is None or self.latecomer in self.killed or any(child.running() for child in others):
             return
-        if self.latecomer not in self.stage.caught_up and (late.running() or late.exit_status() == RUN_OVER):
-            self._swarm.kill(late)  # it would find nobody to catch up from
-            self.killed.append(late.name)
-            self.stage.excused.add(late.name)
+        if self.latecomer not in stage.caught_up and (late.running() or late.exit_status() == RUN_OVER):
+            self._kill(self.latecomer)  # it would find nobody to catch up from
             self.notes.append(
                 f"{late.name} came too late and was ended: {time.time() - late.started_at:.0f} s after its "
                 "start it had not caught up, and the others had ended the run; give more --seconds"
             )
 
-    def _replace_one(self) -> None:
-        since = self.stage.training_since
-        if not self._options.kill_one or self.killed or since is None:
-            return
-        if time.monotonic() > since + self._options.seconds / 2:
-            number = self._options.peers
-            self.killed = [f"peer-{number}"]
-            self._swarm.kill(self.stage.peers[self.killed[0]])
-            self.latecomer = f"peer-{number + 1}"
-            self._start_peer(self.latecomer, 1)
+    def _kill(self, name: str) -> None:
+        self._stage.swarm.kill(self._stage.peers[name])
+        self.killed.append(name)
 
     def _start_peer(self, name: str, min_peers: int) -> None:
-        self.stage.start_peer(name, min_peers, ("--device", self._options.device, *LOOPBACK))
+        self._stage.start_peer(name, min_peers, ("--device", self._options.device, *LOOPBACK))

@@ -4,14 +4,12 @@
 
 ``Wan`` says which packet arrives and when, without I/O or clock. A packet waits for the sender's upload,
 travels half of either link's latency, may be lost with half of either link's loss, and waits for the
-receiver's download. So two peers of one profile see just that profile. A queue holds ``QUEUE_S`` seconds of
-its link, and packets between two addresses never overtake each other. The same seed and arrivals give the
-same losses. The kernel hands over many TCP segments as one packet; a loss of one of them loses them all.
+receiver's download, so two peers of one profile see just that profile. Packets between two addresses never
+overtake each other. The kernel hands over many TCP segments as one packet, which is lost as a whole, as with
+netem: the share of bytes that is lost is the line's.
 
-The process makes the device in its own network namespace. It ends on SIGTERM, on SIGINT and with its parent.
 Sources: ``linux/if_tun.h``, virtio 1.2 section 5.1.6 (the header before each packet). Price: some 24 us of
-processor time for each packet that the kernel hands over, however large.
-"""
+processor time for each packet that the kernel hands over, however large."""
 
 from __future__ import annotations
 
@@ -38,15 +36,11 @@ SLICE_S = 0.002
 """Packets are handled together once in so long: waking up costs ten times what a packet does."""
 QUEUE_S = 0.2
 """What a router's queue holds, in seconds of its link's rate."""
-JITTER_HOLDS_S = 0.02
-"""The delay wanders in steps of this length."""
 HEADER_BYTES = 10
 """Of the virtio-net header before each packet."""
 _ADDRESSES = slice(HEADER_BYTES + 12, HEADER_BYTES + 20)
 """Source and destination of an IPv4 packet."""
 _READS_AT_ONCE, _PACKET_BYTES = 1024, 1 << 17
-_NICE = -10
-"""The training on this machine must not make the emulated internet late."""
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _TUN_WITHOUT_INFO_WITH_VIRTIO, _OFFLOAD_CHECKSUM_AND_TCP4 = 0x0001 | 0x1000 | 0x4000, 0x01 | 0x02
 
@@ -81,7 +75,7 @@ class _Queue:
 
 
 class _Path:
-    """The way from one address to another."""
+    """The way from one address to another. Its delay wanders in steps of ten slices."""
 
     def __init__(self, source: LinkProfile, target: LinkProfile, up: _Queue, down: _Queue) -> None:
         self.latency_s = (source.latency_ms + target.latency_ms) / 2e3
@@ -96,7 +90,7 @@ class _Path:
         if self.jitter_s and left_at >= self._extra_until:
             # Delay has a floor, the way itself: what is drawn below it counts as none.
             self._extra_s = max(-self.latency_s, chance.gauss(0.0, self.jitter_s))
-            self._extra_until = left_at + JITTER_HOLDS_S
+            self._extra_until = left_at + 10 * SLICE_S
         self._latest_at = max(self._latest_at, left_at + self.latency_s + self._extra_s)
         return self._latest_at
 
@@ -106,10 +100,13 @@ class Wan:
     monotonic clock) and come out when they are due."""
 
     def __init__(self, links: Mapping[bytes, LinkProfile], seed: int) -> None:
-        self._links = dict(links)
-        self._up = {address: _Queue(link.up_bits_per_s) for address, link in links.items()}
-        self._down = {address: _Queue(link.down_bits_per_s) for address, link in links.items()}
-        self._paths: dict[bytes, _Path] = {}
+        up = {address: _Queue(link.up_bits_per_s) for address, link in links.items()}
+        down = {address: _Queue(link.down_bits_per_s) for address, link in links.items()}
+        self._paths = {
+            source + target: _Path(links[source], links[target], up[source], down[target])
+            for source in links
+            for target in links
+        }
         self._chance = random.Random(seed)
         self._events: list[tuple[float, int, bool, _Path, bytes]] = []
         """(when, order, whether it has passed the receiver's link, path, packet)"""
@@ -118,11 +115,10 @@ class Wan:
 
     def receive(self, packet: bytes, now: float) -> None:
         """Take in one packet: a virtio-net header, then IPv4."""
-        addresses = packet[_ADDRESSES]
-        path = self._paths.get(addresses) or self._find(addresses)
+        path = self._paths.get(packet[_ADDRESSES])
         if path is None:
             self.count.foreign += 1
-        elif path.loss and self._chance.random() >= (1.0 - path.loss) ** segment_count(packet):
+        elif path.loss and self._chance.random() < path.loss:
             self.count.lost += 1
         elif (left_at := path.up.leaves_at(len(packet), now)) is None:
             self.count.queue_full += 1
@@ -154,20 +150,6 @@ class Wan:
     def _push(self, at: float, is_through: bool, path: _Path, packet: bytes) -> None:
         self._order += 1
         heapq.heappush(self._events, (at, self._order, is_through, path, packet))
-
-    def _find(self, addresses: bytes) -> _Path | None:
-        source, target = addresses[:4], addresses[4:]
-        if source not in self._links or target not in self._links:
-            return None
-        ends = self._links[source], self._links[target]
-        path = self._paths[addresses] = _Path(*ends, self._up[source], self._down[target])
-        return path
-
-
-def segment_count(packet: bytes) -> int:
-    """How many TCP segments the packet stands for, headers counted as payload."""
-    kind, size = packet[1], packet[4] | packet[5] << 8
-    return -(-(len(packet) - HEADER_BYTES) // size) if kind and size else 1
 
 
 def open_device(name: str) -> int:
@@ -214,7 +196,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, lambda *_: wanted.clear())
     device = open_device(DEVICE)
     with suppress(PermissionError):  # then at ordinary priority
-        os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+        os.setpriority(os.PRIO_PROCESS, 0, -10)  # the training here must not make the internet late
     print("ready: yes", flush=True)
     began_at = time.monotonic()
     forward(device, wan, wanted)

@@ -4,11 +4,9 @@
                        NAT, if asked      |
                                      TUN device, our forwarder: rate, delay, jitter, loss
 
-Each machine and each router is a network namespace, so the packets are real and so are TCP, its windows and
-its retransmissions. Addresses are of 192.0.0.0/24: reserved for protocol assignments and no host's (RFC
-6890), yet taken by libp2p for public ones, without which it neither relays nor punches holes. No namespace
-here is connected with the outside.
-"""
+Each machine and each router is a network namespace, so the packets are real. Addresses are of 192.0.0.0/24:
+reserved for protocol assignments and no host's (RFC 6890), yet taken by libp2p for public ones, without which
+it neither relays nor punches holes. No namespace here is connected with the outside."""
 
 from __future__ import annotations
 
@@ -16,16 +14,14 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from bootstrap import forwarder, netns
 from bootstrap.forwarder import DEVICE
-from bootstrap.local_swarm import environment
+from bootstrap.local_swarm import Child, LocalSwarm
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.system.process import program
@@ -33,16 +29,13 @@ from p2p_co2.system.process import program
 EMULATION = (
     "real packets between network namespaces; rates, delay, jitter, loss by our forwarder on a TUN device"
 )
-MAX_MACHINES = 64
 _GATEWAY = "192.0.0.65"
-_FIRST_ADDRESS = 66
 _LAN_GATEWAY, _LAN_ADDRESS = "192.168.1.1", "192.168.1.2"
-_TABLE = 100
+_TABLE = "100"
 """The middle's routing table for what comes from the lines: into the forwarder."""
 _FAST_BITS_PER_S, _PIECE_BYTES = 50e6, 16_000
 """Of a line whose TCP hands over that many bytes at once. Left alone it takes two or three segments, and each
 piece costs the forwarder the same, however large it is."""
-_FORWARDER_READY_S = 10.0
 _ROUTER_OPTIONS = {"ipv4/ip_forward": "1"} | {
     f"ipv4/conf/{which}/{option}": "0"
     for which in ("all", "default")
@@ -81,9 +74,9 @@ class Internet:
         self.forwarded: dict[str, float] = {}
         """What the forwarder says of itself at its end."""
         self._namespaces: list[str] = []
-        self._addresses = iter(range(_FIRST_ADDRESS, 255))
-        self._forwarder: subprocess.Popen[bytes] | None = None
-        self._log = folder / "forwarder.log"
+        self._addresses = iter(range(66, 255))
+        self._processes = LocalSwarm(folder)
+        self._forwarder: Child | None = None
 
     def __enter__(self) -> Internet:
         netns.sweep()
@@ -100,8 +93,6 @@ class Internet:
 
     def add(self, name: str, profile: LinkProfile) -> Machine:
         """A machine with a line of ``profile``. Raises ``EnvironmentFault``."""
-        if len(self.machines) >= MAX_MACHINES:
-            raise EnvironmentFault(f"at most {MAX_MACHINES} machines in one rehearsal")
         hidden = profile.nat != "open"
         if hidden and not self._kernel.masquerade:
             raise EnvironmentFault("nft cannot make a router here; install nftables, or give --nat open")
@@ -130,17 +121,9 @@ class Internet:
         links = {machine.public_address: machine.profile for machine in self.machines.values()}
         forwarder.write_links(self._folder / "wan.json", links, self._seed)
         arguments = program("bootstrap.forwarder", str(self._folder / "wan.json"), str(os.getpid()))
-        with self._log.open("wb") as log:
-            self._forwarder = subprocess.Popen(
-                netns.inside(self._middle, arguments),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                env={**os.environ, **environment()}, process_group=0,
-            )  # fmt: skip
-        ends_at = time.monotonic() + _FORWARDER_READY_S
-        while "ready: yes" not in (said := self._log.read_text(errors="replace")):
-            if self._forwarder.poll() is not None or time.monotonic() > ends_at:
-                raise EnvironmentFault(f"the packet forwarder did not start: {said[-300:]}")
-            time.sleep(0.02)
+        command = netns.inside(self._middle, arguments)
+        self._forwarder = self._processes.start("forwarder", command)
+        self._processes.wait_for_line(self._forwarder, "ready:", netns.COMMAND_S)
         netns.ip(
             self._middle,
             f"link set {DEVICE} up mtu 1500 txqueuelen 2000",
@@ -164,16 +147,9 @@ class Internet:
     def close(self) -> None:
         """Remove everything; may be called twice. It takes a second or two and is not to be interrupted."""
         with _deaf():
-            if self._forwarder is not None:
-                self._forwarder.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._forwarder.wait(5)
-                self._forwarder.kill()
-                self._forwarder.wait()
-                said = self._log.read_text(errors="replace").splitlines()
-                if said and said[-1].startswith("{"):
-                    self.forwarded = json.loads(said[-1])
-                self._forwarder = None
+            self._processes.close()
+            if self._forwarder is not None and (said := self._forwarder.last_lines(1)).startswith("{"):
+                self.forwarded = json.loads(said)
             while self._namespaces:
                 netns.remove(self._namespaces.pop())
 

@@ -2,8 +2,7 @@
 
 Every child has a process group of its own, so a Ctrl-C in the terminal reaches only the parent. That asks
 each child by its id (SIGINT), waits a bounded time and ends the stragglers' groups (SIGKILL), with them the
-libp2p daemons below them. Whatever way the ``with`` block is left, no child is alive after it. Each child's
-output goes to a file of its own, whose end says why it died."""
+libp2p daemons below them. Each child's output goes to a file of its own, whose end says why it died."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from pathlib import Path
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.system.process import processes_below
 
-_POLL_S = 0.1
+POLL_S = 0.1
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -76,17 +75,16 @@ class LocalSwarm:
     grace_s: float = 6.5
     children: list[Child] = field(default_factory=list)
 
-    def start(
-        self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
-    ) -> Child:
-        """Start ``arguments`` in its own process group, its output in ``<folder>/<name>.log``. Raises
-        ``EnvironmentFault`` if the process or its log cannot be made."""
+    def start(self, name: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> Child:
+        """Start ``arguments`` in its own process group, its output in ``<folder>/<name>.log``. ``variables``:
+        beside those of ``environment``. Raises ``EnvironmentFault`` if the process or its log cannot be
+        made."""
         log = self.folder / f"{name}.log"
         try:
             with log.open("ab") as output:
                 process = subprocess.Popen(
                     list(arguments), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                    env={**os.environ, **(environment or {})}, process_group=0,
+                    env={**os.environ, **environment(), **(variables or {})}, process_group=0,
                 )  # fmt: skip
         except OSError as error:
             raise EnvironmentFault(f"cannot start {name}: {error.strerror}; see {log}") from None
@@ -106,7 +104,7 @@ class LocalSwarm:
             problem = "ended too early" if not alive else f"was not ready after {timeout_s:.0f} s"
             if not alive or time.monotonic() > deadline_at:
                 raise EnvironmentFault(f"{child.name} {problem}; its last lines:\n{child.last_lines()}")
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def running(self) -> list[Child]:
         return [child for child in self.children if child.running()]
@@ -144,7 +142,7 @@ class LocalSwarm:
         while any(child.running() for child in children):
             if time.monotonic() > deadline_at:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         return True
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from p2p_co2.errors import EnvironmentFault
 _PREFIX = "p2pco2"
 _OURS = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-\S+")
 _MOUNTED = Path("/run/netns")
-_COMMAND_S = 20.0
+COMMAND_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def remove(namespace: str) -> None:
             with suppress(ProcessLookupError):  # it was faster
                 os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.02)
-    subprocess.run(["ip", "netns", "del", namespace], capture_output=True, timeout=_COMMAND_S, check=False)
+    subprocess.run(["ip", "netns", "del", namespace], capture_output=True, timeout=COMMAND_S, check=False)
 
 
 def sweep() -> list[str]:
@@ -134,7 +134,7 @@ table ip p2pco2 {{
 def _run(command: list[str], text: str = "") -> None:
     try:
         done = subprocess.run(
-            command, input=text, text=True, capture_output=True, timeout=_COMMAND_S, check=False
+            command, input=text, text=True, capture_output=True, timeout=COMMAND_S, check=False
         )
     except OSError as error:
         raise EnvironmentFault(f"cannot run {command[0]}: {error.strerror}") from None

@@ -5,9 +5,8 @@ Each peer is the program that a volunteer runs, in a network namespace of its ow
 profile describes (``internet``); the seed is on a public machine. Without root, or where the kernel has no
 namespaces, the peers run on loopback and their carriers are slowed down instead; the user is told which.
 
-Nothing survives a rehearsal, whatever ends it: no process, no namespace; one that was killed is swept up by
-the next. Exit status 0 only if every peer ended with the same digest. All peers share this machine's cores,
-so the lines are real and the speed of the training is not."""
+Nothing survives a rehearsal; one that was killed is swept up by the next. Exit status 0 only if every peer
+ended with the same digest. The lines are real; the speed of the training, on shared cores, is not."""
 
 from __future__ import annotations
 
@@ -17,17 +16,18 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args
 
 from bootstrap import netns
 from bootstrap.internet import EMULATION, Internet
-from bootstrap.lines import Line, LineChanges, lines_of
-from bootstrap.local_swarm import LocalSwarm
+from bootstrap.local_swarm import POLL_S
+from bootstrap.options import RehearsalOptions
 from bootstrap.run_file import recipe_of
 from bootstrap.stage import (
     LOOPBACK,
-    See,
+    Line,
     Stage,
     Traffic,
     WatchWith,
@@ -37,36 +37,9 @@ from bootstrap.stage import (
 )
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.planning.profiles import PROFILES
-from p2p_co2.system.process import require_supported_platform
+from p2p_co2.planning.profiles import PROFILES, NatKind, profile_of
 
-DEFAULT_SECONDS = 120.0
-STOPPED = "stopped; no process and no namespace is left"
 NO_EMULATION = "carriers slowed down on loopback: no real packets, no routers to get through"
-_SAMPLE_EVERY_S = 0.1
-"""So often that an exchange of a second can be held against its line."""
-_MAX_SAMPLES = 200_000
-"""Five and a half hours of traffic; of a longer rehearsal the end is kept."""
-_SEED, _SEED_PORT, _SEED_PROFILE = "seed", "31337", PROFILES["fibre"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RehearsalOptions:
-    """``profile``: a name, or several with commas, given to the peers in turn; ``line`` changes its figures.
-    ``seconds``: length of the training, None for the run file's ``clock.rounds`` or ``DEFAULT_SECONDS``.
-    ``congestion``: TCP's congestion control on the emulated machines, "" for this machine's own.
-    ``in_carrier``: slow the carriers down on loopback even where namespaces are allowed."""
-
-    run_file: Path | None = None
-    peers: int = 4
-    profile: str = "dsl"
-    line: LineChanges = field(default_factory=LineChanges)
-    seconds: float | None = None
-    folder: Path | None = None
-    carrier: str = "auto"
-    recipe: str = ""
-    congestion: str = ""
-    in_carrier: bool = False
 
 
 def run_rehearsal(options: RehearsalOptions, watch_with: WatchWith) -> int:
@@ -74,15 +47,14 @@ def run_rehearsal(options: RehearsalOptions, watch_with: WatchWith) -> int:
 
     Raises ``ConfigError`` for options that make no rehearsal, ``EnvironmentFault`` if it cannot be started.
     """
-    require_supported_platform()
     require_carrier(options.carrier)
     config = run_config(options)
-    lines = lines_of(options.peers, options.profile, options.line, config.seed)
+    lines = lines_of(options, config.seed)
 
     def run(folder: Path) -> list[str]:
         with recipe_of(options.run_file, given=bool(options.recipe)):
             prepared, loss_start = prepare(config, folder)
-        with ExitStack() as stack:
+        with ExitStack() as exits:
             kernel = netns.examine()
             problem = "it was asked for" if options.in_carrier else kernel.problem
             if problem:
@@ -90,56 +62,87 @@ def run_rehearsal(options: RehearsalOptions, watch_with: WatchWith) -> int:
                 # Nothing stands before a peer there.
                 built = [replace(line, profile=replace(line.profile, nat="open")) for line in lines]
             else:
-                internet = stack.enter_context(Internet(kernel, folder, config.seed, options.congestion))
+                internet = exits.enter_context(Internet(kernel, folder, config.seed, options.congestion))
                 built, emulation = _built(internet, lines), EMULATION
             watch = watch_with(prepared, folder, emulation, built)
-            stack.callback(watch.close)
-            traffic: deque[Traffic] = deque(maxlen=_MAX_SAMPLES)
-            with LocalSwarm(folder / "logs") as swarm, _sampled(internet, traffic):
-                played = Stage(swarm, prepared, folder, options.carrier)
-                _play(played, internet, built, watch.see)
-            played.look(watch.see)
+            with Stage(prepared, folder, options.carrier, watch) as stage, _sampled(internet) as traffic:
+                _play(stage, internet, built)
             if internet is not None:
                 internet.close()
             forwarded = internet.forwarded if internet else {}
-            return watch.finish(played.end(loss_start, traffic=traffic, forwarded=forwarded))
+            return stage.finish(loss_start, traffic=traffic, forwarded=forwarded)
 
-    return run_in_new_folder(options.folder, "rehearsal", STOPPED, run)
+    stopped = "stopped; no process and no namespace is left"
+    return run_in_new_folder(options.folder, "rehearsal", stopped, run)
+
+
+def lines_of(options: RehearsalOptions, seed: int) -> list[Line]:
+    """The lines of peer-1, peer-2 and so on, who have the named profiles in turn. Raises ``ConfigError``."""
+    if not 1 <= options.peers <= 32:
+        raise ConfigError.of_option("--peers", f"1 to 32 (got {options.peers})")
+    names, changes = [name.strip() for name in options.profile.split(",")], _changes(options)
+    return [
+        Line(f"peer-{index + 1}", replace(profile_of(names[index % len(names)], seed, index), **changes))
+        for index in range(options.peers)
+    ]
+
+
+def _changes(options: RehearsalOptions) -> dict[str, Any]:
+    """Fields of every profile that get another value. Raises ``ConfigError`` for what no line has."""
+    changes: dict[str, Any] = {}
+    for option, value, field, unit, least, most in (
+        ("--up-mbit", options.up_mbit, "up_bits_per_s", 1e6, 0.1, 1e4),
+        ("--down-mbit", options.down_mbit, "down_bits_per_s", 1e6, 0.1, 1e4),
+        ("--latency-ms", options.latency_ms, "latency_ms", 1.0, 0.0, 5000.0),
+        ("--jitter-ms", options.jitter_ms, "jitter_ms", 1.0, 0.0, 1000.0),
+        ("--loss", options.loss, "loss", 1.0, 0.0, 0.5),
+    ):
+        if value is not None:
+            if not least <= value <= most:
+                raise ConfigError.of_option(option, f"{least:g} to {most:g} (got {value:g})")
+            changes[field] = value * unit
+    if options.nat != "profile":
+        if options.nat not in get_args(NatKind):
+            problem = f"profile, {', '.join(get_args(NatKind))} (got {options.nat!r})"
+            raise ConfigError.of_option("--nat", problem)
+        changes["nat"] = options.nat
+    return changes
 
 
 def _built(internet: Internet, lines: Sequence[Line]) -> list[Line]:
     """Let the lines carry packets; returns them with their addresses."""
-    internet.add(_SEED, _SEED_PROFILE)
+    internet.add("seed", PROFILES["fibre"])
     for line in lines:
         internet.add(line.peer, line.profile)
     internet.start()
     return [replace(line, address=internet.machines[line.peer].public_address) for line in lines]
 
 
-def _play(played: Stage, internet: Internet | None, lines: Sequence[Line], see: See) -> None:
+def _play(stage: Stage, internet: Internet | None, lines: Sequence[Line]) -> None:
     """Start everybody and look on until the peers have ended."""
     if internet is None:
-        played.start_seed()
+        stage.start_seed()
     else:
-        seed = internet.machines[_SEED]
-        place = ("--host", seed.address, "--announce-host", seed.address, "--port", _SEED_PORT)
-        played.start_seed(place, seed.command)
+        seed = internet.machines["seed"]
+        place = ("--host", seed.address, "--announce-host", seed.address, "--port", "31337")
+        stage.start_seed(place, seed.command)
     for line in lines:
         if internet is None:
             slow_line = ",".join(f"{figure:g}" for figure in line.figures)
-            played.start_peer(line.peer, len(lines), (*LOOPBACK, "--slow-line", slow_line))
+            stage.start_peer(line.peer, len(lines), (*LOOPBACK, "--slow-line", slow_line))
         else:
-            played.start_peer(line.peer, len(lines), (), internet.machines[line.peer].command)
-    played.look_on(see)
+            stage.start_peer(line.peer, len(lines), (), internet.machines[line.peer].command)
+    stage.look_on()
 
 
 @contextmanager
-def _sampled(internet: Internet | None, traffic: deque[Traffic]) -> Iterator[None]:
-    """While entered, the lines' counters are read into ``traffic`` on a thread of their own."""
-    ended = threading.Event()
+def _sampled(internet: Internet | None) -> Iterator[Sequence[Traffic]]:
+    """While entered, the lines' counters are read on a thread of their own, so often that an exchange of a
+    second can be held against its line: the last five and a half hours of them."""
+    ended, traffic = threading.Event(), deque[Traffic](maxlen=200_000)
 
     def sample() -> None:
-        while internet is not None and not ended.wait(_SAMPLE_EVERY_S):
+        while internet is not None and not ended.wait(POLL_S):
             try:
                 traffic.append((time.time(), internet.traffic_bytes()))
             except EnvironmentFault:
@@ -148,7 +151,7 @@ def _sampled(internet: Internet | None, traffic: deque[Traffic]) -> Iterator[Non
     thread = threading.Thread(target=sample, name="line counters")
     thread.start()
     try:
-        yield
+        yield traffic
     finally:
         ended.set()
         thread.join()
@@ -167,7 +170,7 @@ def run_config(options: RehearsalOptions) -> RunConfig:
     if clock.mode == "steps":
         problem = 'with clock.mode = "steps" only the run file can say when the rehearsal ends: give a number'
         raise ConfigError(str(options.run_file), "clock.rounds", problem)
-    seconds = options.seconds or DEFAULT_SECONDS
+    seconds = options.seconds or 120.0
     rounds = round(seconds / clock.round_s)
     if rounds < 1:
         problem = f"at least one round of {clock.round_s:g} s (got {seconds:g}); or lower clock.round_s"

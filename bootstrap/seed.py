@@ -1,10 +1,9 @@
 """The seed: where peers find each other and the run's settings. It never trains and never sees a tensor.
 
 Its identity lies in the folder, so a seed that is started again (with a fixed port) is the one that its
-tickets name. The first seed's key alone signs the settings; a further seed passes them on unchanged. What
-the DHT forgets is published again, and where the run was outlives this process (the file ``positions``). A
-libp2p daemon that dies or hangs is started anew. Peers that know each other go on while a seed is away. No
-torch."""
+tickets name. The first seed's key alone signs the settings; a further seed passes them on unchanged. Where
+the run was outlives this process (the file ``positions``). Peers that know each other go on while a seed is
+away."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ import binascii
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bootstrap.options import SeedOptions
 from bootstrap.run_file import recipe_of
 from p2p_co2.config import OWN_LOOP, RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TicketError, TransportError
@@ -37,31 +36,6 @@ from p2p_co2.ticket import Ticket, is_loopback
 if TYPE_CHECKING:
     from p2p_co2.net.discovery import Discovery
     from p2p_co2.net.transport.libp2p.hivemind import P2P
-
-RENEW_S = 600.0
-"""Between two publications of the settings; far below the time for which the DHT keeps them."""
-POSITIONS_EVERY_S = 60.0
-"""Between two looks where the run is; each is kept for the case of a restart."""
-_LOOK_EVERY_S = 10.0
-_DAEMON_TIMEOUT_S = 15.0
-MAX_SEED_ADDRESSES = 8
-"""Of one seed in a ticket: a ticket has to be short enough to be pasted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeedOptions:
-    """``run_file`` None: the built-in default run, or the one of ``also`` (a ticket: be a further seed of its
-    run). ``announce_host``: what others dial; needs a fixed ``port``. ``relay``: pass on traffic between
-    peers that cannot reach each other. ``parent``: leave when that process ends; 0 for none."""
-
-    run_file: Path | None = None
-    host: str = "0.0.0.0"
-    port: int = 0
-    folder: Path = Path("runs/seed")
-    announce_host: str = ""
-    also: str = ""
-    relay: bool = True
-    parent: int = 0
 
 
 def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:
@@ -134,7 +108,6 @@ class Seed:
             assert run is not None
             self._digest, self._key = run.digest(), self._identity.peer_id
             self._others = self._known_seeds()
-        self._must_join = given is not None
         self._named: tuple[str, ...] = ()
         """Seeds of the ticket that was printed last."""
 
@@ -180,7 +153,7 @@ class Seed:
     def _say_now(self, text: str) -> None:
         self.say(f"{time.strftime('%H:%M:%S')} {text}")
 
-    def _refused(self, peer: PeerId, error: RemoteProtocolError) -> None:
+    def _refused(self, peer: PeerId | None, error: RemoteProtocolError) -> None:
         self._say_now(f"refused a record: {error}")
 
     async def _publish(self, discovery: Discovery) -> RunConfig:
@@ -188,7 +161,7 @@ class Seed:
         try:
             await discovery.start(self._others)
         except TransportError as error:
-            if self._must_join:
+            if self._options.also:
                 raise
             self.say(f"warning: the other seeds of this run are away ({error}); going on alone")
         if self._key == self._identity.peer_id and self._run is not None:
@@ -201,9 +174,10 @@ class Seed:
 
     async def _print_ticket(self, p2p: P2P) -> None:
         """Print and keep the ticket, unless the one before still leads here."""
+        from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
         from p2p_co2.net.transport.libp2p.control import own_maddrs
 
-        own = seed_addresses(await own_maddrs(p2p, _DAEMON_TIMEOUT_S))
+        own = seed_addresses(await own_maddrs(p2p, CONNECT_TIMEOUT_S))
         if not set(own).intersection(self._named):
             self._named = tuple(dict.fromkeys((*own, *self._others)))[:MAX_ADDRESSES]
             ticket = str(Ticket(self._digest, self._key, self._named))
@@ -211,20 +185,23 @@ class Seed:
             self.say(f"ticket: {ticket}")
 
     async def _keep_up(self, discovery: Discovery) -> None:
-        """Publish the settings again and again, keep where the run is, and tell how many peers there are when
-        that changes."""
-        renew_at, positions_at = time.monotonic() + RENEW_S, time.monotonic()
+        """Publish the settings again and again, far sooner than the DHT forgets them; keep where the run is,
+        as often as peers say it; and tell how many peers there are when that changes."""
+        from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S
+
+        positions_at = time.monotonic()
+        renew_at = positions_at + 10 * MESSAGE_TIMEOUT_S
         peers = 0
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(MESSAGE_TIMEOUT_S / 6)
             try:
                 if time.monotonic() > renew_at:
                     await discovery.keep_manifest()
-                    renew_at = time.monotonic() + RENEW_S
+                    renew_at = time.monotonic() + 10 * MESSAGE_TIMEOUT_S
                 found = len(await discovery.find_peers())
                 if time.monotonic() > positions_at or found < peers:  # who left said where it was
                     keep_positions(self._options.folder, await discovery.gather_positions())
-                    positions_at = time.monotonic() + POSITIONS_EVERY_S
+                    positions_at = time.monotonic() + MESSAGE_TIMEOUT_S
             except (TransportError, EnvironmentFault) as error:
                 self._say_now(f"warning: {error}")
                 continue
@@ -276,15 +253,15 @@ def read_positions(folder: Path) -> list[tuple[str, bytes]]:
 
 
 def seed_addresses(visible: Sequence[str]) -> tuple[str, ...]:
-    """Which of our own addresses a ticket names: not the loopback, unless there is nothing else. Raises
-    ``EnvironmentFault`` if there is none at all."""
+    """Which of our own addresses a ticket names: not the loopback, unless there is nothing else; and eight at
+    most, since a ticket is pasted. Raises ``EnvironmentFault`` if there is none at all."""
     if not visible:
         raise EnvironmentFault(
             "this machine has no address that a ticket could name; bring its network up, or listen on the "
             "loopback alone with --host 127.0.0.1"
         )
     reachable = [maddr for maddr in visible if not is_loopback(maddr)]
-    return tuple((reachable or list(visible))[:MAX_SEED_ADDRESSES])
+    return tuple((reachable or list(visible))[:8])
 
 
 def _keep(folder: Path, name: str, text: str) -> None:

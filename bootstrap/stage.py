@@ -1,7 +1,7 @@
 """A run whose seed and peers are all processes of this machine: what a demo and a rehearsal share.
 
 ``run_in_new_folder`` gives it a folder and an exit status, ``prepare`` its recipe. ``Stage`` starts the
-processes, looks on until the peers have ended, and tells what they leave as a ``RunEnd``.
+processes, shows them to a ``Watch`` until they have ended, and tells what they leave as a ``RunEnd``.
 """
 
 from __future__ import annotations
@@ -17,33 +17,45 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
-from bootstrap.lines import Line
-from bootstrap.local_swarm import Child, LocalSwarm, environment
+from bootstrap.local_swarm import POLL_S, Child, LocalSwarm
 from p2p_co2.config import RunConfig, write_toml
 from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.system.ctrl_c import hand_over, take_back
-from p2p_co2.system.process import full_disk_named, program
+from p2p_co2.system.process import full_disk_named, program, require_supported_platform
 from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
 
 LOOPBACK = ("--host", "127.0.0.1")
-_LOOK_EVERY_S = 0.3
 _START_UP_S = 120.0
-"""Peers import torch one beside the other on few cores; the run's clock may start after this at the
-latest."""
-_LEAVE_S = 60.0
+"""Peers import torch one beside the other on few cores; the run's clock may start after this at the latest.
+They may take half of it to leave."""
 _DIED = "ended unexpectedly with"
 _WITH_US = ("--parent", str(os.getpid()))
 """So that the swarm leaves even when this process is killed."""
 
-See = Callable[[Sequence[Event]], None]
 Wrap = Callable[[list[str]], list[str]]
 """A command line as it is to be run: on another machine, say."""
 Traffic = tuple[float, dict[str, tuple[int, int]]]
 """(unix time, bytes (up, down) by peer)."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One peer's emulated line. ``address``: the one that others see it under, "" on loopback."""
+
+    peer: str
+    profile: LinkProfile
+    address: str = ""
+
+    @property
+    def figures(self) -> tuple[float, ...]:
+        """As a slowed carrier takes them: bits/s up and down, latency and jitter in seconds, loss."""
+        profile = self.profile
+        times_s = profile.latency_ms / 1e3, profile.jitter_ms / 1e3
+        return profile.up_bits_per_s, profile.down_bits_per_s, *times_s, profile.loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +65,6 @@ class RunEnd:
     ``notes``: what else the reader should know, a sentence each. Of a rehearsal ``traffic``: samples of the
     lines' counters, empty on loopback; ``forwarded``: the packet forwarder's own account."""
 
-    config: RunConfig
-    folder: Path
     loss_start: float | None
     loss_end: float | None
     expected_peers: int
@@ -82,8 +92,11 @@ WatchWith = Callable[[RunConfig, Path, str, Sequence[Line]], Watch]
 
 
 def run_in_new_folder(folder: Path | None, kind: str, stopped: str, run: Callable[[Path], list[str]]) -> int:
-    """The exit status of ``run`` in ``folder`` (None: ``runs/KIND-<time>``): see ``exit_status_of``. Folders
-    of a run that did not begin are taken back. Raises ``ConfigError``, ``EnvironmentFault``."""
+    """The exit status of ``run`` in ``folder`` (None: ``runs/KIND-<time>``). It gives the reasons why it was
+    no success: 0 without any, else they are told and it is 1. While it lasts SIGTERM counts as Ctrl-C; after
+    either ``stopped`` is said, and the status is 130. Folders of a run that did not begin are taken back.
+    Raises ``ConfigError``, ``EnvironmentFault``."""
+    require_supported_platform()
     if folder and (folder / "logs").exists():
         raise ConfigError.of_option("--folder", f"{folder} holds a run already; name a new folder")
     print("preparing the recipe ...", flush=True)
@@ -92,39 +105,23 @@ def run_in_new_folder(folder: Path | None, kind: str, stopped: str, run: Callabl
 
     hand_over()
     made = folder or Path("runs") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")
-
-    def inside() -> list[str]:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
         try:
             (made / "logs").mkdir(parents=True)
         except OSError as error:
             cure = "choose another with --folder"
             raise EnvironmentFault(f"cannot make {made}: {error.strerror}; {cure}") from None
         with full_disk_named(made):
-            return run(made)
-
-    try:
-        return exit_status_of(inside, stopped)
-    finally:
-        with suppress(OSError):  # something is in it, and so in those above
-            for empty in (made / "logs", made, made.parent):
-                empty.rmdir()
-
-
-def exit_status_of(run: Callable[[], list[str]], stopped: str) -> int:
-    """Call ``run``, which gives the reasons why it was no success, and tell them: 0 without any, else 1.
-    While it lasts SIGTERM counts as Ctrl-C; after either ``stopped`` is said, and the status is 130."""
-
-    def interrupted(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupted)
-    try:
-        reasons = run()
+            reasons = run(made)
     except KeyboardInterrupt:
         print(stopped, file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
         signal.signal(signal.SIGTERM, before)
+        with suppress(OSError):  # something is in it, and so in those above
+            for empty in (made / "logs", made, made.parent):
+                empty.rmdir()
     for reason in reasons:
         print(f"error: {reason}", file=sys.stderr)
     return 1 if reasons else 0
@@ -157,22 +154,33 @@ def prepare(config: RunConfig, folder: Path, *, is_judged: bool = False) -> tupl
 
 
 class Stage:
-    """The swarm while it runs. ``excused``: peers whose death is no failure of the run."""
+    """The swarm while it runs: use as ``with Stage(...) as stage``, then ``finish``. Leaving the block ends
+    every process."""
 
-    def __init__(self, swarm: LocalSwarm, config: RunConfig, folder: Path, carrier: str) -> None:
-        self._swarm, self._config, self._folder, self._carrier = swarm, config, folder, carrier
+    def __init__(self, config: RunConfig, folder: Path, carrier: str, watch: Watch) -> None:
+        self._config, self._folder, self._carrier, self._watch = config, folder, carrier, watch
+        self.swarm = LocalSwarm(folder / "logs")
         self.peers: dict[str, Child] = {}
-        self.deaths: dict[str, str] = {}
-        """Last words of those that died by themselves."""
-        self.excused: set[str] = set()
         self.training_since: float | None = None
         self.caught_up: set[str] = set()
-        self.finished: set[str] = set()
+        self._finished: set[str] = set()
+        self._deaths: dict[str, str] = {}
+        """Last words of those that died by themselves."""
         self._tails: dict[str, Tail] = {}
         self._ticket = ""
 
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self.swarm.close()
+            self._look()
+        finally:
+            self._watch.close()
+
     @property
-    def own_recipe(self) -> str:
+    def _own_recipe(self) -> str:
         """Where the run's own recipe lies here, "" for the built-in one."""
         return self._config.recipe if self._config.is_own_recipe else ""
 
@@ -180,8 +188,8 @@ class Stage:
         """Start the seed and wait for its ticket. Raises ``EnvironmentFault``."""
         arguments = ["seed", str(self._folder / "run.toml"), "--folder", str(self._folder / "seed")]
         command = program("bootstrap", *arguments, *_WITH_US, *place)
-        seed = self._swarm.start("seed", wrap(command), environment())
-        self._ticket = self._swarm.wait_for_line(seed, "ticket:", _START_UP_S)
+        seed = self.swarm.start("seed", wrap(command))
+        self._ticket = self.swarm.wait_for_line(seed, "ticket:", _START_UP_S)
 
     def start_peer(
         self, name: str, min_peers: int, place: Sequence[str] = LOOPBACK, wrap: Wrap = list
@@ -192,40 +200,39 @@ class Stage:
             self._ticket, "--folder", str(folder), "--name", name, "--threads", "1",
             "--carrier", self._carrier, "--min-peers", str(min_peers), *_WITH_US, *place,
         ]  # fmt: skip
-        if self.own_recipe:
-            arguments += ["--recipe", self.own_recipe]
-        self.adopt(self._swarm.start(name, wrap(program("peers", *arguments)), environment()), folder)
+        if self._own_recipe:
+            arguments += ["--recipe", self._own_recipe]
+        self.adopt(self.swarm.start(name, wrap(program("peers", *arguments))), folder)
 
     def adopt(self, child: Child, folder: Path) -> None:
         """Look on at a peer that writes its journal to ``folder``."""
         self.peers[child.name] = child
         self._tails[child.name] = Tail(folder / "events.jsonl")
 
-    def look_on(self, see: See, act: Callable[[], None] = lambda: None) -> None:
+    def look_on(self, act: Callable[[], None] = lambda: None) -> None:
         """Show events until the peers have ended, which they are asked to when they are overdue. ``act`` is
         called after each look. Raises ``EnvironmentFault`` if one ends before there is anything to see."""
         clock = self._config.clock
         length_s = clock.rounds * clock.round_s if clock.mode == "time" else float("inf")
-        latest_at = time.monotonic() + _START_UP_S + length_s + _LEAVE_S
-        asked_at: float | None = None
+        overdue_at = time.monotonic() + 1.5 * _START_UP_S + length_s
+        is_asked = False
         while any(child.running() for child in self.peers.values()):
-            time.sleep(_LOOK_EVERY_S)
-            self.look(see)
+            time.sleep(3 * POLL_S)
+            self._look()
             act()
             self._note_deaths()
-            if self.training_since is None and not self.finished and self.deaths:  # all wait for all
+            if self.training_since is None and not self._finished and self._deaths:  # all wait for all
                 problem = "ended before the training began, with"
-                raise EnvironmentFault(next(iter(self.deaths.values())).replace(_DIED, problem, 1))
-            if asked_at is None and time.monotonic() > latest_at:
-                asked_at = time.monotonic()
+                raise EnvironmentFault(next(iter(self._deaths.values())).replace(_DIED, problem, 1))
+            if time.monotonic() > overdue_at:
+                if is_asked:
+                    break
+                is_asked, overdue_at = True, time.monotonic() + _START_UP_S / 2
                 for child in self.peers.values():
-                    self._swarm.interrupt(child)
-            elif asked_at is not None and time.monotonic() > asked_at + _LEAVE_S:
-                break
-        self.look(see)
+                    self.swarm.interrupt(child)
         self._note_deaths()
 
-    def look(self, see: See) -> None:
+    def _look(self) -> None:
         """Show what is new in the journals."""
         events: list[Event] = []
         for name, tail in self._tails.items():
@@ -233,38 +240,38 @@ class Stage:
                 if isinstance(event, Progress) and event.inner_steps and self.training_since is None:
                     self.training_since = time.monotonic()
                 elif isinstance(event, PeerFinished):
-                    self.finished.add(name)
+                    self._finished.add(name)
                 elif isinstance(event, CaughtUp):
                     self.caught_up.add(name)
                 events.append(event)
-        see(events)
+        self._watch.see(events)
 
-    def end(self, loss_start: float | None, prompt: tuple[str, int] = ("", 0), **more: Any) -> RunEnd:
-        """Put the journals together, copy a checkpoint and measure it. ``prompt``: what to generate from, and
-        how many tokens. ``more``: fields that only the caller knows."""
+    def finish(self, loss_start: float | None, prompt: tuple[str, int] = ("", 0), **more: Any) -> list[str]:
+        """Once all have left: put the journals together, measure a copy of a checkpoint and have the watch
+        tell of it. ``prompt``: what to generate from, and how many tokens. ``more``: what only the caller
+        knows of a ``RunEnd``. Returns why the run was no success, nothing if it was one."""
         from p2p_co2.trained import Trained
 
         merge_journals([tail.path for tail in self._tails.values()], self._folder / "events.jsonl")
         loss_end, text = None, ""
-        for name in sorted(self.finished):
+        for name in sorted(self._finished):
             source = self._folder / "peers" / name / "checkpoint"
             if source.is_dir():
                 shutil.copytree(source, self._folder / "checkpoint")
-                trained = Trained.load(self._folder / "checkpoint", self.own_recipe)
+                trained = Trained.load(self._folder / "checkpoint", self._own_recipe)
                 loss_end = trained.held_out_loss() if trained.recipe.held_out else None
                 if trained.recipe.generate and prompt[0]:
                     text = trained.sample(*prompt, self._config.seed)
                 break
-        return RunEnd(
-            config=self._config, folder=self._folder, loss_start=loss_start, loss_end=loss_end, text=text,
-            expected_peers=len(self.peers), deaths=tuple(self.deaths.values()), software=software_versions(),
-            **more,
+        end = RunEnd(
+            loss_start=loss_start, loss_end=loss_end, text=text, expected_peers=len(self.peers),
+            deaths=tuple(self._deaths.values()), software=software_versions(), **more,
         )  # fmt: skip
+        return self._watch.finish(end)
 
     def _note_deaths(self) -> None:
-        for child in self._swarm.dead_unasked():
-            if child.name not in self.deaths and child.name not in self.excused:
-                self.deaths[child.name] = f"{child.name} {_DIED} {child.last_words()}"
+        for child in self.swarm.dead_unasked():
+            self._deaths.setdefault(child.name, f"{child.name} {_DIED} {child.last_words()}")
 
 
 def merge_journals(journals: Sequence[Path], target: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from monitoring.facts import RoundFacts
+from monitoring.facts import RECENT_S, RoundFacts
 from monitoring.history import MEASURES
 from monitoring.words import figure, plain
 
@@ -44,9 +44,6 @@ TRENDS: dict[str, tuple[str, str, dict[str, tuple[str, str, float]]]] = {
 """What is drawn over time of the swarm and of each peer: title, unit, and the lines for ``over_time``."""
 MAX_NAMED = 6
 MAX_ROUND_COLUMNS = 60
-_MOST_BARS = 24
-GAP_S = 180.0
-"""Without a sample for so long, and for longer than usual, a line is broken."""
 
 
 @dataclass(frozen=True)
@@ -71,58 +68,51 @@ def column(name: str) -> int:
 def loss(palette: Palette, rows: Series, agreed: Series = (), *, over_tokens: bool = False) -> Options:
     """Mean training loss and the held-out loss of the agreed parameters, both as rows of ``History.series``,
     over time or over the swarm's tokens."""
-    options = _base(palette)
-    place, at_tokens = column("loss"), column("tokens")
+    place, across = column("loss"), _axis(palette, "time")
+    training, held_out = _points(rows, place), [[row[0] * 1000, _known(row[place])] for row in agreed]
     if over_tokens:
-        options["xAxis"] = _axis(palette, "value", "tokens, all peers", scale=True)
-        options["grid"]["right"] = 36  # half of the last number stands beyond the axis
-        training, held_out = (
-            [[row[at_tokens], _known(row[place])] for row in found] for found in (rows, agreed)
-        )
-    else:
-        options["xAxis"] = _axis(palette, "time")
-        training = _points(rows, place)
-        held_out = [[row[0] * 1000, _known(row[place])] for row in agreed]
-    options["yAxis"] = _value_axis(palette, scale=True)
+        across, at = _axis(palette, "value", "tokens, all peers", scale=True), column("tokens")
+        training, held_out = ([[row[at], _known(row[place])] for row in found] for found in (rows, agreed))
     thin = {"width": 1.5, "color": ORANGE, "opacity": 0.8}
-    options["series"] = [
+    options = _base(palette, across, _axis(palette, "value", scale=True, splitNumber=4), [
         _line("agreed parameters, held-out", held_out, BLUE, showSymbol=True, symbolSize=7),
         _line("training, mean of the peers", training, ORANGE, lineStyle=thin),
-    ]
+    ])  # fmt: skip
+    if over_tokens:
+        options["grid"]["right"] = 36  # half of the last number stands beyond the axis
     return options
 
 
 def over_time(palette: Palette, rows: Series, lines: Mapping[str, tuple[str, str, float]]) -> Options:
     """Some measures over time; ``lines``: (measure, colour, factor) by name. Utilisation is from 0 to 100."""
-    options = _base(palette, legend=len(lines) > 1)
-    if len(lines) == 1:
-        options["grid"]["top"] = 28
-    options["xAxis"] = _axis(palette, "time")
-    ends = {"max": 100, "interval": 25} if "utilisation" in lines else {}
-    options["yAxis"] = _value_axis(palette, min=0, **ends)
-    options["series"] = [
+    ends: Options = {"max": 100, "interval": 25} if "utilisation" in lines else {}
+    series = [
         _line(name, _points(rows, column(measure), scale), colour)
         for name, (measure, colour, scale) in lines.items()
     ]
+    up = _axis(palette, "value", splitNumber=4, min=0, **ends)
+    options = _base(palette, _axis(palette, "time"), up, series, legend=len(lines) > 1)
+    if len(lines) == 1:
+        options["grid"]["top"] = 28
     return options
 
 
 def staleness(palette: Palette, by_fragment: Mapping[int, Mapping[int, int]]) -> Options:
     """Applied outer steps by staleness, stacked by fragment."""
     values = sorted({value for histogram in by_fragment.values() for value in histogram})
-    width = max(1, -(-(values[-1] + 1) // _MOST_BARS)) if values else 1
+    width = max(1, -(-(values[-1] + 1) // 24)) if values else 1
     classes = list(range(0, max([*values, 3]) + 1, width))
     names = [str(low) if width == 1 else f"{low} to {low + width - 1}" for low in classes]
-    options = _base(palette, legend=len(by_fragment) <= MAX_NAMED)
-    options["tooltip"]["axisPointer"] = {"type": "shadow"}
-    options["xAxis"] = _axis(palette, "category", "staleness (outer steps)", data=names)
-    options["yAxis"] = _value_axis(palette)
-    options["grid"]["bottom"] = 28
-    options["series"] = [{
+    series = [{
         "type": "bar", "stack": "all", "name": f"fragment {fragment}", "barMaxWidth": 32,
         "itemStyle": {"color": COLOURS[number % len(COLOURS)]},
         "data": [sum(n for value, n in found.items() if low <= value < low + width) for low in classes],
     } for number, (fragment, found) in enumerate(sorted(by_fragment.items()))]  # fmt: skip
+    across = _axis(palette, "category", "staleness (outer steps)", data=names)
+    up = _axis(palette, "value", splitNumber=4)
+    options = _base(palette, across, up, series, legend=len(by_fragment) <= MAX_NAMED)
+    options["tooltip"]["axisPointer"] = {"type": "shadow"}
+    options["grid"]["bottom"] = 28
     return options
 
 
@@ -142,17 +132,17 @@ def rounds(palette: Palette, found: Sequence[RoundFacts], fragments: int) -> Opt
         for facts in found
         if facts.round in at and facts.fragment < fragments
     ]  # fmt: skip
-    options = _base(palette, legend=False)
-    options["tooltip"] = {**options["tooltip"], "trigger": "item", "formatter": "{b}"}
-    options["grid"]["bottom"] = 28
-    options["series"] = [{
+    series = [{
         "type": "heatmap", "data": cells, "labelLayout": {"hideOverlap": True},
         "label": {"show": len(numbers) <= 40, "fontSize": 11, "lineHeight": 14, "formatter": "{@[3]}"},
         "itemStyle": {"borderColor": palette.panel, "borderWidth": 2, "borderRadius": 3},
     }]  # fmt: skip
-    options["xAxis"] = _axis(palette, "category", "round (outer version)", data=[str(n) for n in numbers])
+    across = _axis(palette, "category", "round (outer version)", data=[str(n) for n in numbers])
     names = [f"fragment {fragment}" for fragment in range(fragments)]
-    options["yAxis"] = _axis(palette, "category", data=names, inverse=True, splitArea={"show": False})
+    up = _axis(palette, "category", data=names, inverse=True, splitArea={"show": False})
+    options = _base(palette, across, up, series, legend=False)
+    options["tooltip"] |= {"trigger": "item", "formatter": "{b}"}
+    options["grid"]["bottom"] = 28
     options["visualMap"] = {"type": "piecewise", "dimension": 2, "show": False, "pieces": colours}
     return options
 
@@ -176,8 +166,11 @@ def _round_words(facts: RoundFacts) -> str:
 # ---- what all are made of
 
 
-def _base(palette: Palette, *, legend: bool = True) -> Options:
+def _base(
+    palette: Palette, across: Options, up: Options, series: list[Options], legend: bool = True
+) -> Options:
     return {
+        "xAxis": across, "yAxis": up, "series": series,
         "animation": False,
         "textStyle": {"color": palette.ink, "fontFamily": "inherit"},
         "grid": {"left": 8, "right": 16, "top": 40 if legend else 16, "bottom": 8, "containLabel": True},
@@ -200,15 +193,10 @@ def _axis(palette: Palette, kind: str, name: str = "", **more: Any) -> Options: 
     }  # fmt: skip
 
 
-def _value_axis(palette: Palette, **more: Any) -> Options:  # ECharts' own axis options
-    """An upright axis. Its unit stands in the card's title."""
-    return {**_axis(palette, "value"), "splitNumber": 4, **more}
-
-
 def _points(rows: Series, column: int, scale: float = 1.0) -> list[list[float | None]]:
-    """(milliseconds, value); where nothing was sampled for long the line is broken."""
+    """(milliseconds, value); without a sample for long, and for longer than usual, the line is broken."""
     apart = sorted(after[0] - before[0] for before, after in itertools.pairwise(rows))
-    most_s = max(6 * apart[len(apart) // 2], GAP_S) if apart else math.inf
+    most_s = max(6 * apart[len(apart) // 2], RECENT_S) if apart else math.inf
     made: list[list[float | None]] = []
     for number, row in enumerate(rows):
         if number and row[0] - rows[number - 1][0] > most_s:

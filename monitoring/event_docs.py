@@ -37,29 +37,23 @@ Observers (`p2p-co2 board`, `watch`, `export`) get the same events in reports th
 
 def event_docs() -> str:
     """The text of ``docs/events.md``."""
-    rows = [f"| [`{kind}`](#{kind}) | {_first_line(found)} |\n" for kind, found in EVENT_TYPES.items()]
-    return HEAD + "".join(rows) + "".join(_section(event_type) for event_type in EVENT_TYPES.values())
+    table, sections = "", ""
+    for kind, event_type in EVENT_TYPES.items():
+        doc = inspect.cleandoc(event_type.__doc__ or "").replace("``", "`")
+        first = " ".join(doc.split("\n\n")[0].split()).split(". ")[0].rstrip(".").split("; ")[0]
+        table += f"| [`{kind}`](#{kind}) | {first} |\n"
+        sections += f"\n## {kind}\n\n{doc}\n\n| field | JSON | |\n|---|---|---|\n{_rows(event_type)}"
+    return HEAD + table + sections
 
 
-def _section(event_type: type[Event]) -> str:
-    hints, words = typing.get_type_hints(event_type), _field_words(event_type)
-    own = [field for field in dataclasses.fields(event_type) if field.name not in {"at", "peer"}]
-    lines = [f"\n## {event_type.kind}\n\n{_doc(event_type)}\n"]
-    if own:
-        lines.append("\n| field | JSON | |\n|---|---|---|\n")
-    for field in own:
-        optional = not field.default is field.default_factory is dataclasses.MISSING
-        note = " ".join(filter(None, (words.get(field.name, ""), "(may be absent)" if optional else "")))
-        lines.append(f"| `{field.name}` | {_JSON[hints[field.name]]} | {note} |\n")
-    return "".join(lines)
-
-
-def _doc(event_type: type[Event]) -> str:
-    return inspect.cleandoc(event_type.__doc__ or "").replace("``", "`")
-
-
-def _first_line(event_type: type[Event]) -> str:
-    return " ".join(_doc(event_type).split("\n\n")[0].split()).split(". ")[0].rstrip(".").split("; ")[0]
+def _rows(event_type: type[Event]) -> str:
+    hints, words, rows = typing.get_type_hints(event_type), _field_words(event_type), ""
+    for field in dataclasses.fields(event_type):
+        if field.name not in {"at", "peer"}:
+            optional = not field.default is field.default_factory is dataclasses.MISSING
+            note = f"{words.get(field.name, '')} {'(may be absent)' if optional else ''}".strip()
+            rows += f"| `{field.name}` | {_JSON[hints[field.name]]} | {note} |\n"
+    return rows
 
 
 def _field_words(event_type: type[Event]) -> dict[str, str]:

@@ -15,7 +15,7 @@ is over (``RECENT_S``), and never tells of what every healthy run has. Price: ab
 from __future__ import annotations
 
 import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from monitoring.words import LEFT_PREFIX, clock, describe, loss_unit, percent, plain, size
 from p2p_co2.config import RunConfig
+from p2p_co2.protocol.reports import ASKS_PER_S
+from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState, Sighting
 from p2p_co2.telemetry.view import PeerView, RoundView, SwarmView, mean_of
@@ -38,31 +40,22 @@ ONLINE = frozenset({"starting", "joining", "training", "draining", "paused", "be
 OVER = frozenset({"finished", "left"})
 BEHIND_ROUNDS = 2.0
 """A peer that lags so far is not where the run is."""
-CONNECTED = FeedState("connected", "waiting for the first peer")
 ROUNDS_SHOWN = 240
-RATE_OVER_S, RATE_FROM_S = 10.0, 3.0
-"""A rate is over so many seconds; over fewer than the second a round's burst would pass for the rate."""
-MAX_FRAGMENTS = 256
-ASKS_PER_S = 64.0
-"""As in ``reports.poller``: with more peers each is asked less often, and silence means less."""
 SILENT_AFTER_S = 10.0
-GONE_AFTER_S = 3.0
-TOGETHER_S = 180.0
-"""As in ``discovery.records``, which needs a DHT's imports."""
+"""Ten questions to a peer without an answer, and what rates are measured over. The word of others counts
+after a third of it; what lasts three times as long is told to a person."""
 TRAINS = frozenset({"training", "draining", "paused"})
 ENDED = OVER | {"gone", "silent", "unreachable"}
 NOT_IN_THE_RUN = frozenset({"starting", "joining", "behind", "unknown"})
 LATE_RULES = frozenset({"co2", "eager"})
 """Apply rules whose answers are one outer step old by design."""
 RECENT_S = 120.0
+"""Peers that ended within it ended together."""
 MAX_TROUBLES = 24
-CLOCK_OFF_S = 30.0
 EXPOSED_SHARE = 0.05
 """Of a peer's wall time; the aim of the whole house is 1 %."""
 SKIPPED_SHARE, MIN_SENDS = 0.2, 5
 """Of the sends of late that were due: below, or among fewer, a skipped one is nothing to act on."""
-ALONE_S = 30.0
-MOST_NAMED = 4
 BAD, ODD = "bad", "odd"
 _UPDATE = "its owner should install the organiser's version"
 _ADVICE = {
@@ -78,6 +71,9 @@ _ABSENT = {
     "silent": ("is silent", "if it is yours, see whether that machine sleeps or starves"),
     "unreachable": ("cannot be reached", "if it is yours, ask p2p-co2 doctor there"),
 }
+
+
+_UNSEEN, _WAITING = Sighting(""), FeedState("connected", "waiting for the first peer")
 
 
 class _Frozen(BaseModel):
@@ -207,46 +203,17 @@ class SwarmFacts(_Frozen):
 # ---- what facts are made of
 
 
-@dataclass
-class Pace:
-    """A peer's counters of late: (at, up bytes, down bytes)."""
-
-    points: deque[tuple[float, int, int]] = field(default_factory=deque)
-
-    def add(self, at: float, up_bytes: int, down_bytes: int) -> None:
-        if self.points and at <= self.points[-1][0]:
-            return
-        if self.points and (up_bytes < self.points[-1][1] or down_bytes < self.points[-1][2]):
-            self.points.clear()  # another process counts from 0
-        self.points.append((at, up_bytes, down_bytes))
-        while len(self.points) > 2 and at - self.points[0][0] > RATE_OVER_S:
-            self.points.popleft()
-
-    def rates(self, now: float) -> tuple[float | None, float | None]:
-        """Bytes per second (up, down); None before two points far enough apart, 0 when they are old."""
-        if len(self.points) < 2:
-            return None, None
-        (start, up0, down0), (end, up1, down1) = self.points[0], self.points[-1]
-        if now - end > RATE_OVER_S:
-            return 0.0, 0.0
-        if end - start < RATE_FROM_S:
-            return None, None
-        return (up1 - up0) / (end - start), (down1 - down0) / (end - start)
-
-
 @dataclass(frozen=True)
 class Known:
-    """All that facts are made of. ``now``: unix seconds. ``sightings``, ``paces``, ``received_at`` (when
-    events of it last came, by the reader's clock): by peer. ``is_over``: nobody is left that could write
-    more."""
+    """All that facts are made of. ``now``: unix seconds. ``sightings``, ``received_at`` (when its events
+    last came, by the reader's clock): by peer. ``is_over``: nobody is left that could write more."""
 
     view: SwarmView
     now: float
     run: RunConfig | None = None
-    state: FeedState = CONNECTED
+    state: FeedState = _WAITING
     place: str = ""
     sightings: Mapping[str, Sighting] = field(default_factory=dict)
-    paces: Mapping[str, Pace] = field(default_factory=dict)
     received_at: Mapping[str, float] = field(default_factory=dict)
     is_over: bool = False
 
@@ -283,33 +250,31 @@ class Known:
 # ---- where a peer stands, and the run
 
 
-def peer_state(
-    peer: PeerView, sighting: Sighting | None, now: float, answer_every_s: float = 1.0, received_at: float = 0
-) -> tuple[str, str]:
-    """(state, reason) of a peer at ``now`` (unix seconds); ``answer_every_s``: how often it is asked;
-    ``received_at``: when words of its last came, which may be old ones."""
+def peer_state(known: Known, peer: PeerView) -> tuple[str, str]:
+    """(state, reason) of a peer."""
     if peer.end is not None:
         return "finished", peer.end.reason
-    out_of_reach = sighting.reason if sighting is not None and sighting.state == "unreachable" else ""
-    said, nonsense = peer.left_reason, sighting.refused if sighting is not None else None
+    sighting, said = known.sightings.get(peer.peer, _UNSEEN), peer.left_reason
+    out_of_reach = [("unreachable", sighting.reason)] if sighting.state == "unreachable" else []
+    gone = ("gone", f"others say: {said}")
     if peer.last_seen_at is None:
-        unheard = [("gone", f"others say: {said}")] if said else []
-        unheard += [("unreachable", out_of_reach)] if out_of_reach else []
-        words = (sighting and sighting.reason) or "sends nothing that can be read"
-        return (*unheard, ("unknown", words if nonsense else "no word of its own yet"))[0]
-    silent_s = now - max(peer.last_seen_at, received_at) - (answer_every_s - 1.0)
-    if said and silent_s > GONE_AFTER_S:
-        left = said.startswith(LEFT_PREFIX)
-        return ("left", said.removeprefix(LEFT_PREFIX)) if left else ("gone", f"others say: {said}")
+        words = sighting.reason or "sends nothing that can be read"
+        unknown = ("unknown", words if sighting.refused else "no word of its own yet")
+        return [*([gone] if said else []), *out_of_reach, unknown][0]
+    # What came last may be old. In a crowd each is asked more rarely, and silence means less.
+    heard_at = max(peer.last_seen_at, known.received_at.get(peer.peer, 0.0))
+    silent_s = known.now - heard_at - max(0.0, len(known.sightings) / ASKS_PER_S - 1)
+    if said and silent_s > 0.3 * SILENT_AFTER_S:
+        return ("left", said.removeprefix(LEFT_PREFIX)) if said.startswith(LEFT_PREFIX) else gone
     if silent_s > SILENT_AFTER_S:
-        return ("unreachable", out_of_reach) if out_of_reach else ("silent", f"no word for {silent_s:.0f} s")
+        return [*out_of_reach, ("silent", f"no word for {silent_s:.0f} s")][0]
     return peer.phase or "starting", ""
 
 
 def run_position(trains: Sequence[float], ended: Sequence[tuple[float, float]]) -> float:
     """In rounds; 0 without anybody. ``trains``: positions; ``ended``: (last heard at, position)."""
     newest_at = max((at for at, _ in ended), default=0.0)
-    last = sorted(position for at, position in ended if at >= newest_at - TOGETHER_S)
+    last = sorted(position for at, position in ended if at >= newest_at - RECENT_S)
     now = statistics.median_low(trains) if trains else 0.0
     return max(now, last[len(last) // 2]) if last and len(last) >= len(trains) else now
 
@@ -319,32 +284,17 @@ def is_behind(position: float, run: float) -> bool:
     return position < run - BEHIND_ROUNDS
 
 
-def in_the_run(peers: Iterable[PeerView]) -> list[PeerView]:
-    """Those whose figures are the run's, where nothing is known but their events: all but those that join, or
-    were behind when they were last heard."""
-    known = [peer for peer in peers if peer.started and peer.phase not in {"starting", "joining"}]
-    ended = [peer for peer in known if peer.finished or peer.seen_left]
-    trains = [peer for peer in known if not (peer.finished or peer.seen_left)]
-
-    def run_as_it_was(peer: PeerView) -> float:
-        before = [
-            (one.last_seen_at or 0.0, one.progress.position)
-            for one in ended
-            if (one.last_seen_at or 0.0) < (peer.last_seen_at or 0.0)
-        ]
-        return run_position([one.progress.position for one in trains] if peer in trains else [], before)
-
-    return [peer for peer in known if not is_behind(peer.progress.position, run_as_it_was(peer))]
-
-
 # ---- facts
 
 
 def swarm_facts(known: Known) -> SwarmFacts:
     """The swarm at ``known.now``."""
     view, run, state = known.view, known.run, known.state
-    unheard = [PeerView(peer) for peer in known.sightings if peer not in view.peers]
-    unplaced = [_peer_facts(known, peer) for peer in (*view.peers.values(), *unheard)]
+    everybody = [
+        *view.peers.values(),
+        *(PeerView(peer) for peer in known.sightings if peer not in view.peers),
+    ]
+    unplaced = [_peer_facts(known, peer) for peer in everybody]
     at = run_position(
         [peer.position for peer in unplaced if peer.state in TRAINS],
         [(one.last_seen_at or 0.0, one.position) for one in unplaced if one.state in ENDED and one.position],
@@ -355,9 +305,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
     figures = [peer for peer in in_run.values() if peer.state in ONLINE] or list(in_run.values())
     measured = [one.agreed for one in view.peers.values() if one.agreed and one.peer in in_run]
     agreed = max(measured, key=lambda event: event.at, default=None)
-    used = [peer.utilisation for peer in figures if peer.utilisation is not None]
-    losses = [peer.loss for peer in figures if peer.loss is not None]
-    training = sum(losses) / len(losses) if losses else None
+    training = mean_known(peer.loss for peer in figures)
     is_old = agreed is None or (training is not None and is_behind(agreed.position, at))
     staleness, aborts, alone = view.staleness, view.abort_reasons, view.alone
     totals, fragments = view.totals, known.fragments
@@ -376,7 +324,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
         loss_unit=loss_unit(run.recipe) if run else "", tokens=totals.tokens,
         tokens_counted=known.counted / fragments if fragments else 0.0,
         tokens_per_s=sum(peer.tokens_per_s for peer in figures),
-        utilisation=sum(used) / len(used) if used else None,
+        utilisation=mean_known(peer.utilisation for peer in figures),
         up_bytes=totals.up_bytes, up_bytes_per_s=sum(peer.up_bytes_per_s or 0.0 for peer in peers),
         rounds_committed=_committed(view, alone), rounds_alone=alone, rounds_aborted=aborts.total(),
         rounds_counted=view.counted_rounds,
@@ -388,6 +336,12 @@ def swarm_facts(known: Known) -> SwarmFacts:
     )  # fmt: skip
 
 
+def mean_known(values: Iterable[float | None]) -> float | None:
+    """Mean of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
 def _placed(peer: PeerFacts, at: float) -> PeerFacts:
     """``peer`` with the state "behind" if the run, which is at ``at``, is further on than it."""
     if peer.state not in TRAINS or not is_behind(peer.position, at):
@@ -397,30 +351,27 @@ def _placed(peer: PeerFacts, at: float) -> PeerFacts:
 
 
 def _peer_facts(known: Known, peer: PeerView) -> PeerFacts:
-    sighting, fragments, totals = known.sightings.get(peer.peer), known.fragments, peer.totals
-    every_s = max(1.0, len(known.sightings) / ASKS_PER_S)
-    state, reason = peer_state(peer, sighting, known.now, every_s, known.received_at.get(peer.peer, 0.0))
+    sighting, fragments, totals = known.sightings.get(peer.peer, _UNSEEN), known.fragments, peer.totals
+    state, reason = peer_state(known, peer)
     if known.is_over and state in ONLINE:
         state, reason = "gone", "it ended without a word"
     over, online = state in OVER or state == "gone", state in ONLINE
-    up, down = known.paces[peer.peer].rates(known.now) if peer.peer in known.paces else (None, None)
+    up, down = _rates(known, peer) if not over else (None, None)
     counted = known.view.counted.get(peer.peer)
     carriers = Counter(carrier[:16] for carrier in peer.open_links.values()) if online else {}
-    links = sorted(((other, link.measured) for other, link in peer.links.items()), key=lambda found: found[0])
     return PeerFacts.model_construct(
         peer=peer.peer, label=known.label(peer.peer), name=peer.start.name, state=state, reason=reason,
         device=peer.start.device, software=peer.start.software, joined_at=peer.first_seen_at,
-        last_seen_at=peer.last_seen_at, clock_offset_s=sighting.clock_offset_s if sighting else None,
-        answer_s=sighting.round_trip_s if sighting else None, tokens=totals.tokens,
+        last_seen_at=peer.last_seen_at, clock_offset_s=sighting.clock_offset_s,
+        answer_s=sighting.round_trip_s, tokens=totals.tokens,
         tokens_counted=counted / fragments if counted is not None and fragments else None,
         share_counted=(counted or 0.0) / known.counted if known.counted else None,
-        tokens_per_s=peer.tokens_per_s if online else 0.0, loss=peer.loss, inner_steps=totals.inner_steps,
-        position=peer.progress.position, versions=peer.versions, staleness_mean=mean_of(peer.staleness),
-        sync_delay_steps_mean=mean_of(peer.tally.sync_delay_steps), utilisation=peer.utilisation,
-        wall_s=totals.wall_s, exposed_s=totals.exposed_s,
+        tokens_per_s=peer.progress.tokens_per_s if online else 0.0, loss=peer.loss,
+        inner_steps=totals.inner_steps, position=peer.progress.position, versions=peer.versions,
+        staleness_mean=mean_of(peer.staleness), sync_delay_steps_mean=mean_of(peer.tally.sync_delay_steps),
+        utilisation=peer.utilisation, wall_s=totals.wall_s, exposed_s=totals.exposed_s,
         hidden_s=max(0.0, peer.tally.in_flight_s - totals.exposed_s), up_bytes=totals.up_bytes,
-        down_bytes=totals.down_bytes, up_bytes_per_s=None if over else up,
-        down_bytes_per_s=None if over else down,
+        down_bytes=totals.down_bytes, up_bytes_per_s=up, down_bytes_per_s=down,
         upload_cap_bytes_per_s=peer.start.upload_cap_bytes_per_s or None,
         needed_bytes_per_s=_needed_bytes_per_s(known, peer),
         fragment_age_s=tuple(
@@ -433,11 +384,11 @@ def _peer_facts(known: Known, peer: PeerView) -> PeerFacts:
                 other=other, carrier=link.carrier[:16], relayed=link.relayed, sent_bytes=link.sent_bytes,
                 round_trip_s=link.round_trip_s or None, bytes_per_s=link.bytes_per_s or None,
             )
-            for other, link in links
-            if link is not None
+            for other, one in sorted(peer.links.items(), key=lambda item: item[0])
+            if (link := one.measured) is not None
         ),
         skipped_sends=peer.tally.skipped_sends.total(), refused=dict(peer.tally.refused),
-        nonsense=dict(sighting.refused) if sighting else {},
+        nonsense=dict(sighting.refused),
     )  # fmt: skip
 
 
@@ -453,13 +404,11 @@ def round_facts(known: Known, view: RoundView) -> RoundFacts:
         reason = f"missed by {', '.join(known.label(peer) for peer in missed[:8])}"
     elif aborts:
         reason = "; ".join(f"{why} ({times})" for why, times in aborts.most_common(3))
-    at = max(
-        (commit.at for commit in view.commits.values()), default=view.begun[0] if view.begun else known.now
-    )
+    told_at = [commit.at for commit in view.commits.values()] or [view.begun[0] if view.begun else known.now]
     return RoundFacts(
-        fragment=view.fragment, round=view.round, at=at, outcome=outcome, group_size=view.group_size,
-        contributors=view.contributors, staleness=view.staleness, duration_s=view.duration_s,
-        reason=reason[:300], counted=bool(view.weights),
+        fragment=view.fragment, round=view.round, at=max(told_at), outcome=outcome,
+        group_size=view.group_size, contributors=view.contributors, staleness=view.staleness,
+        duration_s=view.duration_s, reason=reason[:300], counted=bool(view.weights),
     )  # fmt: skip
 
 
@@ -469,6 +418,21 @@ def _committed(view: SwarmView, alone: int) -> int:
     columns = zip(*(peer.versions for peer in view.peers.values() if peer.versions), strict=False)
     reached = sum(sorted(column)[len(column) // 2] for column in columns)
     return max(int(reached) - alone, view.committed)
+
+
+def _rates(known: Known, peer: PeerView) -> tuple[float | None, float | None]:
+    """Bytes per second (up, down) of late; 0 when what is known is old, and None before two points so far
+    apart that a round's burst does not pass for the rate."""
+    points = [point for point in peer.recent_bytes if peer.recent_bytes[-1][0] - point[0] <= SILENT_AFTER_S]
+    if len(points) < 2:
+        return None, None
+    (start, *before), (end, *after) = points[0], points[-1]
+    if known.now - end > SILENT_AFTER_S:
+        return 0.0, 0.0
+    if end - start < 0.3 * SILENT_AFTER_S:
+        return None, None
+    up, down = (max(0.0, (now - then) / (end - start)) for then, now in zip(before, after, strict=True))
+    return up, down
 
 
 def _needed_bytes_per_s(known: Known, peer: PeerView) -> float | None:
@@ -486,16 +450,18 @@ def _needed_bytes_per_s(known: Known, peer: PeerView) -> float | None:
 def troubles(known: Known, peers: Sequence[PeerFacts]) -> tuple[Trouble, ...]:
     """All that is wrong at ``known.now``, worst first."""
     found: list[Trouble] = []
-    view, now = known.view, known.now
     if known.state.phase == "lost":
         # Everybody is silent to us then, which says nothing of anybody.
         what = f"The swarm is out of reach: {plain(known.state.words, 240)}"
-        found.append(_trouble("", BAD, what, "what is shown is old, and it is looked for again", now))
+        found.append(_trouble("", BAD, what, "what is shown is old, and it is looked for again", known.now))
     else:
         leading = max((sum(peer.versions) for peer in peers if peer.versions), default=0)
         for peer in peers:
-            found += _of_peer(peer, known.sightings.get(peer.peer), now, leading)
-        found += _alone(view, peers, now)
+            since_at = (peer.last_seen_at or known.now) if peer.state in _ABSENT else known.now
+            found += [_trouble(peer.peer, *told, since_at) for told in _of_peer(peer)]
+            if peer.state == "training":
+                found += [_trouble(peer.peer, ODD, *told, known.now) for told in _of_training(peer, leading)]
+        found += _alone(known, peers)
     found += _skipped(known)
     found += _of_events(known)
     found.sort(key=lambda trouble: (trouble.severity != BAD, -trouble.since_at, trouble.words))
@@ -506,61 +472,55 @@ def _trouble(peer: str, severity: str, what: str, advice: str, since_at: float) 
     return Trouble(peer=peer, words=f"{what}; {advice}", severity=severity, since_at=since_at)
 
 
-def _of_peer(peer: PeerFacts, sighting: Sighting | None, now: float, leading: int) -> Iterator[Trouble]:
-    name, reason, me = plain(peer.label, 40), plain(peer.reason, 160), peer.peer
+def _of_peer(peer: PeerFacts) -> Iterator[tuple[str, str, str]]:
+    """(severity, what, what to do)"""
+    name, reason = plain(peer.label, 40), plain(peer.reason, 160)
     if peer.state in _ABSENT:
         word, advice = _ABSENT[peer.state]
-        yield _trouble(me, BAD, f"{name} {word}: {reason}", advice, peer.last_seen_at or now)
-    elif peer.state == "unknown" and peer.reason and sighting is not None and sighting.refused:
-        what = f"{name} says nothing that can be read: {reason}"
-        yield _trouble(me, BAD, what, _UPDATE, now)
+        yield BAD, f"{name} {word}: {reason}", advice
+    elif peer.state == "unknown" and peer.reason and peer.nonsense:
+        yield BAD, f"{name} says nothing that can be read: {reason}", _UPDATE
     elif peer.state == "behind":
-        yield _trouble(me, ODD, f"{name} is left out: {reason}", "wait until it has caught up", now)
+        yield ODD, f"{name} is left out: {reason}", "wait until it has caught up"
     if peer.nonsense:
         causes = ", ".join(f"{plain(cause, 60)} ({times})" for cause, times in peer.nonsense.items())
         what = f"{name} publishes nonsense, which is left out: {plain(causes, 200)}"
-        yield _trouble(me, BAD, what, "if you know its owner, ask what runs there", now)
-    if peer.state == "training":
-        yield from _of_training(peer, name, now, leading)
-    if peer.clock_offset_s is not None and abs(peer.clock_offset_s) > CLOCK_OFF_S:
+        yield BAD, what, "if you know its owner, ask what runs there"
+    if peer.clock_offset_s is not None and abs(peer.clock_offset_s) > 3 * SILENT_AFTER_S:
         what = f"{name}'s clock is {peer.clock_offset_s:+.0f} s off; its times are corrected here"
-        yield _trouble(me, ODD, what, "set that machine's clock by NTP", now)
+        yield ODD, what, "set that machine's clock by NTP"
 
 
-def _of_training(peer: PeerFacts, name: str, now: float, leading: int) -> Iterator[Trouble]:
-    behind = (leading - sum(peer.versions)) / max(1, len(peer.versions))
+def _of_training(peer: PeerFacts, leading: int) -> Iterator[tuple[str, str]]:
+    """(what, what to do)"""
+    name, behind = plain(peer.label, 40), (leading - sum(peer.versions)) / max(1, len(peer.versions))
     if peer.versions and behind >= BEHIND_ROUNDS:
-        what = f"{name} is {behind:.0f} rounds behind the foremost peer"
         advice = "it fetches them; if that lasts, look at its line with p2p-co2 plan"
-        yield _trouble(peer.peer, ODD, what, advice, now)
+        yield f"{name} is {behind:.0f} rounds behind the foremost peer", advice
     if peer.utilisation is not None and peer.exposed_s > 5.0 and 1 - peer.utilisation > EXPOSED_SHARE:
         share = percent(peer.exposed_s / (peer.exposed_s + peer.hidden_s))
         what = f"{name} spends {percent(1 - peer.utilisation)} of its time waiting"
         what += f" ({share} of its communication is not hidden)"
-        yield _trouble(peer.peer, ODD, what, "p2p-co2 plan says what rounds its line bears", now)
+        yield what, "p2p-co2 plan says what rounds its line bears"
     cap, needed = peer.upload_cap_bytes_per_s, peer.needed_bytes_per_s
     if cap and needed and cap < needed:
-        what = f"{name} may send {size(cap)}/s, and the rounds need {size(needed)}/s at least"
         advice = "its owner may raise --upload; till then it is given a smaller share"
-        yield _trouble(peer.peer, ODD, what, advice, now)
+        yield f"{name} may send {size(cap)}/s, and the rounds need {size(needed)}/s at least", advice
 
 
-def _alone(view: SwarmView, peers: Sequence[PeerFacts], now: float) -> list[Trouble]:
+def _alone(known: Known, peers: Sequence[PeerFacts]) -> list[Trouble]:
     """One peer trains, and nobody else is there, or only out of our reach."""
     here = [peer for peer in peers if peer.state not in OVER and peer.state != "gone"]
     if len(here) != 1 or here[0].state not in ONLINE or not here[0].inner_steps:
         return []
-    together = [
-        commit.at
-        for known in view.rounds.values()
-        if known.outcome == "committed"
-        for commit in known.commits.values()
-    ]
+    rounds = [one for one in known.view.rounds.values() if one.outcome == "committed"]
+    together = [commit.at for one in rounds for commit in one.commits.values()]
     left = [peer.last_seen_at or 0.0 for peer in peers if peer is not here[0]]
-    since_at = max([here[0].joined_at or now, *together, *left])
-    if now - since_at < ALONE_S:
+    since_at = max([here[0].joined_at or known.now, *together, *left])
+    alone_s = known.now - since_at
+    if alone_s < 3 * SILENT_AFTER_S:
         return []
-    what = f"{plain(here[0].label, 40)} has trained alone for {clock(now - since_at)}, and exchanges nothing"
+    what = f"{plain(here[0].label, 40)} has trained alone for {clock(alone_s)}, and exchanges nothing"
     return [_trouble(here[0].peer, BAD, what, INVITE, since_at)]
 
 
@@ -577,8 +537,7 @@ def _skipped(known: Known) -> list[Trouble]:
         return []
     reason = Counter(why for _, _, why in skipped).most_common(1)[0][0]
     by_peer = Counter(peer for peer, _, _ in sorted(skipped)).most_common()
-    named = ", ".join(plain(known.label(peer), 24) for peer, _ in by_peer[:MOST_NAMED])
-    of = named + (", ..." if len(by_peer) > MOST_NAMED else "")
+    of = ", ".join([*(plain(known.label(peer), 24) for peer, _ in by_peer[:4]), "..."][: len(by_peer)])
     share = percent(len(skipped) / len(recent))
     what = f"{share} of the sends of late were skipped ({of}): {plain(reason, 100)}"
     advice = "the lines are too slow for these rounds: p2p-co2 plan says which they bear"

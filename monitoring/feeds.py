@@ -1,17 +1,20 @@
 """Feeds: a run's journals on this disk, a peer of this machine that passes questions on, a past in memory.
 
-See ``telemetry.feed.Feed``; ``node.observer`` has the one over the network.
+See ``telemetry.feed.Feed``; ``node.reporting`` has the one over the network.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from monitoring.history import TIERS
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.protocol.reports import Poller
@@ -25,12 +28,8 @@ from p2p_co2.telemetry.journal import Tail
 
 MAX_JOURNALS = 1024
 QUIET_S = 15.0
-"""A run whose journals do not grow for this long, and whose peers have finished or died, is over."""
-FORSAKEN_S = 300.0
-"""The same where no lock tells whether a peer's process lives: journals that were copied here."""
-LOOK_AGAIN_S = 2.0
-LIST_EVERY_S = 5.0
-WATCHED_FOR_S = 15.0
+"""A run whose journals do not grow for this long, and whose peers have finished or died, is over; where no
+lock tells whether they live, twenty times as long. A board that nobody asked for so long is not looked at."""
 MAX_AT_ONCE = MAX_ASKED // 2
 """Questions in flight: ``SocketActivation`` ends a program that asks too much, and a crowd of peers is not
 this one's fault."""
@@ -58,6 +57,7 @@ class JournalFeed(Feed):
     """
 
     is_whole = True
+    state = FeedState("connected", "no peer has written an event yet")
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -67,17 +67,14 @@ class JournalFeed(Feed):
         self.place = f"journals in {folder.resolve().name}"
         self._folder = folder
         self._tails: dict[Path, Tail] = {}
-        self._looked_at = -1e9
+        self._looked_at = -math.inf
         self._grew_at = 0.0
         """When the youngest journal grew, unix seconds."""
-        self._alive = True
-        self._open: set[str] = set()
-        self._seen: set[str] = set()
-        self.state = self._state(0.0)
+        self._open: dict[str, bool] = {}
+        """By peer that was seen: whether a process of its has not finished."""
 
     def take(self) -> News:
-        news = News()
-        is_due = time.monotonic() - self._looked_at > LOOK_AGAIN_S
+        news, is_due = News(), time.monotonic() - self._looked_at > TIERS[0][0]
         if is_due:
             self._looked_at = time.monotonic()
             single = sorted(self._folder.glob("peers/*/events.jsonl")) or [self._folder / "events.jsonl"]
@@ -87,34 +84,29 @@ class JournalFeed(Feed):
         for tail in self._tails.values():
             news.events += tail.new_events()
         for event in news.events:
-            if event.peer not in self._seen:
-                self._seen.add(event.peer)
+            if event.peer not in self._open:
                 news.sightings.append(Sighting(event.peer, "answering"))
-            if isinstance(event, PeerStarted):
-                self._open.add(event.peer)
-            elif isinstance(event, PeerFinished):
-                self._open.discard(event.peer)
+            ends = isinstance(event, PeerFinished)
+            starts = isinstance(event, PeerStarted)
+            self._open[event.peer] = not ends and (starts or self._open.get(event.peer, False))
         for path in self._tails if news.events else ():
             with contextlib.suppress(OSError):  # a peer's folder was cleared away while the others write
                 self._grew_at = max(self._grew_at, path.stat().st_mtime)
-        quiet_s = time.time() - self._grew_at
-        if is_due and quiet_s > QUIET_S:
-            # By the locks of the peers' folders: some writer's process lives, or none can tell.
-            kept = [is_kept(path.parent) for path in self._tails]
-            self._alive = True in kept or False not in kept
-        self.state = self._state(quiet_s)
+        if self._open and (news.events or is_due):
+            self.state = self._state(time.time() - self._grew_at)
         return news
 
     def _state(self, quiet_s: float) -> FeedState:
-        if not self._seen:
-            return FeedState("connected", "no peer has written an event yet")
-        if not self._open and quiet_s > QUIET_S:
+        count = sum(self._open.values())
+        if quiet_s > QUIET_S and not count:
             return FeedState("ended", "the run is over: every peer has finished")
-        if quiet_s > QUIET_S and not self._alive:
+        # By the locks of the peers' folders: some writer's process lives, or none can tell, as in a copy.
+        kept = {is_kept(path.parent) for path in self._tails} if quiet_s > QUIET_S else {True}
+        if True not in kept and False in kept:
             return FeedState("ended", "the run is over: of those who wrote it no process lives any more")
-        if quiet_s > FORSAKEN_S:
+        if quiet_s > 20 * QUIET_S:
             return FeedState("ended", "the journals have not grown for long: whoever wrote them is gone")
-        return FeedState("connected", f"{len(self._open)} of {len(self._seen)} peers are writing")
+        return FeedState("connected", f"{count} of {len(self._open)} peers are writing")
 
 
 class RelayedFeed(Feed):
@@ -129,11 +121,10 @@ class RelayedFeed(Feed):
     def __init__(self, relay: socket.socket) -> None:
         self.gone = threading.Event()
         self._relay = relay
-        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._poller: Poller | None = None
         self._asked: dict[int, PeerId] = {}
-        self._next_id = 1
-        self._watched_at = -1e9
+        self._watched_at = -math.inf
         relay.settimeout(None)
         for work in (self._receive, self._ask):
             threading.Thread(target=work, name="p2p-co2 relay", daemon=True).start()
@@ -151,26 +142,25 @@ class RelayedFeed(Feed):
             self._relay.shutdown(socket.SHUT_RDWR)
 
     def _ask(self) -> None:
-        listed_at = -1e9
+        """The only thread that sends: who is there (0), and then each of them."""
+        listed_at, numbers = -math.inf, itertools.count(1)
         while not self.gone.wait(0.1):
             now = time.monotonic()
-            if now - listed_at > LIST_EVERY_S:
+            questions = []
+            if now - listed_at > QUIET_S / 3:
                 listed_at = now
-                self._post(Relayed(id=0))
+                questions.append(Relayed(id=0))
             with self._lock:
                 room = MAX_AT_ONCE - len(self._asked)
                 due = self._poller.due(now, room) if self._poller is not None else []
-                for peer, question in due:
-                    self._asked[self._next_id] = peer
-                    self._post(Relayed(id=self._next_id, peer=peer, request=question))
-                    self._next_id += 1
-
-    def _post(self, message: Relayed) -> None:
-        try:
-            with self._sending:
-                send_relayed(self._relay, message)
-        except OSError:
-            self.gone.set()
+                for (peer, question), number in zip(due, numbers, strict=False):
+                    self._asked[number] = peer
+                    questions.append(Relayed(id=number, peer=peer, request=question))
+            try:
+                for message in questions:
+                    send_relayed(self._relay, message)
+            except OSError:
+                self.gone.set()
 
     def _receive(self) -> None:
         while not self.gone.is_set():
@@ -183,19 +173,19 @@ class RelayedFeed(Feed):
                 self.gone.set()
                 return
             with self._lock:
-                self._take(message, time.monotonic(), time.time())
+                if message.id == 0:
+                    self._listed(message, time.monotonic())
+                else:
+                    self._answered(message, time.monotonic())
 
-    def _take(self, message: Relayed, now: float, unix_now: float) -> None:
-        if message.id == 0:
-            self._listed(message, now)
-            return
+    def _answered(self, message: Relayed, now: float) -> None:
         peer = self._asked.pop(message.id, None)
         if peer is None or self._poller is None:
             return
         if message.trouble:
             self._poller.failed(peer, message.trouble, now)
         else:
-            self._poller.answered(peer, message.answer, now, unix_now)
+            self._poller.answered(peer, message.answer, now, time.time())
         words = f"{self._poller.answering} of {len(self._poller)} peers answer"
         self.state = FeedState("connected", words)
 
@@ -213,5 +203,5 @@ class RelayedFeed(Feed):
             self.me = message.peers[0]
             self.place = f"seen by peer ~{self.me[-6:]} of this machine"
             self._poller = Poller(self.run.digest())
-        others = message.peers[1:] if now - self._watched_at < WATCHED_FOR_S else []
+        others = message.peers[1:] if now - self._watched_at < QUIET_S else []
         self._poller.listed([PeerId(peer) for peer in (self.me, *others)], now)

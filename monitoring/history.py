@@ -12,13 +12,14 @@ is the mean over the next tier's step, so a short dip is not seen for ever.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,8 @@ MEASURES = ("tokens", "tokens_per_s", "loss", "utilisation", "up_bytes_per_s", "
 MAX_HAPPENINGS = 100_000
 MAX_COUNTED_ROUNDS = 20_000
 MAX_POINTS = 720
+MAX_LINES = 200
+"""Of what happened, that a page is sent."""
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS samples (
     step INTEGER, key TEXT, at INTEGER, {", ".join(f"{name} REAL" for name in MEASURES)},
@@ -69,10 +72,10 @@ class Batch:
     round) that they hold newly."""
 
     at: float
-    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    happenings: Sequence[Happening] = ()
+    samples: dict[str, Sequence[float]] = field(default_factory=dict)
+    happenings: list[Happening] = field(default_factory=list)
     counted: Mapping[str, float] = field(default_factory=dict)
-    counted_rounds: Iterable[tuple[int, int]] = ()
+    counted_rounds: set[tuple[int, int]] = field(default_factory=set)
 
 
 class History:
@@ -89,8 +92,7 @@ class History:
             # In memory there is no write-ahead log: without this a reader meets the locks of the writer.
             self._reader.execute("PRAGMA read_uncommitted=1")
         self._lock = threading.Lock()
-        self._rolled_at = [0] * len(TIERS)
-        self._pruned_at = 0.0
+        self._kept_until = 0.0
 
     @classmethod
     def or_in_memory(cls, path: Path | None) -> History:
@@ -109,15 +111,14 @@ class History:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 return self._prepared()
-            except sqlite3.DatabaseError as error:
-                if isinstance(error, sqlite3.OperationalError):
-                    raise
+            except sqlite3.OperationalError:
+                raise
+            except sqlite3.DatabaseError:
                 os.replace(self.path, self.path.with_name(f"{self.path.name}.damaged-{time.time():.0f}"))
                 return self._prepared()
         except (OSError, sqlite3.Error) as error:
-            raise EnvironmentFault(
-                f"cannot keep the board's history in {self.path}: {error}; choose another place with --folder"
-            ) from None
+            words = f"cannot keep the board's history in {self.path}: {error}"
+            raise EnvironmentFault(f"{words}; choose another place with --folder") from None
 
     def _prepared(self) -> sqlite3.Connection:
         connection = self._connect()
@@ -152,56 +153,46 @@ class History:
         """Keep a batch, roll up what has grown old. Raises ``EnvironmentFault`` if the disk refuses; what was
         kept before stays."""
         with self._lock:
-            before = list(self._rolled_at), self._pruned_at
             try:
                 self._writer.execute("BEGIN")
                 self._write(batch)
                 self._roll_up(batch.at)
-                if batch.at - self._pruned_at > 300:
+                if batch.at // 300 > self._kept_until // 300:
                     self._prune(batch.at)
                 self._writer.execute("COMMIT")
+                self._kept_until = max(self._kept_until, batch.at)
             except (sqlite3.Error, OverflowError, ValueError) as error:  # or a number that it cannot hold
                 with contextlib.suppress(sqlite3.Error):
                     self._writer.execute("ROLLBACK")
-                self._rolled_at, self._pruned_at = before  # as the file has them
                 raise EnvironmentFault(f"the board's history is not written: {error}") from None
 
     def _write(self, batch: Batch) -> None:
         step = TIERS[0][0]
         at, many = int(batch.at // step * step), self._writer.executemany
-        many(
-            f"INSERT OR REPLACE INTO samples VALUES ({step},?,{at}{',?' * len(MEASURES)})",
-            [
-                (key, *(value if math.isfinite(value) else None for value in row))
-                for key, row in batch.samples.items()
-            ],
-        )
-        many(
-            "INSERT OR IGNORE INTO happenings (at, kind, peer, fragment, round, words, key) "
-            "VALUES (?,?,?,?,?,?,?)",
-            batch.happenings,
-        )
+        rows = [
+            (key, *(value if math.isfinite(value) else None for value in row))
+            for key, row in batch.samples.items()
+        ]
+        many(f"INSERT OR REPLACE INTO samples VALUES ({step},?,{at}{',?' * len(MEASURES)})", rows)
+        columns = ", ".join(Happening._fields)
+        many(f"INSERT OR IGNORE INTO happenings ({columns}) VALUES (?,?,?,?,?,?,?)", batch.happenings)
         many("INSERT OR REPLACE INTO counted VALUES (?,?)", list(batch.counted.items()))
         many("INSERT OR IGNORE INTO counted_rounds (fragment, round) VALUES (?,?)", batch.counted_rounds)
 
     def _roll_up(self, now: float) -> None:
         """Make the samples of each coarser tier from the finer one below it, for every step that is over."""
         means = ", ".join(f"{'max' if name == 'tokens' else 'avg'}({name})" for name in MEASURES)
-        for tier in range(1, len(TIERS)):
-            step, finer = TIERS[tier][0], TIERS[tier - 1][0]
+        for (finer, _), (step, _) in itertools.pairwise(TIERS):
             until = int(now // step * step)
-            if until <= self._rolled_at[tier]:
-                continue
-            since = max(self._rolled_at[tier], until - 40 * step)
-            self._rolled_at[tier] = until
-            self._writer.execute(
-                f"INSERT OR REPLACE INTO samples SELECT {step}, key, at / {step} * {step}, {means} "
-                f"FROM samples WHERE step = ? AND at >= ? AND at < ? GROUP BY key, at / {step}",
-                (finer, since, until),
-            )
+            since = max(int(self._kept_until // step * step), until - 40 * step)
+            if since < until:
+                self._writer.execute(
+                    f"INSERT OR REPLACE INTO samples SELECT {step}, key, at / {step} * {step}, {means} "
+                    f"FROM samples WHERE step = ? AND at >= ? AND at < ? GROUP BY key, at / {step}",
+                    (finer, since, until),
+                )
 
     def _prune(self, now: float) -> None:
-        self._pruned_at = now
         for step, kept_s in TIERS:
             self._writer.execute("DELETE FROM samples WHERE step = ? AND at < ?", (step, int(now - kept_s)))
         for table, most in (("happenings", MAX_HAPPENINGS), ("counted_rounds", MAX_COUNTED_ROUNDS)):
@@ -230,7 +221,7 @@ class History:
     def happenings(self, newest: int, peer: str = "") -> list[Happening]:
         """The newest happenings, of ``peer`` or ("") of all, newest first."""
         found = self._reader.execute(
-            "SELECT at, kind, peer, fragment, round, words, key FROM happenings WHERE ? IN ('', peer) "
+            f"SELECT {', '.join(Happening._fields)} FROM happenings WHERE ? IN ('', peer) "
             "ORDER BY at DESC, id DESC LIMIT ?",
             (peer, newest),
         )

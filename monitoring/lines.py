@@ -91,60 +91,49 @@ def exchange_figures(
     busy = _union([(one.began_at, one.ended_at) for one in found])
     together = [[one for one in found if start <= one.began_at <= end] for start, end in busy]
     upload = statistics.fmean(line.up_bits_per_s for line in lines.values()) if lines else 0.0
-    whole = [_rate(each, [(one.began_at, one.ended_at) for one in each]) for each in together]
-    moving = [
-        _rate(each, [(one.began_at, one.began_at + one.transfer_s) for one in each]) for each in together
-    ]
-    busy_s = sum(end - start for start, end in busy)
+    goodput = [_rate(each, [one.ended_at for one in each]) for each in together]
+    transfer = [_rate(each, [one.began_at + one.transfer_s for one in each]) for each in together]
+    seconds = np.array([end - start for start, end in busy])
+    rates = {name: np.array([line.up_bits_per_s, line.down_bits_per_s]) for name, line in lines.items()}
     moved = {name: _moved_bits(traffic, name, busy) for name in lines} if len(traffic) > 1 else {}
-    used = [
-        statistics.fmean(
-            max(moved[name][0][place] / line.up_bits_per_s, moved[name][1][place] / line.down_bits_per_s)
-            for name, line in lines.items()
-        )
-        / (end - start)
-        for place, (start, end) in enumerate(busy if moved else ())
-    ]
+    shares = [(moved[name] / rates[name]).max(axis=1) for name in moved]
+    used = (np.mean(shares, axis=0) / seconds).tolist() if shares else []
     return {
         "count": len(found),
         "duration_s": _spread([one.ended_at - one.began_at for one in found]),
         "line_share": _spread(used),
-        "goodput_share": _spread([rate / upload for rate in whole if rate and upload]),
-        "transfer_share": _spread([rate / upload for rate in moving if rate and upload]),
-        "exchanging_share": round(busy_s / (busy[-1][1] - busy[0][0]), 4) if busy else None,
+        "goodput_share": _spread([rate / upload for rate in goodput if rate and upload]),
+        "transfer_share": _spread([rate / upload for rate in transfer if rate and upload]),
+        "exchanging_share": round(seconds.sum() / (busy[-1][1] - busy[0][0]), 4) if busy else None,
         "while_exchanging": {
-            name: _while(line, sum(moved[name][0]), sum(moved[name][1]), busy_s)
-            for name, line in lines.items()
-            if moved
+            name: _while(moved[name].sum(axis=0), seconds.sum(), rates[name]) for name in moved
         },
     }
 
 
-def _moved_bits(traffic: Sequence[Sample], name: str, spans: Spans) -> tuple[list[float], list[float]]:
-    """Bits of a peer's line (up, down) in each of ``spans``, interpolated between samples."""
-    at = [at for at, _ in traffic]
-    up, down = zip(*(moved[name] for _, moved in traffic), strict=True)
-    ends = np.array(spans).reshape(-1, 2)
-    sent, received = (8 * np.diff(np.interp(ends, at, column))[:, 0] for column in (up, down))
-    return sent.tolist(), received.tolist()
+def _moved_bits(traffic: Sequence[Sample], name: str, spans: Spans) -> np.ndarray[Any, Any]:
+    """Bits of a peer's line, shape (spans, up and down), interpolated between samples."""
+    at, ends = [at for at, _ in traffic], np.array(spans).reshape(-1, 2)
+    columns = zip(*(moved[name] for _, moved in traffic), strict=True)
+    return 8 * np.hstack([np.diff(np.interp(ends, at, column)) for column in columns])
 
 
-def _rate(together: Sequence[Exchange], spans: Spans) -> float:
-    """Bits per second of payload and means of each peer in the time of ``spans``; 0 where a part of it is
+def _rate(together: Sequence[Exchange], ends: Sequence[float]) -> float:
+    """Bits per second of payload and means of each peer until each exchange's end; 0 where a part of it is
     not known."""
-    if not all(each.moved_bits and end > start for each, (start, end) in zip(together, spans, strict=True)):
+    spans = [(each.began_at, end) for each, end in zip(together, ends, strict=True)]
+    if not all(each.moved_bits for each in together) or any(end <= start for start, end in spans):
         return 0.0
     return sum(each.moved_bits for each in together) / sum(end - start for start, end in _union(spans))
 
 
-def _while(line: LinkProfile, up_bits: float, down_bits: float, busy_s: float) -> dict[str, float | None]:
-    if not busy_s:
-        return dict.fromkeys(("up_mbit_per_s", "down_mbit_per_s", "up_share", "down_share"))
-    up, down = up_bits / busy_s, down_bits / busy_s
-    return {
-        "up_mbit_per_s": round(up / 1e6, 3), "down_mbit_per_s": round(down / 1e6, 3),
-        "up_share": round(up / line.up_bits_per_s, 4), "down_share": round(down / line.down_bits_per_s, 4),
-    }  # fmt: skip
+def _while(bits: Any, seconds: float, rates: Any) -> dict[str, float | None]:
+    """Up and down, as Mbit/s and as a share of ``rates``; arrays of two."""
+    names = ("up_mbit_per_s", "down_mbit_per_s", "up_share", "down_share")
+    if not seconds:
+        return dict.fromkeys(names)
+    mbit, share = (bits / seconds / 1e6).round(3), (bits / seconds / rates).round(4)
+    return dict(zip(names, [*mbit.tolist(), *share.tolist()], strict=True))
 
 
 def _union(spans: Spans) -> Spans:
@@ -166,20 +155,13 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
 
 @dataclass
 class _Course:
-    """A peer's ``Progress`` after its first rounds and its last, and (at, seconds) that training stood still
-    for checkpoints and for measuring the agreed parameters."""
+    """A peer's ``Progress`` after its first rounds and its last, and by event the (at, seconds) for which
+    training stood still."""
 
     name: str = ""
     first: ev.Progress | None = None
     last: ev.Progress | None = None
-    saved: list[tuple[float, float]] = field(default_factory=list)
-    measured: list[tuple[float, float]] = field(default_factory=list)
-
-    def share(
-        self, stood_still: Sequence[tuple[float, float]], first: ev.Progress, last: ev.Progress
-    ) -> float:
-        stood_s = sum(took_s for at, took_s in stood_still if first.at < at <= last.at)
-        return round(stood_s / (last.wall_s - first.wall_s), 4)
+    stood: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -202,38 +184,32 @@ class SteadyState:
                 if course.first is None and min(event.versions, default=0) >= self.first_rounds:
                     course.first = event
                 course.last = event
-            case ev.CheckpointSaved():
-                course.saved.append((event.at, event.duration_s))
-            case ev.AgreedMeasured():
-                course.measured.append((event.at, event.duration_s))
+            case ev.CheckpointSaved() | ev.AgreedMeasured():
+                course.stood.setdefault(event.kind, []).append((event.at, event.duration_s))
 
     def since(self) -> float | None:
         """When the last peer had its first rounds behind it (unix); None if one has not."""
-        firsts = [course.first for course in self._courses.values()]
-        known = [first.at for first in firsts if first is not None]
-        return max(known) if known and len(known) == len(firsts) else None
+        known = [course.first.at for course in self._courses.values() if course.first is not None]
+        return max(known) if known and len(known) == len(self._courses) else None
 
     def figures(self) -> dict[str, Any]:
         """By peer's name: ``utilisation``, seconds in inner steps over seconds; of the same time what went
         into checkpoints (``saving_share``) and into measuring (``measuring_share``). ``tokens_per_s`` of all
         peers together."""
-        courses = sorted(self._courses.values(), key=lambda course: course.name)
-        spans = [
-            (course, course.first, course.last)
-            for course in courses
-            if course.first is not None and course.last is not None
-            if course.last.wall_s > course.first.wall_s
-        ]
-        rates = [(last.tokens - first.tokens) / (last.wall_s - first.wall_s) for _, first, last in spans]
-        return {
-            "utilisation": {
-                course.name: round((last.train_s - first.train_s) / (last.wall_s - first.wall_s), 4)
-                for course, first, last in spans
-            },
-            "saving_share": {one.name: one.share(one.saved, first, last) for one, first, last in spans},
-            "measuring_share": {one.name: one.share(one.measured, first, last) for one, first, last in spans},
-            "tokens_per_s": round(sum(rates), 1),
-        }
+        told: dict[str, dict[str, float]] = {"utilisation": {}, "saving_share": {}, "measuring_share": {}}
+        tokens_per_s = 0.0
+        for course in sorted(self._courses.values(), key=lambda course: course.name):
+            first, last = course.first, course.last
+            if first is None or last is None or last.wall_s <= first.wall_s:
+                continue
+            wall_s = last.wall_s - first.wall_s
+            tokens_per_s += (last.tokens - first.tokens) / wall_s
+            told["utilisation"][course.name] = round((last.train_s - first.train_s) / wall_s, 4)
+            for name, kind in (("saving_share", "checkpoint_saved"), ("measuring_share", "agreed_measured")):
+                stood = course.stood.get(kind, ())
+                stood_s = sum(took_s for at, took_s in stood if first.at < at <= last.at)
+                told[name][course.name] = round(stood_s / wall_s, 4)
+        return {**told, "tokens_per_s": round(tokens_per_s, 1)}
 
 
 def exchange_words(exchanges: dict[str, Any]) -> str:

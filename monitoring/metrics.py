@@ -9,6 +9,8 @@ scrape, some milliseconds for a hundred peers.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +24,6 @@ from monitoring.words import plain
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_PEERS = 512
-MAX_FRAGMENTS = 256
 PREFIX = "p2p_co2_"
 
 _PEER_COUNTERS = {
@@ -118,7 +119,7 @@ def _ages(peers: Sequence[PeerFacts]) -> Metric:
     oldest: dict[int, float] = {}
     for peer in peers:
         if peer.state in ONLINE:
-            for fragment, age in enumerate(peer.fragment_age_s[:MAX_FRAGMENTS]):
+            for fragment, age in enumerate(peer.fragment_age_s):
                 oldest[fragment] = max(oldest.get(fragment, 0.0), age or 0.0)
     words = "Longest time since agreed parameters reached this fragment on a peer that is online."
     ages = {(str(fragment),): age for fragment, age in sorted(oldest.items())}
@@ -127,15 +128,14 @@ def _ages(peers: Sequence[PeerFacts]) -> Metric:
 
 def _links(peers: Sequence[PeerFacts]) -> Iterator[Metric]:
     """Per sender, over its links: links squared would be too many series."""
-    fast, slow, count = {}, {}, {}
+    fast, slow, count = {}, {}, dict[tuple[str, ...], int]()
     for peer in peers:
         key = tuple(_names(peer))
         fast[key] = min((link.bytes_per_s for link in peer.links if link.bytes_per_s), default=None)
         slow[key] = max((link.round_trip_s for link in peer.links if link.round_trip_s), default=None)
-        for carrier in ("grpc", "libp2p"):
-            for relayed in (False, True):
-                found = sum(link.carrier == carrier and link.relayed == relayed for link in peer.links)
-                count[*key, carrier, str(relayed).lower()] = found
+        kinds = Counter((link.carrier, link.relayed) for link in peer.links)
+        for carrier, relayed in itertools.product(("grpc", "libp2p"), (False, True)):
+            count[*key, carrier, str(relayed).lower()] = kinds[carrier, relayed]
     names = ["peer", "name"]
     yield _gauge("peer_link_bytes_per_second", "Rate while sending, its slowest link.", names, fast)
     yield _gauge("peer_round_trip_seconds", "Round trip, its farthest peer.", names, slow)

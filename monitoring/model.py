@@ -8,25 +8,26 @@ feed's news and the clock handed in; no I/O of its own. Bounded: rounds by ``ROU
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 
-from monitoring.facts import ONLINE, Known, Pace, SwarmFacts, is_behind, swarm_facts
+from monitoring.facts import ONLINE, SILENT_AFTER_S, Known, SwarmFacts, is_behind, swarm_facts
 from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, Happening, History
 from monitoring.words import describe
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, Sighting
-from p2p_co2.telemetry.view import PeerView, SwarmView
+from p2p_co2.telemetry.view import SwarmView
 
 ROUNDS_KEPT = 4096
-SAME_NEWS_S = 30.0
-"""Members tell the same news within this."""
-MAX_SAID = 4096
+"""And as many news that members may tell again."""
 MAX_PEERS = 2048
 """Peers that are listed: an identity costs nothing. Beyond it those go of which least was heard of late."""
-REPLAY_FROM_S = 10.0
 REPLAY_STEPS = 600
+Moments = Iterator[list[ev.Event]]
 
 
 class Model:
@@ -37,43 +38,28 @@ class Model:
         self.view = SwarmView(rounds_kept=rounds_kept)
         self.sightings: dict[str, Sighting] = {}
         self.known = Known(self.view, 0.0, feed.run, feed.state, feed.place)
-        self._sighted_at: dict[str, float] = {}
         self._received_at: dict[str, float] = {}
         """When events of a peer last came, however old: a reader of a past is not told of silence."""
-        self._paces: dict[str, Pace] = {}
         self._facts: SwarmFacts | None = None
 
-    def moments(self, now: float) -> Iterator[list[ev.Event]]:
+    def moments(self, now: float) -> Moments:
         """Take in what is new by ``now`` (unix seconds): yields the events of each moment that there is to
         look at, the last one being now. A past, of a run or of the reader's own peer, is told in its time."""
         news, is_whole = self.feed.take(), self.feed.is_whole
         for sighting in news.sightings:
             self.sightings.pop(sighting.peer, None)  # newest last
             self.sightings[sighting.peer] = sighting
-            self._sighted_at[sighting.peer] = now
-        fresh = news.events
-        own = [event for event in fresh if is_whole or event.peer == self.feed.me]
-        if _span_s(own) > REPLAY_FROM_S:
-            fresh = [] if is_whole else [event for event in fresh if event.peer != self.feed.me]
-            for at, events in _by_moment(own):
-                if at < math.inf:
-                    self._moment(at, events)
-                    yield events
-                else:
-                    fresh = events + fresh
+        own = [event for event in news.events if is_whole or event.peer == self.feed.me]
+        *past, (_, fresh) = _by_moment(own)
+        for at, events in past:
+            self._moment(at, events)
+            yield events
         if not is_whole:
+            fresh += [event for event in news.events if event.peer != self.feed.me]
             self._received_at.update(dict.fromkeys((event.peer for event in fresh), now))
         has_ended = self.feed.state.phase == "ended"
-        for event in fresh:
-            self.view.add(event)
-        self._forget()
-        self._moment((self.view.last_at or now) if has_ended else now, [], has_ended)
+        self._moment(now, fresh, has_ended)
         yield fresh
-
-    def step(self, now: float) -> None:
-        """``moments`` for readers that look at the last one only."""
-        for _ in self.moments(now):
-            continue
 
     def facts(self) -> SwarmFacts:
         """The swarm at the last moment."""
@@ -81,49 +67,54 @@ class Model:
             self._facts = swarm_facts(self.known)
         return self._facts
 
-    def _moment(self, at: float, events: Sequence[ev.Event], is_over: bool = False) -> None:
+    def _moment(self, now: float, events: Sequence[ev.Event], is_over: bool = False) -> None:
         for event in events:
             self.view.add(event)
-        for peer in self.view.peers.values():
-            if peer.last_seen_at is not None:
-                pace, totals = self._paces.setdefault(peer.peer, Pace()), peer.totals
-                pace.add(peer.last_seen_at, totals.up_bytes, totals.down_bytes)
-        feed = self.feed
+        self._forget()
+        feed, at = self.feed, (self.view.last_at or now) if is_over else now
         self._facts, self.known = None, Known(
-            self.view, at, feed.run, feed.state, feed.place, self.sightings, self._paces, self._received_at,
-            is_over,
+            self.view, at, feed.run, feed.state, feed.place, self.sightings, self._received_at, is_over
         )  # fmt: skip
 
     def _forget(self) -> None:
-        listed = self.view.peers.keys() | self.sightings.keys()
-        most = max(0, len(listed) - MAX_PEERS) if not self.feed.is_whole else 0
-        for peer in sorted(listed, key=self._heard)[:most] if most else ():
-            for table in (self.view.peers, self.sightings, self._sighted_at, self._received_at, self._paces):
+        """First of whom others speak only, then those that are listed, then by their newest word."""
+        peers = self.view.peers
+        if self.feed.is_whole or len(peers) + len(self.sightings) <= MAX_PEERS:
+            return
+        listed = [*(peers.keys() - self.sightings.keys()), *self.sightings]
+        listed.sort(key=lambda peer: (peers[peer].last_seen_at if peer in peers else None) or 0.0)
+        for peer in listed[: max(0, len(listed) - MAX_PEERS)]:
+            for table in (peers, self.sightings, self._received_at):
                 table.pop(peer, None)
 
-    def _heard(self, peer: str) -> tuple[bool, float]:
-        """Whether it wrote anything itself, and when anything was last known of it, unix seconds."""
-        known = self.view.peers.get(peer, PeerView(peer))
-        said = (at for at, _ in known.seen_left.values())
-        return known.started, max(known.last_seen_at or 0.0, self._sighted_at.get(peer, 0.0), *said)
+
+def follow(feed: Feed, every_s: float, seconds: float) -> Generator[tuple[Model, Moments], None, None]:
+    """A model of ``feed`` and its new moments, every so often, until Ctrl-C or ``seconds`` have passed (0: no
+    end); closes the feed."""
+    model, stop = Model(feed), StopSignals(lambda: None)
+    ends_at = time.monotonic() + seconds if seconds else math.inf
+    with contextlib.closing(feed), stop:
+        while True:
+            feed.watched(time.monotonic())
+            yield model, model.moments(time.time())
+            if stop.asked or time.monotonic() >= ends_at:
+                return
+            time.sleep(every_s)
 
 
-def _by_moment(events: Sequence[ev.Event]) -> Iterator[tuple[float, list[ev.Event]]]:
-    """A past cut into steps: (when each is over, its events); the last one, at infinity, is not over."""
+def _by_moment(events: Sequence[ev.Event]) -> list[tuple[float, list[ev.Event]]]:
+    """A past cut into steps: (when each is over, its events). The last one is not over."""
     ordered = sorted(events, key=lambda event: event.at)
-    step_s = max(TIERS[0][0], _span_s(ordered) / REPLAY_STEPS)
-    until, step = ordered[0].at + step_s, list[ev.Event]()
+    span_s = ordered[-1].at - ordered[0].at if ordered else 0.0
+    if span_s <= SILENT_AFTER_S:
+        return [(math.inf, list(events))]
+    step_s = max(TIERS[0][0], span_s / REPLAY_STEPS)
+    steps: list[tuple[float, list[ev.Event]]] = [(ordered[0].at + step_s, [])]
     for event in ordered:
-        if event.at >= until:
-            yield until, step
-            until, step = max(until + step_s, event.at), []
-        step.append(event)
-    yield math.inf, step
-
-
-def _span_s(events: Sequence[ev.Event]) -> float:
-    """From the first to the last, seconds."""
-    return max((event.at for event in events), default=0.0) - min((event.at for event in events), default=0.0)
+        if event.at >= steps[-1][0]:
+            steps.append((max(steps[-1][0] + step_s, event.at), []))
+        steps[-1][1].append(event)
+    return steps
 
 
 class Recorder:
@@ -135,10 +126,8 @@ class Recorder:
         self._model = model
         self._position = 0.0
         self._said_at: dict[str, float] = {}
-        self._happenings: list[Happening] = []
+        self._batch = Batch(-math.inf)
         self._agreed: float | None = None
-        self._counted_rounds: set[tuple[int, int]] = set()
-        self._written_at = -math.inf
         self._sampled_until = history.span()[1]
         """Samples up to then (unix seconds) are kept already: a feed tells old events again."""
         view = model.view
@@ -151,34 +140,30 @@ class Recorder:
         labels = self._model.known.labels
         for event in events:
             if isinstance(event, ev.RoundCounted):
-                self._counted_rounds.add((event.fragment, event.round))
+                self._batch.counted_rounds.add((event.fragment, event.round))
             elif isinstance(event, ev.AgreedMeasured) and not is_behind(event.position, self._position):
                 self._agreed = event.loss
             key, words = describe(event, labels)
-            if words and event.at - self._said_at.get(key, -1e9) > SAME_NEWS_S:
+            if words and event.at - self._said_at.get(key, -1e9) > 3 * SILENT_AFTER_S:
                 self._said_at[key] = event.at
-                if len(self._said_at) > MAX_SAID:
+                if len(self._said_at) > ROUNDS_KEPT:
                     self._said_at.pop(next(iter(self._said_at)))
-                self._happenings.append(_happening(event, key, words))
+                self._batch.happenings.append(_happening(event, key, words))
 
     def batch(self) -> Batch | None:
         """What is to be written now, if anything; for ``write``, in any thread, before asking again."""
-        now = self._model.known.now
-        if now - self._written_at < TIERS[0][0]:
+        now, made = self._model.known.now, self._batch
+        if now - made.at < TIERS[0][0]:
             return None
         facts = self._model.facts()
-        self._written_at, self._position = now, facts.position
+        self._batch, self._position = Batch(now), facts.position
+        made.at, made.counted = now or 1.0, dict(self._model.view.counted)
         is_old = now <= self._sampled_until or (self._model.known.is_over and self._sampled_until > 0)
-        samples: dict[str, Sequence[float]] = {}
         if not is_old:
-            self._sampled_until, samples = now, _samples(facts)
+            self._sampled_until, made.samples = now, _samples(facts)
             if self._agreed is not None:
-                samples[AGREED] = _row(tokens=facts.tokens, loss=self._agreed)
-        made = Batch(
-            at=now or 1.0, samples=samples, happenings=self._happenings,
-            counted=dict(self._model.view.counted), counted_rounds=self._counted_rounds,
-        )  # fmt: skip
-        self._happenings, self._agreed, self._counted_rounds = [], None, set()
+                made.samples[AGREED] = _row(tokens=facts.tokens, loss=self._agreed)
+        self._agreed = None
         return made
 
     def write(self, batch: Batch) -> None:

@@ -26,14 +26,13 @@ from matplotlib.ticker import MaxNLocator
 from monitoring import charts
 from monitoring.facts import SwarmFacts
 from monitoring.feeds import JournalFeed
-from monitoring.history import AGREED, MEASURES, SWARM, History
+from monitoring.history import AGREED, MAX_LINES, MEASURES, SWARM, History
 from monitoring.model import Model, Recorder
 from monitoring.words import clock, figure, plain
 from p2p_co2.errors import EnvironmentFault
 
 Agreed = Sequence[tuple[float, float, float]]
 """(at, tokens, held-out loss) of the agreed parameters, measured outside of the run."""
-MAX_LINES = 200
 _ECHARTS = "elements/echart/dist"
 _CARDS = (
     ("loss", "Loss over time", "UNIT"), ("over_tokens", "Loss over tokens", "UNIT"),
@@ -71,14 +70,10 @@ def write_report(folder: Path, summary: str = "", agreed: Agreed = ()) -> None:
         blank = dict.fromkeys(MEASURES, math.nan)
         measured += [(at, *{**blank, "tokens": tokens, "loss": loss}.values()) for at, tokens, loss in agreed]
         measured.sort()
-        options = {
-            theme: _charts(palette, model, rows, measured)
-            for theme, palette in (("light", charts.LIGHT), ("dark", charts.DARK))
-        }
-        start = model.view.started_at or 0.0
-        news = "\n".join(
-            f"{clock(line.at - start):>8}  {line.words}" for line in reversed(history.happenings(MAX_LINES))
-        )
+        themes = {"light": charts.LIGHT, "dark": charts.DARK}
+        options = {theme: _charts(themes[theme], model, rows, measured) for theme in themes}
+        start, happened = model.view.started_at or 0.0, reversed(history.happenings(MAX_LINES))
+        news = "\n".join(f"{clock(line.at - start):>8}  {line.words}" for line in happened)
         page = _page(facts, options, {"Summary": summary, f"What happened, the newest {MAX_LINES}": news})
         (folder / "report.html").write_text(page, encoding="utf-8")
         _draw(folder / "loss.png", facts, rows, measured, model.view.staleness)
@@ -168,14 +163,13 @@ def _draw(
         (agreed, charts.BLUE, "o", "agreed parameters, held-out"),
     ):
         if found:
-            at, loss = [(row[0] - start) / 60 for row in found], [row[place] for row in found]
-            left.plot(at, loss, style, color=colour, label=name)
+            minutes, loss = [(row[0] - start) / 60 for row in found], [row[place] for row in found]
+            left.plot(minutes, loss, style, color=colour, label=name)
             left.legend(frameon=False, fontsize=12)
-    values = sorted(staleness)[:32]
-    total = staleness.total() or 1
-    right.bar([min(value, 2**31) for value in values], [100 * staleness[value] / total for value in values],
-              color=charts.GREEN)  # fmt: skip
-    right.set_xlim(-0.75, max([3, *(min(value, 2**31) for value in values)]) + 0.75)
+    values, total = sorted(staleness)[:32], staleness.total() or 1
+    at = [min(value, 2**31) for value in values]
+    right.bar(at, [100 * staleness[value] / total for value in values], color=charts.GREEN)
+    right.set_xlim(-0.75, max([3, *at]) + 0.75)
     right.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     for axes, title, across, up in (
         (left, f"Loss, {facts.loss_unit}", "minutes", ""),

@@ -3,27 +3,27 @@
     pip install 'p2p-co2[tensorboard]'     p2p-co2 export TICKET --tensorboard FOLDER
     pip install 'p2p-co2[wandb]'           p2p-co2 export TICKET --wandb PROJECT
 
-Law: a sink is a reader: it gets the swarm's facts once every ``EVERY_S`` and can change nothing. The step of
-every figure is the swarm's tokens, so runs of any speed lie on one axis.
+Law: a sink is a reader: it gets the swarm's facts as often as a history has samples, and can change nothing.
+The step of every figure is the swarm's tokens, so runs of any speed lie on one axis.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from monitoring.facts import ONLINE, SwarmFacts
-from monitoring.model import Model
+from monitoring.history import TIERS
+from monitoring.model import follow
 from monitoring.words import plain
 from p2p_co2.errors import ConfigError
-from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry.feed import Feed
 
-EVERY_S = 2.0
 MAX_PEERS = 64
 """Peers that get lines of their own."""
 
@@ -32,11 +32,11 @@ class TensorBoardSink:
     """Event files in ``folder``, made with the first figures."""
 
     def __init__(self, folder: Path) -> None:
-        self._library = _library("tensorboardX", "tensorboard")
-        self._folder, self._writer = folder, cast(Any, None)
+        self._make = partial(_library("tensorboardX", "tensorboard").SummaryWriter, logdir=str(folder))
+        self._writer: Any = None
 
     def write(self, figures: dict[str, float], step: int) -> None:
-        self._writer = self._writer or self._library.SummaryWriter(logdir=str(self._folder))
+        self._writer = self._writer or self._make()
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
@@ -73,8 +73,8 @@ def open_sinks(tensorboard: Path | None, wandb: str) -> list[Sink]:
     """The sinks that were asked for. Raises ``ConfigError`` if that is none, or one is not installed."""
     if tensorboard is None and not wandb:
         raise ConfigError("command line", "export", "where to? Give --tensorboard FOLDER or --wandb PROJECT")
-    sinks: list[Sink] = [TensorBoardSink(tensorboard)] if tensorboard is not None else []
-    return sinks + ([WandbSink(wandb)] if wandb else [])
+    made: list[Sink] = [TensorBoardSink(tensorboard)] if tensorboard is not None else []
+    return [*made, WandbSink(wandb)] if wandb else made
 
 
 def figures_of(facts: SwarmFacts) -> dict[str, float]:
@@ -96,26 +96,21 @@ def export_feed(
     """Write to ``sinks`` until the run is over, Ctrl-C, or ``seconds`` have passed, a run's past included
     where the feed has it; ``say`` hears when the swarm comes or goes. Returns the exit status; closes feed
     and sinks."""
-    model, stop = Model(feed), StopSignals(lambda: None)
-    ends_at = time.monotonic() + seconds if seconds else float("inf")
     told, wrote_any = "", False
-    try:
-        with stop:
-            while not stop.asked and time.monotonic() < ends_at and told != "ended":
-                feed.watched(time.monotonic())
-                for _ in model.moments(time.time()):
-                    facts = model.facts()
-                    for sink in sinks if facts.peers_known else ():
-                        sink.write(figures_of(facts), facts.tokens)
-                        wrote_any = True
-                if feed.state.phase != told:
-                    told = feed.state.phase
-                    say(f"{told}: {plain(feed.state.words, 300)}")
-                time.sleep(EVERY_S if not stop.asked and told != "ended" else 0.0)
-    finally:
-        feed.close()
+    with contextlib.ExitStack() as stack:
         for sink in sinks:
-            sink.close()
+            stack.callback(sink.close)
+        for model, moments in stack.enter_context(contextlib.closing(follow(feed, TIERS[0][0], seconds))):
+            for _ in moments:
+                facts = model.facts()
+                for sink in sinks if facts.peers_known else ():
+                    sink.write(figures_of(facts), facts.tokens)
+                    wrote_any = True
+            if feed.state.phase != told:
+                told = feed.state.phase
+                say(f"{told}: {plain(feed.state.words, 300)}")
+            if told == "ended":
+                break
     if not wrote_any:
         say("nothing was written: there were no figures")
     return 0

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from monitoring.facts import in_the_run
+from monitoring.facts import NOT_IN_THE_RUN, Known, mean_known, swarm_facts
 from monitoring.words import loss_unit
 from p2p_co2.config import RunConfig
 from p2p_co2.telemetry.view import PeerView, SwarmView, mean_of
-
-FP32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +43,10 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
     ``digests_equal``: at least one peer finished and all that did hold the same digest of the agreed state;
     ``carriers``: open links, counted in each direction; ``outer_versions``: newest per fragment."""
     labels, config = view.labels(), facts.config
-    peers = {labels[peer.peer]: peer for peer in view.started_peers}
-    used = {name: peer.utilisation for name, peer in peers.items()}
-    counted = [used[labels[peer.peer]] for peer in in_the_run(peers.values())]
+    started = [one for one in view.peers.values() if one.started]
+    peers = {labels[one.peer]: one for one in sorted(started, key=lambda one: labels[one.peer])}
+    known = swarm_facts(Known(view, view.last_at or 0.0, config)).peers
+    in_run = [peer.utilisation for peer in known if peer.state not in NOT_IN_THE_RUN]
     exposed_s = {name: round(peer.totals.exposed_s, 3) for name, peer in peers.items()}
     digests = {peer.end.digest for peer in peers.values() if peer.end is not None}
     carriers = Counter(carrier for peer in peers.values() for carrier in peer.carriers.values())
@@ -59,19 +58,14 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
         "parameters": max((peer.start.parameters for peer in peers.values()), default=0),
         "tokens": sum(peer.totals.tokens for peer in peers.values()),
         "wall_s": _rounded((view.last_at or 0.0) - (view.started_at or 0.0), 2),
-        "loss": {
-            "start": _rounded(facts.loss_start, 5),
-            "end": _rounded(facts.loss_end, 5),
-            "unit": loss_unit(config.recipe),
-        },
+        "loss": {"start": _rounded(facts.loss_start, 5), "end": _rounded(facts.loss_end, 5),
+                 "unit": loss_unit(config.recipe)},
         "rounds": _rounds(view),
         "staleness": _distribution(view.staleness),
         "sync_delay_steps": _distribution(view.sync_delay_steps),
         "bytes": _bytes(view, peers, config),
-        "utilisation": {
-            "mean": _rounded(_mean(counted), 4),
-            "per_peer": {name: _rounded(value, 4) for name, value in used.items()},
-        },
+        "utilisation": {"mean": _rounded(mean_known(in_run), 4),
+                        "per_peer": {name: _rounded(peer.utilisation, 4) for name, peer in peers.items()}},
         "exposed_s": {"max": max(exposed_s.values(), default=0.0), "per_peer": exposed_s},
         "digests_equal": len(digests) == 1 and "" not in digests,
         "carriers": dict(sorted(carriers.items())),
@@ -83,7 +77,7 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
         "expected_peers": facts.expected_peers,
         "peer_table": {name: _peer(peer, labels) for name, peer in peers.items()},
         "text": facts.text,
-    }
+    }  # fmt: skip
 
 
 def verdict(summary: dict[str, Any], by_loss: bool = True) -> list[str]:
@@ -129,12 +123,10 @@ def _rounds(view: SwarmView) -> dict[str, Any]:
         "open": sum(known.outcome == "open" for known in view.rounds.values()),
         "partial": sum(known.partial > 0 or known.contributors < known.group_size for known in committed),
         "missed": sum(bool(known.missed_by) for known in committed),
-        "contributors_mean": _rounded(_mean(known.contributors for known in committed), 3),
-        "duration_s": {
-            "mean": _rounded(_mean(durations_s), 4),
-            "max": _rounded(max(durations_s, default=None), 4),
-        },
-    }
+        "contributors_mean": _rounded(mean_known(known.contributors for known in committed), 3),
+        "duration_s": {"mean": _rounded(mean_known(durations_s), 4),
+                       "max": _rounded(max(durations_s, default=None), 4)},
+    }  # fmt: skip
 
 
 def _bytes(view: SwarmView, peers: Mapping[str, PeerView], config: RunConfig) -> dict[str, Any]:
@@ -154,7 +146,7 @@ def _bytes(view: SwarmView, peers: Mapping[str, PeerView], config: RunConfig) ->
     if parameters and count and sweeps:
         sent = sum(up_bytes.values()) / count / parameters / sweeps
         steps = sum(peer.totals.inner_steps for peer in peers.values()) / count / sweeps
-    data_parallel = FP32_BYTES * 2 * (1 - 1 / count) if count else 0.0
+    data_parallel = 4 * 2 * (1 - 1 / count) if count else 0.0
     return {
         "up_per_peer": up_bytes,
         "down_per_peer": {name: peer.totals.down_bytes for name, peer in peers.items()},
@@ -172,7 +164,7 @@ def _peer(peer: PeerView, labels: dict[str, str]) -> dict[str, Any]:
     seconds = ("train_s", "exposed_s", "wall_s")
     return {
         "peer": peer.peer, "pid": peer.start.pid, "device": peer.start.device,
-        "software": peer.start.software, "phase": peer.phase, "finished": peer.finished,
+        "software": peer.start.software, "phase": peer.phase, "finished": end is not None,
         "left_reason": peer.left_reason, "digest": end.digest if end is not None else "",
         "position": _rounded(peer.progress.position, 3), "outer_versions": list(peer.versions),
         "inner_steps": totals.inner_steps, "tokens": totals.tokens,
@@ -189,16 +181,8 @@ def _peer(peer: PeerView, labels: dict[str, str]) -> dict[str, Any]:
 
 
 def _distribution(histogram: Counter[int]) -> dict[str, Any]:
-    return {
-        "mean": _rounded(mean_of(histogram), 4),
-        "max": max(histogram, default=None),
-        "histogram": {str(value): histogram[value] for value in sorted(histogram)},
-    }
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
+    shown = {str(value): histogram[value] for value in sorted(histogram)}
+    return {"mean": _rounded(mean_of(histogram), 4), "max": max(histogram, default=None), "histogram": shown}
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

@@ -7,20 +7,21 @@ markup or control characters. Price: a frame twice a second at most, some millis
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any, Self
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from monitoring.facts import ONLINE, Known, PeerFacts, SwarmFacts, swarm_facts
-from monitoring.model import Model
+from monitoring.model import follow
 from monitoring.words import UNKNOWN, ago, clock, figure, links, news, percent, plain, size
-from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry.feed import Feed
 
 FRAME_S, PLAIN_EVERY_S = 0.5, 10.0
@@ -31,9 +32,19 @@ _STATE_STYLES = {"training": "green", "finished": "cyan", "left": "cyan", "gone"
 _CONNECTION_STYLES = {"connected": "green", "connecting": "yellow", "ended": "cyan"}
 _OUTCOME_STYLES = {"committed": ("■", "blue"), "partial": ("p", "cyan"), "late": ("L", "yellow"),
                    "alone": ("1", "magenta"), "aborted": ("A", "bold red"), "open": ("·", "dim")}  # fmt: skip
-_HEADINGS = ("peer", "state", "train\nloss", "tokens\nper s", "at\nround", "stale-\nness", "compute\nused",
-             "exposed\ns", "sent", "received", "tokens", "share*", "links", "device")  # fmt: skip
-_DROP_FIRST = (13, 9, 10, 7, 4, 12, 11, 8, 6)
+_COLUMNS: dict[str, Callable[[PeerFacts], str]] = {
+    "peer": lambda peer: plain(peer.label, 18), "state": lambda peer: plain(peer.state, 12),
+    "train\nloss": lambda peer: figure(peer.loss, 3), "tokens\nper s": lambda peer: figure(peer.tokens_per_s),
+    "at\nround": lambda peer: figure(peer.position, 1),
+    "stale-\nness": lambda peer: figure(peer.staleness_mean, 2),
+    "compute\nused": lambda peer: percent(peer.utilisation),
+    "exposed\ns": lambda peer: figure(peer.exposed_s, 1), "sent": lambda peer: size(peer.up_bytes),
+    "received": lambda peer: size(peer.down_bytes), "tokens": lambda peer: figure(peer.tokens),
+    "share*": lambda peer: percent(peer.share_counted), "links": lambda peer: links(peer.carriers)[:20],
+    "device": lambda peer: plain(peer.device, 10),
+}  # fmt: skip
+_DROP_FIRST = ("device", "received", "tokens", "exposed\ns", "at\nround", "links", "share*", "sent",
+               "compute\nused")  # fmt: skip
 """Columns that go where the terminal is narrow, in this order."""
 Words = Sequence[tuple[float, str]]
 
@@ -92,17 +103,11 @@ class LiveTerminal:
 def watch_feed(feed: Feed, seconds: float = 0.0, console: Console | None = None) -> int:
     """Show ``feed`` until Ctrl-C, or ``seconds`` have passed (0: no end). Returns the exit status; closes the
     feed."""
-    model, stop = Model(feed), StopSignals(lambda: None)
-    ends_at = time.monotonic() + seconds if seconds else float("inf")
-    try:
-        with stop, LiveTerminal(console, screen=True) as terminal:
-            while not stop.asked and time.monotonic() < ends_at:
-                feed.watched(time.monotonic())
-                model.step(time.time())
-                terminal.show(model.known)
-                time.sleep(1.0 if not stop.asked else 0.0)
-    finally:
-        feed.close()
+    with LiveTerminal(console, screen=True) as terminal, closing(follow(feed, 1.0, seconds)) as steps:
+        for model, moments in steps:
+            for _ in moments:
+                continue  # the last one is shown
+            terminal.show(model.known)
     return 0
 
 
@@ -134,25 +139,26 @@ def frame(
         text = head.get(facts.connection, "Nobody is training right now")
         return Group(Text(text, style="bold"), Text(plain(facts.connection_words, 400), style="dim"))
     mine = [peer for peer in facts.peers if peer.joined_at is not None or not own]
-    wrong = [one for one in facts.troubles if not own or one.peer in {"", *(peer.peer for peer in mine)}]
-    rows: list[RenderableType] = [_head(facts)]
-    rows += [
-        Text(
-            f"! {plain(one.words, 300)}", style="red" if one.severity == "bad" else "yellow", overflow="fold"
-        )
-        for one in wrong[:4]
-    ] or [Text("nothing is wrong", style="green")]
-    rows.append(_peers(mine, width, max(3, height - _LINES_BESIDE_PEERS), own))
-    rows.append(_reached(mine) if own else _staleness(facts, width))
-    start = min((peer.joined_at for peer in facts.peers if peer.joined_at is not None), default=facts.at)
-    rows += [
-        Text(f"  {clock(at - start)}  {words}", style="dim", no_wrap=True, overflow="ellipsis")
-        for at, words in news
+    about = {"", *(peer.peer for peer in mine)}
+    styles = {"bad": "red", "odd": "yellow"}
+    wrong = [
+        Text(f"! {plain(one.words, 300)}", style=styles[one.severity], overflow="fold")
+        for one in facts.troubles
+        if not own or one.peer in about
     ]
-    return Group(*rows)
+    start = min((peer.joined_at for peer in facts.peers if peer.joined_at is not None), default=facts.at)
+    return Group(
+        *_head(facts), *(wrong[:4] or [Text("nothing is wrong", style="green")]),
+        _peers(mine, width, max(3, height - _LINES_BESIDE_PEERS), own),
+        *([_reached(mine)] if own else _staleness(facts, width)),
+        *(
+            Text(f"  {clock(at - start)}  {words}", style="dim", no_wrap=True, overflow="ellipsis")
+            for at, words in news
+        ),
+    )  # fmt: skip
 
 
-def _head(facts: SwarmFacts) -> RenderableType:
+def _head(facts: SwarmFacts) -> list[Text]:
     kind = facts.loss_kind + (ago(facts.loss_agreed_at, facts.at) if facts.loss_kind == "held-out" else "")
     of = f" of {facts.rounds_total}" if facts.rounds_total else ""
     title = Text.assemble(
@@ -168,40 +174,31 @@ def _head(facts: SwarmFacts) -> RenderableType:
         "tokens ", (figure(facts.tokens), "bold"), "   ", (figure(facts.tokens_per_s), "bold"),
         f" tokens/s   sent {size(facts.up_bytes)}   rounds ", (_rounds(facts), "bold"),
     )  # fmt: skip
-    return Group(title, first, second)
+    return [title, first, second]
 
 
 def _peers(peers: Sequence[PeerFacts], width: int, most: int, own: bool) -> Table:
     order = sorted(peers, key=lambda peer: (peer.state not in ONLINE, peer.label))
-    rows = [
-        [
-            Text(plain(peer.label, 18), style="bold"),
-            Text(plain(peer.state, 12), style=_STATE_STYLES.get(peer.state, "yellow")),
-            *map(Text, (
-                figure(peer.loss, 3), figure(peer.tokens_per_s), figure(peer.position, 1),
-                figure(peer.staleness_mean, 2), percent(peer.utilisation), figure(peer.exposed_s, 1),
-                size(peer.up_bytes), size(peer.down_bytes), figure(peer.tokens), percent(peer.share_counted),
-                links(peer.carriers)[:20], plain(peer.device, 10),
-            )),
-        ]
-        for peer in order[:most]
-    ]  # fmt: skip
+    cells = {heading: [Text(cell(peer)) for peer in order[:most]] for heading, cell in _COLUMNS.items()}
+    for peer, label, state in zip(order, cells["peer"], cells["state"], strict=False):
+        label.stylize("bold")
+        state.stylize(_STATE_STYLES.get(peer.state, "yellow"))
     if len(order) > most:
-        rows.append([Text(f"and {len(order) - most} more", style="dim")])
-    kept = list(range(len(_HEADINGS)))
-    widths = [max(map(len, heading.split("\n"))) for heading in _HEADINGS]
-    for row in rows:
-        widths[: len(row)] = [max(cell.cell_len, known) for cell, known in zip(row, widths, strict=False)]
-    for column in _DROP_FIRST:  # until the rest fits unshortened; a cell of padding and one between columns
-        if sum(widths[i] + 2 for i in kept) - 2 > width:
-            kept.remove(column)
+        cells["peer"].append(Text(f"and {len(order) - most} more", style="dim"))
+    widths = {
+        heading: max([*map(len, heading.split("\n")), *(cell.cell_len for cell in column)])
+        for heading, column in cells.items()
+    }
+    for heading in _DROP_FIRST:  # until the rest fits unshortened; a cell of padding and one between columns
+        if sum(widths[kept] + 2 for kept in cells) - 2 > width:
+            del cells[heading]
     table = Table(
         box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
     )
-    for i in kept:
-        table.add_column(_HEADINGS[i], justify="left" if i < 2 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(row[i] for i in kept if i < len(row)))
+    for heading in cells:
+        table.add_column(heading, justify="left" if heading in {"peer", "state"} else "right", no_wrap=True)
+    for row in itertools.zip_longest(*cells.values()):
+        table.add_row(*row)
     if not own and table.columns:
         table.caption = Text("* counted by the group; the rest is each peer's own word", style="dim")
         table.caption_justify = "left"
@@ -215,22 +212,17 @@ def _reached(mine: Sequence[PeerFacts]) -> Text:
     return Text(f"peers reached: {count}{f' ({by})' if by else ''}")
 
 
-def _staleness(facts: SwarmFacts, width: int) -> RenderableType:
+def _staleness(facts: SwarmFacts, width: int) -> list[Text]:
     """Staleness as numbers, and the newest rounds of each fragment as one letter each."""
-    mean = (
-        f" mean {figure(facts.staleness_mean, 2)} outer steps ({_histogram(facts.staleness)}); send to apply "
-    )
-    rows = [
-        Text.assemble(("staleness", "bold"), mean, f"{figure(facts.sync_delay_steps_mean, 1)} inner steps")
-    ]
+    mean = f" mean {figure(facts.staleness_mean, 2)} outer steps ({_histogram(facts.staleness)}); "
+    delay = f"send to apply {figure(facts.sync_delay_steps_mean, 1)} inner steps"
     online = [peer for peer in facts.peers if peer.state in ONLINE]
     oldest = max((age or 0.0 for peer in online for age in peer.fragment_age_s), default=0.0)
-    rows.append(
-        Text(
-            "rounds, newest right (■ committed, p without some, L late, 1 alone, A aborted); "
-            f"oldest fragment: merged {clock(oldest)} ago"
-        )
-    )
+    legend = "rounds, newest right (■ committed, p without some, L late, 1 alone, A aborted); "
+    rows = [
+        Text.assemble(("staleness", "bold"), mean, delay),
+        Text(f"{legend}oldest fragment: merged {clock(oldest)} ago"),
+    ]
     for fragment in range(min(facts.fragments, 4)):
         letters = Text(f"  fragment {fragment} ")
         found = [one for one in facts.rounds if one.fragment == fragment][: max(8, width - 20)]
@@ -238,7 +230,7 @@ def _staleness(facts: SwarmFacts, width: int) -> RenderableType:
             letters.append(*_OUTCOME_STYLES[one.outcome])
         rows.append(letters)
     reasons = ", ".join(f"{plain(why, 40)} ({times})" for why, times in list(facts.abort_reasons.items())[:3])
-    return Group(*rows, *([Text(f"aborted: {reasons}")] if reasons else []))
+    return [*rows, *([Text(f"aborted: {reasons}")] if reasons else [])]
 
 
 def _histogram(counts: Mapping[str, int]) -> str:
@@ -261,10 +253,10 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
 
 def _summary_table(summary: dict[str, Any]) -> Table:
     loss, rounds, sent = summary["loss"], summary["rounds"], summary["bytes"]
-    title = Text(f"run {plain(summary['run'], 64)}", style="bold")
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
+    table = Table(
+        Column(style="bold", no_wrap=True), Column(), title_justify="left", show_header=False,
+        title=Text(f"run {plain(summary['run'], 64)}", style="bold"),
+    )  # fmt: skip
     reasons = ", ".join(f"{plain(reason, 60)}: {times}" for reason, times in rounds["abort_reasons"].items())
     peers = summary["peer_table"].items()
     ended = sum(peer["finished"] for _, peer in peers)

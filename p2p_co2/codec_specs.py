@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+COARSE_BITS = 9
+"""Codecs with fewer bits per value lose so much that live parameters under "keep" and "blend" shall not hold
+it."""
+
 
 @dataclass(frozen=True)
 class CodecSpec:
@@ -40,7 +44,7 @@ SPECS = {
         CodecSpec("int8", 132, f"{_HOME}.bitsandbytes_blocks:Int8"),
         CodecSpec("fp4", 68, f"{_HOME}.bitsandbytes_blocks:BitsAndBytesFourBit"),
         CodecSpec("nf4", 68, f"{_HOME}.bitsandbytes_blocks:BitsAndBytesFourBit"),
-        CodecSpec("int4", 68, f"{_HOME}.int4:Int4"),
+        CodecSpec("int4", 68, f"{_HOME}.fourbit:Int4"),
         CodecSpec("e3m0", 68, f"{_HOME}.fourbit:E3M0"),
     )
 }

@@ -20,12 +20,10 @@ from p2p_co2.system.governor import read_hours
 
 ApplyRule = Literal["keep", "co2", "blend", "eager"]
 CarrierName = Literal["auto", "grpc", "libp2p"]
-
-
 OWN_LOOP = "own-loop"
 """The recipe's name in runs whose peers run a program of their own around ``p2p_co2.join``."""
 SLOWEST_CAP_BYTES_PER_S = 10_000
-CHECKPOINT_BYTES_PER_DAY, DAY_S = 100e9, 86_400.0
+CHECKPOINT_BYTES_PER_DAY = 100e9
 """What checkpoints may write in a day, of itself; a consumer's SSD is made for several times that."""
 CHECKPOINT_LEAST_S = 60.0
 """Between two checkpoints, however small they are."""
@@ -40,9 +38,7 @@ class ClockConfig(_Frozen):
 
     ``mode`` "steps": position = inner steps / ``inner_steps_per_round`` (laboratory, the papers' tables).
     ``mode`` "time": position = (swarm time - start) / ``round_s`` seconds; fast and slow peers send together
-    and are weighted by tokens, so nobody waits for the slowest. ``rounds``: the run ends at this position; 0
-    never.
-    """
+    and are weighted by tokens. ``rounds``: the run ends at this position; 0 never."""
 
     mode: Literal["steps", "time"] = "time"
     inner_steps_per_round: int = Field(default=30, ge=1)
@@ -89,6 +85,11 @@ class OuterConfig(_Frozen):
     blend_alpha: float = Field(default=0.5, ge=0, le=1)
     blocking_rounds: int = Field(default=0, ge=0)
 
+    @property
+    def is_delayed(self) -> bool:
+        """Whether live parameters meet a round's mean at the fragment's next schedule point."""
+        return self.rule in {"co2", "eager"}
+
 
 BoundaryCodec = Literal["fp32", "bf16", "int8"]
 
@@ -128,11 +129,9 @@ class RunConfig(_Frozen):
     every peer. ``fragments`` is the number of pieces the model is synchronised in. ``group_size`` is how
     many peers the run has at most. ``seed`` makes every peer start from the same parameters.
 
-    ``weight_cap`` is the defence against a peer that lies about its work. Its tokens count at most as so many
-    times the median member's, and what is far larger than the others' counts for less
-    (``tensors.aggregation``). Honest peers may differ in speed by so much before the fast ones count for less
-    than they did. 0 is no defence.
-    """
+    ``weight_cap`` is the defence against a peer that lies about its work: tokens count at most as so many
+    times the median member's, honest ones' too, and what is far larger than the others' counts for less
+    (``tensors.aggregation``). 0 is no defence."""
 
     name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
     recipe: str = Field(default="byte-gpt", min_length=1, max_length=512)
@@ -172,7 +171,7 @@ class RunConfig(_Frozen):
             )
         if self.clock.mode == "steps" and delay > steps:
             raise ValueError(f"outer.sync_delay_steps is {delay}, more than a round of {steps} steps")
-        if self.outer.rule in {"co2", "eager"} and delay:
+        if self.outer.is_delayed and delay:
             raise ValueError(
                 f"outer.sync_delay_steps is {delay}, but rule {self.outer.rule!r} applies at the fragment's "
                 "next schedule point, one round late; leave it at 0, or use keep or blend"

@@ -12,10 +12,9 @@ import torch
 
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes import Recipe, load_run_recipe
-from p2p_co2.tensors.checkpoint import load_agreed
-from p2p_co2.tensors.fragments.live import LiveParameters
-from p2p_co2.tensors.fragments.names import named_buffers
-from p2p_co2.tensors.fragments.plan import plan_fragments
+from p2p_co2.tensors.checkpoint.folder import load_agreed
+from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
+from p2p_co2.tensors.names import named_buffers
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.system.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
-from p2p_co2.ticket import Ticket
 from peers.doctor.findings import State
 from peers.doctor.machine import look_at_machine
 
@@ -43,9 +42,8 @@ AT_MOST_EVERY_S = 10.0
 class JoinOptions:
     """``recipe``: where this run's own recipe lies here ("file.py:function"), "" for a built-in one.
     ``data``: recipe options that are this peer's own affair (its text). ``resume``: there must be a
-    checkpoint in ``config.folder`` to go on from; one that is there is gone on from anyway, unless
-    ``start_over``: begin anew, whatever was trained before. ``parent``: leave when that process ends; 0 for
-    none."""
+    checkpoint in ``config.folder``; one that is there is gone on from anyway, unless ``start_over``.
+    ``parent``: leave when that process ends; 0 for none."""
 
     ticket: str
     config: PeerConfig
@@ -57,7 +55,7 @@ class JoinOptions:
 
 
 class Watch(Protocol):
-    """Who shows a volunteer the peer. ``see`` and ``say`` may be called from any thread; ``close`` gives the
+    """What shows a volunteer the peer. ``see`` and ``say`` may be called from any thread; ``close`` gives the
     terminal back and may be called twice."""
 
     def see(self, event: Event) -> None: ...
@@ -65,10 +63,8 @@ class Watch(Protocol):
     def close(self) -> None: ...
 
 
-def import_slow(options: JoinOptions) -> None:
-    """Import torch and all that joining needs, when the ticket can be read. Raises ``TicketError``,
-    ``EnvironmentFault``."""
-    Ticket.parse(options.ticket)  # a typing mistake is told before anything slow starts
+def import_slow() -> None:
+    """Import torch and all that joining needs. Raises ``EnvironmentFault``."""
     require_supported_platform()
     # What is imported stays: looking for garbage among it takes a tenth of the time, and of each look later.
     gc.disable()
@@ -79,25 +75,20 @@ def import_slow(options: JoinOptions) -> None:
         gc.enable()
 
 
-def join_run(options: JoinOptions, watch: Watch) -> int:
-    """Train until the run is over or somebody stops us; returns the exit status.
-
-    Raises ``TicketError``, ``ConfigError``, ``EnvironmentFault``, ``TransportError`` as named in those.
-    """
+def join_run(options: JoinOptions, watch: Watch) -> None:
+    """Train until the run is over or somebody stops us. Raises ``TicketError``, ``ConfigError``,
+    ``EnvironmentFault``, ``TransportError`` as named in those."""
     running = _Running()
     try:
-        with StopSignals(running.stop):
+        with running:
             _look_and_join(options, running, watch)
     except KeyboardInterrupt:
         watch.say("stopped before the training began")
     finally:
         watch.close()
-    return 0
 
 
 def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> None:
-    import_slow(options)
-    running.go_on()
     end_with_parent(options.parent)
     _look_first(options.config, watch.say)
     _look_into_folder(options)
@@ -120,7 +111,7 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> Non
 
 def _look_into_folder(options: JoinOptions) -> None:
     """What would end the peer once it has found the swarm, before it looks for it."""
-    from p2p_co2.tensors.checkpoint import has_checkpoint
+    from p2p_co2.tensors.checkpoint.folder import has_checkpoint
 
     folder = options.config.folder
     FolderLock(folder).release()
@@ -143,41 +134,37 @@ def _look_first(config: PeerConfig, say: Callable[[str], None]) -> None:
             say(f"note: {finding.name}: {finding.measured}; {finding.advice}")
 
 
-class _Running:
+class _Running(StopSignals):
     """What a first Ctrl-C meets: before there is a peer it breaks off, later it asks the peer to stop."""
 
     def __init__(self) -> None:
-        self.peer: Peer | None = None
-        self._asked = False
+        super().__init__(self._stop)
+        self._peer: Peer | None = None
 
-    def stop(self) -> None:
-        self._asked = True
-        if self.peer is None:
+    def _stop(self) -> None:
+        if self._peer is None:
             raise KeyboardInterrupt
-        self.peer.stop()
+        self._peer.stop()
 
     def take(self, peer: Peer) -> None:
         """From now on a Ctrl-C means this peer; one that was swallowed on the way to it too."""
-        self.peer = peer
-        if self._asked:
+        self._peer = peer
+        if self.asked:
             peer.stop()
 
     def go_on(self) -> None:
         """Raise the ``KeyboardInterrupt`` that a slow import swallowed, if one did."""
-        if self._asked:
+        if self.asked:
             raise KeyboardInterrupt
 
     def toggle_pause(self, number: int, frame: FrameType | None) -> None:
         """SIGUSR1. Before there is a peer there is nothing to pause; the signal must not end the process."""
-        if self.peer is not None:
-            self.peer.toggle_pause()
+        if self._peer is not None:
+            self._peer.toggle_pause()
 
 
 def _join_and_train(
-    options: JoinOptions,
-    running: _Running,
-    on_event: Callable[[Event], None],
-    say: Callable[[str], None],
+    options: JoinOptions, running: _Running, on_event: Callable[[Event], None], say: Callable[[str], None]
 ) -> None:
     import torch
 
@@ -229,10 +216,9 @@ def _data_seed(run: RunConfig, config: PeerConfig, inner_steps: int) -> int:
 class AgreedLoss:
     """When a peer measures the held-out loss of the agreed parameters, so that boards can draw it.
 
-    All peers of one version hold the same parameters and the same held-out data, so one measurement a round
-    is enough, and they take turns. But for each peer's first one it costs at most ``SHARE`` of the training
-    thread's time. ``held_out``: loss of a model on a small slice that nobody trains on; None measures
-    nothing."""
+    All peers of one version hold the same parameters, so they take turns, a round each. But for a first one
+    it costs at most ``SHARE`` of the training thread's time. ``held_out``: loss of a model on a small slice
+    that nobody trains on; None measures nothing."""
 
     def __init__(self, held_out: Callable[[nn.Module], float] | None) -> None:
         self._held_out = held_out

@@ -6,18 +6,14 @@ KIND: a number of peers; ``evil`` (a peer that says all that the checks let pass
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections import Counter
 
 from monitoring.board.server import place_for, run_board
-from p2p_co2.telemetry import events as ev
-from p2p_co2.telemetry.feed import FeedState, News, Sighting
-from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
+from p2p_co2.telemetry.feed import FeedState, News
+from tests.made_swarm import MadeFeed, MadeSwarm, add_evil
 
 PAST_S = 150
-EVIL = "<img src=x onerror=\"document.title='broken in'\">{a|b} :onclick"
 STATES = {
     "connecting": FeedState("connecting", "looking for a seed of the run"),
     "empty": FeedState("connected", "the seed answers, but no peer is listed: nobody trains now"),
@@ -33,29 +29,6 @@ class LiveFeed(MadeFeed):
         if self.state.phase == "connected" and self.swarm.peers:
             self.advance(int(time.time() - self.swarm.start_at) + 1)
         return super().take()
-
-
-def evil_events(at: float) -> list[ev.Event]:
-    """What one hostile peer can say at most: the checks of a report let all of this pass."""
-    bad, much = peer_id(99), 2**53
-    return [
-        ev.PeerStarted(at=at, peer=bad, name=EVIL, pid=0, software=EVIL, device=EVIL, parameters=much,
-                       fragments=much, run=EVIL),
-        ev.Progress(at=at, peer=bad, phase=EVIL, position=1e15, tokens_per_s=1e15, loss=math.nan,
-                    train_s=1e15, exposed_s=1e15, wall_s=0.0, inner_steps=much, tokens=much,
-                    up_bytes=much, down_bytes=0,
-                    versions=(much,) * 256),
-        ev.LinkMeasured(at=at, peer=bad, other=peer_id(0), carrier=EVIL, relayed=True, round_trip_s=1e15,
-                        bytes_per_s=1e15, sent_bytes=much),
-        ev.FragmentApplied(at=at, peer=bad, fragment=3, version=2**40, contributed=True, staleness=much,
-                           sync_delay_steps=much, sync_delay_s=1e15, gap=1e15,
-                           momentum_norm=1e15),
-        ev.RoundCommitted(at=at, peer=bad, fragment=3, round=2**40, coordinator=EVIL, group_size=much,
-                          contributors=0, partial=much, duration_s=1e15),
-        ev.RoundAborted(at=at, peer=bad, fragment=2, round=2**40, reason=EVIL),
-        ev.Warned(at=at, peer=bad, text=EVIL),
-        ev.MessageRefused(at=at, peer=bad, other=EVIL, reason=EVIL),
-    ]  # fmt: skip
 
 
 def feed_of(kind: str) -> MadeFeed:
@@ -74,9 +47,7 @@ def feed_of(kind: str) -> MadeFeed:
     feed = LiveFeed(swarm)
     if kind == "evil":
         feed.advance(PAST_S)
-        feed.news.events += evil_events(time.time() - 1)
-        nonsense = Counter({EVIL[:40]: 3, "an impossible number": 2})
-        feed.news.sightings.append(Sighting(peer_id(99), "answering", refused=nonsense))
+        add_evil(feed, time.time() - 1)
     return feed
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import signal
 import sys
 import time
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from bootstrap.local_swarm import Child, LocalSwarm, environment
+from bootstrap.local_swarm import Child, LocalSwarm
 from p2p_co2.config import ClockConfig, RunConfig, write_toml
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.system.process import processes_below
@@ -65,7 +64,7 @@ class Campaign(LocalSwarm):
         run_file.write_text(write_toml(run))
         folder = ["--folder", str(self.folder / name), "--host", "127.0.0.1"]
         (self.folder / f"{name}.log").unlink(missing_ok=True)
-        seed = self.start(name, console("seed", str(run_file), *folder, "--port", port), environment())
+        seed = self.start(name, console("seed", str(run_file), *folder, "--port", port))
         ticket = self.wait_for_line(seed, "ticket:", START_S)
         self.ticket = self.ticket or ticket
         return seed
@@ -77,19 +76,12 @@ class Campaign(LocalSwarm):
         place = ["--folder", str(self.folder / name), "--name", name, "--threads", "1"]
         place += ["--recipe", recipe] if recipe else []
         command = console("join", self.ticket, *place, *options)
-        return self.start(name, command, {**environment(), **(variables or {})})
+        return self.start(name, command, variables)
 
     def stop(self, child: Child, back: bool = False) -> None:
         """Freeze a process and all below it (SIGSTOP), or wake them (``back``)."""
         for pid in (child.pid, *processes_below(child.pid)):
             os.kill(pid, signal.SIGCONT if back else signal.SIGSTOP)
-
-    def fill_disk(self, child: Child, size_bytes: int | None = None) -> None:
-        """From now on the kernel refuses ``child`` writes past so much of a file, as a full disk would;
-        without a size, the disk has room again."""
-        hard_bytes = resource.prlimit(child.pid, resource.RLIMIT_FSIZE)[1]
-        soft_bytes = hard_bytes if size_bytes is None else size_bytes
-        resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (soft_bytes, hard_bytes))
 
     def toggle_pause(self, child: Child) -> None:
         """What ``kill -USR1`` does."""

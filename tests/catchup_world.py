@@ -15,9 +15,8 @@ from functools import lru_cache
 from itertools import count
 
 from p2p_co2.digest import chunk_digests, digest_of_chunks
-from p2p_co2.protocol.catchup import (
+from p2p_co2.protocol.catchup.goals import (
     STATE,
-    CatchUp,
     CatchUpEvent,
     CatchUpMessage,
     DonorRefused,
@@ -28,6 +27,7 @@ from p2p_co2.protocol.catchup import (
     Loading,
     Shape,
 )
+from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Chunk
@@ -60,8 +60,8 @@ def named(data: bytes, chunk_bytes: int = MAX_DATA_BYTES) -> bytes:
 
 def export(machine: CatchUp, fragment: int, version: int, data: bytes, now: float) -> None:
     """Answer its ``ExportWanted``."""
-    digests = list(chunk_digests(data, machine.shape.chunk_bytes))
-    machine.exported(fragment, version, data, digest_of_chunks(digests), digests, now)
+    digests = list(chunk_digests(data, machine.donor.shape.chunk_bytes))
+    machine.donor.exported(fragment, version, data, digest_of_chunks(digests), digests, now)
 
 
 class World:
@@ -92,12 +92,12 @@ class World:
     def move(self, peer: PeerId, version: int) -> None:
         self.versions[peer] = version
         for fragment in range(len(self.shape.state_bytes)):
-            self.machines[peer].moved(fragment, version)
+            self.machines[peer].donor.moved(fragment, version)
 
     def want(self, fragment: int = 1, version: int = 7, **more: object) -> None:
         donors = tuple(peer for peer in self.machines if peer != LATE)
         goal = Goal(STATE, fragment, version, donors, **more)  # type: ignore[arg-type]
-        self.machines[LATE].want(goal, self.now)
+        self.machines[LATE].fetcher.want(goal, self.now)
 
     def run(self, seconds: float = 300.0, enough: int = 1) -> None:
         """Until the late peer has told ``enough`` endings, or nothing moves, or time is up."""
@@ -118,10 +118,12 @@ class World:
             self._take_all()
 
     def _take_all(self) -> None:
+        has_exported = False
         for peer, machine in self.machines.items():
             while (event := machine.next_event()) is not None:
                 if isinstance(event, ExportWanted):
                     self._export(machine, event.fragment, self.versions[peer])
+                    has_exported = True
                 elif isinstance(event, Loading):
                     self.told.append((self.now, event))
                 elif peer == LATE:
@@ -130,15 +132,15 @@ class World:
                 self.sent.append((peer, message))
                 changed = self.tamper(peer, message)
                 if changed is not None and receiver in self.machines:
-                    self._send(peer, receiver, changed)
-        if any(machine.donor._waiting for machine in self.machines.values()):
+                    self.send(peer, receiver, changed)
+        if has_exported:
             self._take_all()
 
     def _export(self, machine: CatchUp, fragment: int, version: int) -> None:
         data = state_of(fragment, version)[-self.shape.state_bytes[fragment] :]
         export(machine, fragment, version, data, self.now)
 
-    def _send(self, sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:
+    def send(self, sender: PeerId, receiver: PeerId, message: CatchUpMessage) -> None:
         arrives_at = self.now + self.latency_s
         if isinstance(message, Chunk):  # small messages overtake them, as in the node's lanes
             self.free_at[sender] = (
@@ -171,7 +173,7 @@ def vouched_and_never_given() -> World:
     D1 has version 7."""
     world = World(donors=2, rate=2e6)
     world.move(D2, 8)
-    world.machines[LATE].ask_swarm(lambda donor, fragment, version, digest: version == 8 or None)
+    world.machines[LATE].fetcher.ask_swarm(lambda donor, fragment, version, digest: version == 8 or None)
     world.tamper = lambda sender, message: None if sender == D2 and isinstance(message, Chunk) else message
     world.want()
     world.run(5.0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from p2p_co2.node.agreement import Agreement
+from types import SimpleNamespace
+from typing import Any
+
+from p2p_co2.node.catchup import Agreement
 from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.node.progress import Conclusions, Fetches, SwarmProgress
+from p2p_co2.node.progress import Conclusions, SwarmProgress
 from p2p_co2.node.state import LocalProgress, PeerState
-from p2p_co2.node.status import Host, StatusWriter, Times
+from p2p_co2.node.status import StatusWriter, Times
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Leave, Ping, Status
@@ -30,8 +33,8 @@ class Place:
         self.state = PeerState(ME, [at(version) for version in versions])
         self.agreement = Agreement(self.membership, self.state)
         times = Times(lambda: self.now, lambda: self.now, 0.25, rounds)
-        self.writer = StatusWriter(self.state, self.membership, times, Host("", 1, 0.0, lambda: 0.0))
-        fetches = Fetches(lambda: self.busy, lambda now, within_s: self.moves)
+        self.writer = StatusWriter(self.state, self.membership, times, Status(process=1), lambda: 0.0)
+        fetches: Any = SimpleNamespace(busy=lambda: self.busy, moves=lambda now, within_s: self.moves)
         self.progress = SwarmProgress(
             self.state, self.membership, self.agreement, self.writer, times, fetches, most_peers=64
         )

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from p2p_co2.errors import PeerLost, TransportError
 from p2p_co2.net.transport.base import OnMessage, OnRefused
 from p2p_co2.net.transport.flow import Acknowledged, Seen
-from p2p_co2.node.lanes import Uplink
-from p2p_co2.node.links import LinkObserver, LinkPool
+from p2p_co2.node.links import LinkObserver, LinkPool, Uplink
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
@@ -22,7 +21,7 @@ B, C = PeerId("b"), PeerId("c")
 class FakeLink:
     def __init__(self, carrier: FakeCarrier, peer: PeerId) -> None:
         self._carrier, self.peer, self.carrier, self.way = carrier, peer, carrier.name, carrier.way
-        self.acknowledged: Acknowledged | None = None
+        self.acknowledged = Acknowledged() if carrier.acknowledges else None
         self.is_far, self.gate = carrier.is_far, carrier.gate
         self.queued_s: float | None = 0.0
         self.there_bytes = 0
@@ -48,8 +47,10 @@ class FakeLink:
 
 
 class FakeCarrier:
-    def __init__(self, name: str, reachable: bool = True, way: str = "direct") -> None:
-        self.name, self.reachable, self.way = name, reachable, way
+    def __init__(
+        self, name: str, reachable: bool = True, way: str = "direct", acknowledges: bool = False
+    ) -> None:
+        self.name, self.reachable, self.way, self.acknowledges = name, reachable, way, acknowledges
         self.is_far = False
         self.sent: list[bytes] = []
         self.links: list[FakeLink] = []
@@ -74,13 +75,14 @@ class Heard:
     opened: list[tuple[str, str, str]] = field(default_factory=list)
     lost: list[tuple[str, str, str]] = field(default_factory=list)
     unreachable: list[tuple[str, str]] = field(default_factory=list)
+    uplink: Uplink = field(default_factory=Uplink)
 
 
 @asynccontextmanager
 async def links_over(
     *carriers: FakeCarrier, cap: float = 0.0, known: tuple[PeerId, ...] = (B,)
 ) -> AsyncIterator[tuple[LinkPool, Heard]]:
-    heard = Heard()
+    heard = Heard(uplink=Uplink(cap))
     observer = LinkObserver(
         lambda *event: heard.opened.append(event),
         lambda *event: heard.lost.append(event),
@@ -91,7 +93,7 @@ async def links_over(
         return PeerRecord(peer=peer) if peer in known else None
 
     async with asyncio.TaskGroup() as tasks:
-        links = LinkPool(carriers, find, observer, tasks, Uplink(cap))
+        links = LinkPool(carriers, find, observer, tasks, heard.uplink)
         yield links, heard
         await links.close()
 

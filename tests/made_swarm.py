@@ -7,11 +7,14 @@ tokens, a link has a rate and a round trip, one peer is slow, one dies, one come
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from monitoring.model import Model
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.protocol.wire.identity import PeerId, peer_id_of
 from p2p_co2.telemetry import events as ev
@@ -164,3 +167,37 @@ class MadeFeed(Feed):
     def take(self) -> News:
         news, self.news = self.news, News()
         return news
+
+
+EVIL = "<img src=x onerror=\"document.title='broken in'\">{a|b} :onclick\x1b[2J"
+
+
+def add_evil(feed: MadeFeed, at: float) -> None:
+    """What one hostile peer, number 99, can say at most: the checks of a report let all of this pass."""
+    bad, much = peer_id(99), 2**53
+    feed.news.events += [
+        ev.PeerStarted(at=at, peer=bad, name=EVIL, pid=0, software=EVIL, device=EVIL, parameters=much,
+                       fragments=much, run=EVIL),
+        ev.Progress(at=at, peer=bad, phase=EVIL, position=1e15, tokens_per_s=1e15, loss=math.nan,
+                    train_s=1e15, exposed_s=1e15, wall_s=0.0, inner_steps=much, tokens=much,
+                    up_bytes=much, down_bytes=0,
+                    versions=(much,) * 256),
+        ev.LinkMeasured(at=at, peer=bad, other=peer_id(0), carrier=EVIL, relayed=True, round_trip_s=1e15,
+                        bytes_per_s=1e15, sent_bytes=much),
+        ev.FragmentApplied(at=at, peer=bad, fragment=3, version=2**40, contributed=True, staleness=much,
+                           sync_delay_steps=much, sync_delay_s=1e15, gap=1e15,
+                           momentum_norm=1e15),
+        ev.RoundCommitted(at=at, peer=bad, fragment=3, round=2**40, coordinator=EVIL, group_size=much,
+                          contributors=0, partial=much, duration_s=1e15),
+        ev.RoundAborted(at=at, peer=bad, fragment=2, round=2**40, reason=EVIL),
+        ev.Warned(at=at, peer=bad, text=EVIL),
+        ev.MessageRefused(at=at, peer=bad, other=EVIL, reason=EVIL),
+    ]  # fmt: skip
+    nonsense = Counter({EVIL[:40]: 3, "an impossible number": 2})
+    feed.news.sightings.append(Sighting(bad, "answering", refused=nonsense))
+
+
+def step(model: Model, now: float) -> None:
+    """Take in all that is new by ``now``, and look at the last moment only."""
+    for _ in model.moments(now):
+        continue

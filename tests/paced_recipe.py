@@ -78,7 +78,7 @@ def make(step_s: float = 0.1, width: int = 32) -> Recipe:
             if raise_after and steps > raise_after:
                 raise RuntimeError("the model of this peer is broken")
             if tear_after and steps > tear_after:
-                sys.modules["p2p_co2.tensors.outer.step"].take_piece_ = no_memory  # type: ignore[attr-defined]
+                sys.modules["p2p_co2.tensors.outer"].take_piece_ = no_memory  # type: ignore[attr-defined]
             if samples and time.monotonic() - sampled_at >= SAMPLE_EVERY_S:
                 sampled_at = time.monotonic()
                 with Path(samples).open("a") as file:
@@ -95,7 +95,7 @@ def make(step_s: float = 0.1, width: int = 32) -> Recipe:
 
 
 def no_memory(*_: object) -> tuple[int, float]:
-    """In place of ``outer.step.take_piece_``: the momentum is that of the next state then, the parameters are
+    """In place of ``outer.take_piece_``: the momentum is that of the next state then, the parameters are
     not."""
     raise MemoryError("no memory is left")
 

@@ -17,15 +17,13 @@ from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.tensors.fragments.live import LiveParameters
-from p2p_co2.tensors.fragments.plan import plan_fragments
+from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.trainer import synchroniser
-from p2p_co2.trainer.exchanged_model import Plan
+from p2p_co2.trainer.exchanged_model import Plan, check_model
 from p2p_co2.trainer.fragment_state import FragmentState
-from p2p_co2.trainer.model_check import check_model
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
-from p2p_co2.trainer.rates import base_rates, warming_up
+from p2p_co2.trainer.rates import Rates
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.trainer.worker import TensorWorker
 from tests.trainer_bench import RecordingWire
@@ -38,7 +36,7 @@ NEW = Progressed()
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who leaves does not wait for rounds that nobody makes."""
-    monkeypatch.setattr(synchroniser, "LEAVE_BOUND_S", 0.0)
+    monkeypatch.setattr(synchroniser, "CLOSE_BOUND_S", 0.0)
 
 
 class NoNetwork(RecordingWire):
@@ -54,14 +52,12 @@ class NoNetwork(RecordingWire):
     def warn(self, text: str) -> None:
         self.report(ev.Warned, {"text": text})
 
-    def goodbye(self, reason: str, last: Mapping[str, Any]) -> None:
+    def goodbye(self, reason: str, last: Mapping[str, Any]) -> dict[str, str]:
         self.ended_with = reason
+        return {}
 
     def give_buffers(self) -> None:
         return
-
-    def carriers_used(self) -> dict[str, str]:
-        return {}
 
     def close(self) -> None:
         return
@@ -75,7 +71,6 @@ class Lone:
         learning_rate: Callable[[float], float] | None = None, start: Progressed = NEW,
     ) -> None:  # fmt: skip
         check_model(model, optimizer)
-        base_lr, warming = base_rates(optimizer, learning_rate is not None), warming_up(optimizer)
         self.run = RunConfig(
             fragments=2,
             clock=ClockConfig(mode="steps", inner_steps_per_round=STEPS),
@@ -90,8 +85,11 @@ class Lone:
         self.ledger = TensorWorker(codec, parts)
         self.wire = NoNetwork(name)
         config = PeerConfig(folder=folder, checkpoint_every_s=1e9)
-        plan = Plan(self.run, config, fragments, model, optimizer, learning_rate, base_lr, warming)
-        self.peer = Peer(cast(NetworkThread, self.wire), self.ledger, plan, start)
+        rates = Rates(optimizer, learning_rate, self.wire.warn)
+        if start.inner_steps:
+            rates.resumed()
+        plan = Plan(self.run, config, fragments, model, optimizer)
+        self.peer = Peer(cast(NetworkThread, self.wire), self.ledger, plan, rates, start)
         self.sync, self.folder = self.peer._sync, folder
         self.draw = torch.Generator().manual_seed(sum(name.encode()))
 

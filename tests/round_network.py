@@ -20,11 +20,11 @@ from google.protobuf.message import Message
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import (
     Aborted,
+    Began,
     Committed,
     FellBehind,
     Offer,
     OutcomeWithoutBytes,
-    Overheard,
     PayloadShape,
     PeerView,
     ReduceJob,
@@ -38,7 +38,7 @@ from p2p_co2.protocol.wire.messages_pb2 import Contributor, Decision, Member, Ou
 from tests.certificates import certify
 
 RUN = hashlib.sha256(b"a run").digest()
-Ending = Committed | Aborted | OutcomeWithoutBytes | Overheard | FellBehind
+Ending = Committed | Aborted | OutcomeWithoutBytes | FellBehind
 
 
 def make_identity(seed: int) -> Identity:
@@ -58,6 +58,12 @@ def forged_commit(
     part = outcome.parts.add(start_block=0, stop_block=blocks, digest=hashlib.sha256(b"a lie").digest())
     part.contributors.extend(Contributor(peer=name, weight=1.0) for name in sorted(members))
     return certify(outcome, identity)
+
+
+def contributors_of(event: Committed) -> list[dict[str, float]]:
+    """By part of a committed mean, the weights of those whose slices are in it."""
+    outcome = Outcome.FromString(Decision.FromString(event.decision).outcome)
+    return [{one.peer: one.weight for one in part.contributors} for part in outcome.parts]
 
 
 def toy_mean(job: ReduceJob) -> bytes:
@@ -116,9 +122,11 @@ class Network:
             self.peers[identity.peer_id] = Peer(identity.peer_id, identity, machine)
         self.names = sorted(self.peers)
         self.events: list[tuple[PeerId, RoundsEvent]] = []
+        self.began_at: dict[int, float] = {}
+        """By round, when the last attempt at it began."""
         self.refused: list[tuple[PeerId, PeerId, RemoteProtocolError]] = []
         self.sent: list[tuple[PeerId, PeerId, Message]] = []
-        self.archive: dict[tuple[PeerId, int, int], Committed | Overheard] = {}
+        self.archive: dict[tuple[PeerId, int, int], Committed] = {}
         self.on_send: Callable[[PeerId, PeerId, Message], bool] = lambda source, to, message: True
         """Return False to lose the message; may crash the sender."""
         self.on_reduce: Callable[[PeerId, ReduceJob], bool] = lambda peer, job: True
@@ -317,12 +325,14 @@ class Network:
 
     def _event(self, peer: Peer, event: RoundsEvent) -> None:
         self.events.append((peer.name, event))
+        if isinstance(event, Began):
+            self.began_at[event.round] = self.now
         if isinstance(event, Ending) and getattr(event, "ends_offer", True):
             self.busy.discard(peer.name)
         if isinstance(event, ReduceWanted) and self.on_reduce(peer.name, event.job):
             job = event.job
             self.at(self.now + self.reduce_s, lambda: self._reduce(peer, job))
-        elif isinstance(event, Committed | Overheard):
+        elif isinstance(event, Committed):
             self.archive[(peer.name, event.fragment, event.round)] = event
             self._apply(peer, event.fragment, event.round, event.mean)
         elif isinstance(event, OutcomeWithoutBytes):
@@ -376,8 +386,7 @@ class Network:
         return {
             name: event
             for name, event in self.events
-            if isinstance(event, Committed | Aborted | OutcomeWithoutBytes | Overheard)
-            and event.round == round_
+            if isinstance(event, Committed | Aborted | OutcomeWithoutBytes) and event.round == round_
         }
 
     def committed(self, round_: int = 1) -> dict[PeerId, Committed]:
@@ -390,14 +399,15 @@ class Network:
         ]
         for event in committed:
             assert event.mean == committed[0].mean
-            assert event.parts == committed[0].parts
-            for part in event.parts:
-                peers = [peer for peer, _ in part.contributors]
+            outcome, first = (Decision.FromString(one.decision).outcome for one in (event, committed[0]))
+            assert outcome == first
+            for part in Outcome.FromString(outcome).parts:
+                peers = [one.peer for one in part.contributors]
                 assert peers == sorted(set(peers))
                 assert set(peers) <= self.offered
                 slices = bytearray(8 * (part.stop_block - part.start_block))
                 if self.shape.block_bytes == 8:
-                    for peer, weight in part.contributors:
+                    for peer, weight in ((PeerId(one.peer), one.weight) for one in part.contributors):
                         assert weight == self.weight(peer)
                         own = self.payload(peer, event.fragment, round_)
                         piece = own[8 * part.start_block : 8 * part.stop_block]

@@ -26,7 +26,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, FeedState, News, Sighting
 from p2p_co2.telemetry.journal import Journal
 from tests.event_samples import started
-from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
+from tests.made_swarm import MadeFeed, MadeSwarm, peer_id, step
 from tests.swarms import ROOT
 
 START = 1_800_000_000.0
@@ -90,41 +90,30 @@ def test_happenings_are_found_by_peer() -> None:
     history = History(None)
     lines = [Happening(START + n, "warned", peer, -1, -1, f"{n}", f"{n}") for n, peer in enumerate("aab")]
     history.write(Batch(at=START, happenings=lines))
-    assert [line.words for line in history.happenings(2)] == ["2", "1"]
-    assert [line.words for line in history.happenings(9, "a")] == ["1", "0"]
-    assert history.happenings(9, "nobody") == []
+    told = [
+        [line.words for line in history.happenings(most, peer)]
+        for most, peer in ((2, ""), (9, "a"), (9, "z"))
+    ]
+    assert told == [["2", "1"], ["1", "0"], []]
     history.close()
 
 
-def test_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["no database", "another format", "damaged in the middle"])
+def test_a_file_that_cannot_be_read_is_set_aside(tmp_path: Path, what: str) -> None:
     path = tmp_path / "board.sqlite"
-    path.write_bytes(b"this was never a database" * 100)
-    history = History(path)
-    filled(history, 4)
-    history.close()
-    assert list(tmp_path.glob("board.sqlite.damaged-*"))
-
-
-def test_a_file_of_another_format_is_set_aside(tmp_path: Path) -> None:
-    path = tmp_path / "board.sqlite"
-    with sqlite3.connect(path) as other:
-        other.execute("PRAGMA user_version=99")
-    other.close()
-    History(path).close()
-    assert list(tmp_path.glob("board.sqlite.damaged-*"))
-
-
-def test_a_file_that_was_damaged_in_the_middle_is_set_aside(tmp_path: Path) -> None:
-    path = tmp_path / "board.sqlite"
-    history = History(path)
-    filled(history, 400)
-    history.close()
-    data = path.read_bytes()
-    path.write_bytes(data[:4096] + b"\x5a" * (len(data) - 4096))
-    history = History(path)
-    assert list(tmp_path.glob("board.sqlite.damaged-*"))
-    filled(history, 4)
-    history.close()
+    if what == "no database":
+        path.write_bytes(b"this was never a database" * 100)
+    elif what == "another format":
+        with contextlib.closing(sqlite3.connect(path)) as other:
+            other.execute("PRAGMA user_version=99")
+    else:
+        with contextlib.closing(History(path)) as history:
+            filled(history, 400)
+        data = path.read_bytes()
+        path.write_bytes(data[:4096] + b"\x5a" * (len(data) - 4096))
+    with contextlib.closing(History(path)) as history:
+        assert list(tmp_path.glob("board.sqlite.damaged-*"))
+        filled(history, 4)
     with contextlib.closing(History(path)) as again:
         assert len(again.series("a", START, START + 99)) == 2
 
@@ -212,7 +201,7 @@ def test_a_run_whose_last_process_was_killed_is_over_without_its_last_word(tmp_p
     lock.release()  # as the kernel does for whoever is killed
     dead = JournalFeed(tmp_path)
     model = Model(dead)
-    model.step(time.time())
+    step(model, time.time())
     (peer,) = model.facts().peers
     assert (peer.state, peer.reason) == ("gone", "it ended without a word")
     assert dead.state == FeedState(
@@ -237,7 +226,7 @@ def test_peers_that_are_only_listed_are_forgotten() -> None:
     model = Model(feed)
     for second in range(3):
         feed.numbers = [*range(second * MAX_PEERS, (second + 1) * MAX_PEERS), 0]
-        model.step(float(second))
+        step(model, float(second))
     assert model.facts().peers_known == MAX_PEERS
     assert "listed-0" in model.sightings
     assert "listed-1" not in model.sightings
@@ -268,7 +257,7 @@ class Broken(MadeFeed):
 async def main():
     model, place = Model(Broken(MadeSwarm(2, start_at=1.8e9))), Place()
     async with asyncio.timeout(120):
-        await serve(model, History(None), place, listening_socket(place), asyncio.Event())
+        await serve(model, History(None), listening_socket(place))
 
 asyncio.run(main())
 """

@@ -23,10 +23,9 @@ from monitoring.summary import RunFacts, summarise
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.telemetry.events import Progress, RoundCommitted
-from tests.board_server import EVIL
 from tests.browser import board, browser, errors, missing, text_of, wait_for
 from tests.event_samples import fold
-from tests.made_swarm import peer_id
+from tests.made_swarm import EVIL, peer_id
 from tests.swarms import Swarm, swarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -65,14 +64,10 @@ def board_of(running: Swarm) -> str:
 
 def address_in_log_of(running: Swarm, name: str) -> str:
     """The address of a board that a process has printed."""
-    ends_at = time.monotonic() + BOUND_S
-    while time.monotonic() < ends_at:
-        found = re.search(r"board: (\S+)", running.log(name))
-        if found:
-            return found[1]
-        assert running.processes[name].poll() is None, running.log(name)
-        time.sleep(0.05)
-    raise AssertionError(running.log(name))
+    eventually(lambda: "board: " in running.log(name) or running.processes[name].poll() is not None)
+    found = re.search(r"board: (\S+)", running.log(name))
+    assert found, running.log(name)
+    return found[1]
 
 
 def peer_rows(driver: WebDriver) -> dict[str, list[str]]:
@@ -112,10 +107,9 @@ def test_the_page_says_what_the_swarm_did(tmp_path: Path) -> None:
         running.start_peer("late", "--seed", "9", "--no-board")
         running.wait_for("late", Progress, 3)
         assert address_in_log_of(running, "late") == "none"
-        eventually(lambda: assert_more(number(text_of(driver, "tokens")), first))
+        eventually(lambda: number(text_of(driver, "tokens")) > first)
         wait_until(driver, "troubles", f"~{killed[-6:]}")
-        # At first it only falls behind.
-        eventually(lambda: assert_says(text_of(driver, "troubles"), "is gone|aborted"))
+        wait_until(driver, "troubles", "is gone|aborted")  # at first it only falls behind
         wait_until_heard(address, running.events("late")[0].peer)
         for name in ("a", "b", "c", "late"):
             running.processes[name].send_signal(signal.SIGINT)
@@ -131,7 +125,7 @@ def test_the_page_says_what_the_swarm_did(tmp_path: Path) -> None:
         driver.get(f"{address}staleness")
         wait_for(driver, "staleness-mean")
         mean = pytest.approx(summary["staleness"]["mean"], abs=0.03)
-        eventually(lambda: assert_equal(number(text_of(driver, "staleness-mean")), mean))
+        eventually(lambda: number(text_of(driver, "staleness-mean")) == mean)
         driver.get(f"{address}events")
         assert "committed" in wait_for(driver, "events")
         assert errors(driver) == []
@@ -155,35 +149,25 @@ def see(driver: WebDriver, address: str, ready: str) -> None:
     time.sleep(0.7)
 
 
-def wait_until(driver: WebDriver, test_id: str, part: str, bound_s: float = BOUND_S) -> None:
-    ends_at = time.monotonic() + bound_s
-    while part not in text_of(driver, test_id):
-        assert time.monotonic() < ends_at, f"{part!r} not in {text_of(driver, test_id)!r}"
-        time.sleep(0.1)
+def wait_until(driver: WebDriver, test_id: str, pattern: str) -> None:
+    eventually(lambda: check_text(driver, test_id, pattern))
 
 
-def eventually(check: Callable[[], None]) -> None:
-    """Until ``check`` asserts nothing any more: a page follows the swarm, some time later."""
+def check_text(driver: WebDriver, test_id: str, pattern: str) -> None:
+    assert re.search(pattern, text_of(driver, test_id))
+
+
+def eventually(check: Callable[[], object]) -> None:
+    """Until ``check`` asserts nothing any more, or says True: a page follows the swarm, some time later."""
     ends_at = time.monotonic() + BOUND_S
     while True:
         try:
-            return check()
+            assert check() is not False
+            return
         except AssertionError:
             if time.monotonic() > ends_at:
                 raise
             time.sleep(0.3)
-
-
-def assert_more(figure: float, before: float) -> None:
-    assert figure > before
-
-
-def assert_says(text: str, pattern: str) -> None:
-    assert re.search(pattern, text)
-
-
-def assert_equal(figure: float, right: object) -> None:
-    assert figure == right
 
 
 def last_tokens(running: Swarm, name: str) -> int:
@@ -194,14 +178,14 @@ def last_tokens(running: Swarm, name: str) -> int:
 def wait_until_heard(address: str, peer: str, tokens: int = 1) -> None:
     """Until the board has so many tokens of a peer from its own reports: the DHT is asked every few
     seconds."""
-    ends_at = time.monotonic() + BOUND_S
-    while time.monotonic() < ends_at:
+
+    def check() -> None:
         with urllib.request.urlopen(f"{address}api/swarm", timeout=BOUND_S) as answer:
             told = json.load(answer)
-        if any(known["peer"] == peer and known["tokens"] >= tokens for known in told["peers"]):
-            return
-        time.sleep(0.3)
-    raise AssertionError(f"{peer} is not heard: {told['connection_words']}")
+        heard = {known["peer"]: known["tokens"] for known in told["peers"]}
+        assert heard.get(peer, -1) >= tokens, told["connection_words"]
+
+    eventually(check)
 
 
 def lost_of(summary: dict[str, Any], killed: str, told: int) -> int:

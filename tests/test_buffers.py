@@ -12,7 +12,7 @@ from p2p_co2.protocol.catchup.donor import LOADS_S
 from p2p_co2.protocol.catchup.goals import BUFFERS, LEAST_CHUNK_BYTES, Outbox
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch
-from p2p_co2.trainer.buffers import MOST_BYTES, ModelBuffers
+from p2p_co2.trainer.model_summary import MOST_BYTES, ModelBuffers
 
 A, B, C = (PeerId(name) for name in "ABC")
 

@@ -10,7 +10,8 @@ import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.protocol.catchup import policy
-from p2p_co2.protocol.catchup.policy import FINISHED_AFTER_S, NOTICE_AFTER_S, Held, Mine, Move, Said, Why
+from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Mine, Move, Said, Why
+from p2p_co2.protocol.heartbeat import SLOWEST_HEARTBEAT_S
 from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Status
@@ -63,12 +64,12 @@ def mine_at(version: int, phase: str = "t", past_from: int = 0) -> Mine:
         (6, "t", "3b 3b 6a 6a", None),
         (6, "t", "3b 3b 6a", None),  # as many: the higher version
         (6, "t", "3a 3a 3a", None),  # they come to us, or will contradict
-        (6, "d", "3a:d 3a:d 3a:d", Move(Why.OTHER, *held(3), FINISHED_AFTER_S)),
+        (6, "d", "3a:d 3a:d 3a:d", Move(Why.OTHER, *held(3), NOTICE_AFTER_S + SLOWEST_HEARTBEAT_S)),
         (6, "d", "3a:d 3a:d 3a", None),  # not before all are done
         (6, "d", "5b:d 8c:d", Move(Why.LAST, 7, b"")),  # a replay is tried first
         (6, "d", "6a:d 5b:d 7c:d", Move(Why.LAST, 7, held(7, "c").digest)),  # it may follow ours
         (6, "d", "20b:d 6a:d 6a:d", Move(Why.LAST, 7, b"")),
-        (7, "d", "5b:d 6c:d 6c:d", Move(Why.OTHER, *held(6, "c"), FINISHED_AFTER_S)),
+        (7, "d", "5b:d 6c:d 6c:d", Move(Why.OTHER, *held(6, "c"), NOTICE_AFTER_S + SLOWEST_HEARTBEAT_S)),
     ],
 )
 def test_where_a_peer_goes(version: int, phase: str, said: str, move: Move | None) -> None:
@@ -156,8 +157,8 @@ class Asleep:
     def plan(self, swarm: Swarm) -> None:
         if self.is_net:
             sides = {peer: index for index, peer in enumerate(swarm.peer_ids())}
-            swarm.world.call_at(self.at, swarm.split, sides)
-            swarm.world.call_at(self.calm_at, swarm.heal)
+            swarm.world.call_at(self.at, swarm.internet.split, sides)
+            swarm.world.call_at(self.calm_at, swarm.internet.heal)
             return
         for index in range(1, len(swarm.volunteers)):
             swarm.world.call_at(self.at, swarm.stall, index, self.calm_at)

@@ -30,9 +30,14 @@ from torch import nn
 from p2p_co2.config import OuterConfig, RunConfig
 from p2p_co2.digest import digest
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
-from p2p_co2.tensors import checkpoint as rooms
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.checkpoint import Checkpoint, load, load_agreed, save, tensorfile
+from p2p_co2.tensors.checkpoint import agreed, tensorfile, tree
+from p2p_co2.tensors.checkpoint.folder import (
+    Checkpoint,
+    load,
+    load_agreed,
+    save,
+)
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from tests.disks import fill
 
@@ -110,11 +115,11 @@ def test_state_bytes_by_hand() -> None:
     state = outer.OuterState(3, torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.0]), 0.25, (1.0, 2.0, 3.0))
     header = b"p2pco2s\x01" + struct.pack("<QQdQdddd", 3, 2, 0.25, 3, 1, 2, 3, 0)
     data = header + struct.pack("<ffff", 1, -2, 0.5, 0)
-    assert rooms.state_bytes(state) == data
-    assert rooms.state_size_bytes(2) == len(data)
-    assert rooms.state_digest(state, len(data)) == digest(digest(data))
-    assert rooms.state_digest(state, 80) == digest(digest(data[:80]) + digest(data[80:]))
-    assert same(rooms.state_from_bytes(data, 2), state)
+    assert agreed.state_bytes(state) == data
+    assert agreed.state_size_bytes(2) == len(data)
+    assert agreed.state_digest(state, len(data)) == digest(digest(data))
+    assert agreed.state_digest(state, 80) == digest(digest(data[:80]) + digest(data[80:]))
+    assert same(agreed.state_from_bytes(data, 2), state)
 
 
 def test_the_newest_two_are_kept(tmp_path: Path) -> None:
@@ -164,18 +169,18 @@ def test_the_safetensors_library_reads_our_files(tmp_path: Path) -> None:
 )
 def test_state_bytes_there_and_back(numel: int, steps: int, seed: int) -> None:
     state = stepped(numel, steps, seed)
-    data = rooms.state_bytes(state)
-    back = rooms.state_from_bytes(data, numel)
+    data = agreed.state_bytes(state)
+    back = agreed.state_from_bytes(data, numel)
     assert same(back, state)
-    assert rooms.state_bytes(back) == data
+    assert agreed.state_bytes(back) == data
     back.params.add_(1.0)  # owns its memory
     pieces = [data[at : at + 24] for at in range(0, len(data), 24)]
-    assert rooms.state_digest(state, 24) == digest(b"".join(map(digest, pieces)))
+    assert agreed.state_digest(state, 24) == digest(b"".join(map(digest, pieces)))
     given = bytearray(data)
-    shared = rooms.state_from_bytes(given, numel)  # a download: no second copy of it
+    shared = agreed.state_from_bytes(given, numel)  # a download: no second copy of it
     assert same(shared, state)
     shared.params.add_(1.0)
-    assert rooms.state_bytes(shared) == given != (data if numel else b"")
+    assert agreed.state_bytes(shared) == given != (data if numel else b"")
 
 
 def test_a_file_can_be_written_in_any_order_and_over_an_older_one(tmp_path: Path) -> None:
@@ -205,7 +210,7 @@ def test_a_file_can_be_written_in_any_order_and_over_an_older_one(tmp_path: Path
 
 def test_the_swarm_digest_sees_order_and_count() -> None:
     first, second = b"a" * 32, b"b" * 32
-    digests = {rooms.swarm_digest(some) for some in ([], [first], [first, second], [second, first])}
+    digests = {agreed.swarm_digest(some) for some in ([], [first], [first, second], [second, first])}
     assert len(digests) == 4
 
 
@@ -286,7 +291,7 @@ def test_what_only_pickle_could_save_is_left_out_whole_and_named(
         "param_groups": [{"lr": 0.1, "odd": odd}, {"lr": 0.2}],
         "own": {"deep": [odd]},
     }
-    said = rooms.say(state)
+    said = tree.say(state)
     assert said.left_out == (
         f"the state of a parameter ({words})",
         f"'odd' of a group ({words})",
@@ -490,12 +495,12 @@ def change(data: bytes, at: int, new: bytes) -> bytes:
     ],
 )
 def test_a_lying_donor_is_refused(lie: Callable[[bytes], bytes]) -> None:
-    data = rooms.state_bytes(stepped(3, 4))
+    data = agreed.state_bytes(stepped(3, 4))
     with pytest.raises(RemoteProtocolError, match="bad_state"):
-        rooms.state_from_bytes(lie(data), 3)
+        agreed.state_from_bytes(lie(data), 3)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_or_read(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
-        rooms.state_from_bytes(data, 4)
+        agreed.state_from_bytes(data, 4)

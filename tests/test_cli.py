@@ -10,16 +10,18 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from bootstrap.demo import DemoOptions, run_demo
-from bootstrap.rehearsal import RehearsalOptions, run_rehearsal
+from bootstrap.demo import run_demo
+from bootstrap.options import DemoOptions, RehearsalOptions, SeedOptions
+from bootstrap.rehearsal import run_rehearsal
 from bootstrap.run_file import DEFAULT_RUN_FILE
-from bootstrap.seed import SeedOptions, seed_addresses, serve_run
+from bootstrap.seed import seed_addresses, serve_run
 from p2p_co2 import __version__
 from p2p_co2.cli import main as cli
 from p2p_co2.cli.join import JoinWatch
@@ -35,21 +37,27 @@ from tests.disks import fill
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(*arguments: str, module: str = "p2p_co2.cli") -> subprocess.CompletedProcess[str]:
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-m", "p2p_co2.cli", *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
 
-def refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
-    """One line on stderr, with all of ``words``; status 2."""
-    assert result.returncode == 2, result
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("error: ")
-    for word in words:
-        assert word in lines[0]
+Refused = Callable[..., None]
+
+
+@pytest.fixture(name="refused")
+def _refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """A command gives one line on stderr, with all of ``words``; status 2."""
+
+    def refused(command: list[str], *words: str) -> None:
+        assert cli.main(command) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+        assert all(word in line for word in words), line
+
+    return refused
 
 
 def test_version() -> None:
@@ -59,8 +67,8 @@ def test_version() -> None:
 
 def test_every_command_explains_itself_without_torch_or_hivemind() -> None:
     script = (
-        "import sys\nfrom p2p_co2.cli.main import HELP_ORDER, main\n"
-        "for command in HELP_ORDER:\n"
+        "import sys\nfrom p2p_co2.cli.main import COMMANDS, main\n"
+        "for command in COMMANDS:\n"
         "    try:\n        main([command, '--help'])\n"
         "    except SystemExit as end:\n        assert end.code == 0, end.code\n"
         "print(sorted({'torch', 'hivemind', 'grpc', 'matplotlib'} & set(sys.modules)))"
@@ -68,7 +76,7 @@ def test_every_command_explains_itself_without_torch_or_hivemind() -> None:
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    assert all(f"p2p-co2 {command} [OPTIONS]" in result.stdout for command in cli.HELP_ORDER)
+    assert all(f"p2p-co2 {command} [OPTIONS]" in result.stdout for command in cli.COMMANDS)
     assert result.stdout.splitlines()[-1] == "[]"
 
 
@@ -78,10 +86,12 @@ def test_the_default_run_file_is_the_defaults() -> None:
     assert (ROOT / "examples" / "run.toml").read_text(encoding="utf-8") == DEFAULT_RUN_FILE
 
 
-def test_a_bad_run_file_is_refused_by_file_key_and_what_would_be_right(tmp_path: Path) -> None:
+def test_a_bad_run_file_is_refused_by_file_key_and_what_would_be_right(
+    tmp_path: Path, refused: Refused
+) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[codec]\nname = "int5"')
-    refused(run("seed", str(path), "--folder", str(tmp_path / "seed")), str(path), "codec.name", "int4")
+    refused(["seed", str(path), "--folder", str(tmp_path / "seed")], str(path), "codec.name", "int4")
 
 
 @pytest.mark.parametrize(
@@ -94,12 +104,14 @@ def test_a_bad_run_file_is_refused_by_file_key_and_what_would_be_right(tmp_path:
         ("--hours", "22-7", ["--hours", "'22-7' is no span of the day", "22:00-07:00"]),
     ],
 )
-def test_a_bad_option_is_refused_by_its_name(option: str, value: str, words: list[str]) -> None:
-    refused(run("join", "p2pco2-x", option, value), option, *words)
+def test_a_bad_option_is_refused_by_its_name(
+    option: str, value: str, words: list[str], refused: Refused
+) -> None:
+    refused(["join", "p2pco2-x", option, value], option, *words)
 
 
-def test_a_wrong_ticket_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    refused(run("join", "p2pco2-AAAA", "--folder", str(tmp_path / "peer")))
+def test_a_wrong_ticket_is_refused_before_anything_starts(tmp_path: Path, refused: Refused) -> None:
+    refused(["join", "p2pco2-AAAA", "--folder", str(tmp_path / "peer")])
     assert not (tmp_path / "peer").exists()
 
 
@@ -120,15 +132,15 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
     ],
 )
 def test_a_demo_that_cannot_be_is_refused_and_leaves_no_folder(
-    tmp_path: Path, options: list[str], words: list[str]
+    tmp_path: Path, options: list[str], words: list[str], refused: Refused
 ) -> None:
-    refused(run("demo", "--folder", str(tmp_path / "run"), *options), *words)
+    refused(["demo", "--folder", str(tmp_path / "run"), *options], *words)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_demo_does_not_overwrite_a_run(tmp_path: Path) -> None:
+def test_a_demo_does_not_overwrite_a_run(tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "logs").mkdir()
-    refused(run("demo", "--folder", str(tmp_path)), "holds a run already")
+    refused(["demo", "--folder", str(tmp_path)], "holds a run already")
 
 
 @pytest.mark.parametrize(

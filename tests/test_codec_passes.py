@@ -125,18 +125,21 @@ def test_what_is_not_finite_is_not_encoded(codec: Codec, bad: float, at: int, bo
 
     assert both_ways(refused) == (True, True)
     with pytest.raises(ValueError, match="not finite"):
-        codec.encode_difference(torch.zeros(390), values, codec.encode(torch.zeros(390)))
+        codec.encode(values, base=torch.zeros(390))
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_difference_is_encoded(codec: Codec, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_encoded(codec: Codec, size: int, both_ways: BothWays) -> None:
     base, live = values_of_all_sizes(size), values_of_all_sizes(size, seed=1) * 1e-5
-    rows, wanted = torch.empty(codec.payload_bytes(size), dtype=torch.uint8), torch.empty(size)
-    assert codec.encode_difference(base, live, rows, wanted)
-    assert torch.equal(bits(wanted), bits(base - live))
-    assert torch.equal(rows, codec.encode(base - live))
-    monkeypatch.setattr(passes, "kernel", None)
-    assert not codec.encode_difference(base, live, rows, wanted)
+
+    def encoded() -> Tensor:
+        rows, wanted = torch.empty(codec.payload_bytes(size), dtype=torch.uint8), torch.empty(size)
+        codec.encode(live, rows, base=base, wanted=wanted)
+        assert torch.equal(bits(wanted), bits(base - live))
+        return rows
+
+    for rows in both_ways(encoded):
+        assert torch.equal(rows, codec.encode(base - live))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -149,20 +152,27 @@ def test_the_mean_of_slices(codec: Codec, count: int, both_ways: BothWays) -> No
     assert mean == expected
 
 
+def is_admitted(codec: Codec, payload: bytes, values: Tensor) -> bool:
+    try:
+        codec.admit(payload, values)
+    except RemoteProtocolError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("size", SIZES)
-def test_what_a_peer_sent_is_decoded_if_it_is_sound(codec: Codec, size: int) -> None:
-    payload = codec.encode(values_of_all_sizes(size)).numpy().tobytes()
-    values = torch.full((size,), 7.0)
-    assert codec.decode_sound(payload, values)
-    assert torch.equal(
-        bits(values),
-        bits(
-            codec.decode(torch.frombuffer(bytearray(payload), dtype=torch.uint8))[:size] if size else values
-        ),
-    )
-    assert not codec.decode_sound(payload + bytes(codec.block_bytes), values)
-    if size:
-        assert not codec.decode_sound(payload[:-4] + b"\xff\xff\xff\xff", values)
+def test_what_a_peer_sent_is_decoded_if_it_is_sound(codec: Codec, size: int, both_ways: BothWays) -> None:
+    payload = codec.encode(values_of_all_sizes(size))
+    sent, expected = payload.numpy().tobytes(), codec.decode(payload)[:size]
+
+    def taken() -> bool:
+        values = torch.full((size,), 7.0)
+        assert is_admitted(codec, sent, values)
+        assert torch.equal(bits(values), bits(expected))
+        assert not is_admitted(codec, sent + bytes(codec.block_bytes), values)
+        return bool(size) and is_admitted(codec, sent[:-4] + b"\xff\xff\xff\xff", values)
+
+    assert both_ways(taken) == (False, False)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1 - 2.0**-12, 1 + 2.0**-12, 0.93, 1.07, 8.0])
@@ -177,7 +187,7 @@ def test_int4_with_every_scale(factor: float, both_ways: BothWays) -> None:
 
 
 @pytest.mark.parametrize("name", ["int4", "int8", "e3m0"])
-def test_what_is_sound_is_what_passes_the_check(name: str) -> None:
+def test_what_is_admitted_is_the_same_without_passes(name: str, both_ways: BothWays) -> None:
     codec = get_codec(name)
     generator = torch.Generator().manual_seed(0)
     fields = torch.randint(256, (4000, 4), dtype=torch.uint8, generator=generator)
@@ -189,18 +199,17 @@ def test_what_is_sound_is_what_passes_the_check(name: str) -> None:
     sound = 0
     for field in fields:
         codes = torch.randint(256, (codec.block_bytes - 4,), dtype=torch.uint8, generator=generator)
-        row = torch.cat([codes, field])
-        try:
-            codec.check(row)
-        except RemoteProtocolError:
-            is_sound = False
-        else:
-            is_sound = True
-        sound += is_sound
-        values = torch.empty(WIDTH)
-        assert codec.decode_sound(row.numpy().tobytes(), values) == is_sound, field
+        row = torch.cat([codes, field]).numpy().tobytes()
+
+        def taken(row: bytes = row) -> tuple[bool, Tensor]:
+            values = torch.empty(WIDTH)
+            return is_admitted(codec, row, values), values
+
+        (is_sound, values), (expected, others) = both_ways(taken)
+        assert is_sound == expected, field
         if is_sound:  # a scale of 0 with codes below it among them
-            assert torch.equal(bits(values), bits(codec.decode(row)))
+            assert torch.equal(bits(values), bits(others))
+        sound += is_sound
     assert 500 < sound < 3500
 
 
@@ -214,7 +223,7 @@ OUTERS = [
 
 
 @pytest.mark.parametrize("config", OUTERS)
-@pytest.mark.parametrize("size", [1, 7, 65536, 3 * 65536 + 11])
+@pytest.mark.parametrize("size", [7, 3 * 65536 + 11])
 @pytest.mark.parametrize("factor", [1.0, 1e-30, 1e-38, 1e30])
 def test_outer_steps(config: OuterConfig, size: int, factor: float, both_ways: BothWays) -> None:
     def two_steps() -> list[tuple[outer.OuterState, outer.StepReport]]:
@@ -230,11 +239,7 @@ def test_outer_steps(config: OuterConfig, size: int, factor: float, both_ways: B
         assert torch.equal(bits(state.params), bits(expected.params))
         assert torch.equal(bits(state.momentum), bits(expected.momentum))
         assert (state.version, *state[3:]) == (expected.version, *expected[3:])
-        assert (report.gap, report.gradient_norm, report.clipped_share) == (
-            other.gap,
-            other.gradient_norm,
-            other.clipped_share,
-        )
+        assert report.gap == other.gap
         if factor == 1.0:  # elsewhere its squares are beyond fp32, in which torch sums
             assert report.momentum_norm == pytest.approx(other.momentum_norm, rel=1e-4)
 

@@ -123,7 +123,6 @@ def test_a_peer_remembers_a_bounded_past_and_none_of_a_state_that_it_loaded() ->
 
 
 async def test_a_state_that_is_ours_already_is_not_adopted_again() -> None:
-    """It would end the open offer on the tensor side alone, and the next offer would crash the node."""
     place = Place()
     await place.outer.adopt(0, b"", AgreedVersion(4, START))
     assert place.ledger.adopted == []
@@ -131,8 +130,6 @@ async def test_a_state_that_is_ours_already_is_not_adopted_again() -> None:
 
 @pytest.mark.parametrize("going", [True, False])
 async def test_an_offer_that_ended_for_what_is_to_be_fetched_is_ended_once_that_is_over(going: bool) -> None:
-    """Else the tensor side took it for in flight to the end of the run: the peer offered nothing more of that
-    fragment, and all others waited ten minutes for it (run 800012 of ``benchmarks/ends.py drawn``)."""
     place = Place()
     place.fetches.go_to = lambda *where: going
     place.offers.open(MINE)
@@ -157,8 +154,6 @@ async def test_an_open_offer_is_not_ended_by_what_was_fetched() -> None:
 
 
 async def test_an_offer_that_a_state_replaced_does_not_end_the_next_one() -> None:
-    """The tensor side ends it as it adopts, and the training thread offers again at once: an abort that named
-    the round alone would end that offer too, and the one after it crash the node (seed 152 of the storms)."""
     place = Place(live=MEMBERS)
     place.offers.open(MINE)
     await place.outer.adopt(0, b"", AgreedVersion(4, THEIRS))

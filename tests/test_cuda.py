@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from p2p_co2.telemetry.events import PeerFinished, PeerStarted, Progress, RoundCommitted
-from p2p_co2.tensors.checkpoint import load, save
+from p2p_co2.tensors.checkpoint.folder import load, save
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.tensors.outer import Merge
 from peers.doctor.findings import State

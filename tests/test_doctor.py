@@ -16,8 +16,8 @@ import pytest
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.recipes import load_recipe
 from peers.doctor import machine
-from peers.doctor.findings import Diagnosis, Finding, MeasuredLink, Role, State, line_of
-from peers.doctor.network import NatKind, nat_kind
+from peers.doctor.findings import Diagnosis, Finding, MeasuredLink, Outcome, Role, State, line_of
+from peers.doctor.network import nat_finding
 
 ROOT = Path(__file__).resolve().parent.parent
 OK, LIMITED, CANNOT, UNKNOWN = State.OK, State.LIMITED, State.CANNOT, State.UNKNOWN
@@ -54,7 +54,7 @@ def test_status_and_role_follow_from_the_findings(
     states: list[State], is_reachable: bool | None, asked: bool, status: int, role: Role
 ) -> None:
     found = tuple(Finding(str(number), state, "x", "y") for number, state in enumerate(states))
-    diagnosis = Diagnosis(findings=found, is_reachable=is_reachable, asked=asked)
+    diagnosis = Diagnosis(found, Outcome(is_reachable=is_reachable), asked)
     assert (diagnosis.exit_status, diagnosis.role) == (status, role)
     assert diagnosis.table()["exit_status"] == status
 
@@ -165,17 +165,20 @@ SEEN = ("203.0.113.7", 4001)
 
 
 @pytest.mark.parametrize(
-    ("seen", "kind"),
+    ("seen", "state", "words"),
     [
-        ([("127.0.0.1", 9)], NatKind.NONE),
-        ([SEEN], NatKind.SOME),
-        ([SEEN, SEEN], NatKind.CONE),
-        ([SEEN, ("203.0.113.7", 10)], NatKind.SYMMETRIC),
-        ([], NatKind.UNKNOWN),
+        ([("127.0.0.1", 9)], OK, "none, seen at 127.0.0.1"),
+        ([SEEN], LIMITED, "some, of unknown kind"),
+        ([SEEN, SEEN], LIMITED, "one mapping for all"),
+        ([SEEN, ("203.0.113.7", 10)], LIMITED, "a mapping of its own"),
+        ([], UNKNOWN, "unknown"),
     ],
 )
-def test_nat_kinds(seen: list[tuple[str, int]], kind: NatKind) -> None:
-    assert nat_kind(seen) == kind
+def test_nat_kinds(seen: list[tuple[str, int]], state: State, words: str) -> None:
+    found = nat_finding(seen, PeerConfig())
+    assert found.state == state
+    assert found.measured.startswith(words)
+    assert ("router forward TCP ports" in found.advice) == (state == LIMITED)
 
 
 # ---- what a run needs

@@ -20,25 +20,20 @@ from swarms import swarm
 
 from bootstrap import netns
 from bootstrap.internet import Internet
-from bootstrap.local_swarm import LocalSwarm, environment
-from bootstrap.plan.links import GivenLink, read_links
+from bootstrap.local_swarm import LocalSwarm
+from bootstrap.options import PlanOptions
+from bootstrap.plan.plan import read_links
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
-from p2p_co2.net.transport.probe import Passed, ProbeServer
+from p2p_co2.net.transport.probe import Passed, ProbeServer, judge_clock
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.system.process import program
 from p2p_co2.ticket import Ticket
 from peers.doctor import network
 from peers.doctor.findings import State
-from peers.doctor.network import (
-    Outcome,
-    clock_finding,
-    look_at_network,
-    rate_finding,
-    together,
-)
+from peers.doctor.network import Outcome, look_at_network, rate_finding, together
 
 RUN = RunConfig(recipe_digest="00" * 32)
 OK, LIMITED, CANNOT, UNKNOWN = State.OK, State.LIMITED, State.CANNOT, State.UNKNOWN
@@ -58,7 +53,7 @@ TRIES = 3
     ],
 )  # fmt: skip
 def test_clocks(offsets_s: list[float], state: State) -> None:
-    assert clock_finding(offsets_s).state == state
+    assert judge_clock(offsets_s).state == state
 
 
 def test_rates_of_several_are_what_passed_together() -> None:
@@ -157,7 +152,8 @@ def test_the_command_against_a_seed_process_feeds_the_planner(tmp_path: Path) ->
     assert status == table["exit_status"] == int(bool({"limited", "unknown"} & set(states.values())))
     assert states["run's memory"] == states["run's disk"] == states["run's link"] == "ok"
     (tmp_path / "link.json").write_text(running.log("doctor"))
-    (link,), _ = read_links(GivenLink(file=tmp_path / "link.json"), 1, 0)
+    options = PlanOptions(run_file=tmp_path, link=tmp_path / "link.json", peers=1)
+    (link,), _ = read_links(options, 0)
     assert link.up_bytes_per_s == table["link"]["up_bytes_per_s"]
 
 
@@ -225,14 +221,9 @@ def test_what_stands_between_is_told_from_behind_it(tmp_path: Path, kernel: netn
         for name in ("seed1", "seed2"):
             place = places[name]
             arguments = ["--host", "0.0.0.0", "--port", "4001", "--announce-host", place.address]
-            arguments += [
-                "--folder",
-                str(tmp_path / name),
-                *(["--also", ticket] if ticket else [str(run_file)]),
-            ]
-            child = children.start(
-                name, place.command(program("bootstrap", "seed", *arguments)), environment()
-            )
+            arguments += ["--folder", str(tmp_path / name)]
+            arguments += ["--also", ticket] if ticket else [str(run_file)]
+            child = children.start(name, place.command(program("bootstrap", "seed", *arguments)))
             ticket = children.wait_for_line(child, "ticket:", 60.0)
         options = ("--host", "0.0.0.0", "--libp2p-port", "4002", "--grpc-port", "4003")
         with ThreadPoolExecutor() as both:  # behind their routers at the same time: seeds may be busy then

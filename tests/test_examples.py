@@ -11,7 +11,8 @@ import pytest
 from p2p_co2.config import read_run_config
 from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
 from p2p_co2.recipes import recipe_digest
-from p2p_co2.tensors.checkpoint import load_agreed, state_digest
+from p2p_co2.tensors.checkpoint.agreed import state_digest
+from p2p_co2.tensors.checkpoint.folder import load_agreed
 from tests.swarms import ROOT, swarm
 
 README = (ROOT / "README.md").read_text()

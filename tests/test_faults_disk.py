@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.telemetry.events import CheckpointSaved, PeerFinished, Progress, RoundCommitted, Warned
-from p2p_co2.tensors import checkpoint
+from p2p_co2.tensors.checkpoint import folder as checkpoint
 from tests.campaign import Campaign, paced_run
 from tests.conftest import mounted_disk
 from tests.disks import fill

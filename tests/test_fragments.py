@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from p2p_co2.errors import ConfigError, LocalProtocolError
 from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, plan_fragments
-from p2p_co2.tensors.fragments.names import named_buffers, named_modules, named_parameters, shared_names
+from p2p_co2.tensors.names import named_buffers, named_modules, named_parameters, shared_names
 from p2p_co2.tensors.outer import Merge
 
 

@@ -21,7 +21,7 @@ from p2p_co2.protocol.wire.envelope import head_of
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.kinds import KINDS as KINDS_OF_ALL
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import AskOutcome, Envelope, Listen, RoundKey
+from p2p_co2.protocol.wire.messages_pb2 import AskOutcome, Envelope, RoundKey
 from tests.envelopes import enveloped
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.play import STRANGER, Game, check_bounds
@@ -91,8 +91,7 @@ def test_every_kind_of_message_is_tried() -> None:
             version = second.node.agreed[0].version
             behind = behind_message(0, version + 1, version + 1, bytes(32), [first.me])
             asked = AskOutcome(key=RoundKey(fragment=0, round=version, attempt=bytes(16)))
-            listens = Listen(key=asked.key, state_digest=bytes(32))
-            for message in (behind, asked, listens):
+            for message in (behind, asked):
                 world.send(first.me, second.me, enveloped(message, head_of(first.group)))
         for trainer in world.trainers[1:]:
             trainer.node.say_goodbye("done")
@@ -152,7 +151,7 @@ def test_refusals_are_counted_by_sender_kind_and_reason() -> None:
     good = Envelope(version=PROTOCOL_VERSION, run=RUN.digest())
     good.fetch.fragment = 77
     padded = Envelope(version=PROTOCOL_VERSION, run=RUN.digest())
-    padded.ping.status.software = "x" * 40_000
+    padded.ping.status.finished = bytes(40_000)
     counted = refused_by_one_node(
         good.SerializeToString, good.SerializeToString, padded.SerializeToString, lambda: b"\xff",
         lambda: bytes(MAX_MESSAGE_BYTES + 1),

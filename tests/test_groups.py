@@ -60,12 +60,12 @@ class Loopback:
 async def test_a_process_in_two_groups_makes_rounds_in_both_and_none_hears_the_other() -> None:
     listed: dict[str, PeerRecord] = {}
     nets = {name: Loopback(name, listed) for name in ("a", "both", "b")}
-    here = Environment.of(nets["both"])
+    here = Environment(nets["both"])
     trainers = {
-        "a": Trainer(None, "a", Environment.of(nets["a"])),
+        "a": Trainer(None, "a", Environment(nets["a"])),
         "both, in a's": Trainer(None, "both", here),
         "both, in b's": Trainer(None, "both", here.beside(OTHER_GROUP)),
-        "b": Trainer(None, "b", Environment.of(nets["b"]).beside(OTHER_GROUP)),
+        "b": Trainer(None, "b", Environment(nets["b"]).beside(OTHER_GROUP)),
     }
     pairs = [("a", "both, in a's"), ("b", "both, in b's")]
     nodes = [asyncio.create_task(trainer.node.run()) for trainer in trainers.values()]

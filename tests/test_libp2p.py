@@ -25,8 +25,13 @@ from p2p_co2.net.transport.base import Link
 from p2p_co2.net.transport.libp2p import carrier as carrier_room
 from p2p_co2.net.transport.libp2p import daemon as daemon_room
 from p2p_co2.net.transport.libp2p import relay as relay_room
-from p2p_co2.net.transport.libp2p import upgrade as upgrade_room
-from p2p_co2.net.transport.libp2p.carrier import PROTOCOL, Libp2pCarrier, Receipt
+from p2p_co2.net.transport.libp2p.carrier import (
+    LOOKS_BEFORE,
+    PROTOCOL,
+    Libp2pCarrier,
+    LinkUpgrades,
+    Receipt,
+)
 from p2p_co2.net.transport.libp2p.control import (
     Stream,
     hang_up,
@@ -34,14 +39,13 @@ from p2p_co2.net.transport.libp2p.control import (
     reach,
 )
 from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
-from p2p_co2.net.transport.libp2p.hivemind import P2P, P2PDaemonError
+from p2p_co2.net.transport.libp2p.hivemind import P2PDaemonError
 from p2p_co2.net.transport.libp2p.relay import Places, ask_for_place
 from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, framed
-from p2p_co2.net.transport.libp2p.upgrade import LOOKS_BEFORE, LinkUpgrades
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import CircuitHop, CircuitLimit, PeerRecord
-from tests.transport_peers import PATIENCE_S, RUN, Peer, free_port, open_pair, until
+from tests.transport_peers import PATIENCE_S, RUN, Peer, free_port, open_daemon, open_pair, until
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,7 +67,7 @@ async def test_libp2p_refuses_hostile_frames(tmp_path: Path) -> None:
             (b"\xff\xff\xff\xff", "wrong hello"),
             (b"GET / HTTP/1.1", "wrong hello"),
         ):
-            reader, writer = await open_stream(p2p, b.identity.peer_id, PROTOCOL, PATIENCE_S)
+            reader, writer, _ = await open_stream(p2p, b.identity.peer_id, PROTOCOL, PATIENCE_S)
             writer.write(raw)
             answers = b""
             while reason.encode() not in answers:
@@ -78,8 +82,8 @@ async def test_libp2p_refuses_hostile_frames(tmp_path: Path) -> None:
 
 async def test_libp2p_notices_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silence_s = 2.0  # a machine under load may stand still for a second
-    monkeypatch.setattr(carrier_room, "SILENCE_S", silence_s)
     async with open_pair("libp2p", tmp_path) as (a, b):
+        monkeypatch.setattr(carrier_room, "CONNECT_TIMEOUT_S", silence_s / 2)
         link = await a.carrier.connect(b.record)
         b.gate.clear()
         await link.send(b"worked on for long")
@@ -106,7 +110,7 @@ async def test_libp2p_says_what_has_come(tmp_path: Path, monkeypatch: pytest.Mon
         await until(lambda: said.arrived_bytes == said.sent_bytes == 101_275)
         assert len(b.received) == 51
         monkeypatch.setattr(Receipt, "came", lambda receipt, size: setattr(receipt, "came_bytes", 1))
-        monkeypatch.setattr(carrier_room, "SILENCE_S", 2.0)
+        monkeypatch.setattr(carrier_room, "CONNECT_TIMEOUT_S", 1.0)
         liar = await a.carrier.connect(b.record)
         await liar.send(b"x")
         await until(lambda: liar.acknowledged.arrived_bytes == 1)
@@ -118,7 +122,7 @@ async def test_libp2p_says_what_has_come(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_finding_peers_takes_no_torch_and_the_rest_of_hivemind_is_there_for_who_asks() -> None:
     script = (
-        "import sys\nimport p2p_co2.node.observer, bootstrap.seed, p2p_co2.net.transport.libp2p.relay\n"
+        "import sys\nimport p2p_co2.node.reporting, bootstrap.seed, p2p_co2.net.transport.libp2p.relay\n"
         "print(sorted({'torch', 'numpy', 'scipy'} & set(sys.modules)))\n"
         "import hivemind\nfrom p2p_co2.net.transport.libp2p.hivemind import P2P, DHTNode, MSGPackSerializer\n"
         "assert (hivemind.p2p.P2P, hivemind.dht.DHTNode) == (P2P, DHTNode)\n"
@@ -134,16 +138,11 @@ def test_finding_peers_takes_no_torch_and_the_rest_of_hivemind_is_there_for_who_
     assert not told.stderr
 
 
-async def test_daemon_port_in_use(tmp_path: Path, own_tmp: Path) -> None:
-    Identity.load_or_create(tmp_path / "id")
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    async with server:
-        with pytest.raises(EnvironmentFault, match=r"port \d+ is in use; choose another.*--libp2p-port"):
-            await start_p2p(tmp_path / "id", port=server.sockets[0].getsockname()[1])
-
-
 async def test_daemon_faults_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Identity.load_or_create(tmp_path / "id")
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as server:
+        with pytest.raises(EnvironmentFault, match=r"port \d+ is in use; choose another.*--libp2p-port"):
+            await start_p2p(tmp_path / "id", port=server.sockets[0].getsockname()[1])
     with pytest.raises(EnvironmentFault, match=r"not this machine's.*\(host\)"):
         await start_p2p(tmp_path / "id", "192.0.2.1")
     with pytest.raises(ConfigError, match="no IP address"):
@@ -176,18 +175,6 @@ async def test_daemon_that_hangs_is_given_more_time_then_up(
         await start_p2p(tmp_path / "id", startup_timeout_s=0.05)
 
 
-async def test_daemon_has_our_identity_and_ends_with_us(tmp_path: Path) -> None:
-    identity = Identity.load_or_create(tmp_path / "id")
-    p2p = await start_p2p(tmp_path / "id")
-    assert p2p.peer_id == identity.peer_id
-    process = p2p.daemon.process
-    ended = asyncio.create_task(p2p.daemon.wait_exit())
-    await stop_p2p(p2p)
-    await stop_p2p(p2p)
-    assert await ended
-    assert process.returncode is not None
-
-
 def take_children(_number: int, _frame: object) -> None:
     """A program's own handler, which takes the exit status of any child."""
     with contextlib.suppress(ChildProcessError):
@@ -199,10 +186,11 @@ def take_children(_number: int, _frame: object) -> None:
 async def test_the_daemons_end_is_seen_whoever_takes_the_signal_of_children(
     taken_by: Any, tmp_path: Path
 ) -> None:
-    Identity.load_or_create(tmp_path / "id")
+    identity = Identity.load_or_create(tmp_path / "id")
     before = signal.getsignal(signal.SIGCHLD)
     p2p = await start_p2p(tmp_path / "id")
     try:
+        assert p2p.peer_id == identity.peer_id
         assert signal.getsignal(signal.SIGCHLD) is before, "it is the program's"
         signal.signal(signal.SIGCHLD, taken_by)
         process = p2p.daemon.process
@@ -211,7 +199,9 @@ async def test_the_daemons_end_is_seen_whoever_takes_the_signal_of_children(
             assert await p2p.daemon.wait_exit()
             await stop_p2p(p2p)
             other = await start_p2p(tmp_path / "id")
+            ended = asyncio.create_task(other.daemon.wait_exit())
             await stop_p2p(other)
+            assert await ended
     finally:
         signal.signal(signal.SIGCHLD, before)
         await stop_p2p(p2p)
@@ -295,47 +285,27 @@ async def _echo(request: PeerRecord, _: object) -> PeerRecord:
 
 
 A, B = PeerId("a"), PeerId("b")
-
-
 DIRECT, PUBLIC = "/ip4/203.0.113.7/tcp/4001", "/ip4/203.0.113.8/tcp/4001/p2p/b"
-
-
 BY_SEED = "/ip4/203.0.113.9/tcp/31337/p2p/seed/p2p-circuit/p2p/b"
 
 
 @asynccontextmanager
-async def daemon(folder: Path) -> AsyncIterator[tuple[P2P, PeerId]]:
-    os.makedirs(folder)
-    peer = Identity.load_or_create(folder / "identity").peer_id
-    p2p = await start_p2p(folder / "identity")
-    try:
-        yield p2p, peer
-    finally:
-        await stop_p2p(p2p)
-
-
-@asynccontextmanager
-async def seed(folder: Path, relay: bool) -> AsyncIterator[tuple[PeerId, str]]:
-    """(its id, its multiaddr)"""
-    os.makedirs(folder)
-    peer, port = Identity.load_or_create(folder / "identity").peer_id, free_port()
-    p2p = await start_p2p(
-        folder / "identity", "127.0.0.1", port, announce_host="127.0.0.1", public=True, relay=relay
-    )
-    try:
-        yield peer, f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"
-    finally:
-        await stop_p2p(p2p)
+async def seed(folder: Path, relay: bool) -> AsyncIterator[str]:
+    """Its multiaddr."""
+    port, host = free_port(), "127.0.0.1"
+    async with open_daemon(folder, port, announce_host=host, public=True, relay=relay) as (_, identity):
+        yield f"/ip4/{host}/tcp/{port}/p2p/{identity.peer_id}"
 
 
 async def test_two_that_nobody_dials_meet_at_a_seed(tmp_path: Path) -> None:
     """And the relay is the one without libp2p's limit of 128 KiB per circuit."""
     async with (
         asyncio.timeout(2 * PATIENCE_S),
-        seed(tmp_path / "seed", relay=True) as (_, maddr),
-        daemon(tmp_path / "a") as (a, _),
-        daemon(tmp_path / "b") as (b, b_id),
+        seed(tmp_path / "seed", relay=True) as maddr,
+        open_daemon(tmp_path / "a") as (a, _),
+        open_daemon(tmp_path / "b") as (b, identity),
     ):
+        b_id = identity.peer_id
         places = Places(b, b_id, [maddr])
         await places.renew()
         (place,) = places.held
@@ -350,7 +320,7 @@ async def test_two_that_nobody_dials_meet_at_a_seed(tmp_path: Path) -> None:
 
         await b.add_binary_stream_handler("/echo", echo)
         await reach(a, b_id, [place], PATIENCE_S)
-        reader, writer = await open_stream(a, b_id, "/echo", PATIENCE_S)
+        reader, writer, _ = await open_stream(a, b_id, "/echo", PATIENCE_S)
         writer.write(bytes(range(256)) * 4096)
         assert await reader.readexactly(1 << 20) == bytes(range(256)) * 4096
         await hang_up(writer)
@@ -359,11 +329,11 @@ async def test_two_that_nobody_dials_meet_at_a_seed(tmp_path: Path) -> None:
 async def test_a_seed_may_decline_to_relay(tmp_path: Path) -> None:
     async with (
         asyncio.timeout(2 * PATIENCE_S),
-        seed(tmp_path / "seed", relay=False) as (_, maddr),
-        daemon(tmp_path / "a") as (a, a_id),
+        seed(tmp_path / "seed", relay=False) as maddr,
+        open_daemon(tmp_path / "a") as (a, identity),
     ):
         seeds = [maddr, f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"]
-        places = Places(a, a_id, seeds)
+        places = Places(a, identity.peer_id, seeds)
         await places.renew()
         assert places.held == ()
         relay, dead = (f"{address.rpartition('/p2p/')[0]}: " for address in seeds)
@@ -391,7 +361,7 @@ async def test_a_relay_is_not_believed(
     ours, liar = socket.socketpair()
 
     async def stream(*_: object) -> Stream:
-        return await asyncio.open_connection(sock=ours)
+        return Stream(*await asyncio.open_connection(sock=ours))
 
     async def reached(*_: object) -> None:
         return None
@@ -428,23 +398,18 @@ async def improve(
     """What one look after the links does, once the link has been relayed for long enough."""
     done: list[str] = []
 
-    async def known(*_: object) -> dict[str, list[str]]:
-        return {str(B): ways}
+    def play(name: str, answer: object = None, does: str = "") -> None:
+        async def stand_in(*arguments: object) -> object:
+            done.extend([does] if does else [])
+            assert does != "reach" or arguments[2] == (newest or link.maddrs)
+            return answer
 
-    async def addresses(*_: object) -> list[str]:
-        return [own]
+        monkeypatch.setattr(carrier_room, name, stand_in)
 
-    async def hang_up_on(*_: object) -> None:
-        done.append("hang up")
-
-    async def again(p2p: object, peer: PeerId, maddrs: tuple[str, ...], timeout_s: float) -> None:
-        done.append("reach")
-        assert maddrs == (newest or link.maddrs)
-
-    for name, stand_in in (
-        ("ways_to_peers", known), ("own_maddrs", addresses), ("hang_up_on", hang_up_on), ("reach", again),
-    ):  # fmt: skip
-        monkeypatch.setattr(upgrade_room, name, stand_in)
+    play("ways_to_peers", {str(B): ways})
+    play("own_maddrs", [own])
+    play("hang_up_on", does="hang up")
+    play("reach", does="reach")
     looking = LinkUpgrades(None, me, lambda: (link,), lambda peer: newest)  # type: ignore[arg-type]
     looking.opened(link)
     for _ in range(LOOKS_BEFORE):
@@ -469,14 +434,8 @@ async def test_holes_are_tried_by_one_end_where_both_have_an_address(monkeypatch
     assert await improve(monkeypatch, MadeLink(), [BY_SEED], me=PeerId("c")) == []
     assert await improve(monkeypatch, MadeLink(maddrs=(BY_SEED,)), [BY_SEED]) == []
     assert await improve(monkeypatch, MadeLink(), [BY_SEED], own="/ip4/192.168.1.2/tcp/4001") == []
-    known, later = (
-        MadeLink(maddrs=(BY_SEED,)),
-        (BY_SEED, PUBLIC),
-    )  # it had none before
-    assert await improve(monkeypatch, known, [BY_SEED], newest=later) == [
-        "hang up",
-        "reach",
-    ]
+    known = MadeLink(maddrs=(BY_SEED,))  # it had none before
+    assert await improve(monkeypatch, known, [BY_SEED], newest=(BY_SEED, PUBLIC)) == ["hang up", "reach"]
 
 
 async def test_the_end_that_does_not_make_it_anew_dials_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,7 +446,7 @@ async def test_the_end_that_does_not_make_it_anew_dials_at_once(monkeypatch: pyt
         dialled.append((peer, maddrs))
         raise TransportError("nobody is there any more")
 
-    monkeypatch.setattr(upgrade_room, "reach", dial)
+    monkeypatch.setattr(carrier_room, "reach", dial)
     for me, relayed, wanted in (("c", True, [(B, (DIRECT,))]), ("c", False, []), ("a", True, [])):
         dialled.clear()
         ways = LinkUpgrades(None, PeerId(me), tuple, lambda peer: [DIRECT])  # type: ignore[arg-type]

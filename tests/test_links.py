@@ -12,18 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from p2p_co2.net.transport.flow import LEAST_BYTES, Acknowledged
-from p2p_co2.node.lanes import BeginOrder, Bulk, Lane, Piece, Turn, Uplink
+from p2p_co2.net.transport.flow import LEAST_BYTES
 from p2p_co2.node.links import (
     MAX_CONTROL_BYTES,
     MAX_QUEUED_BYTES,
     MAX_SERVED_BYTES,
+    BeginOrder,
+    Bulk,
+    Lane,
     LinkObserver,
     LinkPool,
+    Piece,
+    Turn,
+    Uplink,
 )
 from p2p_co2.node.meter import FAST_BYTES_PER_S
-from p2p_co2.protocol.wire.bulk import with_data
-from p2p_co2.protocol.wire.envelope import unsent
+from p2p_co2.protocol.wire.envelope import unsent, with_data
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Mean, PeerRecord
 from tests.made_links import B, C, FakeCarrier, Hands, links_over, turns
@@ -119,7 +123,6 @@ async def test_control_overtakes_bulk_and_bulk_is_bounded() -> None:
 
 
 async def test_control_that_is_not_read_is_bounded_by_its_bytes() -> None:
-    """One that asked for a manifest of half a MiB and read nothing had us hold 4096 of them."""
     grpc, manifest = FakeCarrier("grpc"), bytes(MAX_CONTROL_BYTES // 4)
     grpc.gate.clear()
     async with links_over(grpc) as (links, _):
@@ -137,7 +140,7 @@ async def test_who_takes_nothing_off_our_hands_takes_no_room_from_the_others(
 ) -> None:
     monkeypatch.setattr("p2p_co2.node.links.MAX_QUEUED_BYTES", 1000)
     grpc = FakeCarrier("grpc")
-    async with links_over(grpc, known=(B, C)) as (links, _):
+    async with links_over(grpc, known=(B, C)) as (links, heard):
         links.set_paces({B: 1e-9})
         links.post(B, b"first of B", bulk=True)
         await turns()
@@ -148,15 +151,12 @@ async def test_who_takes_nothing_off_our_hands_takes_no_room_from_the_others(
             assert links.post(C, b"C%03d" % number, bulk=True)
         await turns(200)
         assert [data for data in grpc.sent if data.startswith(b"C")] == [b"C%03d" % n for n in range(50)]
-        links.set_paces({})
-        lane = links._lanes[B]
+        lane = heard.uplink.lanes[0]
         assert lane.bulk[-1].data == b"0499"  # the oldest went
         assert links.queued_bytes == lane.bulk_bytes == sum(len(one.data) for one in lane.bulk)
 
 
 async def test_what_a_peer_asks_for_has_room_whatever_of_our_rounds_waits_for_it() -> None:
-    """A chunk of a round that it missed was dropped behind 4 MiB of the next one, and it asked again after
-    two seconds: by then the next round had begun without it as well."""
     grpc, piece, chunk = FakeCarrier("grpc"), bytes(MAX_SERVED_BYTES), bytes(MAX_SERVED_BYTES // 8)
     async with links_over(grpc) as (links, _):
         links.post(B, b"first", bulk=True)
@@ -172,7 +172,7 @@ async def test_what_a_peer_asks_for_has_room_whatever_of_our_rounds_waits_for_it
         grpc.gate.set()
         await turns(200)
         assert [len(data) for data in grpc.sent[2:]] == [len(chunk)] * 8 + [len(b"ours")]
-        assert (links.queued_bytes, links._lanes[B].bulk_bytes) == (0, 0)
+        assert links.queued_bytes == 0
         assert links.post(B, chunk, bulk=True, served=True)
         await links.drain(1.0)
 
@@ -203,12 +203,12 @@ async def test_a_slow_receiver_gets_its_rate_and_does_not_hold_up_the_others() -
 
 
 async def test_what_a_peer_says_it_has_is_what_was_sent() -> None:
-    libp2p = FakeCarrier("libp2p")
+    libp2p = FakeCarrier("libp2p", acknowledges=True)
     async with links_over(libp2p) as (links, heard):
         links.post(B, b"hello", bulk=False)
         await turns()
-        said = libp2p.links[0].acknowledged = Acknowledged()
-        said.on_news = lambda: links._hear(B, links._lanes[B], said)
+        said = libp2p.links[0].acknowledged
+        assert said is not None
         for number in range(4):
             links.post(B, bytes([number]) * LEAST_BYTES, bulk=True)
         await turns()
@@ -217,15 +217,16 @@ async def test_what_a_peer_says_it_has_is_what_was_sent() -> None:
         await turns()
         assert libp2p.sent[2:] == [b"ping"]
         assert links.traffic == {}
-        said.hear(str(LEAST_BYTES).encode(), time.monotonic())
+        said.hear(str(len(b"hello") + LEAST_BYTES).encode(), time.monotonic())
         await turns()
-        assert (len(libp2p.sent), links.traffic[B].bulk_bytes) == (5, LEAST_BYTES)
-        assert links._uplink.meter.busy
+        assert (len(libp2p.sent), links.traffic[B].bulk_bytes) == (4, LEAST_BYTES)
+        assert heard.uplink.meter.busy
+        libp2p.acknowledges = False
         libp2p.links[0].closed.set_result("the peer is gone")  # with the rest under way
         await turns()
         assert heard.lost == [(B, "libp2p", "the peer is gone")]
-        assert libp2p.sent[5:] == [bytes([3]) * LEAST_BYTES]  # over the next link
-        assert not links._uplink.meter.busy
+        assert libp2p.sent[4:] == [bytes([2]) * LEAST_BYTES, bytes([3]) * LEAST_BYTES]  # over the next link
+        assert not heard.uplink.meter.busy
 
 
 async def test_bulk_over_far_ways_takes_turns_on_a_line_that_is_known(
@@ -233,9 +234,9 @@ async def test_bulk_over_far_ways_takes_turns_on_a_line_that_is_known(
 ) -> None:
     monkeypatch.setattr("p2p_co2.node.links.time", Hands())
     grpc = FakeCarrier("grpc")
-    async with links_over(grpc, known=(B, C)) as (links, _):
+    async with links_over(grpc, known=(B, C)) as (links, heard):
         grpc.is_far = True
-        links._uplink.meter.bytes_per_s = 1e5
+        heard.uplink.meter.bytes_per_s = 1e5
         for peer in (B, C):
             for _ in range(4):
                 links.post(peer, bytes(10_000), bulk=True)
@@ -251,9 +252,9 @@ async def test_near_ways_and_lines_that_are_fast_or_not_known_need_no_turns(
     is_far: bool, line: float
 ) -> None:
     grpc = FakeCarrier("grpc")
-    async with links_over(grpc, known=(B, C)) as (links, _):
+    async with links_over(grpc, known=(B, C)) as (links, heard):
         grpc.is_far = is_far
-        links._uplink.meter.bytes_per_s = line
+        heard.uplink.meter.bytes_per_s = line
         for peer in (B, B, C, C):
             links.post(peer, b"bulk", bulk=True)
         await turns(100)
@@ -266,15 +267,15 @@ async def test_a_lane_with_less_left_leaves_turns_to_one_that_waits(
     hands = Hands()
     monkeypatch.setattr("p2p_co2.node.links.time", hands)
     grpc = FakeCarrier("grpc")
-    async with links_over(grpc, known=(B, C)) as (links, _):
+    async with links_over(grpc, known=(B, C)) as (links, heard):
         grpc.is_far = True
-        links._uplink.meter.bytes_per_s = 1e5
+        heard.uplink.meter.bytes_per_s = 1e5
         for peer, count in ((B, 12), (C, 5)):
             for _ in range(count):
                 links.post(peer, peer.encode() * 12_000, bulk=True)
         for _ in range(400):
             await turns(5)
-            for lane in links._lanes.values():
+            for lane in heard.uplink.lanes:
                 lane.wake.set()
             hands.now += 0.005
         order = "".join(data[:1].decode() for data in grpc.sent)
@@ -287,26 +288,27 @@ async def test_a_lane_with_less_left_leaves_turns_to_one_that_waits(
 async def test_what_nobody_needs_any_more_is_not_sent() -> None:
     grpc = FakeCarrier("grpc")
     grpc.gate.clear()
-    async with links_over(grpc, known=(B, C)) as (links, _):
+    async with links_over(grpc, known=(B, C)) as (links, heard):
         for peer in (B, C):
             links.post(peer, b"on its way", bulk=True)
         await turns()
+        lanes = heard.uplink.lanes
         for peer in (B, C):
             for attempt in (b"1", b"2"):
                 links.post(peer, b"slice " + attempt, bulk=True, piece=Piece(attempt, False))
                 links.post(peer, b"mean " + attempt, bulk=True, piece=Piece(attempt, True))
             links.post(peer, b"chunk", bulk=True, served=True)
-        for peer in (B, C):
-            links._lanes[peer].turn = Turn(at=1.0)
+        for lane in lanes:
+            lane.turn = Turn(at=1.0)
         links.forget(b"1", means=False)
-        assert {lane.turn.at for lane in links._lanes.values()} == {None}  # of the dropped
-        assert [one.data for one in links._lanes[B].bulk] == [b"mean 1", b"slice 2", b"mean 2", b"chunk"]
+        assert {lane.turn.at for lane in lanes} == {None}  # of the dropped
+        assert [one.data for one in lanes[0].bulk] == [b"mean 1", b"slice 2", b"mean 2", b"chunk"]
         links.forget(b"1", means=True)
         assert links.queued_bytes == 2 * len(b"slice 2mean 2chunk")
         grpc.gate.set()
         await links.drain(10.0)
         assert sorted(grpc.sent) == sorted(2 * [b"on its way", b"slice 2", b"mean 2", b"chunk"])
-        assert links.queued_bytes == links._lanes[B].bulk_bytes == 0
+        assert links.queued_bytes == lanes[0].bulk_bytes == 0
 
 
 async def test_data_that_waits_is_joined_as_it_is_sent_and_once_for_all_who_take_it_then() -> None:
@@ -327,7 +329,6 @@ async def test_data_that_waits_is_joined_as_it_is_sent_and_once_for_all_who_take
         assert len(sent) == 2
         assert sent[0] is sent[1]
         assert sent[0].endswith(payload)
-        assert links._joined_last == (None, b"")
 
 
 def test_pieces_of_the_round_that_began_first_go_first_and_nothing_overtakes_what_is_no_piece() -> None:

@@ -17,8 +17,7 @@ from torch import nn
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.probe import ProbeServer
-from p2p_co2.node.network import Network
-from p2p_co2.node.reach import leads_as_far, leads_elsewhere, require_others_can_dial
+from p2p_co2.node.network import Network, leads_as_far, leads_elsewhere, require_others_can_dial
 from p2p_co2.protocol import strangers as strangers_room
 from p2p_co2.protocol.membership import (
     Left,
@@ -36,10 +35,10 @@ from p2p_co2.protocol.wire.messages_pb2 import (
 )
 from p2p_co2.protocol.wire.model_table import MAX_TABLE_BYTES, ModelSummary, Row, check_rows
 from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors.fragments.plan import plan_fragments
+from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.connection import connect
-from p2p_co2.trainer.summary import summarise
+from p2p_co2.trainer.model_summary import summarise
 from tests.test_discovery import CONFIG, DEAD, RECIPE, RUN, open_member
 from tests.test_membership import deliver, drain
 

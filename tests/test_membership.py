@@ -12,15 +12,13 @@ from p2p_co2.protocol import membership
 from p2p_co2.protocol.heartbeat import (
     HEARTBEAT_S,
     MEASURE_EVERY_S,
+    SILENCE_FLOOR_S,
     SLOWEST_HEARTBEAT_S,
     TOLD_PER_S,
 )
 from p2p_co2.protocol.membership import (
     CUT_OFF_S,
     NEWS_GATHERED_S,
-    ONE_WAY_S,
-    REVISIT_S,
-    SILENCE_FLOOR_S,
     Joined,
     Left,
     Membership,
@@ -79,7 +77,7 @@ def test_an_unanswered_candidate_is_tried_again_only_after_a_while() -> None:
     assert len(machine.messages_to_send()) == 1
     machine.handle_timer(100.0 + HEARTBEAT_S)
     assert machine.messages_to_send() == []
-    machine.handle_timer(100.0 + REVISIT_S + HEARTBEAT_S)
+    machine.handle_timer(100.0 + SLOWEST_HEARTBEAT_S + HEARTBEAT_S)
     assert len(machine.messages_to_send()) == 1
 
 
@@ -168,12 +166,12 @@ def test_who_is_cut_off_is_tried_again_in_time_however_slowly_the_heart_beats() 
     machine.unreachable(PeerId("peer 3"), "no relay answers", 100.5)
     machine.messages_to_send()
     now = 100.5
-    while now < 100.5 + REVISIT_S:
+    while now < 100.5 + SLOWEST_HEARTBEAT_S:
         at = machine.get_timer()
         assert at is not None
         now = at
         machine.handle_timer(now)
-    assert now == 100.5 + REVISIT_S
+    assert now == 100.5 + SLOWEST_HEARTBEAT_S
     assert PeerId("peer 3") in {to for to, _ in machine.messages_to_send()}
 
 
@@ -232,7 +230,7 @@ def test_what_is_announced_in_a_moment_is_told_once_and_what_comes_soon_after_it
     told_at = 101.0
     for first, soonest_s, latest_s in ((0, 0.0, NEWS_GATHERED_S), (10, 0.2, SLOWEST_HEARTBEAT_S / 4)):
         for moment in range(first, first + 10):
-            machine.status = Status(tokens=moment)
+            machine.status = Status(position=moment)
             machine.announce(told_at + 0.004 * (moment - first))
         assert machine.messages_to_send() == []
         at = machine.get_timer()
@@ -241,7 +239,7 @@ def test_what_is_announced_in_a_moment_is_told_once_and_what_comes_soon_after_it
         machine.handle_timer(at)
         told, told_at = machine.messages_to_send(), at
         assert len(told) == 32
-        assert {message.status.tokens for _, message in told if isinstance(message, Ping)} == {first + 9}
+        assert {message.status.position for _, message in told if isinstance(message, Ping)} == {first + 9}
     machine.handle_timer(told_at + 0.1)
     assert machine.messages_to_send() == []
 
@@ -291,7 +289,7 @@ def test_a_peer_that_we_hear_but_cannot_reach_does_not_join_and_leave_all_the_ti
     machine.receive(Ping(nonce=1, status=Status()), B, 100.5)
     assert not machine.live
     assert machine.messages_to_send() == []
-    machine.receive(Ping(nonce=2, status=Status()), B, 100.0 + ONE_WAY_S)
+    machine.receive(Ping(nonce=2, status=Status()), B, 100.0 + 2 * HEARTBEAT_S)
     assert set(machine.live) == {B}
 
 
@@ -324,7 +322,6 @@ def test_when_nobody_trains_any_more_the_position_is_where_the_others_stopped() 
         Status(versions=[1], digests=[b"short"]),
         Status(versions=[1] * 300),
         Status(versions=[2**48 + 1]),
-        Status(software="x" * 1000),
     ],
     ids=lambda status: str(status)[:40].replace("\n", " "),
 )
@@ -345,7 +342,7 @@ def test_a_pong_of_a_peer_that_found_no_room_is_no_event(monkeypatch: pytest.Mon
     monkeypatch.setattr(membership, "MAX_PEERS", 1)
     machine = Membership(A)
     machine.receive(Ping(nonce=1, status=Status()), B, 100.0)
-    machine.receive(Pong(nonce=1, ping_sent_at=100.0, answered_at=100.1, status=Status()), C, 100.2)
+    machine.receive(Pong(nonce=1, ping_sent_at=100.0, status=Status()), C, 100.2)
     assert set(machine.live) == {B}
     assert drain(machine) == [Joined(B)]
 
@@ -384,7 +381,7 @@ def test_one_whose_link_broke_is_missed_until_it_is_heard_again_and_asked_when_t
     assert to == B
     assert isinstance(ping, Ping)
     assert ping.nonce
-    machine.receive(Pong(nonce=ping.nonce, ping_sent_at=102.0, answered_at=102.0), B, 102.1)
+    machine.receive(Pong(nonce=ping.nonce, ping_sent_at=102.0), B, 102.1)
     assert not machine.live[B].is_missed
     assert machine.revision == revision + 2
 

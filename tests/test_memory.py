@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p_co2.system import memory
+from p2p_co2.system.memory import Pool
 
 SIZE = 3 * memory.HUGE_PAGE_BYTES
-Pool = memory._Pool
 
 HOLD = f"""
 import sys

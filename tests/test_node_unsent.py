@@ -13,16 +13,13 @@ from p2p_co2.simnet.oversight import Oversight
 
 
 def test_nothing_waits_for_another_turn_to_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The question for the next of several missed rounds waited for somebody else's message, up to 0.8 s."""
     turned, unsent, sent = Oversight.turned, list[str](), Counter[type]()
 
     def look(oversight: Oversight) -> None:
         node = oversight.node
-        if node._pump.is_open:
-            machines = node.membership, node.rounds._outlet, node.catchup._out
-            for machine in machines:
-                waiting = machine.messages if hasattr(machine, "messages") else machine._outgoing
-                unsent.extend(f"{oversight._books.now():.2f}: {message}" for _, message in waiting)
+        if node.life.tasks is not None and not node.life.stopping.is_set():
+            for machine in (node.membership, node.rounds, node.catchup):
+                unsent.extend(str(message) for _, message in machine.messages_to_send())
         turned(oversight)
 
     monkeypatch.setattr(Oversight, "turned", look)

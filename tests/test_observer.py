@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from p2p_co2.errors import TransportError
-from p2p_co2.node.observer import Observer
+from p2p_co2.node.reporting import Observer
 from p2p_co2.protocol.wire.identity import peer_id_of
 from p2p_co2.ticket import Ticket
 from tests.transport_peers import PATIENCE_S
@@ -46,9 +46,8 @@ def test_a_network_that_is_lost_for_long_is_opened_again(
         opened.append(Lost())
         return opened[-1]
 
-    monkeypatch.setattr("p2p_co2.node.observer.Network.open", open_network)
-    monkeypatch.setattr("p2p_co2.node.observer.FIND_S", 0.01)
-    monkeypatch.setattr("p2p_co2.node.observer.LOST_AFTER_S", -1.0)
+    monkeypatch.setattr("p2p_co2.node.reporting.Network.open", open_network)
+    monkeypatch.setattr("p2p_co2.node.reporting.FIND_S", 0.01)
     observer = Observer(TICKET, tmp_path)
     ends_at = time.monotonic() + PATIENCE_S
     while len(opened) < 3 and time.monotonic() < ends_at:

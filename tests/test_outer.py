@@ -15,7 +15,7 @@ from torch import Tensor
 from p2p_co2.config import OuterConfig
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.checkpoint import state_bytes
+from p2p_co2.tensors.checkpoint.agreed import state_bytes
 from p2p_co2.tensors.codec import get_codec, passes
 from p2p_co2.trainer.kept import Encoded
 
@@ -52,7 +52,6 @@ def test_heavy_ball_by_hand() -> None:
     assert values(first.params) == [0.5, 2, 4]
     assert values(first.momentum) == [1, 0, -2]
     assert report.gap == 1.0
-    assert report.gradient_norm == pytest.approx(math.sqrt(5))
     second, _ = outer.step(config, first, numbers(1, 1, 0), 1)
     assert values(second.momentum) == [1.5, 1, -1]
     assert values(second.params) == [-0.25, 1.5, 4.5]
@@ -78,7 +77,6 @@ def test_the_elementwise_clip_is_what_is_stored_and_what_is_applied() -> None:
     state, report = outer.step(config, outer.init(numbers(0, 0, 0)), numbers(1, -4, 2), 0)
     assert values(state.momentum) == [1, -1.5, 1.5]
     assert values(state.params) == [-1, 1.5, -1.5]
-    assert report.clipped_share == pytest.approx(2 / 3)
     assert report.momentum_norm == pytest.approx(math.sqrt(1 + 2 * 1.5**2))
     # Had the unclipped momentum been stored, the second value would be -2 here.
     state, _ = outer.step(config, state, numbers(0, 0, 0), 1)
@@ -87,10 +85,9 @@ def test_the_elementwise_clip_is_what_is_stored_and_what_is_applied() -> None:
 
 def test_the_rms_clip_follows_the_running_mean_square() -> None:
     config = plain(clip="rms", clip_phi=1.0)
-    state, report = outer.step(config, outer.init(numbers(0, 0)), numbers(1, 7), 0)
+    state, _ = outer.step(config, outer.init(numbers(0, 0)), numbers(1, 7), 0)
     assert state.mean_square == pytest.approx(25)
     assert values(state.momentum) == pytest.approx([1, 5])
-    assert report.clipped_share == 0.5
     state, _ = outer.step(config, state, numbers(10, 0), 1)
     assert state.mean_square == pytest.approx(0.9 * 25 + 0.1 * 50)
     assert values(state.momentum) == pytest.approx([math.sqrt(27.5), 0])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from p2p_co2.config import OWN_LOOP, ClockConfig, RunConfig
-from p2p_co2.tensors.checkpoint import load
+from p2p_co2.tensors.checkpoint.folder import load
 from tests.swarms import ROOT, Swarm, swarm
 
 pytestmark = pytest.mark.swarm

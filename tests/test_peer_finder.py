@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,9 +13,7 @@ import pytest
 from p2p_co2.errors import TransportError
 from p2p_co2.node import peer_finder as room
 from p2p_co2.node.peer_finder import (
-    ALONE_S,
-    LAST_WORD_S,
-    FinderEvents,
+    FIND_PEERS_S,
     PeerFinder,
     PositionWriter,
     Unreachable,
@@ -58,8 +57,11 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *fails: str) -> None:
         self.now, self.net, self.warned = 100.0, Net(*fails), list[str]()
         self.membership = Membership(PeerId("me"))
-        events = FinderEvents(lambda: self.now, Status, lambda: False, lambda: None, self.warned.append)
-        self.finder = PeerFinder(cast(Any, self.net), self.membership, events)
+        effects: Any = SimpleNamespace(
+            now=lambda: self.now, pump=lambda: None, report=lambda kind, text: self.warned.append(text)
+        )
+        writer: Any = SimpleNamespace(status=Status, rests=False)
+        self.finder = PeerFinder(cast(Any, self.net), self.membership, writer, effects)
         self._monkeypatch = monkeypatch
 
     async def look_once(self) -> bool:
@@ -78,7 +80,6 @@ class World:
 async def test_a_peer_that_cannot_be_listed_still_looks_for_others(
     fails: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A first peer waited twelve seconds for three: it had not looked."""
     world = World(monkeypatch, *fails)
     await world.look_once()
     assert world.membership.candidates.has_looked is ("find" not in fails)
@@ -88,7 +89,6 @@ async def test_a_peer_that_cannot_be_listed_still_looks_for_others(
 
 @pytest.mark.parametrize(("live", "every_s"), [(1, 10.0), (4, 10.0), (8, 20.0), (23, 57.5), (40, 60.0)])
 def test_among_many_that_are_all_heard_a_search_is_rare(live: int, every_s: float) -> None:
-    """It costs as much as there are peers listed: 24 peers searched for 20 kB/s each."""
     assert find_every_s(live) == every_s
 
 
@@ -108,7 +108,9 @@ async def test_who_comes_or_goes_makes_a_peer_look_again_at_once(monkeypatch: py
 
 
 def writer(net: Net, phase: Status.Phase, versions: Sequence[int]) -> PositionWriter:
-    return PositionWriter(net, lambda: (phase, 2.5, versions), lambda: 0, lambda: 0.0, lambda text: None)
+    return PositionWriter(
+        net.publish_position, lambda: (phase, 2.5, versions), lambda: 0, lambda: 0.0, lambda text: None
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,8 +126,7 @@ async def test_a_peer_that_leaves_says_where_the_run_is_if_it_has_been_in_it(
 
 
 async def test_a_last_word_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert LAST_WORD_S <= 2.0
-    monkeypatch.setattr(room, "LAST_WORD_S", 0.01)
+    monkeypatch.setattr(room, "CLOSE_TIMEOUT_S", 0.01)
 
     class Deaf(Net):
         async def publish_position(self, *what: Any) -> None:
@@ -138,7 +139,9 @@ def test_who_trains_alone_is_told_so_once() -> None:
     """All looks well from inside: rounds commit, the loss falls."""
     told = list[str]()
     now, live, phase = 0.0, 0, Status.TRAINING
-    positions = PositionWriter(Net(), lambda: (phase, 0.0, []), lambda: live, lambda: now, told.append)
+    positions = PositionWriter(
+        Net().publish_position, lambda: (phase, 0.0, []), lambda: live, lambda: now, told.append
+    )
 
     def look(at: float, others: int = 0, doing: Status.Phase = Status.TRAINING) -> int:
         nonlocal now, live, phase
@@ -147,10 +150,10 @@ def test_who_trains_alone_is_told_so_once() -> None:
         return len(told)
 
     assert look(0.0, doing=Status.JOINING) == 0
-    assert look(100.0) == look(100.0 + ALONE_S - 1) == 0
-    assert look(140.0, others=1) == look(141.0) == look(141.0 + ALONE_S - 1) == 0
+    assert look(100.0) == look(100.0 + 3 * FIND_PEERS_S - 1) == 0
+    assert look(140.0, others=1) == look(141.0) == look(141.0 + 3 * FIND_PEERS_S - 1) == 0
     assert look(200.0, doing=Status.PAUSED) == look(201.0) == 0
-    assert look(201.0 + ALONE_S) == 1
+    assert look(201.0 + 3 * FIND_PEERS_S) == 1
     assert "p2p-co2 join TICKET" in told[0]
     assert look(999.0) == look(1000.0, others=1) == look(1001.0) == look(2000.0) == 1
 

@@ -1,44 +1,49 @@
-"""planning: by hand, against the codecs, against a round of the real machines, and laws that advice keeps."""
+"""planning: by hand, against the codecs and a round of the real machines, laws that advice keeps; and the
+command, from a run file to a table, to JSON and to a picture."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
-from round_network import Network
+from rich.console import Console
+from round_network import Faults, Network
 
+from bootstrap.options import PlanOptions
+from bootstrap.plan.plan import make_plan, print_plan, read_links, run_plan
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import RunConfig
-from p2p_co2.planning import (
-    Link,
-    RoundTime,
-    Setting,
-    advise,
-    even_fragments,
-    exchange,
-    flow,
-    forecast,
-    link_of,
-    round_time,
-    setting_of,
-    traffic,
-)
-from p2p_co2.planning.advice import bounds_of
+from p2p_co2.errors import ConfigError
+from p2p_co2.planning import exchange, traffic
+from p2p_co2.planning.advice import advise, bounds_of
+from p2p_co2.planning.exchange import Link, RoundTime, flow, link_of, round_time
 from p2p_co2.planning.forecast import (
     COPY_BYTES_PER_S,
     NETWORK_BYTES,
     SETTLE_S,
     STEP_OVERHEAD_S,
+    Setting,
+    even_fragments,
+    forecast,
+    setting_of,
 )
 from p2p_co2.planning.profiles import MIX_SHARES, PROFILES, profile_of
 from p2p_co2.planning.simulator import Job, utilisation
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import Envelope
+from p2p_co2.recipes import load_recipe
 from p2p_co2.tensors.codec import get_codec
 from tests.envelopes import enveloped
+
+# ---- the arithmetic
 
 GRID = [10 ** (-1.0 + 4.0 / 49 * point) for point in range(50)]
 """The published table's bandwidths, Gbit/s."""
@@ -54,10 +59,7 @@ def setting(**changes: object) -> Setting:
 
 
 def plain_time(transfer_s: float, rest_s: float = 0.0) -> RoundTime:
-    return RoundTime(
-        floor_s=transfer_s, transfer_s=transfer_s, latency_s=rest_s, gather_s=0.0, spread_s=0.0,
-        compute_s=0.0, limited_by="upload",
-    )  # fmt: skip
+    return RoundTime(floor_s=transfer_s, transfer_s=transfer_s, latency_s=rest_s, compute_s=0.0)
 
 
 # ---- bytes
@@ -67,7 +69,7 @@ def plain_time(transfer_s: float, rest_s: float = 0.0) -> RoundTime:
 def test_payloads_are_as_large_as_the_codec_makes_them(name: str) -> None:
     codec = get_codec(name)
     for values in (1, 127, 128, 129, 1_000_001):
-        assert traffic.payload_bytes(name, values) == codec.payload_bytes(values)
+        assert SPECS[name].payload_bytes(values) == codec.payload_bytes(values)
 
 
 @pytest.mark.parametrize(("peers", "blocks"), [(2, 64), (4, 3000), (7, 40_000)])
@@ -81,6 +83,16 @@ def test_a_round_of_the_real_machines_sends_what_is_foretold(peers: int, blocks:
     payload = blocks * 68
     expected = 2 * (1 - 1 / peers) * payload + traffic.round_control_bytes(peers, payload)
     assert total / peers == pytest.approx(expected, rel=0.02)
+
+
+def test_a_round_of_the_real_machines_takes_the_messages_one_way_that_are_counted() -> None:
+    one_way_s = 0.1
+    world = Network(4, faults=Faults(latency_s=(one_way_s, one_way_s)))
+    world.reduce_s, began_at = 0.0, world.now
+    world.offer_all(spread_s=0.0)
+    world.run_until_settled()
+    assert len(world.committed()) == 4
+    assert world.now - began_at == pytest.approx(exchange.ONE_WAY_MESSAGES * one_way_s)
 
 
 def test_slices_and_means_are_the_published_traffic_whatever_the_shares() -> None:
@@ -111,9 +123,9 @@ def test_a_round_by_hand() -> None:
     assert time.transfer_s == pytest.approx(2 * 1.04 * sent / (0.85 * 1e5))
     assert time.limited_by == "upload"
     # 0.1 s times 0.85e5 bytes per s are less than the first window: no slow start to wait for.
-    # Of six messages one way, the slices' way is hidden: the first means travel beside the last of them.
-    assert time.latency_s == pytest.approx(5 * 0.05)
-    assert round_time(68_000, 128_000, 3.0, [link, link]).latency_s == pytest.approx(6 * 0.05)
+    # Of five messages one way, the slices' way is hidden: the first means travel beside the last of them.
+    assert time.latency_s == pytest.approx(4 * 0.05)
+    assert round_time(68_000, 128_000, 3.0, [link, link]).latency_s == pytest.approx(5 * 0.05)
     assert (time.gather_s, time.spread_s) == pytest.approx((3.0 * (2 / 3 - 1 / 2), 3.0 / 3))
     assert time.compute_s == pytest.approx(4 * 12_800_000 / 270e6)
     assert time.to_apply_s > time.transfer_s > time.floor_s == pytest.approx(68.0)
@@ -153,9 +165,9 @@ def test_a_link_that_lacks_a_little_is_used_whole() -> None:
 def test_a_runs_figures_by_hand() -> None:
     run = setting(rounds=20, round_s=10.0)
     shown = forecast(run)
-    time = round_time(traffic.payload_bytes("int4", 250_000), 250_000, 0.5, run.links)
+    time = round_time(SPECS["int4"].payload_bytes(250_000), 250_000, 0.5, run.links)
     per_round = 4 * (
-        2 * 0.75 * traffic.payload_bytes("int4", 250_000) + traffic.round_control_bytes(4, 132_812)
+        2 * 0.75 * SPECS["int4"].payload_bytes(250_000) + traffic.round_control_bytes(4, 132_812)
     )
     assert shown.up_bytes_per_round == pytest.approx(
         per_round + 10 * traffic.heartbeat_bytes_per_s(4, 4), rel=1e-3
@@ -175,7 +187,7 @@ def test_memory_grows_with_what_the_rule_and_error_feedback_keep() -> None:
     def copies(**changed: Any) -> float:
         return forecast(setting(rounds=20, **changed)).exchange_copies
 
-    payload = 4 * traffic.payload_bytes("int4", 250_000) / 4e6
+    payload = 4 * SPECS["int4"].payload_bytes(250_000) / 4e6
     plain = 2 + payload + 0.5 * (0.5 + 3 * payload) + 3 * 0.25  # two of four fragments open at the end
     assert copies() == pytest.approx(plain)
     assert copies(rule="co2") == pytest.approx(plain - 0.5 * 0.375)
@@ -324,3 +336,155 @@ def test_the_mixture_is_drawn_from_seed_and_index_alone() -> None:
     counts = Counter(profile.name for profile in drawn)
     for name, share in MIX_SHARES.items():
         assert abs(counts[name] / 2000 - share) < 0.035
+
+
+# ---- the command
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = """
+name = "small"
+fragments = 2
+[recipe_options]
+layers = 1
+width = 16
+heads = 2
+context = 8
+[clock]
+round_s = 4.0
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def options(path: Path, **changes: object) -> PlanOptions:
+    slow = PlanOptions(run_file=path, parameters=10**8, step_s=0.5, up_mbit=20, down_mbit=100, rtt_ms=80)
+    return replace(slow, **changes)  # type: ignore[arg-type]
+
+
+def links_of(**given: Any) -> tuple[tuple[Link, ...], str]:
+    return read_links(PlanOptions(run_file=Path(), **given), 0)
+
+
+def test_the_model_is_counted_and_its_step_measured(run_file: Path) -> None:
+    plan = make_plan(PlanOptions(run_file=run_file, threads=1, batch=2))
+    recipe = load_recipe("byte-gpt", plan.run.recipe_options, 0)
+    assert plan.setting.parameters == sum(p.numel() for p in recipe.model.parameters())
+    assert len(plan.setting.fragments) == 2
+    assert plan.setting.tokens_per_step == 2 * 8
+    assert 0 < plan.setting.step_s < 1
+    assert plan.setting.train_bytes > 50e6  # torch alone is more
+    assert "median" in plan.sources["step"]
+
+
+def test_what_is_given_is_not_measured_and_needs_no_torch(run_file: Path) -> None:
+    script = (
+        "import sys\nfrom p2p_co2.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "print(sorted({'torch', 'hivemind', 'grpc', 'matplotlib'} & set(sys.modules)))"
+    )
+    arguments = ["plan", str(run_file), "--parameters", "100000000", "--step-s", "0.5", "--json"]
+    said = subprocess.check_output([sys.executable, "-c", script, *arguments], cwd=ROOT, text=True)
+    table, modules = said.rsplit("\n", 2)[:2]
+    assert modules == "[]"
+    assert json.loads(table)["given"]["setting"]["parameters"] == 10**8
+
+
+def test_the_table_says_what_binds_and_what_to_write(run_file: Path) -> None:
+    text = StringIO()
+    print_plan(make_plan(options(run_file)), Console(file=text, width=200))
+    shown = " ".join(text.getvalue().split())
+    for words in ("does not reach 95%", "What binds: upload", "clock.round_s = ", "sends are left out"):
+        assert words in shown
+
+
+def test_of_more_peers_than_a_run_may_have_the_plan_says_which_it_is_of(run_file: Path) -> None:
+    run_file.write_text("group_size = 8" + RUN)
+    plan = make_plan(options(run_file, peers=10))
+    assert len(plan.setting.links) == 8
+    assert "of 10 peers the slowest 8, all that may come" in plan.sources["links"]
+
+
+@pytest.mark.parametrize("mode", ["time", "steps"])
+def test_advice_is_in_the_words_of_the_runs_clock(run_file: Path, mode: str) -> None:
+    run_file.write_text(RUN + f'mode = "{mode}"\n')
+    text = StringIO()
+    print_plan(make_plan(options(run_file)), Console(file=text, width=200))
+    assert ("clock.inner_steps_per_round = " in text.getvalue()) == (mode == "steps")
+
+
+def test_a_picture_is_drawn(run_file: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    assert run_plan(options(run_file, plot=tmp_path / "plan.png", as_json=True), said.append) == 0
+    assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (tmp_path / "plan.png").stat().st_size > 20_000
+
+
+# ---- links
+
+
+def test_links_by_profile_figures_and_measurement(tmp_path: Path) -> None:
+    cable, words = links_of(profile="cable", peers=3)
+    assert len(cable) == 3
+    assert cable[0].up_bytes_per_s == 5e6
+    assert "cable" in words
+    (given,), _ = links_of(up_mbit=8, rtt_ms=50, loss=0.01, peers=1)
+    assert given == Link(up_bytes_per_s=1e6, down_bytes_per_s=1e7, round_trip_s=0.05, loss=0.01)
+    path = tmp_path / "link.json"
+    path.write_text(
+        json.dumps({"link": {"up_bytes_per_s": 5.0, "down_bytes_per_s": 6.0, "round_trip_s": 0.5}})
+    )
+    (measured,), words = links_of(link=path, peers=1)
+    assert (measured.up_bytes_per_s, measured.down_bytes_per_s, measured.round_trip_s) == (5.0, 6.0, 0.5)
+    assert "measured" in words
+    assert "assumed" in links_of()[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("no json", "not JSON"),
+        ("[]", "link: missing"),
+        ('{"link": {"up_bytes_per_s": null}}', "link.up_bytes_per_s: was not"),
+        ('{"link": {"up_bytes_per_s": true}}', "link.up_bytes_per_s: was not"),
+        ('{"link": {"up_bytes_per_s": 1e-308}}', "link.up_bytes_per_s: was not"),
+        ('{"link": {"up_bytes_per_s": 1, "down_bytes_per_s": -1}}', "link.down_bytes_per_s"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_measurement_that_is_none_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "link.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        links_of(link=path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peers": 0}, "--peers"),
+        ({"peers": 10**9}, r"--peers: 1 to 64 \(got 1000000000\)"),
+        ({"target": 1.0}, "--target"),
+        ({"target": float("nan")}, "--target"),
+        ({"step_s": -1.0}, "--step-s"),
+        ({"step_s": float("nan")}, "--step-s"),
+        ({"parameters": -1}, "--parameters"),
+        ({"hours": 0.0}, "--hours"),
+        ({"up_mbit": 0, "down_mbit": 0, "rtt_ms": 0, "profile": "pigeon"}, "'pigeon'"),
+        ({"up_mbit": -1.0}, "--up-mbit"),
+        ({"up_mbit": 0, "down_mbit": 0}, "--up-mbit"),
+        ({"loss": 1.5}, "--loss"),
+        ({"profile": "dsl"}, "not several"),
+        ({"run_file": Path("no.toml")}, "no such file"),
+        ({"step_s": 0.0, "device": "abacus"}, "--device"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(
+    run_file: Path, changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_plan(options(run_file, **changes))

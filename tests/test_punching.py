@@ -5,7 +5,7 @@ The peers are carriers with their daemons, each daemon in a network namespace be
 trains. What libp2p needs for it is there: four others who see each peer's address, and a quarter of a minute,
 after which it believes that it cannot be dialled. The routers let pass what does not fit the sequence numbers
 that they saw, so that each try is as good as the other; with those that do not, a hole needs both ends to
-dial at once (``upgrade``), and a try that failed spoils the next for two minutes.
+dial at once (``LinkUpgrades``), and a try that failed spoils the next for two minutes.
 
 Skipped where network namespaces are not allowed.
 """
@@ -29,14 +29,13 @@ from bootstrap.internet import Internet, Machine
 from monitoring.words import describe
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.net.transport.addresses import is_relayed
-from p2p_co2.net.transport.libp2p import upgrade as libp2p_ways
+from p2p_co2.net.transport.libp2p import carrier as carrier_room
 from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
 from p2p_co2.net.transport.libp2p.control import own_maddrs, reach, ways_to_peers
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.relay import Places
-from p2p_co2.node.lanes import Uplink
-from p2p_co2.node.links import LinkObserver, LinkPool
+from p2p_co2.node.links import LinkObserver, LinkPool, Uplink
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
@@ -165,7 +164,7 @@ async def hide(stack: AsyncExitStack, path: Path, p2p: P2P, machine: Machine, kn
 async def test_a_relayed_link_becomes_direct_through_a_punched_hole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(libp2p_ways, "LOOK_EVERY_S", 8.0)
+    monkeypatch.setattr(carrier_room, "CONNECT_TIMEOUT_S", 5.5)
     with Internet(KERNEL, tmp_path, seed=1) as internet:
         async with (
             asyncio.timeout(2 * PATIENCE_S),

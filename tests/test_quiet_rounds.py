@@ -63,7 +63,7 @@ def test_who_rests_tells_each_other_once_a_slow_beat_and_measures_now_and_then()
             assert isinstance(message, Ping)
             told[message.nonce > 0] += 1
             status = Status(heartbeat_s=QUIET_S)
-            answer = Pong(nonce=message.nonce, ping_sent_at=now, answered_at=now, status=status)
+            answer = Pong(nonce=message.nonce, ping_sent_at=now, status=status)
             machine.receive(answer if message.nonce else Ping(status=status), OTHER, now + 0.1)
     assert told.total() == pytest.approx(hour_s / QUIET_S, abs=2)
     assert told[True] == pytest.approx(hour_s / (MEASURED_BEATS * QUIET_S), abs=3)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,14 +59,34 @@ def namespaces() -> list[str]:
     return owned(os.getpid())
 
 
-def start_rehearsal(folder: Path, *options: str) -> subprocess.Popen[bytes]:
+@contextmanager
+def rehearsal(folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     (folder / "run.toml").write_text(RUN)
-    command = [str(folder / "run.toml"), "--peers", "2", "--folder", str(folder / "run"), *options]
+    command = [
+        "rehearse",
+        str(folder / "run.toml"),
+        "--peers",
+        "2",
+        "--folder",
+        str(folder / "run"),
+        *options,
+    ]
+    settings: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, **environment()}}
+    with running(program("bootstrap", *command), folder, **settings) as process:
+        yield process
+
+
+@contextmanager
+def running(command: list[str], folder: Path, **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is gone when the block ends; its output goes to a file of ``folder``."""
     with (folder / "output").open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "bootstrap", "rehearse", *command],
-            env={**os.environ, **environment()}, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, **settings)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(BOUND_S)
 
 
 # ---- lines
@@ -116,35 +137,29 @@ def transfer(sender: Machine, receiver: Machine, data: bytes) -> tuple[bytes, fl
 
 @needs_namespaces
 def test_a_line_has_its_delay_rate_and_loss_and_loses_no_byte(tmp_path: Path) -> None:
-    line = replace(OPEN_DSL, jitter_ms=0.0, loss=0.02)
+    """On a slow line; and of many connections on a fast one, which take large packets."""
+    slow = replace(OPEN_DSL, jitter_ms=0.0, loss=0.02)
+    fast = replace(PROFILES["transatlantic"], latency_ms=10.0, jitter_ms=0.0, loss=0.005)
     with Internet(KERNEL, tmp_path, seed=5) as internet:
-        a, b = internet.add("a", line), internet.add("b", line)
+        a, b = internet.add("a", slow), internet.add("b", slow)
+        machines = [internet.add(f"peer-{index}", fast) for index in range(4)]
         internet.start()
         data = os.urandom(1 << 20)
         got, took_s = transfer(a, b, data)
         assert got == data
-        assert took_s > 8 * len(data) / line.up_bits_per_s + 0.04
+        assert took_s > 8 * len(data) / slow.up_bits_per_s + 0.04
         up, _ = internet.traffic_bytes()["a"]
         assert len(data) < up < 1.5 * len(data)
-    assert namespaces() == []
-    assert 0 < internet.forwarded["lost"] < 0.1 * internet.forwarded["packets"]
-
-
-@needs_namespaces
-def test_many_connections_on_a_fast_line_take_large_packets(tmp_path: Path) -> None:
-    line = replace(PROFILES["transatlantic"], latency_ms=10.0, jitter_ms=0.0, loss=0.005)
-    with Internet(KERNEL, tmp_path, seed=5) as internet:
-        machines = [internet.add(f"peer-{index}", line) for index in range(4)]
-        internet.start()
-        data = os.urandom(4 << 20)
+        data *= 4
         with ThreadPoolExecutor(3) as pool:
             arrived = list(pool.map(lambda sender: transfer(sender, machines[0], data), machines[1:]))
         assert all(got == data for got, _ in arrived)
-        assert 3 * 8 * len(data) / line.down_bits_per_s < max(took_s for _, took_s in arrived)
+        assert 3 * 8 * len(data) / fast.down_bits_per_s < max(took_s for _, took_s in arrived)
+    assert namespaces() == []
     done = internet.forwarded
     full_segments = done["bytes"] / 1500
-    assert done["packets"] < 0.35 * full_segments, "acknowledgements included"
-    assert 0.1 * 0.005 * full_segments < done["lost"] < 3 * 0.005 * full_segments
+    assert done["packets"] < 0.5 * full_segments, "acknowledgements included"
+    assert 0.1 * 0.005 * full_segments < done["lost"] < 3 * 0.007 * full_segments
 
 
 @needs_namespaces
@@ -177,13 +192,8 @@ def test_what_a_killed_process_made_is_swept_and_nothing_else() -> None:
 
 @needs_router
 def test_peers_behind_routers_meet_through_the_seed(tmp_path: Path) -> None:
-    process = start_rehearsal(tmp_path, "--profile", "4g", "--seconds", "8")
-    try:
+    with rehearsal(tmp_path, "--profile", "4g", "--seconds", "8") as process:
         output, summary = finished(process, tmp_path)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            process.wait(BOUND_S)
     assert owned(process.pid) == []
     assert "emulation: real packets" in output
     assert summary["lines"]["peer-1"]["nat"] == "symmetric"
@@ -220,24 +230,14 @@ def nobodys() -> Iterator[Path]:
 
 
 def test_without_root_it_is_played_on_loopback_with_slow_carriers_and_says_so(nobodys: Path) -> None:
-    is_root = os.geteuid() == 0
     command = console("rehearse", "run.toml", "--peers", "2", "--profile", "dsl", "--seconds", "6")
     variables = {**os.environ, **environment(), "HOME": str(nobodys), "COLUMNS": "120"}
-    with (nobodys / "output").open("wb") as output:
-        try:
-            process = subprocess.Popen(
-                [*command, "--folder", "run"], cwd=nobodys, env=variables, stdout=output,
-                stderr=subprocess.STDOUT, user=NOBODY if is_root else None,
-                group=NOBODY if is_root else None, extra_groups=[] if is_root else None,
-            )  # fmt: skip
-        except PermissionError as error:
-            pytest.skip(f"this checkout is for its owner alone, nobody else can run it: {error}")
+    who = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
     try:
-        said, summary = finished(process, nobodys)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            process.wait(BOUND_S)
+        with running([*command, "--folder", "run"], nobodys, cwd=nobodys, env=variables, **who) as process:
+            said, summary = finished(process, nobodys)
+    except PermissionError as error:
+        pytest.skip(f"this checkout is for its owner alone, nobody else can run it: {error}")
     assert "carriers slowed down on loopback" in said
     assert "network namespaces need root" in " ".join(said.split())  # and why
     assert "slowed down" in summary["emulation"]
@@ -249,15 +249,15 @@ def test_without_root_it_is_played_on_loopback_with_slow_carriers_and_says_so(no
 
 @needs_namespaces
 def test_an_interrupted_rehearsal_leaves_nothing(tmp_path: Path) -> None:
-    process = start_rehearsal(tmp_path, "--profile", "fibre", "--seconds", "60")
-    ends_at = time.monotonic() + BOUND_S
-    while not (tmp_path / "run" / "logs" / "peer-2.log").exists():
-        assert time.monotonic() < ends_at
-        assert process.poll() is None, (tmp_path / "output").read_text()
-        time.sleep(0.1)
-    assert owned(process.pid)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(BOUND_S) == 130
+    with rehearsal(tmp_path, "--profile", "fibre", "--seconds", "60") as process:
+        ends_at = time.monotonic() + BOUND_S
+        while not (tmp_path / "run" / "logs" / "peer-2.log").exists():
+            assert time.monotonic() < ends_at
+            assert process.poll() is None, (tmp_path / "output").read_text()
+            time.sleep(0.1)
+        assert owned(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(BOUND_S) == 130
     assert owned(process.pid) == []
     assert "no process and no namespace is left" in (tmp_path / "output").read_text()
 
@@ -267,7 +267,7 @@ def start_seed(swarm: LocalSwarm, place: Machine, folder: Path, *options: str) -
     (folder / "run.toml").write_text(RUN)
     arguments = ["seed", str(folder / "run.toml"), "--folder", str(folder / "seed"), "--port", "31337"]
     arguments += ["--host", place.address, "--announce-host", place.address, *options]
-    seed = swarm.start("seed", place.command(program("bootstrap", *arguments)), environment())
+    seed = swarm.start("seed", place.command(program("bootstrap", *arguments)))
     return swarm.wait_for_line(seed, "ticket:", BOUND_S)
 
 
@@ -280,7 +280,7 @@ def test_a_peer_that_nobody_can_reach_is_told_what_to_do_when_somebody_is_there(
         internet.start()
         ticket = start_seed(swarm, public, tmp_path, "--no-relay")
         command = program("peers", ticket, "--folder", str(tmp_path / "peer"), "--recipe", RECIPE)
-        peer = swarm.start("peer", hidden.command(command), environment())
+        peer = swarm.start("peer", hidden.command(command))
         cure = "forward two TCP ports of the router to this machine and join with --announce-host"
 
         def wait_for(words: str, process: Child) -> None:
@@ -292,10 +292,10 @@ def test_a_peer_that_nobody_can_reach_is_told_what_to_do_when_somebody_is_there(
         wait_for("1 of 1 peers, round", peer)
         assert cure not in peer.last_lines(100)  # nobody is out of reach: nobody is there
         command[command.index(str(tmp_path / "peer"))] = str(tmp_path / "other")
-        newcomer = swarm.start("newcomer", other.command(command), environment())
+        newcomer = swarm.start("newcomer", other.command(command))
         wait_for("error: the others left at round", newcomer)  # it is not let to train the run anew, alone
         assert cure in newcomer.last_lines(100)
-        swarm.start("other", other.command([*command, "--start-over"]), environment())
+        swarm.start("other", other.command([*command, "--start-over"]))
         wait_for("no seed passes on traffic for this peer", peer)
         assert f"warning: {cure}" in peer.last_lines(100)
     assert namespaces() == []
@@ -310,9 +310,9 @@ def test_a_board_behind_a_router_shows_a_peer_behind_another(tmp_path: Path) -> 
         internet.start()
         ticket = start_seed(swarm, public, tmp_path)
         command = program("peers", ticket, "--folder", str(tmp_path / "peer"), "--recipe", RECIPE)
-        swarm.start("peer", trains.command(command), environment())
+        swarm.start("peer", trains.command(command))
         command = program("p2p_co2.cli", "board", ticket, "--folder", str(tmp_path / "b"), "--port", "8800")
-        board = swarm.start("board", looks.command(command), environment())
+        board = swarm.start("board", looks.command(command))
         script = (
             "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8800/api/swarm').read().decode())"
         )

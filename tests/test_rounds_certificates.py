@@ -25,7 +25,7 @@ from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from tests.certificates import certify
 from tests.round_machine import DIGEST, SHAPE, begun_member, drain, offer_of, one_machine
-from tests.round_network import RUN, Network, make_identity
+from tests.round_network import RUN, Network, contributors_of, make_identity
 
 IDS = sorted((make_identity(index) for index in range(3)), key=lambda one: one.peer_id)
 
@@ -241,10 +241,7 @@ def test_a_mean_that_one_member_holds_of_a_lost_owner_is_passed_on() -> None:
     net.offer_all()
     net.run(60.0)
     assert net.committed().keys() == set(net.names) - {owner}
-    assert {part.contributors for event in net.committed().values() for part in event.parts}
-    counted = {
-        peer for event in net.committed().values() for part in event.parts for peer, _ in part.contributors
-    }
+    counted = {peer for event in net.committed().values() for part in contributors_of(event) for peer in part}
     assert owner in counted  # it was its mean that was passed on
     net.check_agreement()
 

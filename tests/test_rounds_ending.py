@@ -40,19 +40,6 @@ def readies_of(machine: Rounds) -> list[tuple[PeerId, bool]]:
     return [(to, message.withdrawn) for to, message in sent if isinstance(message, wire.Ready)]
 
 
-def test_who_only_finishes_leaves_the_rounds_to_those_who_train() -> None:
-    """Who asked it goes on to one of these as soon as it hears of that. Where it began with them all the
-    same, two attempts at one round waited for each other's members for half a minute."""
-    machine = machine_with({ME: FINISHES, OTHER: TRAINS, THIRD: FINISHES})
-    machine.receive(ready(), OTHER, 1.0)
-    assert [type(message) for _, message in machine.messages_to_send()] == [wire.Waiting]
-    machine.set_peers({ME: TRAINS, OTHER: TRAINS, THIRD: FINISHES}, 1.1)
-    machine.receive(ready(), OTHER, 1.2)
-    machine.set_peers({ME: FINISHES, OTHER: TRAINS, THIRD: FINISHES}, 1.3)
-    machine.handle_timer(99.0)
-    assert groups(machine) == []
-
-
 def test_another_coordinator_is_asked_when_this_one_has_stopped_to_train() -> None:
     machine = machine_with(dict.fromkeys((ME, OTHER, THIRD), TRAINS))
     round_ = next(n for n in range(1, 99) if coordination_order((ME, OTHER, THIRD), 0, n)[0] == OTHER)
@@ -91,8 +78,8 @@ def seasoned() -> Rounds:
     cadence = machine._coordination.cadences[0]
     for round_ in range(1, 5):
         cadence.committed(round_, 2.0 * round_)
-        machine._coordination._history[0].arrived(round_ + 10, 2.0 * round_)
-        machine._coordination._history[0].arrived(round_ + 10, 2.0 * round_ + 0.01)
+        machine._coordination._readies[0].arrived(round_ + 10, 2.0 * round_)
+        machine._coordination._readies[0].arrived(round_ + 10, 2.0 * round_ + 0.01)
     return machine
 
 
@@ -114,7 +101,7 @@ def test_nobody_is_waited_for_beyond_the_last_rounds_deadline() -> None:
         machine.receive(ready(last=True), peer, 100.0)
     timer_at = machine.get_timer()
     assert timer_at is not None
-    assert timer_at <= 100.0 + limits.LAST_GATHER_S
+    assert timer_at <= 100.0 + limits.GATHER_DEFAULT_S
     machine.handle_timer(timer_at)
     assert groups(machine) == [tuple(sorted((ME, OTHER)))]
 

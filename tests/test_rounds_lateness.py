@@ -7,11 +7,11 @@ from google.protobuf.message import Message
 
 from p2p_co2.protocol.rounds import Committed, PayloadShape
 from p2p_co2.protocol.rounds.deadline import SAFETY
-from p2p_co2.protocol.rounds.lateness import FORGIVING, HARDEST, LATE, LEAST, Lateness
 from p2p_co2.protocol.rounds.parts import Rates, divide
+from p2p_co2.protocol.rounds.repute import FORGIVING, HARDEST, LATE, LEAST, Lateness
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Begin, Mean
-from tests.round_network import Network
+from tests.round_network import Network, contributors_of
 
 A, B, C, D = (PeerId(name) for name in "abcd")
 
@@ -88,4 +88,4 @@ def test_whoever_sends_its_means_slowly_is_given_less_and_counts_all_the_same() 
     assert owned[0] == 16  # a quarter, as its link says
     assert max(owned[2:]) <= 8
     for event in rounds:
-        assert all(liar in dict(part.contributors) for part in event.parts)
+        assert all(liar in part for part in contributors_of(event))

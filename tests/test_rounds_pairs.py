@@ -8,9 +8,8 @@ from google.protobuf.message import Message
 from p2p_co2.protocol.rounds import Aborted, Began, PayloadShape, PeerView
 from p2p_co2.protocol.rounds.bounds import GRACE_S, READY_CAP_S
 from p2p_co2.protocol.rounds.deadline import Cadence, Durations
-from p2p_co2.protocol.rounds.gathering import Gathering
+from p2p_co2.protocol.rounds.gathering import Gathering, Roster
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.rounds.roster import Roster
 from p2p_co2.protocol.rounds.swarm import Outlet
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId

@@ -13,11 +13,13 @@ import pytest
 from bootstrap.seed import keep_positions, read_positions
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import RUN_OVER, RunOver, TransportError
-from p2p_co2.net.discovery.records import CLOCK_SLACK_S, POSITION_RENEWED_S, run_position
-from p2p_co2.node.observer import where_it_was
+from p2p_co2.net.discovery.records import run_position
+from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S
+from p2p_co2.node.reporting import where_it_was
+from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S
 from p2p_co2.protocol.wire.messages_pb2 import RunPosition
 from p2p_co2.telemetry.events import FragmentApplied, Progress
-from p2p_co2.trainer.beginning import Beginning
+from p2p_co2.trainer.arrival import Beginning
 from tests.campaign import RECIPE
 from tests.swarms import START_BOUND_S, Swarm, swarm
 
@@ -35,7 +37,7 @@ def said(position: float, at: float = 0.0) -> RunPosition:
         ([said(60, 1000), said(59, 990)], 60),
         ([said(12, 1000), said(12.5, 990), said(60, 1001)], 12.5),  # one liar among three
         ([said(12, 1000), said(60, 1000), said(60, 1000)], 60),
-        ([said(60, 0.0), said(2, 3 * POSITION_RENEWED_S + 1)], 2),  # somebody began anew
+        ([said(60, 0.0), said(2, 3 * MESSAGE_TIMEOUT_S + 1)], 2),  # somebody began anew
     ],
 )
 def test_the_runs_position_is_what_half_of_those_say_that_were_there_last(
@@ -50,7 +52,7 @@ def test_a_position_of_the_future_makes_no_other_too_old() -> None:
     """What may stand in the DHT may be dated later than now by more than peers that were there together."""
     now = 1000.0
     honest = [said(5, now - 10 * number) for number in range(9)]
-    found = run_position([*honest, said(60, now + CLOCK_SLACK_S - 1)], now)
+    found = run_position([*honest, said(60, now + HELLO_WINDOW_S - 1)], now)
     assert found is not None
     assert found.position == 5
 

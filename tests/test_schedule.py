@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p_co2.config import ClockConfig, OuterConfig, RunConfig
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.schedule import (
-    ALONE_S,
     DISTINCT,
+    FIRST_ROUND_BOUND_S,
     FLUSH_CAP_S,
     FLUSH_FLOOR_S,
     Ending,
@@ -25,7 +26,6 @@ from p2p_co2.protocol.schedule import (
     flush_bound_s,
     points_passed,
 )
-from p2p_co2.protocol.schedule.ending import AGAIN_S
 
 
 def test_points_by_hand() -> None:
@@ -336,7 +336,7 @@ def test_on_a_full_line_all_peers_send_the_fragments_in_one_order() -> None:
 
 @pytest.mark.parametrize(
     ("round_s", "share", "sent"),
-    [(4.0, 0.0, [1, 0]), (4.0, 0.5, [0]), (ALONE_S, 0.0, [1, 0]), (60.0, 0.0, [0])],
+    [(4.0, 0.0, [1, 0]), (4.0, 0.5, [0]), (FIRST_ROUND_BOUND_S, 0.0, [1, 0]), (60.0, 0.0, [0])],
 )
 def test_who_has_no_part_in_a_mean_is_due_at_once_in_short_rounds(
     round_s: float, share: float, sent: list[int]
@@ -409,7 +409,7 @@ def test_an_offer_that_ends_at_once_is_not_made_again_at_once() -> None:
         offered += [now] * len(fragments)
         now += 0.002 if fragments else wait_s  # it is refused at once
     assert len(offered) == 30
-    assert min(b - a for a, b in pairwise(offered)) >= AGAIN_S
+    assert min(b - a for a, b in pairwise(offered)) >= HEARTBEAT_S
     assert Ending(2, 100.0, 30.0).next([0, 1], [], 100.0) == ([0, 1], 15.0)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.node.lanes import Piece
-from p2p_co2.node.links import LinkObserver
+from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
+from p2p_co2.node.links import LinkObserver, Piece
 from p2p_co2.planning.profiles import profile_of
 from p2p_co2.protocol.wire.envelope import Opened
 from p2p_co2.protocol.wire.identity import PeerId
@@ -18,8 +18,7 @@ from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import Envelope, Part, PeerRecord
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.simnet.campaign import storm_settings
-from p2p_co2.simnet.internet import CONNECT_PATIENCE_S, Endpoint, Internet, Path
-from p2p_co2.simnet.links import KNOCK_EVERY_S, Parcel, VirtualLinks
+from p2p_co2.simnet.internet import KNOCK_EVERY_S, Endpoint, Internet, Parcel, Path, VirtualLinks
 from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime, loop_of
 from p2p_co2.telemetry.events import Event, PeerLeft, RoundCommitted
@@ -151,7 +150,7 @@ def test_who_knocks_at_a_cut_line_gets_through_when_it_knocks_again(
     net.world.run(15.0)
     ((what, at),) = net.heard
     if opens_at is None:
-        assert (what, at) == ("unreachable", CONNECT_PATIENCE_S)
+        assert (what, at) == ("unreachable", CONNECT_TIMEOUT_S)
     else:
         assert what == "opened"
         assert at == pytest.approx(opens_at + 4 * net.path().delay_s, abs=KNOCK_EVERY_S / 10)

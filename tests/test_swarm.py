@@ -30,7 +30,7 @@ from p2p_co2.telemetry.events import (
 )
 from p2p_co2.telemetry.journal import read_events
 from p2p_co2.ticket import Ticket
-from p2p_co2.trainer.connection import GATHER_BOUND_S
+from p2p_co2.trainer.arrival import GATHER_BOUND_S
 from tests import campaign
 from tests.campaign import Campaign
 

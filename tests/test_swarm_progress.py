@@ -7,6 +7,7 @@ from hearing_peer import ALL_FINISHED, DONE, ME, NEWCOMER, OTHER, Place
 
 from p2p_co2.node.progress import LACKS, LISTENED_S
 from p2p_co2.node.state import LocalProgress
+from p2p_co2.protocol.catchup import policy
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.protocol.wire.messages_pb2 import Status
@@ -15,7 +16,6 @@ from p2p_co2.protocol.wire.messages_pb2 import Status
 
 
 def test_a_newcomer_whose_donors_all_go_is_left_behind() -> None:
-    """It would begin a history of its own, with half of the swarm's state (seed 4 of the storms)."""
     place = Place(0, 0)
     place.hear(OTHER, Status.TRAINING, 3, 3)
     assert not place.known.left_behind
@@ -70,15 +70,14 @@ def test_a_newcomer_sees_that_a_run_has_as_many_peers_as_it_can_have() -> None:
 def test_words_of_more_or_fewer_fragments_than_the_run_has_count_for_nothing(
     phase: Status.Phase, told: Status.Phase, versions: tuple[int, ...], digests: int
 ) -> None:
-    """They ended the node of whoever joined, rested or was done."""
     place = Place(3, 3)
     place.state.show(LocalProgress(phase, finished=frozenset({0, 1})))
     for peer in (OTHER, NEWCOMER):
         place.say(peer, Status(phase=told, versions=versions, digests=[bytes([9]) * 32] * digests))
-        place.agreement.decide(0, replayable=True)
+        policy.decide(*place.agreement.at(0), replayable=True)
     for peer in (OTHER, NEWCOMER):
         place.lose(peer)
-        place.agreement.decide(0, replayable=True)
+        policy.decide(*place.agreement.at(0), replayable=True)
     assert place.progress.missing() == ""
 
 
@@ -105,7 +104,7 @@ def test_who_trains_no_more_stands_still_on_the_clock() -> None:
     for last, is_over, position in ((3.0, False, 3.5), (3.0, True, 3.0), (5.2, True, 5.0)):
         place.state.show(LocalProgress(Status.TRAINING, last, place.now, is_over=is_over))
         place.now += 2.0
-        assert place.progress.position() == position
+        assert place.writer.position() == position
 
 
 # ---- is done
@@ -125,17 +124,9 @@ def test_who_is_done_waits_for_a_peer_that_only_others_hear() -> None:
     assert place.progress.settled
     place.state.move(0, place.state.agreed[1], None)  # nothing new
     assert place.progress.settled
-    place.move(4, 3)
+    place.state.move(0, Place(4).state.agreed[0], None)  # nothing is concluded of it yet
     assert not place.progress.settled
-
-
-def test_what_was_concluded_of_another_state_settles_nothing() -> None:
-    place = Place(3, 3)
-    place.state.show(DONE)
-    place.hear(OTHER, Status.DRAINING, 3, 3, settled=True)
-    assert place.progress.settled
-    moved = Place(4).state.agreed[0]
-    place.state.move(0, moved, None)  # nothing is concluded of it yet
+    place.conclude()
     assert not place.progress.settled
 
 

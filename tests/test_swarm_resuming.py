@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.tensors.checkpoint import load, load_agreed
+from p2p_co2.tensors.checkpoint.folder import load, load_agreed
 from tests.resuming_peer import GAMMA, RATE
 from tests.swarms import ROOT, START_BOUND_S, swarm
 

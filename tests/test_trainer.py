@@ -1,8 +1,10 @@
-"""What the training thread does, the test being its network: schedule, delays, staleness, bounds, flush."""
+"""What the training thread and the tensor worker do, the test being their network: schedule, delays, bounds,
+flush; means, states and lies."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,8 +15,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from p2p_co2.config import ClockConfig, CodecConfig, RunConfig
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
+from p2p_co2.config import ClockConfig
+from p2p_co2.errors import DigestMismatch, RemoteProtocolError
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
 from p2p_co2.protocol.rounds import Offer
 from p2p_co2.protocol.schedule import (
@@ -27,20 +30,26 @@ from p2p_co2.protocol.schedule import (
 from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.checkpoint import state_digest, state_view
+from p2p_co2.tensors.checkpoint.agreed import state_bytes, state_digest, state_view
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.network_thread import NodeView
+from p2p_co2.trainer.synchroniser import SYSTEM
 from p2p_co2.trainer.worker import TensorWorker
-from tests.trainer_bench import Bench, bench_on_virtual_time
+from tests.test_fragment_state import BLOCK, run_config
+from tests.trainer_bench import LEDGERS, Bench, bench_on_virtual_time
+
+
+@pytest.fixture(autouse=True)
+def all_are_closed() -> Iterator[None]:
+    yield
+    while LEDGERS:
+        LEDGERS.pop().close()
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    made = Bench()
-    yield made
-    made.ledger.close()
+def bench() -> Bench:
+    return Bench()
 
 
 def test_fragments_are_sent_at_their_schedule_points(bench: Bench) -> None:
@@ -82,21 +91,9 @@ def test_no_fragment_loses_its_rounds_where_more_are_due_than_steps_are_made() -
         bench.ledger.agreed()
         for fragment in list(bench.sync.account.in_flight):
             bench.commit(fragment)
-    bench.ledger.close()
     sent = Counter(offer.fragment for offer in bench.wire.offers)
     assert set(sent) == set(range(8))
     assert min(sent.values()) >= 9
-
-
-def test_two_processes_of_a_peer_offer_the_same_work_with_different_weights() -> None:
-    """Else a mean that holds the lost process's offer would pass for one that holds the new one's."""
-    weights = []
-    for _ in range(2):
-        bench = Bench()
-        bench.step(4)
-        weights += [offer.weight for offer in bench.wire.offers if offer.fragment == 0]
-        bench.ledger.close()
-    assert len(weights) == len(set(weights)) == 2
 
 
 def test_a_point_that_passes_while_a_round_is_in_flight_is_skipped_and_the_work_carries_over(
@@ -116,8 +113,8 @@ def test_a_point_that_passes_while_a_round_is_in_flight_is_skipped_and_the_work_
 def test_what_an_accelerator_had_to_compute_before_a_copy_is_trainings_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench, now_s = bench_on_virtual_time(monkeypatch), [0.0]
-    monkeypatch.setattr(synchroniser, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    now_s = [0.0]
+    bench = Bench(source=SYSTEM._replace(now=lambda: now_s[0]))
     snapshot = bench.exchanged.live.snapshot
 
     def queued_for_two_seconds(index: int) -> torch.Tensor:
@@ -134,57 +131,11 @@ def test_what_an_accelerator_had_to_compute_before_a_copy_is_trainings_time(
     bench.sync.pause(3.0)
     bench.step(1)
     assert (bench.sync.figures.exposed_s, bench.sync.figures.train_s) == (0.5, 1.5)
-    bench.ledger.close()
 
 
-def test_who_is_stopped_does_not_wait_for_its_first_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Ctrl-C may come at any moment, and nobody answers in this swarm."""
-    bench = bench_on_virtual_time(monkeypatch, blocking_rounds=1)
-    bench.step(2)
-    assert bench.sync.figures.exposed_s >= FIRST_ROUND_BOUND_S
-    waited_s = bench.sync.figures.exposed_s
-    bench.sync.stopped = True
-    bench.step(2)
-    assert len(bench.wire.offers) == 2
-    assert bench.sync.figures.exposed_s == waited_s
-    bench.ledger.close()
-
-
-def test_on_a_full_line_a_point_that_passed_in_flight_is_made_up_when_the_round_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bench = bench_on_virtual_time(monkeypatch, clock=ClockConfig(mode="time", round_s=4.0))
-
-    def step(times: int) -> list[int]:
-        for _ in range(times):
-            bench.ledger.outcomes.now_s[0] += 1.0  # type: ignore[attr-defined]
-            bench.step()
-        return [offer.fragment for offer in bench.wire.offers]
-
-    bench.wire.is_full = True
-    bench.wire.stages |= {0: "means", 1: "means"}
-    step(6)  # fragment 1 is due at 2 s, fragment 0 at 4 s, fragment 1 again at 6 s
-    bench.commit(1)
-    assert step(1) == [1, 0, 1]
-    step(11)  # fragment 0 has missed 8, 12 and 16 s, fragment 1 10, 14 and 18 s
-    bench.commit(1)
-    assert step(1) == [1, 0, 1, 1]
-    bench.commit(1)
-    assert step(2) == [1, 0, 1, 1]  # it has caught up: no other before its next point
-    assert step(1) == [1, 0, 1, 1, 1]
-    bench.wire.is_full = False
-    bench.wire.awaiting.add(1)
-    step(9)
-    bench.commit(1)
-    assert step(2) == [1, 0, 1, 1, 1]  # at 26 and 30 s it waited for those who sent theirs then
-    assert step(1) == [1, 0, 1, 1, 1, 1]
-
-
-def test_on_a_full_line_the_next_fragment_is_sent_when_the_slices_of_the_last_have_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_full_line_the_next_fragment_is_sent_when_the_slices_of_the_last_have_left() -> None:
     """Its snapshot is taken then: of fresh work."""
-    bench = bench_on_virtual_time(monkeypatch, clock=ClockConfig(mode="time", round_s=4.0))
+    bench = bench_on_virtual_time(clock=ClockConfig(mode="time", round_s=4.0))
 
     def step(times: int) -> list[int]:
         for _ in range(times):
@@ -241,7 +192,6 @@ def test_an_offer_that_crosses_a_replayed_round_is_not_made_and_the_work_stays(r
         assert torch.allclose(gradient, torch.tensor(-6.0))  # its own six steps, and nothing of theirs
     bench.step(6)
     assert [fields["fragment"] for fields in bench.wire.seen(ev.SendSkipped)] == [0, 1, 0]  # still in flight
-    bench.ledger.close()
 
 
 def test_sync_delay_steps_holds_a_mean_back() -> None:
@@ -255,13 +205,10 @@ def test_sync_delay_steps_holds_a_mean_back() -> None:
     applied = made.wire.seen(ev.FragmentApplied)
     assert held == pytest.approx(2.0, abs=1e-3)
     assert applied[0]["sync_delay_steps"] == 3
-    made.ledger.close()
 
 
-def test_training_does_not_wait_but_for_the_first_rounds_and_those_are_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = bench_on_virtual_time(monkeypatch, blocking_rounds=1)
+def test_training_does_not_wait_but_for_the_first_rounds_and_those_are_bounded() -> None:
+    made = bench_on_virtual_time(blocking_rounds=1)
     made.step(4)  # nobody answers: both first rounds run into their bound
     assert made.sync.figures.exposed_s == pytest.approx(2 * FIRST_ROUND_BOUND_S)
     for fragment in (0, 1):
@@ -270,7 +217,11 @@ def test_training_does_not_wait_but_for_the_first_rounds_and_those_are_bounded(
     exposed_s = made.sync.figures.exposed_s
     made.step(4)
     assert made.sync.figures.exposed_s == exposed_s
-    made.ledger.close()
+    stopped = bench_on_virtual_time(blocking_rounds=1)
+    stopped.sync.stopped = True  # by a Ctrl-C, which may come at any moment
+    stopped.step(2)
+    assert len(stopped.wire.offers) == 1
+    assert stopped.sync.figures.exposed_s == 0.0
 
 
 def test_a_fault_of_the_network_thread_comes_up_in_the_next_step(bench: Bench) -> None:
@@ -281,12 +232,7 @@ def test_a_fault_of_the_network_thread_comes_up_in_the_next_step(bench: Bench) -
 
 async def test_an_outcome_ends_no_offer_that_is_still_to_be_measured() -> None:
     """Else another one is made beside it, and the two end each other (seed 18 of the storms)."""
-    run = RunConfig(name="t", codec=CodecConfig(name="fp32"))
-    codec = get_codec("fp32")
-    ledger = TensorWorker(
-        codec, [FragmentState(run, codec, "a", outer.init(torch.zeros(codec.block_values)))]
-    )
-    ones = torch.ones(codec.block_values)
+    ledger, ones = make_ledger(), torch.ones(BLOCK)
     start, parts = ledger.agreed()[0].digest, (PartWeights(0, 1, {"b": 1.0}),)
     mean = AgreedMean(0, 1, 0, start, ones.numpy().tobytes(), parts)
     version = await ledger.commit(mean)
@@ -294,7 +240,6 @@ async def test_an_outcome_ends_no_offer_that_is_still_to_be_measured() -> None:
     await ledger.commit(replace(mean, round=2, base_version=1, state_digest=version.digest))
     told = [ledger.outcomes.get_nowait() for _ in range(ledger.outcomes.qsize())]
     assert [outcome.ends_offer for outcome in told if outcome.report is not None] == [False, True]
-    ledger.close()
 
 
 @pytest.mark.parametrize("starts_again", [True, False])
@@ -317,14 +262,13 @@ def test_what_is_held_back_is_met_before_a_state_that_is_loaded(starts_again: bo
     made.step(3)
     assert made.sync.versions == [0, 2]
     assert torch.allclose(made.exchanged.live.snapshot(1), newer.params + own_steps + 3.0, atol=1e-2)
-    made.ledger.close()
 
 
 # ---- the end of a run
 
 
-def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = bench_on_virtual_time(monkeypatch)
+def test_the_final_flush_offers_the_rest_and_is_bounded() -> None:
+    made = bench_on_virtual_time()
     made.step(1)
     made.sync.flush(finished=True)  # nobody answers
     assert made.sync.figures.exposed_s == pytest.approx(2 * FLUSH_FLOOR_S + SETTLE_S)
@@ -341,14 +285,13 @@ def test_the_final_flush_offers_the_rest_and_is_bounded(monkeypatch: pytest.Monk
     assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1]
     assert made.wire.shown[-1].phase == Status.DRAINING
     assert made.wire.seen(ev.Progress)[-1]["phase"] == "draining"
-    made.ledger.close()
 
 
 def test_an_offer_that_ends_while_a_peer_only_waits_for_the_others_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They count on its part in that round as long as they hear that it is open."""
-    made = bench_on_virtual_time(monkeypatch)
+    made = bench_on_virtual_time()
     made.step(1)
     told: list[frozenset[int]] = []
 
@@ -363,7 +306,6 @@ def test_an_offer_that_ends_while_a_peer_only_waits_for_the_others_is_told(
     made.sync.flush(finished=True)
     assert told[0] == frozenset()
     assert told[-1] == {0, 1}
-    made.ledger.close()
 
 
 def test_the_final_flush_offers_half_of_the_fragments_at_a_time_and_holds_one_snapshot(
@@ -394,14 +336,13 @@ def test_the_final_flush_offers_half_of_the_fragments_at_a_time_and_holds_one_sn
     assert max(in_flight) == 2
     assert waiting == [0] * 4  # each is taken when the one before has been encoded
     assert made.sync.versions == [1, 1, 1, 1]
-    made.ledger.close()
 
 
-def test_who_joins_when_the_run_is_over_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_joins_when_the_run_is_over_offers_nothing() -> None:
     """A loop takes its first step before it is told. Of three, one had gone by then, and the two others ended
     in versions that the late one's single step had made."""
     clock = ClockConfig(mode="steps", inner_steps_per_round=4, rounds=1)
-    made = bench_on_virtual_time(monkeypatch, clock=clock)
+    made = bench_on_virtual_time(clock=clock)
     made.sync.position = 1.0
     made.sync.clock.start(1.0, 0.0)
     made.step(2)  # past the other fragment's point
@@ -409,51 +350,37 @@ def test_who_joins_when_the_run_is_over_offers_nothing(monkeypatch: pytest.Monke
     made.wire.is_settled = True
     made.sync.flush(finished=True)
     made.ledger.states()
-    assert (made.wire.offers, made.sync.inner_steps, made.sync.tokens) == ([], 2, 0)
+    assert (made.wire.offers, made.sync.inner_steps, made.sync.figures.tokens) == ([], 2, 0)
     assert made.wire.seen(ev.TrainingEnded)[0]["fragments"] == ()
     assert made.wire.shown[-1].finished == {0, 1}
     assert made.sync.figures.exposed_s < 1.0
-    made.ledger.close()
 
 
-def test_peers_that_flush_different_fragments_meet_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = bench_on_virtual_time(monkeypatch, fragments=4)
-    made.step(1)
-    made.sync.flush(finished=True)  # nobody answers the first two
-    made.ledger.states()
-    assert sorted(offer.fragment for offer in made.wire.offers) == [0, 1, 2, 3]
-    made.ledger.close()
-
-
-def test_who_loads_a_state_or_gives_one_stays_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_loads_a_state_or_gives_one_stays_until_it_is_there() -> None:
     """Of three on slow lines one was two states behind, and had half of one when the others went."""
-    made = bench_on_virtual_time(monkeypatch)
+    made = bench_on_virtual_time()
     made.step(1)
     bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S
     made.wire.loads_until = bound_s + 200.0
     made.sync.flush(finished=True)
     assert made.sync.figures.exposed_s == pytest.approx(bound_s + 200.0, abs=2.0)
     assert [fields["text"] for fields in made.wire.seen(ev.Warned)] == [STILL_LOADS]
-    made.ledger.close()
 
 
-def test_when_all_agree_only_a_newcomer_that_still_loads_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_when_all_agree_only_a_newcomer_that_still_loads_is_waited_for() -> None:
     """It joined in the last minute, and was told that the others left before it had their state."""
     for newcomers, stays_s in ((True, 200.0), (False, FLUSH_FLOOR_S)):
-        made = bench_on_virtual_time(monkeypatch)
+        made = bench_on_virtual_time()
         made.step(1)
         made.wire.is_settled, made.wire.newcomers, made.wire.loads_until = True, newcomers, 200.0
         made.sync.flush(finished=True)
         assert made.sync.figures.exposed_s == pytest.approx(stays_s, abs=2.0)
-        made.ledger.close()
 
 
 def test_what_others_hold_and_a_peer_leaves_without_is_told_after_the_last_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, told, said = bench_on_virtual_time(monkeypatch), list[float](), list[object]()
+    made, told, said = bench_on_virtual_time(), list[float](), list[object]()
     made.step(1)
     monkeypatch.setattr(made.wire, "loads", lambda settled: True)
     monkeypatch.setattr(made.wire, "tell_what_is_missing", lambda: told.append(made.wire.now()))
@@ -464,7 +391,6 @@ def test_what_others_hold_and_a_peer_leaves_without_is_told_after_the_last_wait(
     made.sync.stopped = True
     made.sync.flush(finished=True)  # a Ctrl-C: that it did not come in time would not be true
     assert len(told) == 1
-    made.ledger.close()
 
     for words in ("", "what it lacks"):
         node: Any = SimpleNamespace(progress=SimpleNamespace(missing=lambda words=words: words))
@@ -475,7 +401,7 @@ def test_what_others_hold_and_a_peer_leaves_without_is_told_after_the_last_wait(
 
 def test_who_is_stopped_does_not_stay_for_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ctrl-C ends the wait at once, and without one the load would keep it."""
-    made, asked = bench_on_virtual_time(monkeypatch), list[float]()
+    made, asked = bench_on_virtual_time(), list[float]()
     made.step(1)
     bound_s = 2 * FLUSH_FLOOR_S + SETTLE_S
 
@@ -489,4 +415,146 @@ def test_who_is_stopped_does_not_stay_for_a_state(monkeypatch: pytest.MonkeyPatc
     made.sync.flush(finished=True)
     assert made.sync.figures.exposed_s == pytest.approx(bound_s + 100.0, abs=1.0)
     assert min(asked) == pytest.approx(bound_s, abs=1.0)
-    made.ledger.close()
+
+
+# ---- the worker thread, for the network thread and for training
+
+
+def make_ledger(peer: str = "a") -> TensorWorker:
+    run = run_config()
+    codec = get_codec("fp32")
+    LEDGERS.append(TensorWorker(codec, [FragmentState(run, codec, peer, outer.init(torch.zeros(BLOCK)))]))
+    return LEDGERS[-1]
+
+
+def filled(value: float) -> bytes:
+    return torch.full((BLOCK,), value).numpy().tobytes()
+
+
+async def test_what_is_agreed_is_not_flushed_to_zero_where_the_program_asks_for_that() -> None:
+    tiny = filled(2.0**-140)
+    torch.set_flush_denormal(True)
+    try:
+        ledger = make_ledger()
+        mean = (await ledger.reduce(0, [("a", 1.0, tiny), ("b", 1.0, tiny)])).mean
+    finally:
+        torch.set_flush_denormal(False)
+    assert bytes(mean) == tiny
+
+
+async def test_a_hostile_slice_is_refused_and_named() -> None:
+    ledger = make_ledger()
+    good = torch.ones(BLOCK).numpy().tobytes()
+    bad = torch.full((BLOCK,), math.nan).numpy().tobytes()
+    with pytest.raises(SliceRefused) as refused:
+        await ledger.reduce(0, [("a", 1.0, good), ("mallory", 1.0, bad)])
+    assert refused.value.peer == "mallory"
+    assert (await ledger.reduce(0, [("a", 1.0, good)])).mean == good
+
+
+async def test_commits_out_of_turn_change_nothing() -> None:
+    ledger = make_ledger()
+    before = ledger.agreed()[0]
+    parts = (PartWeights(0, 1, {"b": 1.0}),)
+    mean = AgreedMean(0, 5, 4, before.digest, torch.ones(BLOCK).numpy().tobytes(), parts)
+    assert await ledger.commit(mean) == before
+    upon_another = replace(mean, round=1, base_version=0, state_digest=bytes(32))
+    assert await ledger.commit(upon_another) == before, "a state was taken over while it was on its way"
+    assert ledger.outcomes.empty()
+    assert (await ledger.commit(replace(upon_another, state_digest=before.digest))).version == 1
+
+
+async def test_export_and_adopt_are_the_same_state_and_lies_are_refused() -> None:
+    donor, late = make_ledger(), make_ledger()
+    start, parts = donor.agreed()[0].digest, (PartWeights(0, 1, {"b": 1.0}),)
+    mean = AgreedMean(0, 1, 0, start, torch.ones(BLOCK).numpy().tobytes(), parts)
+    await donor.commit(mean)
+    version, exported = await donor.export(0)
+    data = exported[:]
+    assert [exported[70:80], exported[582:586], len(exported)] == [data[70:80], data[582:586], len(data)]
+    with pytest.raises(DigestMismatch):
+        await late.adopt(0, data, AgreedVersion(1, bytes(32)))
+    with pytest.raises(RemoteProtocolError):
+        await late.adopt(0, data[:-1], version)
+    assert late.agreed()[0].version == 0
+    assert await late.adopt(0, data, version) == version
+    await donor.commit(replace(mean, round=2, base_version=1, state_digest=version.digest))
+    assert exported[:] == data == state_bytes(late.states()[0])  # the export stays as it was
+    with pytest.raises(RemoteProtocolError):
+        await donor.adopt(0, data, version)  # an older one: only for who goes back to most others
+    assert await donor.adopt(0, data, version, goes_back=True) == version == donor.agreed()[0]
+
+
+async def test_a_state_that_a_round_made_meanwhile_is_not_taken_over_and_offers_go_on() -> None:
+    """It was fetched before the network thread heard of the round, and the next offer is made already."""
+    ledger = make_ledger()
+    snapshot = torch.ones(BLOCK)
+    start, parts = ledger.agreed()[0].digest, (PartWeights(0, 1, {"b": 1.0}),)
+    offer = AgreedMean(0, 1, 0, start, snapshot.numpy().tobytes(), parts)
+    version = await ledger.commit(offer)
+    _, state = await ledger.export(0)
+    ledger.submit_offer(0, snapshot, 1.0, 1, lambda *encoded: None).result()
+    told = ledger.outcomes.qsize()
+    assert await ledger.adopt(0, state[:], version) == version
+    assert ledger.outcomes.qsize() == told
+    await ledger.abort(0, b"")
+    assert ledger.outcomes.qsize() == told + 1  # it was in flight still
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_work_in_a_round_upon_a_state_that_was_exchanged_is_offered_once(is_kept: bool) -> None:
+    """The round commits with this peer in it while it goes over to the other half of a split; then it comes
+    back. If it had not kept that work, which an earlier attempt may have counted, what it did since stays."""
+    mine, here, there = make_ledger(), make_ledger("here"), make_ledger("there")
+    start, live, payloads = mine.agreed()[0].digest, torch.zeros(BLOCK), list[bytes]()
+
+    def take() -> None:
+        while mine.outcomes.qsize():
+            if (merge := mine.outcomes.get_nowait().merge) is not None:
+                live.mul_(merge.keep).add_(merge.addend)
+
+    first = AgreedMean(0, 1, 0, start, filled(0.0), (PartWeights(0, 1, {"b": 1.0}),))
+    version = await mine.commit(first)
+    await here.commit(first)
+    await there.commit(replace(first, mean=filled(-10.0)))
+    take()
+    live += 1.0
+    told = live.clone()
+    mine.submit_offer(
+        0, told, 7.0, 1, lambda _, offer, agreed: payloads.append(bytes(offer.payload))
+    ).result()
+    take()
+    if not is_kept:
+        await mine.doubt(0)
+    other, data = await there.export(0)
+    await mine.adopt(0, data[:], other)
+    take()
+    second = AgreedMean(0, 2, 1, version.digest, payloads[0], (PartWeights(0, 1, {"a": 7.0}),))
+    assert await mine.commit(second) == other
+    live += 0.5
+    newest = await here.commit(second)
+    await mine.adopt(0, (await here.export(0))[1][:], newest)
+    take()
+    to_offer = live - mine.states()[0].params
+    assert torch.allclose(to_offer, torch.full((BLOCK,), 0.0 if is_kept else 0.5))
+
+
+def test_parameters_that_are_not_finite_are_reset_to_the_agreed_ones() -> None:
+    ledger = make_ledger()
+    called = []
+    snapshot = torch.full((BLOCK,), math.nan)
+    future = ledger.submit_offer(0, snapshot, 1.0, 0, lambda *offer: called.append(offer))
+    future.result()
+    outcome = ledger.outcomes.get_nowait()
+    assert not called
+    assert outcome.merge is not None
+    assert outcome.merge.keep == 0.0
+    assert "not finite" in outcome.trouble
+
+
+def test_the_worker_is_one_thread_and_close_ends_it() -> None:
+    ledger = make_ledger()
+    asyncio.run(ledger.export(0))
+    worker = ledger.thread
+    ledger.close()
+    assert not any(thread.is_alive() for thread in worker._threads)

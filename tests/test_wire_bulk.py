@@ -1,4 +1,4 @@
-"""wire.bulk: large data beside its message. By hand, against protobuf itself, with bytes changed at will."""
+"""Large data beside its message: by hand, against protobuf itself, with bytes changed at will."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.rounds.reorder_buffer import ReorderBuffer
-from p2p_co2.protocol.wire import bulk
-from p2p_co2.protocol.wire.envelope import kind_of, opened
+from p2p_co2.protocol.rounds.assembly import ReorderBuffer
+from p2p_co2.protocol.wire import envelope as bulk
+from p2p_co2.protocol.wire.envelope import opened
 from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.kinds import kind_of
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import (
     Chunk,

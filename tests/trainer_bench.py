@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-import pytest
 import torch
 
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
@@ -19,12 +17,10 @@ from p2p_co2.protocol.schedule import Stage
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.tensors.fragments.live import LiveParameters
-from p2p_co2.tensors.fragments.plan import plan_fragments
-from p2p_co2.trainer import synchroniser
+from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
 from p2p_co2.trainer.fragment_state import FragmentState
-from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
+from p2p_co2.trainer.synchroniser import REPORT_EVERY_S, SYSTEM, Progressed, Source, Synchroniser
 from p2p_co2.trainer.worker import TensorWorker
 
 
@@ -87,10 +83,16 @@ class RecordingWire:
         return [fields for event, fields in self.events if event is kind]
 
 
+LEDGERS = list[TensorWorker]()
+"""To be closed."""
+
+
 class Bench:
     """A synchroniser in mode steps: 2 fragments unless told otherwise, 4 inner steps per round."""
 
-    def __init__(self, fragments: int = 2, clock: ClockConfig | None = None, **settings: Any) -> None:
+    def __init__(
+        self, fragments: int = 2, clock: ClockConfig | None = None, source: Source = SYSTEM, **settings: Any
+    ) -> None:
         self.run = RunConfig(
             fragments=fragments,
             clock=clock or ClockConfig(mode="steps", inner_steps_per_round=4),
@@ -105,11 +107,14 @@ class Bench:
         self.ledger = TensorWorker(
             codec, [FragmentState(self.run, codec, "me", state, index) for index, state in enumerate(states)]
         )
+        LEDGERS.append(self.ledger)
         self.wire = RecordingWire()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        setup = Plan(self.run, PeerConfig(), plan, self.model, self.optimizer, None, (0.1,))
+        setup = Plan(self.run, PeerConfig(), plan, self.model, self.optimizer)
         self.exchanged = ExchangedModel(setup, lambda text: None)
-        self.sync = Synchroniser(self.run, self.exchanged, self.ledger, self.wire, Progressed())
+        self.sync = Synchroniser(
+            self.run, self.exchanged, self.ledger, cast(Any, self.wire), Progressed(), source
+        )
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
@@ -147,14 +152,13 @@ class PatientOutcomes(queue.SimpleQueue[Any]):
         try:
             return self.get_nowait()
         except queue.Empty:
-            self.now_s[0] += timeout or 0.0
+            self.now_s[0] += 10 * timeout if timeout == REPORT_EVERY_S / 100 else timeout or 0.0
             raise
 
 
-def bench_on_virtual_time(monkeypatch: pytest.MonkeyPatch, fragments: int = 2, **settings: Any) -> Bench:
+def bench_on_virtual_time(fragments: int = 2, **settings: Any) -> Bench:
     now_s = [0.0]
-    monkeypatch.setattr(synchroniser, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    made = Bench(fragments, **settings)
+    made = Bench(fragments, source=SYSTEM._replace(now=lambda: now_s[0]), **settings)
     made.ledger.outcomes = PatientOutcomes(made, now_s)
     made.wire.now = lambda: now_s[0]
     return made

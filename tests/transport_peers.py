@@ -12,20 +12,21 @@ import hashlib
 import os
 import random
 import socket
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.net.transport import grpc_carrier, signed
+from p2p_co2.net.transport import base, grpc_carrier
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.net.transport.libp2p import carrier as libp2p_carrier
 from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
+from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
@@ -35,7 +36,7 @@ PATIENCE_S = 60.0
 """Bound on what takes milliseconds on a machine that is at rest."""
 _IMPATIENT = [
     (room, name)
-    for room in (grpc_carrier, libp2p_carrier, signed)
+    for room in (grpc_carrier, libp2p_carrier, base)
     for name in ("CLOSE_TIMEOUT_S", "CONNECT_TIMEOUT_S")
 ]
 
@@ -65,40 +66,40 @@ class Peer:
 
 
 @asynccontextmanager
-async def open_peer(
-    kind: str, folder: Path, *, run: bytes = RUN, ahead_s: float = 0.0
-) -> AsyncIterator[Peer]:
+async def open_daemon(folder: Path, port: int = 0, **options: Any) -> AsyncIterator[tuple[P2P, Identity]]:
+    """A libp2p daemon with an identity of its own; ``options`` as of ``start_p2p``."""
     os.makedirs(folder, exist_ok=True)
-    identity = Identity.load_or_create(folder / "identity.key")
-    record = PeerRecord(peer=identity.peer_id, run=run)
+    identity = Identity.load_or_create(folder / "identity")
+    p2p = await start_p2p(folder / "identity", port=port, **options)
+    try:
+        yield p2p, identity
+    finally:
+        await stop_p2p(p2p)
 
-    def clock() -> float:
-        return time.time() + ahead_s
 
-    carrier: GrpcCarrier | Libp2pCarrier
-    if kind == "grpc":
-        carrier = GrpcCarrier(identity, run, "127.0.0.1", 0, clock)
-        peer = Peer(identity, carrier, record)
+@asynccontextmanager
+async def open_peer(kind: str, folder: Path, *, run: bytes = RUN) -> AsyncIterator[Peer]:
+    async with contextlib.AsyncExitStack() as stack:
+        carrier: GrpcCarrier | Libp2pCarrier
+        if kind == "grpc":
+            identity = Identity.load_or_create(folder / "identity")
+            carrier = GrpcCarrier(identity, run, "127.0.0.1", 0)
+        else:
+            p2p, identity = await stack.enter_async_context(open_daemon(folder))
+            carrier = Libp2pCarrier(p2p, identity, run)
+        peer = Peer(identity, carrier, PeerRecord(peer=identity.peer_id, run=run))
         await carrier.start(peer.on_message, peer.on_refused)
-        record.grpc_addresses.append(f"127.0.0.1:{carrier.port}")
-        record.certificate_digest = carrier.certificate_digest
-        p2p = None
-    else:
-        p2p = await start_p2p(folder / "identity.key")
-        carrier = Libp2pCarrier(p2p, identity, run, clock)
-        peer = Peer(identity, carrier, record)
-        await carrier.start(peer.on_message, peer.on_refused)
-        record.maddrs.extend(str(maddr) for maddr in await p2p.get_visible_maddrs())
-    peer.gate.set()
-    with pytest.MonkeyPatch.context() as patch:
+        stack.push_async_callback(carrier.close)
+        if isinstance(carrier, GrpcCarrier):
+            peer.record.grpc_addresses.append(f"127.0.0.1:{carrier.port}")
+            peer.record.certificate_digest = carrier.certificate_digest
+        else:
+            peer.record.maddrs.extend(str(maddr) for maddr in await carrier.p2p.get_visible_maddrs())
+        peer.gate.set()
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         for room, name in _IMPATIENT:
             patch.setattr(room, name, PATIENCE_S)
-        try:
-            yield peer
-        finally:
-            await carrier.close()
-            if p2p is not None:
-                await stop_p2p(p2p)
+        yield peer
 
 
 @asynccontextmanager

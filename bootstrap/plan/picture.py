@@ -12,39 +12,33 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from bootstrap.plan.plan import Plan
+from p2p_co2.codec_specs import SPECS
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.planning import Setting
+from p2p_co2.planning.advice import Advice
+from p2p_co2.planning.forecast import Setting
 from p2p_co2.planning.simulator import Job, utilisation
-from p2p_co2.planning.traffic import bits_per_value
 
 COLOURS = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2", "#009E73")
 INK, FAINT = "#222222", "#DDDDDD"
-_POINTS, _FROM, _TO = 61, 4.0, 11.0
-"""10 kbit/s to 100 Gbit/s."""
-_LEAST_LAYERS = 12
-_ROUNDS = 10
-"""Enough that the wait for the last answers does not show."""
-_MOST_STEPS = 5000
-"""Longer rounds are drawn in units of several steps: the curve is the same, the simulation shorter."""
 
 
-def draw_plan(plan: Plan, path: Path) -> None:
-    """Write the picture (PNG) to ``path``. Raises ``EnvironmentFault`` if it cannot be written."""
+def draw_plan(name: str, setting: Setting, advice: Advice, path: Path) -> None:
+    """Write the picture (PNG) of run ``name`` to ``path``. Raises ``EnvironmentFault`` if it cannot be."""
     figure = Figure(figsize=(10, 5.6), dpi=100)
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained")
     axes = figure.add_subplot()
-    bits = [10 ** (_FROM + (_TO - _FROM) * point / (_POINTS - 1)) for point in range(_POINTS)]
-    curves = jobs_of(plan.setting)
-    if plan.advice.setting != plan.setting:
-        curves["shortest round"] = _overlapped(plan.advice.setting)
-    for colour, (name, job) in zip(COLOURS, curves.items(), strict=False):
-        busy = [100 * utilisation(job, rate, _ROUNDS) for rate in bits]
-        axes.plot(bits, busy, color=colour, linewidth=2, label=name)
-    slowest = 8 * min(min(link.up_bytes_per_s, link.down_bytes_per_s) for link in plan.setting.links)
-    target = plan.advice.target
-    axes.axhline(100 * target, color=INK, linewidth=1, linestyle=":", label=f"target {target:.0%}")
+    bits = [10 ** (4 + 7 * point / 60) for point in range(61)]  # 10 kbit/s to 100 Gbit/s
+    curves = jobs_of(setting)
+    if advice.setting != setting:
+        curves["shortest round"] = _overlapped(advice.setting)
+    for colour, (method, job) in zip(COLOURS, curves.items(), strict=False):
+        busy = [100 * utilisation(job, rate, 10) for rate in bits]  # the wait for the last is not seen
+        axes.plot(bits, busy, color=colour, linewidth=2, label=method)
+    slowest = 8 * min(min(link.up_bytes_per_s, link.down_bytes_per_s) for link in setting.links)
+    axes.axhline(
+        100 * advice.target, color=INK, linewidth=1, linestyle=":", label=f"target {advice.target:.0%}"
+    )
     axes.axvline(
         slowest, color=INK, linewidth=1, linestyle="--", label=f"slowest link, {slowest / 1e6:.3g} Mbit/s"
     )
@@ -54,8 +48,6 @@ def draw_plan(plan: Plan, path: Path) -> None:
     axes.set_ylim(0, 103)
     axes.grid(True, color=FAINT, linewidth=0.8)
     figure.legend(frameon=False, loc="outside lower center", ncols=3, fontsize=9)
-    name = plan.run.name.replace("$", r"\$")
-    setting = plan.setting
     what = f"{setting.parameters:,} parameters, {len(setting.links)} peers, step {setting.step_s:.3g} s"
     axes.set_title(f"{name}: {what}", loc="left", color=INK)
     try:
@@ -81,13 +73,13 @@ def _overlapped(setting: Setting) -> Job:
     """The setting as a job that waits only for answers that are a round late."""
     count = len(setting.fragments)
     steps = max(count, round(setting.round_s / setting.step_s))
-    unit = max(1, steps // _MOST_STEPS)
+    unit = max(1, steps // 5000)  # in units of several steps the curve is the same, and sooner there
     round_steps = max(count, round(steps / unit))
     return Job(
         parameters=setting.parameters,
-        layers=count * -(-_LEAST_LAYERS // count),
+        layers=count * -(-12 // count),  # at least twelve
         step_s=setting.round_s / round_steps,
-        bits_per_value=bits_per_value(setting.codec),
+        bits_per_value=SPECS[setting.codec].bits,
         round_steps=round_steps,
         fragments=count,
         delay_steps=round_steps - 1,

@@ -1,38 +1,28 @@
-"""A run's setting, its forecast and what is advised: options in, plan out."""
+"""A run's setting, its forecast and what is advised: options in; a table for a reader, or JSON, out."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bootstrap.plan.links import GivenLink, read_links
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bootstrap.options import PlanOptions
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError
-from p2p_co2.planning import Advice, Forecast, Setting, advise, even_fragments, forecast, setting_of
+from p2p_co2.planning.advice import Advice, advise
+from p2p_co2.planning.exchange import Link, link_of
+from p2p_co2.planning.forecast import Forecast, Setting, even_fragments, forecast, setting_of
+from p2p_co2.planning.profiles import profile_of
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.system.ctrl_c import hand_over, take_back
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """``step_s``, ``parameters``: given instead of measured and counted; 0 for none. ``link``: see ``links``.
-    ``target``: compute utilisation, 0 to below 1. ``hours``: what of a run without an end is looked at.
-    ``batch``, ``threads``, ``device``: of the measured step, 0 for the recipe's and all cores. ``plot``:
-    where a picture is written, None for none."""
-
-    run_file: Path
-    peers: int = 4
-    step_s: float = 0.0
-    parameters: int = 0
-    link: GivenLink = field(default_factory=GivenLink)
-    target: float = 0.95
-    hours: float = 24.0
-    batch: int = 0
-    threads: int = 0
-    device: str = "cpu"
-    as_json: bool = False
-    plot: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +41,7 @@ def make_plan(options: PlanOptions) -> Plan:
     """Read, measure, reckon. Raises ``ConfigError`` and ``EnvironmentFault``."""
     _check(options)
     run = read_run_config(options.run_file)
-    links, link_source = read_links(options.link, options.peers, run.seed)
+    links, link_source = read_links(options, run.seed)
     if options.peers > run.group_size:
         link_source += f"; of {options.peers} peers the slowest {run.group_size}, all that may come"
     sources = {"links": link_source, "step": "given", "parameters": "given"}
@@ -122,3 +112,191 @@ def _described(setting: Setting, shown: Forecast) -> dict[str, Any]:
     predicted = asdict(shown)
     predicted["round_time_s"] = shown.largest.slowest_member_s
     return {"setting": fields, "forecast": predicted}
+
+
+# ---- links: one source at a time; a measured or given one is everybody's, so that of the slowest
+
+_RATES_BYTES_PER_S = 1.0, 1.25e12
+"""The least and the most that a link carries."""
+
+
+def read_links(options: PlanOptions, seed: int) -> tuple[tuple[Link, ...], str]:
+    """One link for each peer, and where they come from in words. Raises ``ConfigError``."""
+    peers = options.peers
+    figures = bool(options.up_mbit or options.down_mbit or options.rtt_ms or options.loss)
+    if figures + bool(options.profile) + (options.link is not None) > 1:
+        raise ConfigError.of_option("--profile", "give a profile, figures of a link, or --link, not several")
+    if options.link is not None:
+        link = _measured(options.link)
+        return (link,) * peers, f"measured ({options.link}): {described(link)}"
+    if figures:
+        link = _figures(options)
+        return (link,) * peers, f"given: {described(link)}"
+    name = options.profile or "dsl"  # an ordinary home line
+    links = tuple(link_of(profile_of(name, seed, index)) for index in range(peers))
+    note = "" if options.profile else ", assumed: measure yours with p2p-co2 doctor TICKET --json"
+    kinds = described(links[0]) if len(set(links)) == 1 else f"{len(set(links))} kinds"
+    return links, f"profile {name} ({kinds}){note}"
+
+
+def described(link: Link) -> str:
+    """A link in words."""
+    words = f"{8e-6 * link.up_bytes_per_s:,.3g} Mbit/s up, {8e-6 * link.down_bytes_per_s:,.3g} down"
+    return f"{words}, {1e3 * link.round_trip_s:.3g} ms round trip, {link.loss:.2%} loss"
+
+
+def _figures(options: PlanOptions) -> Link:
+    least_mbit, down_mbit = 8e-6 * _RATES_BYTES_PER_S[0], options.down_mbit or 10 * options.up_mbit
+    for option, value, least, most in (
+        ("--up-mbit", options.up_mbit, least_mbit, 1e7),
+        ("--down-mbit", down_mbit, least_mbit, 1e8),
+        ("--rtt-ms", options.rtt_ms, 0, 1e5),
+        ("--loss", options.loss, 0, 0.99),
+    ):
+        if not least <= value <= most:
+            raise ConfigError.of_option(option, f"what the link has, {least:g} to {most:g} (got {value:g})")
+    return Link(
+        up_bytes_per_s=options.up_mbit * 1e6 / 8,
+        down_bytes_per_s=down_mbit * 1e6 / 8,
+        round_trip_s=options.rtt_ms / 1e3,
+        loss=options.loss,
+    )
+
+
+def _measured(path: Path) -> Link:
+    """The link that ``doctor --json`` measured."""
+    cure = "write it with: p2p-co2 doctor TICKET --json"
+    try:
+        with path.open("rb") as file:
+            table = json.loads(file.read(1 << 20))
+    except OSError as error:
+        raise ConfigError(str(path), "", f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(str(path), "", f"not JSON; {cure}") from None
+    measured = table.get("link") if isinstance(table, dict) else None
+    if not isinstance(measured, dict):
+        raise ConfigError(str(path), "link", f"missing; {cure}")
+    figures = {}
+    for name, (least, most) in {
+        "up_bytes_per_s": _RATES_BYTES_PER_S,
+        "down_bytes_per_s": _RATES_BYTES_PER_S,
+        "round_trip_s": (1e-9, 100.0),
+    }.items():
+        value = measured.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            problem = f"was not measured (got {str(value)[:40]}); run doctor with a ticket"
+            raise ConfigError(str(path), f"link.{name}", problem)
+        figures[name] = float(value)
+    return Link(**figures)
+
+
+# ---- for a reader
+
+WHY = {
+    "upload": "the slowest upload has to carry every fragment once a round, idle a fifth of the time",
+    "download": "the slowest download has to carry every fragment once a round, idle a fifth of the time",
+    "loss": "lost packets slow every connection down below what the link could carry",
+    "latency": "an answer has to be back within a round",
+    "processor": "the exchange's own arithmetic has to fit into half of a core",
+    "inner step": "each fragment needs an inner step of its own",
+    "copies": "copying fragments out of the model and merging them in stops training for a moment",
+    "first and last rounds": "training waits for a run's last rounds, and for as many first ones as it sets",
+}
+
+Row = tuple[str, Callable[[Setting, Forecast], str]]
+
+
+def run_plan(options: PlanOptions, say: Callable[[str], None] = print) -> int:
+    """Print the plan; returns the exit status. Raises ``ConfigError`` and ``EnvironmentFault``."""
+    plan = make_plan(options)
+    if options.as_json:
+        say(json.dumps(as_table(plan), indent=2))
+    else:
+        print_plan(plan)
+    if options.plot is not None:
+        from bootstrap.plan.picture import draw_plan
+
+        draw_plan(plan.run.name, plan.setting, plan.advice, options.plot)
+    return 0
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Print ``plan`` to ``console``; stdout if None."""
+    console = console or Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    setting, advice = plan.setting, plan.advice
+    what = f": {setting.parameters:,} parameters ({plan.sources['parameters']}), "
+    console.print(
+        Text.assemble((f'plan of "{plan.run.name}"', "bold"), what, f"{len(setting.links)} peers in a round")
+    )
+    console.print(Text(f"inner step {setting.step_s:.3g} s ({plan.sources['step']})"))
+    console.print(Text(f"links: {plan.sources['links']}"))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    table.add_column("")
+    table.add_column("as given", justify="right")
+    table.add_column(f"shortest at {plan.advice.target:.0%}", justify="right")
+    for name, cell in _ROWS:
+        pairs = ((setting, plan.forecast), (advice.setting, advice.forecast))
+        table.add_row(name, *(Text(cell(of, shown)) for of, shown in pairs))
+    console.print(table)
+    verdict, colour = ("reaches", "green") if advice.is_reached else ("does not reach", "bold red")
+    reached = (f"{verdict} {advice.target:.0%} of compute utilisation", colour)
+    binds = f" within one step of staleness. What binds: {advice.binding} ({WHY[advice.binding]})."
+    console.print(Text.assemble(("as given ", "bold"), reached, binds))
+    best, length = advice.setting, f"inner_steps_per_round = {advice.inner_steps}"
+    if plan.run.clock.mode == "time":
+        length = f"round_s = {best.round_s:g}"
+    advised = (
+        f"the shortest round that reaches {advice.target:.0%}: clock.{length}, "
+        f'fragments = {len(best.fragments)}, codec.name = "{best.codec}", '
+        f"outer.sync_delay_steps = 0 (an answer comes after {_steps(advice.forecast.delay_steps)})"
+    )
+    console.print(Text(advised, style="bold"))
+    for how, shown in (("given", plan.forecast), ("advised", advice.forecast)):
+        for trouble in shown.troubles:
+            console.print(Text(f"as {how}: {trouble}", style="red"))
+
+
+def seconds(value: float) -> str:
+    """A duration with the unit that suits it."""
+    if value < 1:
+        return f"{1e3 * value:.3g} ms"
+    if value < 600:
+        return f"{value:.3g} s"
+    return f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"
+
+
+def size(value: float) -> str:
+    """Bytes with the unit that suits them."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    raise AssertionError("the last unit takes every value")
+
+
+def _steps(count: int) -> str:
+    return f"{count} inner step{'' if count == 1 else 's'}"
+
+
+def _floor(setting: Setting, shown: Forecast) -> str:
+    return f"{seconds(shown.floor_s)}, {shown.floor_s / setting.round_s:.0%} of the round"
+
+
+_ROWS: tuple[Row, ...] = (
+    ("round", lambda s, f: f"{seconds(s.round_s)}, {_steps(round(s.round_s / s.step_s))}"),
+    ("fragments, codec", lambda s, f: f"{len(s.fragments)}, {s.codec} ({f.bits_per_value:g} bits per value)"),
+    ("a peer sends per round", lambda s, f: size(f.up_bytes_per_round)),
+    ("least time that takes (floor)", _floor),
+    ("round of one fragment", lambda s, f: seconds(f.largest.slowest_member_s)),
+    ("answer applied after", lambda s, f: f"{seconds(f.flow.to_apply_s)}, {_steps(f.delay_steps)}"),
+    ("staleness, outer steps", lambda s, f: f"{f.flow.staleness:.2f}"),
+    ("sends left out", lambda s, f: f"{1 - f.flow.sent_share:.0%}"),
+    ("exchange hidden, per round", lambda s, f: seconds(f.hidden_s)),
+    ("exchange exposed, per round", lambda s, f: seconds(f.exposed_s)),
+    ("compute utilisation", lambda s, f: f"{f.utilisation:.1%}"),
+    ("... if it waited for late answers", lambda s, f: f"{f.utilisation_if_waiting:.1%}"),
+    ("memory of a peer", lambda s, f: f"{size(f.memory_bytes)}, exchange {f.exchange_copies:.1f} copies"),
+    ("whole run" , lambda s, f: ("no end; per " if f.endless else "") + seconds(f.run_s)),
+    ("... a peer sends", lambda s, f: size(f.run_up_bytes)),
+    ("... tokens of all peers", lambda s, f: f"{f.run_tokens:.3g}" if f.run_tokens else "not known"),
+)  # fmt: skip

@@ -18,11 +18,6 @@ from p2p_co2.errors import ConfigError
 from p2p_co2.recipes import Recipe, load_recipe
 from p2p_co2.tensors.fragments import plan_fragments
 
-WARM_UP_STEPS = 3
-LEAST_STEPS, LEAST_S = 5, 2.0
-MOST_S = 12.0
-"""No step is begun after this."""
-
 
 @dataclass(frozen=True)
 class StepMeasure:
@@ -51,7 +46,7 @@ def load_model(run: RunConfig, device: str) -> tuple[Recipe, tuple[int, ...]]:
 
 def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepMeasure:
     """Train for a moment and take the time of each step. ``batch``, ``threads``: 0 for the recipe's own and
-    all cores."""
+    all cores. At least five steps and two seconds are counted; none is begun after twelve seconds."""
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     optimizer = recipe.optimizer(recipe.model.parameters())
     times_s: list[float] = []
@@ -67,10 +62,10 @@ def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepM
         now = time.perf_counter()
         times_s.append(now - at)
         tokens = recipe.tokens(data)
-        counted = times_s[WARM_UP_STEPS:]
-        if (len(counted) >= LEAST_STEPS and sum(counted) >= LEAST_S) or now - began_at > MOST_S:
+        counted = times_s[3:]
+        if (len(counted) >= 5 and sum(counted) >= 2.0) or now - began_at > 12.0:
             break
-    counted = times_s[WARM_UP_STEPS:] or times_s[-1:]
+    counted = times_s[3:] or times_s[-1:]
     how = f"measured here, median of {len(counted)} steps, {torch.get_num_threads()} threads, {device}"
     largest_bytes = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return StepMeasure(statistics.median(counted), tokens, largest_bytes, how)

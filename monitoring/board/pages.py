@@ -2,64 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from nicegui import ui
 
 from monitoring import charts
-from monitoring.board.shell import Chart, Frame, Page, Table, Trends, card, head, search_field, text, tiles
-from monitoring.facts import ONLINE, PeerFacts, SwarmFacts, Trouble
-from monitoring.history import AGREED, SWARM, Happening
+from monitoring.board.shell import Chart, Frame, Page, Table, Told, Trends, block, card, choice, text
+from monitoring.facts import ENDED, ONLINE, PeerFacts, SwarmFacts, Trouble
+from monitoring.history import AGREED, MAX_LINES, SWARM, Happening
 from monitoring.words import ago, clock, date, figure, links, percent, plain, size
-
-LINES = 200
-"""Of what happened, that a page is sent."""
 
 
 class SwarmPage(Page):
     """Is it learning, who is here, how fast, and what is wrong now."""
 
     def __init__(self, frame: Frame) -> None:
-        super().__init__(frame)
+        super().__init__(frame, swarm_told)
         self._shown: tuple[Trouble, ...] | None = None
-        self._tiles = tiles(
-            loss="Loss", peers_online="Peers online", round="Current round", tokens="Tokens trained",
-            tokens_per_s="Tokens per second", utilisation="Compute utilisation",
-            bytes_per_s="Sent per second", rounds="Rounds committed",
-        )  # fmt: skip
         with card("What is wrong now"):
             self._troubles = ui.element("div").props("data-testid=troubles")
         unit = frame.model.facts().loss_unit or "in the recipe's own unit"
-        with card("Loss of the agreed parameters", unit) as panel:
-            with head(panel):
-                self._axis = ui.toggle(
-                    ["over time", "over tokens"], value="over time", on_change=frame.redraw_soon
-                )
-                self._axis.props("dense unelevated no-caps size=sm toggle-color=primary")
-                frame.range_choice()
+        with card("Loss of the agreed parameters", unit, self._add_controls):
             self._loss = Chart("chart-loss")
         self._trends = Trends("chart")
-        ui.label(
-            "What peers say of themselves is their own word, in reports they signed; work is counted from "
-            "the rounds' certificates."
-        ).classes("b-foot")
+        words = "What peers say of themselves is their own word, in reports they signed; work is counted "
+        text("b-foot", words + "from the rounds' certificates.")
+
+    def _add_controls(self) -> None:
+        self._axis = choice(["over time", "over tokens"], "over time", lambda _: self.frame.redraw_soon())
+        self.frame.range_choice()
 
     def refresh(self, facts: SwarmFacts) -> None:
-        shown = self._tiles
-        held_out = f"held-out{ago(facts.loss_agreed_at, facts.at)}; agreed parameters"
-        kind = held_out if facts.loss_kind == "held-out" else "training, mean of peers"
-        shown["loss"].set(figure(facts.loss, 3), facts.loss_unit.replace(" per ", "/"), kind)
-        shown["peers_online"].set(figure(facts.peers_online), "", f"of {facts.peers_known} known")
-        total = f"of {facts.rounds_total}" if facts.rounds_total else "without end"
-        every = f", {figure(facts.round_s, 0)} s each" if facts.round_s else ""
-        shown["round"].set(figure(facts.position, 1), "", f"{total}{every}")
-        shown["tokens"].set(figure(facts.tokens), "", f"{figure(facts.tokens_counted)} counted by the group")
-        shown["tokens_per_s"].set(figure(facts.tokens_per_s), "tokens/s", "sum of the peers")
-        shown["utilisation"].set(percent(facts.utilisation), "", "of the time is training")
-        shown["bytes_per_s"].set(f"{size(facts.up_bytes_per_s)}/s", "", f"{size(facts.up_bytes)} so far")
-        alone = f"{facts.rounds_alone} alone, " if facts.rounds_alone else ""
-        words = f"{alone}{facts.rounds_aborted} aborted, {facts.rounds_counted} checked"
-        shown["rounds"].set(figure(facts.rounds_committed), "", words)
+        super().refresh(facts)
         if facts.troubles != self._shown:
             self._shown = facts.troubles
             self._troubles.clear()
@@ -73,30 +48,45 @@ class SwarmPage(Page):
         self._trends.set(palette, rows)
 
 
+def swarm_told(facts: SwarmFacts) -> Told:
+    held_out = f"held-out{ago(facts.loss_agreed_at, facts.at)}; agreed parameters"
+    kind = held_out if facts.loss_kind == "held-out" else "training, mean of peers"
+    total = f"of {facts.rounds_total}" if facts.rounds_total else "without end"
+    every = f", {figure(facts.round_s, 0)} s each" if facts.round_s else ""
+    alone = f"{facts.rounds_alone} alone, " if facts.rounds_alone else ""
+    made = f"{alone}{facts.rounds_aborted} aborted, {facts.rounds_counted} checked"
+    counted, rate = f"{figure(facts.tokens_counted)} counted by the group", f"{size(facts.up_bytes_per_s)}/s"
+    return {
+        "loss": ("Loss", figure(facts.loss, 3), facts.loss_unit.replace(" per ", "/"), kind),
+        "peers-online": ("Peers online", figure(facts.peers_online), "", f"of {facts.peers_known} known"),
+        "round": ("Current round", figure(facts.position, 1), "", f"{total}{every}"),
+        "tokens": ("Tokens trained", figure(facts.tokens), "", counted),
+        "tokens-per-s": ("Tokens per second", figure(facts.tokens_per_s), "tokens/s", "sum of the peers"),
+        "utilisation": ("Compute utilisation", percent(facts.utilisation), "", "of the time is training"),
+        "bytes-per-s": ("Sent per second", rate, "", f"{size(facts.up_bytes)} so far"),
+        "rounds": ("Rounds committed", figure(facts.rounds_committed), "", made),
+    }
+
+
 def _show_troubles(facts: SwarmFacts) -> None:
     if not facts.troubles:
         ended = facts.rounds_total and facts.position >= facts.rounds_total
-        words = "The run is over." if ended else "Nothing: every peer is heard, and rounds commit."
-        ui.label(words).classes("b-fine")
+        text("b-fine", "The run is over." if ended else "Nothing: every peer is heard, and rounds commit.")
     for trouble in facts.troubles:
-        with ui.element("div").classes(f"b-row {trouble.severity}"):
-            ui.label("Wrong" if trouble.severity == "bad" else "Note").classes("b-mark")
-            ui.label(plain(trouble.words, 400)).classes("b-words")
-            ui.label(f"{clock(max(0.0, facts.at - trouble.since_at))} ago").classes("b-when")
+        with block(f"b-row {trouble.severity}"):
+            text("b-mark", "Wrong" if trouble.severity == "bad" else "Note")
+            text("b-words", plain(trouble.words, 400))
+            text("b-when", f"{clock(max(0.0, facts.at - trouble.since_at))} ago")
 
 
 class StalenessPage(Page):
     """How late answers come, fragment by fragment and round by round."""
 
     def __init__(self, frame: Frame) -> None:
-        super().__init__(frame)
-        self._tiles = tiles(
-            staleness_mean="Mean staleness", delay="Send to apply", late="Rounds late or partial",
-            oldest="Oldest fragment",
-        )  # fmt: skip
+        super().__init__(frame, staleness_told)
         hint = "a cell is one round of one fragment: group size inside, why on hover, click for its members"
         with card("Rounds", hint):
-            with ui.element("div").classes("b-legend"):
+            with block("b-legend"):
                 for colour, _, words in charts.OUTCOMES.values():
                     with ui.element("span"):
                         ui.element("i").style(f"background:{colour}")
@@ -104,23 +94,6 @@ class StalenessPage(Page):
             self._heat = Chart("chart-rounds", "", on_click=self._open_round)
         with card("Staleness", "outer steps between a gradient's parameters and those it met"):
             self._histogram = Chart("chart-staleness")
-
-    def refresh(self, facts: SwarmFacts) -> None:
-        shown, applied = self._tiles, figure(sum(facts.staleness.values()))
-        shown["staleness_mean"].set(figure(facts.staleness_mean, 2), "outer steps", f"of {applied} applied")
-        delay = figure(facts.sync_delay_steps_mean, 1)
-        shown["delay"].set(delay, "inner steps", "mean over all applied")
-        odd = sum(found.outcome in {"late", "partial"} for found in facts.rounds)
-        aborted = sum(found.outcome == "aborted" for found in facts.rounds)
-        shown["late"].set(figure(odd), "", f"of the newest {len(facts.rounds)}; {aborted} aborted")
-        ages = [
-            (age, peer.label)
-            for peer in facts.peers
-            for age in peer.fragment_age_s
-            if age is not None and (peer.state in ONLINE or not facts.peers_online)
-        ]
-        oldest, label = max(ages, default=(None, ""))
-        shown["oldest"].set(clock(oldest), "min:s", f"on {label}" if label else "")
 
     def redraw(self, facts: SwarmFacts) -> None:
         palette = self.frame.palette
@@ -133,75 +106,86 @@ class StalenessPage(Page):
         ui.navigate.to(f"/round/{int(value[1])}/{numbers[int(value[0])]}")
 
 
+def staleness_told(facts: SwarmFacts) -> Told:
+    outcomes = [found.outcome for found in facts.rounds]
+    odd = figure(outcomes.count("late") + outcomes.count("partial"))
+    of = f"of the newest {len(outcomes)}; {outcomes.count('aborted')} aborted"
+    shown = [peer for peer in facts.peers if peer.state in ONLINE or not facts.peers_online]
+    ages = [(age, peer.label) for peer in shown for age in peer.fragment_age_s if age is not None]
+    oldest, label = max(ages, default=(None, ""))
+    applied = f"of {figure(sum(facts.staleness.values()))} applied"
+    delay = figure(facts.sync_delay_steps_mean, 1)
+    return {
+        "staleness-mean": ("Mean staleness", figure(facts.staleness_mean, 2), "outer steps", applied),
+        "delay": ("Send to apply", delay, "inner steps", "mean over all applied"),
+        "late": ("Rounds late or partial", odd, "", of),
+        "oldest": ("Oldest fragment", clock(oldest), "min:s", f"on {label}" if label else ""),
+    }
+
+
 class BandwidthPage(Page):
     """What each link carries, what each peer may send and needs to, what of it training waits for."""
 
     def __init__(self, frame: Frame) -> None:
-        super().__init__(frame)
-        self._tiles = tiles(
-            sent="Sent so far", sent_per_s="Sent per second", hidden="Communication hidden",
-            links="Links measured",
-        )  # fmt: skip
-        with card("Traffic", "kB/s, all peers together") as panel:
-            with head(panel):
-                frame.range_choice()
+        super().__init__(frame, bandwidth_told)
+        with card("Traffic", "kB/s, all peers together", frame.range_choice):
             self._traffic = Chart("chart-traffic")
         with card("Peers", "floor: what rounds ask of the average member, each direction; own word"):
             self._peers = Table("traffic", (
-                ("peer", "Peer", -1), ("up", "Up (kB/s)", 1), ("down", "Down (kB/s)", 1),
-                ("cap", "Upload cap (kB/s)", 1), ("floor", "Floor (kB/s)", 1), ("sent", "Sent (MB)", 1),
-                ("received", "Received (MB)", 1), ("hidden", "Hidden (s)", 1), ("exposed", "Exposed (s)", 1),
-            ))  # fmt: skip
-        with card("Links", "as their senders measured them, about every ten seconds") as panel:
-            with head(panel):
-                search = search_field()
+                ("Peer", -1, lambda peer: plain(peer.label, 32)),
+                ("Up (kB/s)", 1, lambda peer: _times(peer.up_bytes_per_s, 1e-3)),
+                ("Down (kB/s)", 1, lambda peer: _times(peer.down_bytes_per_s, 1e-3)),
+                ("Upload cap (kB/s)", 1, lambda peer: _times(peer.upload_cap_bytes_per_s, 1e-3)),
+                ("Floor (kB/s)", 1, lambda peer: _times(peer.needed_bytes_per_s, 1e-3)),
+                ("Sent (MB)", 1, lambda peer: peer.up_bytes / 1e6),
+                ("Received (MB)", 1, lambda peer: peer.down_bytes / 1e6),
+                ("Hidden (s)", 1, lambda peer: peer.hidden_s),
+                ("Exposed (s)", 1, lambda peer: peer.exposed_s),
+            ), to=_place_of)  # fmt: skip
+        with card("Links", "as their senders measured them, about every ten seconds"):
             self._links = Table("links-table", (
-                ("from", "From", -1), ("to_peer", "To", -1), ("rate", "Mbit/s", 2),
-                ("trip", "Round trip (ms)", 1), ("carrier", "Carrier", -1), ("way", "Way", -1),
-                ("sent", "Sent (MB)", 1),
-            ), search=search)  # fmt: skip
-
-    def refresh(self, facts: SwarmFacts) -> None:
-        shown = self._tiles
-        shown["sent"].set(size(facts.up_bytes), "", "all peers, own word")
-        shown["sent_per_s"].set(f"{size(facts.up_bytes_per_s)}/s", "", "all peers, last ten seconds")
-        hidden_s = sum(peer.hidden_s for peer in facts.peers)
-        exposed_s = sum(peer.exposed_s for peer in facts.peers)
-        share = hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else None
-        shown["hidden"].set(percent(share), "", f"{figure(exposed_s, 1)} s were exposed")
-        found = [link.relayed for peer in facts.peers for link in peer.links]
-        words = f"{sum(found)} relayed, {len(found) - sum(found)} direct"
-        shown["links"].set(figure(len(found)), "", words)
+                ("From", -1, lambda link: link[0]), ("To", -1, lambda link: link[1]),
+                ("Mbit/s", 2, lambda link: _times(link[2].bytes_per_s, 8e-6)),
+                ("Round trip (ms)", 1, lambda link: _times(link[2].round_trip_s, 1e3)),
+                ("Carrier", -1, lambda link: plain(link[2].carrier, 12)),
+                ("Way", -1, lambda link: "relayed" if link[2].relayed else "direct"),
+                ("Sent (MB)", 1, lambda link: link[2].sent_bytes / 1e6),
+            ), search=True)  # fmt: skip
 
     def redraw(self, facts: SwarmFacts) -> None:
         rows = self.frame.history.series(SWARM, *self.frame.span(facts))
         self._traffic.set(charts.over_time(self.frame.palette, rows, charts.TRENDS["traffic"][2]))
-        self._peers.set([
-            {
-                "peer": plain(peer.label, 32), "up": _times(peer.up_bytes_per_s, 1e-3),
-                "down": _times(peer.down_bytes_per_s, 1e-3), "hidden": peer.hidden_s,
-                "exposed": peer.exposed_s, "to": f"/peer/{peer.peer}",
-                "cap": _times(peer.upload_cap_bytes_per_s, 1e-3),
-                "floor": _times(peer.needed_bytes_per_s, 1e-3), "sent": peer.up_bytes / 1e6,
-                "received": peer.down_bytes / 1e6,
-            }
-            for peer in facts.peers
-        ])  # fmt: skip
+        self._peers.set(facts.peers)
         names = {peer.peer: plain(peer.label, 24) for peer in facts.peers}
         self._links.set([
-            {
-                "from": names[peer.peer], "to_peer": names.get(link.other, f"~{link.other[-6:]}"),
-                "rate": _times(link.bytes_per_s, 8e-6), "trip": _times(link.round_trip_s, 1e3),
-                "carrier": plain(link.carrier, 12), "way": "relayed" if link.relayed else "direct",
-                "sent": link.sent_bytes / 1e6,
-            }
+            (names[peer.peer], names.get(link.other, f"~{link.other[-6:]}"), link)
             for peer in facts.peers
             for link in peer.links
         ])  # fmt: skip
 
 
+def bandwidth_told(facts: SwarmFacts) -> Told:
+    hidden_s, exposed_s = (
+        sum(getattr(peer, name) for peer in facts.peers) for name in ("hidden_s", "exposed_s")
+    )
+    share = hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else None
+    relayed = [link.relayed for peer in facts.peers for link in peer.links]
+    ways = f"{sum(relayed)} relayed, {len(relayed) - sum(relayed)} direct"
+    exposed, rate = f"{figure(exposed_s, 1)} s were exposed", f"{size(facts.up_bytes_per_s)}/s"
+    return {
+        "sent": ("Sent so far", size(facts.up_bytes), "", "all peers, own word"),
+        "sent-per-s": ("Sent per second", rate, "", "all peers, last ten seconds"),
+        "hidden": ("Communication hidden", percent(share), "", exposed),
+        "links": ("Links measured", figure(len(relayed)), "", ways),
+    }
+
+
 def _times(value: float | None, factor: float) -> float | None:
     return None if value is None else round(value * factor, 3)
+
+
+def _place_of(peer: PeerFacts) -> str:
+    return f"/peer/{peer.peer}"
 
 
 class PeersPage(Page):
@@ -209,42 +193,37 @@ class PeersPage(Page):
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
-        with card("Peers") as panel, head(panel):
-            self._count = text("b-hint", "peers-count")
-            search = search_field()
-        with panel:
+        with card("Peers", controls=self._add_count):
             self._table = Table("peers-table", (
-                ("label", "Peer", -1), ("state", "State", -1), ("device", "Device", -1),
-                ("tokens", "Tokens, own word", 0), ("share", "Share, counted (%)", 2),
-                ("rate", "Tokens/s", 0), ("loss", "Training loss", 3),
-                ("staleness", "Staleness (outer steps)", 2), ("used", "Used (%)", 1), ("up", "Up (kB/s)", 1),
-                ("links", "Links", -1), ("version", "Software", -1), ("seen", "Seen, s ago", 0),
-                ("joined", "Joined", -1), ("why", "Left, and why", -1),
-            ), search=search)  # fmt: skip
-            ui.label(
-                "Tokens, loss, rates and utilisation are a peer's own word. Its share is counted by the "
-                "group: weights in commits that more than half of its peers signed."
-            ).classes("b-foot")
+                ("Peer", -1, lambda peer: plain(peer.label, 32)), ("State", -1, lambda peer: peer.state),
+                ("Device", -1, lambda peer: plain(peer.device, 16)),
+                ("Tokens, own word", 0, lambda peer: peer.tokens),
+                ("Share, counted (%)", 2, lambda peer: _times(peer.share_counted, 100)),
+                ("Tokens/s", 0, lambda peer: round(peer.tokens_per_s)),
+                ("Training loss", 3, lambda peer: _times(peer.loss, 1)),
+                ("Staleness (outer steps)", 2, lambda peer: _times(peer.staleness_mean, 1)),
+                ("Used (%)", 1, lambda peer: _times(peer.utilisation, 100)),
+                ("Up (kB/s)", 1, lambda peer: _times(peer.up_bytes_per_s, 1e-3)),
+                ("Links", -1, lambda peer: links(peer.carriers)),
+                ("Software", -1, lambda peer: plain(peer.software, 24)),
+                ("Seen, s ago", 0, self._seen_s), ("Joined", -1, lambda peer: date(peer.joined_at)),
+                ("Left, and why", -1, lambda peer: plain(peer.reason, 90) if peer.state in ENDED else ""),
+            ), to=_place_of, search=True)  # fmt: skip
+            words = "Tokens, loss, rates and utilisation are a peer's own word. Its share is counted by the "
+            text("b-foot", words + "group: weights in commits that more than half of its peers signed.")
+
+    def _add_count(self) -> None:
+        self._count = text("b-hint", test_id="peers-count")
+
+    def _seen_s(self, peer: PeerFacts) -> int | None:
+        now = self.frame.model.facts().at
+        return None if peer.last_seen_at is None else round(max(0.0, now - peer.last_seen_at))
 
     def refresh(self, facts: SwarmFacts) -> None:
         self._count.text = f"{facts.peers_online} online of {facts.peers_known} known"
 
     def redraw(self, facts: SwarmFacts) -> None:
-        self._table.set([_peer_row(peer, facts.at) for peer in facts.peers])
-
-
-def _peer_row(peer: PeerFacts, now: float) -> dict[str, Any]:
-    over = peer.state in {"left", "gone", "finished", "silent", "unreachable"}
-    return {
-        "key": peer.peer, "to": f"/peer/{peer.peer}", "label": plain(peer.label, 32), "state": peer.state,
-        "device": plain(peer.device, 16), "tokens": peer.tokens, "share": _times(peer.share_counted, 100),
-        "rate": round(peer.tokens_per_s), "loss": _times(peer.loss, 1),
-        "staleness": _times(peer.staleness_mean, 1), "used": _times(peer.utilisation, 100),
-        "up": _times(peer.up_bytes_per_s, 1e-3), "links": links(peer.carriers),
-        "version": plain(peer.software, 24),
-        "seen": None if peer.last_seen_at is None else round(max(0.0, now - peer.last_seen_at)),
-        "joined": date(peer.joined_at), "why": plain(peer.reason, 90) if over else "",
-    }  # fmt: skip
+        self._table.set(facts.peers)
 
 
 class PeerPage(Page):
@@ -255,11 +234,11 @@ class PeerPage(Page):
         self._peer = peer
         with ui.element("div"):
             ui.link("All peers", "/peers").classes("b-link")
-            self._title = text("b-title", "peer-title")
-            ui.label(peer[:80]).classes("b-hint b-words")
+            self._title = text("b-title", test_id="peer-title")
+            text("b-hint b-words", peer[:80])
         self._trends = Trends("chart-peer")
         with card("What is known of it"):
-            columns = (("name", "", -1), ("value", "", -1), ("what", "", -1))
+            columns = [("", -1, lambda row, name=name: row[name]) for name in ("name", "value", "what")]
             self._known = Table("peer-facts", columns, rows_a_page=0)
         with card("What happened at it"):
             self._events = _events_table("peer-events", 15)
@@ -274,7 +253,7 @@ class PeerPage(Page):
             if peer.peer == self._peer:
                 self._trends.set(self.frame.palette, history.series(peer.peer, *self.frame.span(facts)))
                 self._known.set(fact_rows(peer))
-        self._events.set([_event_row(line) for line in history.happenings(LINES, self._peer)])
+        self._events.set(history.happenings(MAX_LINES, self._peer))
 
 
 def fact_rows(peer: PeerFacts) -> list[dict[str, str]]:
@@ -292,8 +271,8 @@ def fact_rows(peer: PeerFacts) -> list[dict[str, str]]:
             value = ", ".join(f"{plain(key, 40)}: {times}" for key, times in list(value.items())[:6])
         elif isinstance(value, tuple):
             value = ", ".join(figure(one) for one in value[:16])
-        words = {"name": name.replace("_", " "), "value": plain(str(value), 80)}
-        rows.append({**words, "what": field.description or ""})
+        shown = {"name": name.replace("_", " "), "value": plain(str(value), 80)}
+        rows.append({**shown, "what": field.description or ""})
     return rows
 
 
@@ -302,78 +281,62 @@ class EventsPage(Page):
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
-        with card("What happened", f"the newest {LINES}; a round's line leads to its members") as panel:
-            with head(panel):
-                search = search_field()
-            self._table = _events_table("events", 50, search)
+        with card("What happened", f"the newest {MAX_LINES}; a round's line leads to its members"):
+            self._table = _events_table("events", 50, search=True)
 
     def redraw(self, facts: SwarmFacts) -> None:
-        self._table.set([_event_row(line) for line in self.frame.history.happenings(LINES)])
+        self._table.set(self.frame.history.happenings(MAX_LINES))
 
 
-def _events_table(test_id: str, rows_a_page: int, search: ui.input | None = None) -> Table:
-    columns = (("at", "At", -1), ("kind", "Kind", -1), ("words", "What", -1))
-    return Table(test_id, columns, rows_a_page, search)
+def _events_table(test_id: str, rows_a_page: int, search: bool = False) -> Table:
+    def place(line: Happening) -> str:
+        return f"/round/{line.fragment}/{line.round}" if line.round >= 0 and line.fragment >= 0 else ""
 
-
-def _event_row(line: Happening) -> dict[str, Any]:
-    row = {
-        "key": line.key,
-        "at": date(line.at),
-        "kind": line.kind.replace("_", " "),
-        "words": plain(line.words, 240),
-    }
-    if line.round >= 0 and line.fragment >= 0:
-        row["to"] = f"/round/{line.fragment}/{line.round}"
-    return row
+    return Table(test_id, (
+        ("At", -1, lambda line: date(line.at)), ("Kind", -1, lambda line: line.kind.replace("_", " ")),
+        ("What", -1, lambda line: plain(line.words, 240)),
+    ), rows_a_page, place, search)  # fmt: skip
 
 
 class RoundPage(Page):
     """One round of one fragment: its outcome, and each member's times and counted work."""
 
     def __init__(self, frame: Frame, fragment: int, number: int) -> None:
-        super().__init__(frame)
         self._key = fragment, number
         with ui.element("div"):
             ui.link("All events", "/events").classes("b-link")
-            ui.label(f"Round {number} of fragment {fragment}").classes("b-title")
-        self._tiles = tiles(
-            round_outcome="Outcome", round_group="In the mean", round_duration="READY to certificate",
-            round_staleness="Staleness",
-        )  # fmt: skip
-        hint = "seconds from each member's READY; work: weights (tokens) in the certificate"
-        with card("Members", hint):
+            text("b-title", f"Round {number} of fragment {fragment}")
+        super().__init__(frame, self._round_told)
+
+        def seconds(name: str) -> Callable[[Any], float | None]:
+            return lambda row: _times(getattr(row[1], name, None) or None, 1)
+
+        with card("Members", "seconds from each member's READY; work: weights (tokens) in the certificate"):
             self._table = Table("round-members", (
-                ("peer", "Peer", -1), ("begin", "BEGIN", 2), ("parts", "PARTS", 2), ("means", "MEAN", 2),
-                ("commit", "Certificate", 2), ("work", "Work (tokens)", 0),
+                ("Peer", -1, lambda row: row[0]), ("BEGIN", 2, seconds("begun_s")),
+                ("PARTS", 2, seconds("parts_s")), ("MEAN", 2, seconds("means_s")),
+                ("Certificate", 2, seconds("duration_s")),
+                ("Work (tokens)", 0, lambda row: None if row[2] is None else round(row[2])),
             ))  # fmt: skip
 
-    def refresh(self, facts: SwarmFacts) -> None:
-        shown = self._tiles
-        found = next((one for one in facts.rounds if (one.fragment, one.round) == self._key), None)
-        if found is None:
-            shown["round_outcome"].set("unknown", "", "this round is not among the newest here")
-            return
-        shown["round_outcome"].set(found.outcome, "", plain(found.reason, 120))
-        shown["round_group"].set(figure(found.contributors), "", f"of {found.group_size} members")
-        shown["round_duration"].set(figure(found.duration_s or None, 2), "s", "slowest member")
-        stale = figure(found.staleness) if found.staleness >= 0 else "-"
-        shown["round_staleness"].set(stale, "outer steps", "the most stale of its outer steps")
-
     def redraw(self, facts: SwarmFacts) -> None:
-        view = self.frame.model.view.rounds.get(self._key)
-        if view is None:
-            return
-        rows, name = dict[str, dict[str, Any]](), self.frame.model.known.label
-        for peer, weight in list(view.weights.items())[:64]:
-            rows[peer] = {"peer": plain(name(peer), 40), "work": round(weight)}
-        for peer, told in list(view.commits.items())[:64]:
-            times = {
-                "begin": told.begun_s,
-                "parts": told.parts_s,
-                "means": told.means_s,
-                "commit": told.duration_s,
-            }
-            known = {key: _times(value or None, 1) for key, value in times.items()}
-            rows[peer] = {**rows.get(peer, {"peer": plain(name(peer), 40)}), **known}
-        self._table.set(list(rows.values()))
+        if view := self.frame.model.view.rounds.get(self._key):
+            name, told, counted = self.frame.model.known.label, view.commits, view.weights
+            members = dict.fromkeys([*list(counted)[:64], *list(told)[:64]])
+            self._table.set((plain(name(peer), 40), told.get(peer), counted.get(peer)) for peer in members)
+
+    def _round_told(self, facts: SwarmFacts) -> Told:
+        found = next((one for one in facts.rounds if (one.fragment, one.round) == self._key), None)
+        outcome, group, duration, stale = [("", "", "")] * 4
+        if found is None:
+            outcome = "unknown", "", "this round is not among the newest here"
+        else:
+            outcome = found.outcome, "", plain(found.reason, 120)
+            group = figure(found.contributors), "", f"of {found.group_size} members"
+            duration = figure(found.duration_s or None, 2), "s", "slowest member"
+            late = figure(found.staleness) if found.staleness >= 0 else "-"
+            stale = late, "outer steps", "the most stale of its outer steps"
+        return {
+            "round-outcome": ("Outcome", *outcome), "round-group": ("In the mean", *group),
+            "round-duration": ("READY to certificate", *duration), "round-staleness": ("Staleness", *stale),
+        }  # fmt: skip

@@ -38,16 +38,8 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from monitoring.board.pages import (
-    BandwidthPage,
-    EventsPage,
-    PeerPage,
-    PeersPage,
-    RoundPage,
-    StalenessPage,
-    SwarmPage,
-)
-from monitoring.board.shell import Frame, Page
+from monitoring.board import pages
+from monitoring.board.shell import TICK_S, Frame, Page
 from monitoring.facts import SwarmFacts
 from monitoring.feeds import PastFeed
 from monitoring.history import TIERS, History
@@ -59,17 +51,18 @@ from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry.feed import Feed
 from p2p_co2.telemetry.journal import read_events
 
-TICK_S = 1.0
 IDLE_S = 90.0
 """A board that a connection started ends after this long without a request or an open page."""
-KNOWN_WITHIN_S = 5.0
-"""By then a board knows which peer it belongs to, or does without its past."""
 MAX_PAST_BYTES = 4 << 20
 """Of a peer's journal, some three hours."""
 PAST_ROUNDS_KEPT = 192
 """At a time: each step of the past looks at all of them."""
 COOKIE = "p2p_co2_board"
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]+")
+_PAGES: dict[str, Callable[[Frame], Page]] = {
+    "/": pages.SwarmPage, "/staleness": pages.StalenessPage, "/bandwidth": pages.BandwidthPage,
+    "/peers": pages.PeersPage, "/events": pages.EventsPage,
+}  # fmt: skip
 _RoundNumber = Annotated[int, PathParameter(ge=0, le=2**53)]
 """Larger ones are no round's, and more than the history can look for."""
 
@@ -89,15 +82,13 @@ def place_for(host: str, port: int, token: str = "") -> Place:
     if not 0 <= port < 1 << 16:
         raise ConfigError("command line", "--port", f"from 0 to 65535 (got {port})")
     if token and not _TOKEN.fullmatch(token):
-        raise ConfigError(
-            "command line", "--token", "letters, digits and -._~ only, for it stands in an address"
-        )
+        words = "letters, digits and -._~ only, for it stands in an address"
+        raise ConfigError("command line", "--token", words)
     try:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
-        raise EnvironmentFault(
-            f"{host!r} is no IP address to listen on; 0.0.0.0 means all of this machine"
-        ) from None
+        words = f"{host!r} is no IP address to listen on; 0.0.0.0 means all of this machine"
+        raise EnvironmentFault(words) from None
     return Place(host=host, port=port, token=token or ("" if loopback else secrets.token_urlsafe(18)))
 
 
@@ -111,9 +102,8 @@ def listening_socket(place: Place) -> socket.socket:
         bound.listen(64)
     except OSError as error:
         bound.close()
-        raise EnvironmentFault(
-            f"cannot serve the board on {place.host}:{place.port}: {error.strerror}; choose another --port"
-        ) from None
+        where = f"{place.host}:{place.port}: {error.strerror}"
+        raise EnvironmentFault(f"cannot serve the board on {where}; choose another --port") from None
     return bound
 
 
@@ -124,54 +114,41 @@ def address(place: Place, bound: socket.socket) -> str:
     return f"http://{shown}:{port}/" + (f"?token={place.token}" if place.token else "")
 
 
-class Activity:
-    """When somebody last asked for something, and how many pages are open."""
+class Guard:
+    """ASGI middleware: the token, or on loopback the Host and Origin headers; and whether anybody is here."""
 
-    def __init__(self) -> None:
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._token = token
         self._asked_at = time.monotonic()
         self._open = 0
-
-    @contextlib.contextmanager
-    def during(self, *, is_page: bool) -> Iterator[None]:
-        """Around a request, or a page that is open."""
-        self._asked_at = time.monotonic()
-        self._open += is_page
-        try:
-            yield
-        finally:
-            self._asked_at = time.monotonic()
-            self._open -= is_page
+        self.app = app  # NiceGUI looks for its own application behind `app`
 
     def idle_s(self) -> float:
         """Seconds without a request or an open page."""
         return 0.0 if self._open else time.monotonic() - self._asked_at
 
-
-class Guard:
-    """ASGI middleware: the token, or on loopback the Host and Origin headers; and who is here."""
-
-    def __init__(self, app: ASGIApp, token: str, activity: Activity) -> None:
-        self._activity, self._token = activity, token
-        self.app = app  # NiceGUI looks for its own application behind `app`
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in {"http", "websocket"}:
             await self.app(scope, receive, send)
             return
-        asked = HTTPConnection(scope)
-        if refusal := self._refusal(scope, asked):
-            is_page = scope["type"] == "websocket"
+        asked, is_page = HTTPConnection(scope), scope["type"] == "websocket"
+        if refusal := self._refusal(is_page, asked):
             answer = WebSocketClose(4403) if is_page else PlainTextResponse(refusal, 403)
             await answer(scope, receive, send)
             return
         if self._token and "token" in asked.query_params:
             send = _with_cookie(send, self._token)
-        with self._activity.during(is_page=scope["type"] == "websocket"):
+        self._asked_at = time.monotonic()
+        self._open += is_page
+        try:
             await self.app(scope, receive, send)
+        finally:
+            self._asked_at = time.monotonic()
+            self._open -= is_page
 
-    def _refusal(self, scope: Scope, asked: HTTPConnection) -> str:
+    def _refusal(self, is_page: bool, asked: HTTPConnection) -> str:
         host, origin = asked.headers.get("host", ""), asked.headers.get("origin", "")
-        if scope["type"] == "websocket" and origin and origin.split("//", 1)[-1] != host:
+        if is_page and origin and origin.split("//", 1)[-1] != host:
             return "this page belongs to another site"
         if not self._token:
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
@@ -219,7 +196,17 @@ def make_app(model: Model, recorder: Recorder) -> FastAPI:
     async def metrics() -> Response:
         return Response(exposition(collector), media_type=CONTENT_TYPE)
 
-    _add_pages(model, recorder)
+    for place, make in _PAGES.items():
+        ui.page(place)(partial(Frame, model, recorder, place, make))
+
+    @ui.page("/peer/{peer}")
+    def peer_page(peer: str) -> None:
+        Frame(model, recorder, "/peers", lambda frame: pages.PeerPage(frame, peer))
+
+    @ui.page("/round/{fragment}/{number}")
+    def round_page(fragment: _RoundNumber, number: _RoundNumber) -> None:
+        Frame(model, recorder, "/events", lambda frame: pages.RoundPage(frame, fragment, number))
+
     # At its start NiceGUI asks every object of the process what it is, and torch's old names answer that they
     # are old: nothing that a user of the board could act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module="nicegui")
@@ -228,23 +215,6 @@ def make_app(model: Model, recorder: Recorder) -> FastAPI:
         binding_refresh_interval=None, reconnect_timeout=10.0,
     )  # fmt: skip
     return app
-
-
-def _add_pages(model: Model, recorder: Recorder) -> None:
-    pages: dict[str, Callable[[Frame], Page]] = {
-        "/": SwarmPage, "/staleness": StalenessPage, "/bandwidth": BandwidthPage, "/peers": PeersPage,
-        "/events": EventsPage,
-    }  # fmt: skip
-    for place, make in pages.items():
-        ui.page(place)(partial(Frame, model, recorder, place, make))
-
-    @ui.page("/peer/{peer}")
-    def peer_page(peer: str) -> None:
-        Frame(model, recorder, "/peers", lambda frame: PeerPage(frame, peer))
-
-    @ui.page("/round/{fragment}/{number}")
-    def round_page(fragment: _RoundNumber, number: _RoundNumber) -> None:
-        Frame(model, recorder, "/events", lambda frame: RoundPage(frame, fragment, number))
 
 
 def swarm_schema() -> dict[str, Any]:
@@ -261,39 +231,38 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    model: Model,
-    history: History,
-    place: Place,
-    bound: socket.socket,
-    stop: asyncio.Event,
-    is_over: Callable[[Activity], bool] = lambda activity: False,
-) -> None:
-    """Serve until ``stop`` is set or ``is_over`` says so; fold what is new once a second, and write history
-    in a thread. ``bound`` is closed at the end. An error of ours ends the board and is raised, so that pages
-    say that they are disconnected, instead of showing for good what was true once."""
-    activity, recorder = Activity(), Recorder(model, history)
+    model: Model, history: History, bound: socket.socket, token: str = "",
+    is_over: Callable[[float], bool] = lambda idle_s: False,
+) -> None:  # fmt: skip
+    """Serve until SIGINT, SIGTERM, or ``is_over`` says so; fold what is new once a second, and write history
+    in a thread. ``bound`` and ``history`` are closed at the end. An error of ours ends the board and is
+    raised, so that pages say that they are disconnected, instead of showing for good what was true once."""
+    recorder, loop, stop = Recorder(model, history), asyncio.get_running_loop(), asyncio.Event()
+    guard = Guard(make_app(model, recorder), token)
     config = uvicorn.Config(
-        Guard(make_app(model, recorder), place.token, activity), log_level="warning", lifespan="on",
-        ws="websockets-sansio", timeout_graceful_shutdown=2, access_log=False,
+        guard, log_level="warning", lifespan="on", ws="websockets-sansio", timeout_graceful_shutdown=2,
+        access_log=False,
     )  # fmt: skip
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[bound]), name="serve")
-    try:
-        while not (stop.is_set() or serving.done() or is_over(activity)):
-            next_at = time.monotonic() + TICK_S
-            for events in model.moments(time.time()):
-                recorder.see(events)
-                if batch := recorder.batch():
-                    await asyncio.to_thread(recorder.write, batch)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.05, next_at - time.monotonic())):
-                    await stop.wait()
-    finally:
-        server.should_exit = True
-        await asyncio.wait({serving}, timeout=5.0)
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        bound.close()
+    with StopSignals(lambda: loop.call_soon_threadsafe(stop.set)):
+        try:
+            while not (stop.is_set() or serving.done() or is_over(guard.idle_s())):
+                next_at = time.monotonic() + TICK_S
+                for events in model.moments(time.time()):
+                    recorder.see(events)
+                    if batch := recorder.batch():
+                        await asyncio.to_thread(recorder.write, batch)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.05, next_at - time.monotonic())):
+                        await stop.wait()
+        finally:
+            server.should_exit = True
+            await asyncio.wait({serving}, timeout=5.0)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            bound.close()
+            history.close()
 
 
 def run_board(feed: Feed, place: Place, history: Path | None, say: Callable[[str], None] = print) -> int:
@@ -302,41 +271,30 @@ def run_board(feed: Feed, place: Place, history: Path | None, say: Callable[[str
     ``history``: the SQLite file; None keeps it in memory, and so does a place that cannot be written, which
     is said. Raises ``EnvironmentFault`` if the port is taken.
     """
-    try:
+    with contextlib.closing(feed):
         bound = listening_socket(place)
         say(f"board: {address(place, bound)}")
         kept = History.or_in_memory(history)
         if kept.trouble:
             say(f"warning: {kept.trouble}")
-        _run(feed, place, bound, kept, lambda activity: False)
-    finally:
-        feed.close()
+        asyncio.run(serve(Model(feed), kept, bound, place.token))
     return 0
 
 
 def run_activated(
-    feed: Feed,
-    bound: socket.socket,
-    history: Path | None,
-    gone: threading.Event | None = None,
+    feed: Feed, bound: socket.socket, history: Path | None, gone: threading.Event | None = None,
     journal: Path | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Serve on an inherited loopback socket until nobody looks, or ``gone`` is set. ``journal``: what the
     feed's own peer wrote before anybody looked, to begin with."""
-
-    def is_over(activity: Activity) -> bool:
-        return activity.idle_s() > IDLE_S or (gone is not None and gone.is_set())
-
-    kept = History.or_in_memory(history)
-    try:
+    kept, gone = History.or_in_memory(history), gone or threading.Event()
+    with contextlib.closing(feed):
+        ends_at = time.monotonic() + 5 * TICK_S  # by then it knows its peer, or does without its past
+        while journal is not None and not feed.me and time.monotonic() < ends_at:
+            time.sleep(0.02)
         if journal is not None:
-            ends_at = time.monotonic() + KNOWN_WITHIN_S
-            while not feed.me and time.monotonic() < ends_at:
-                time.sleep(0.02)
             recall_journal(journal, feed.me, feed.run, kept)
-        _run(feed, Place(), bound, kept, is_over)
-    finally:
-        feed.close()
+        asyncio.run(serve(Model(feed), kept, bound, "", lambda idle_s: idle_s > IDLE_S or gone.is_set()))
     return 0
 
 
@@ -352,21 +310,3 @@ def recall_journal(journal: Path, me: str, run: RunConfig | None, history: Histo
     events = [event for event in told if event.peer == me and since < event.at <= now]
     if events:
         Recorder(Model(PastFeed(events, run, me), PAST_ROUNDS_KEPT), history).follow(now)
-
-
-def _run(
-    feed: Feed, place: Place, bound: socket.socket, history: History, is_over: Callable[[Activity], bool]
-) -> None:
-    async def until_stopped() -> None:
-        loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-        def end() -> None:
-            loop.call_soon_threadsafe(stop.set)
-
-        with StopSignals(end):
-            await serve(Model(feed), history, place, bound, stop, is_over)
-
-    try:
-        asyncio.run(until_stopped())
-    finally:
-        history.close()

@@ -7,8 +7,9 @@ reads as markup; an element is sent again only when what it shows has changed.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,14 @@ from nicegui.element import Element
 
 from monitoring.charts import BLUE, DARK, LIGHT, TRENDS, Options, Palette, over_time
 from monitoring.facts import SwarmFacts
+from monitoring.history import TIERS
 from monitoring.model import Model, Recorder
 from monitoring.words import UNKNOWN, clock, plain
 
 PAGES = (("/", "Swarm"), ("/staleness", "Staleness"), ("/bandwidth", "Bandwidth"), ("/peers", "Peers"),
          ("/events", "Events"))  # fmt: skip
-REFRESH_S = 1.0
-ANSWER_S = 30.0
-"Of a browser: a busy one takes seconds to run its first script."
-CHARTS_EVERY_S = 2.0
-"""Charts over time change with the history's finest samples, so no faster than those."""
+TICK_S = 1.0
+"""A board looks for news, and an open page follows it."""
 CSS = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 _STATES = {"connected": "live", "connecting": "connecting", "lost": "out of reach", "ended": "run is over"}
 _RANGES = {"10 min": 600.0, "1 h": 3600.0, "1 day": 86400.0, "all": None}
@@ -43,50 +42,63 @@ _NOTHING = {
 """The page while there is no peer to show."""
 
 
+Told = dict[str, tuple[str, str, str, str]]
+"""What tiles say, by test id: caption, number (it may bring its unit: "12 kB"), unit, line below."""
+Columns = Sequence[tuple[str, int, Callable[[Any], Any]]]
+"""Of a table: heading, decimals (-1: it is text), a cell of what the row is about."""
+
+
 class Page:
     """A page's body: built once there is something to show. ``refresh`` follows once a second, ``redraw``
     when charts and tables are due, or the colours changed."""
 
-    def __init__(self, frame: Frame) -> None:
-        self.frame = frame
+    def __init__(self, frame: Frame, told: Callable[[SwarmFacts], Told] = lambda facts: {}) -> None:
+        self.frame, self._told = frame, told
+        self._tiles = Tiles(told(frame.model.facts()))
 
     def refresh(self, facts: SwarmFacts) -> None:
         """Bring tiles and lines up to date."""
+        self._tiles.set(self._told(facts))
 
     def redraw(self, facts: SwarmFacts) -> None:
         """Bring charts and tables up to date."""
 
 
-def text(classes: str, test_id: str = "") -> ui.label:
-    """An empty label; NiceGUI sends its text when that changes."""
-    made = ui.label("").classes(classes)
+# ---- what pages are made of
+
+
+def text(classes: str, words: str = "", test_id: str = "") -> ui.label:
+    """A line of text; NiceGUI sends it again when it changes."""
+    made = ui.label(words).classes(classes)
     return made.props(f"data-testid={test_id}") if test_id else made
 
 
-class Tile:
-    """A figure with caption, unit and a line below."""
-
-    def __init__(self, caption: str, test_id: str) -> None:
-        with ui.element("div").classes("b-tile"):
-            ui.label(caption).classes("b-cap")
-            with ui.element("div").classes("b-num"):
-                with ui.element("span").props(f"data-testid={test_id}"):
-                    self._number = text("b-inline")
-                self._unit = text("b-unit b-inline")
-            self._sub = text("b-sub", f"{test_id}-sub")
-
-    def set(self, number: str, unit: str = "", sub: str = "") -> None:
-        """``number`` may bring its unit: "12 kB"."""
-        number, _, own = number.partition(" ")
-        self._number.text = number
-        self._unit.text = "" if number == UNKNOWN else unit or own
-        self._sub.text = sub
+def block(classes: str, kind: str = "div") -> Element:
+    """An HTML element; use as a context."""
+    return ui.element(kind).classes(classes)
 
 
-def tiles(**captions: str) -> dict[str, Tile]:
-    """A row of tiles by name, from their captions; an underscore in a name is a dash in the test id."""
-    with ui.element("div").classes("b-tiles four"):
-        return {name: Tile(caption, name.replace("_", "-")) for name, caption in captions.items()}
+class Tiles:
+    """A row of figures, each with caption, unit and a line below."""
+
+    def __init__(self, told: Told) -> None:
+        self._lines: dict[str, tuple[ui.label, ui.label, ui.label]] = {}
+        with block("b-tiles four") if told else contextlib.nullcontext():
+            for test_id, (caption, *_) in told.items():
+                with block("b-tile"):
+                    text("b-cap", caption)
+                    with block("b-num"):
+                        with ui.element("span").props(f"data-testid={test_id}"):
+                            number = text("b-inline")
+                        unit = text("b-unit b-inline")
+                    self._lines[test_id] = number, unit, text("b-sub", test_id=f"{test_id}-sub")
+
+    def set(self, told: Told) -> None:
+        for test_id, (_, figure, unit, sub) in told.items():
+            number, _, own = figure.partition(" ")
+            texts = (number, "" if number == UNKNOWN else unit or own, sub)
+            for label, words in zip(self._lines[test_id], texts, strict=True):
+                label.text = words
 
 
 class Chart:
@@ -109,7 +121,7 @@ class Trends:
 
     def __init__(self, test_id: str) -> None:
         self._charts: dict[str, Chart] = {}
-        with ui.element("div").classes("b-three"):
+        with block("b-three"):
             for name, (title, unit, _) in TRENDS.items():
                 with card(title, unit):
                     self._charts[name] = Chart(f"{test_id}-{name}", "low")
@@ -122,32 +134,43 @@ class Trends:
 class Table:
     """A table that is sorted, cut into pages and searched in the browser, and sent when its rows differ.
 
-    ``columns``: (name, heading, decimals; -1 for text). A row has a value by column, and may have ``to``: the
-    address that a click on it opens. ``rows_a_page``: 0 for all. ``search``: what rows must contain."""
+    ``rows_a_page``: 0 for all. ``to``: the address that a click on a row opens, or "". ``search``: with a
+    field for what rows must contain, in the first line of the card that the table stands in."""
 
     def __init__(
-        self, test_id: str, columns: Sequence[tuple[str, str, int]], rows_a_page: int = 25,
-        search: ui.input | None = None,
+        self, test_id: str, columns: Columns, rows_a_page: int = 25,
+        to: Callable[[Any], str] = lambda row: "", search: bool = False,
     ) -> None:  # fmt: skip
+        self._cells, self._to = [get for _, _, get in columns], to
         made = [
-            {"name": name, "label": label, "field": name, "sortable": True,
+            {"name": str(place), "label": label, "field": str(place), "sortable": True,
              "align": "left" if decimals < 0 else "right", ":format": _shown_with(max(0, decimals))}
-            for name, label, decimals in columns
+            for place, (label, decimals, _) in enumerate(columns)
         ]  # fmt: skip
         self._table = ui.table(columns=made, rows=[], row_key="key", pagination=rows_a_page or None)
         self._table.props(f"dense flat data-testid={test_id}")
-        if search is not None:
-            self._table.bind_filter_from(search, "value")
+        if search:
+            with ui.context.slot.parent.default_slot.children[0]:
+                block("b-grow")
+                field = ui.input(placeholder="search").props("dense outlined clearable data-testid=search")
+            self._table.bind_filter_from(field, "value")
         self._table.on("rowClick", self._open)
 
-    def set(self, rows: list[dict[str, Any]]) -> None:
-        rows = [{"key": str(number), **row} for number, row in enumerate(rows)]
+    def _open(self, click: Any) -> None:
+        if place := click.args[1]["to"]:
+            ui.navigate.to(place)
+
+    def set(self, told: Iterable[Any]) -> None:
+        rows = [
+            {
+                "key": key,
+                "to": self._to(one),
+                **{str(place): get(one) for place, get in enumerate(self._cells)},
+            }
+            for key, one in enumerate(told)
+        ]
         if rows != self._table.rows:
             self._table.rows = rows
-
-    def _open(self, click: Any) -> None:
-        if place := click.args[1].get("to"):
-            ui.navigate.to(place)
 
 
 def _shown_with(decimals: int) -> str:
@@ -159,25 +182,20 @@ def _shown_with(decimals: int) -> str:
     )
 
 
-def search_field() -> ui.input:
-    """At the end of a card's first line."""
-    ui.element("div").classes("b-grow")
-    return ui.input(placeholder="search").props("dense outlined clearable data-testid=search")
-
-
-def card(title: str, hint: str = "") -> Element:
-    """A titled panel; use as a context. ``head`` of it has room for controls."""
-    panel = ui.element("div").classes("b-card")
-    with panel, ui.element("div").classes("b-head"):
-        ui.label(title).classes("b-title")
+def card(title: str, hint: str = "", controls: Callable[[], None] = lambda: None) -> Element:
+    """A titled panel; use as a context. ``controls`` adds to the line with the title."""
+    with block("b-card") as panel, block("b-head"):
+        text("b-title", title)
         if hint:
-            ui.label(hint).classes("b-hint")
+            text("b-hint", hint)
+        controls()
     return panel
 
 
-def head(panel: Element) -> Element:
-    """The line with a card's title; use as a context."""
-    return panel.default_slot.children[0]
+def choice(names: Sequence[str], chosen: str, on_change: Callable[[Any], None]) -> ui.toggle:
+    """Buttons of which one is pressed."""
+    made = ui.toggle(list(names), value=chosen, on_change=on_change)
+    return made.props("dense unelevated no-caps size=sm toggle-color=primary")
 
 
 class _Header:
@@ -185,17 +203,17 @@ class _Header:
 
     def __init__(self, here: str, on_dark: Callable[[], None]) -> None:
         self._phase = ""
-        with ui.element("header").classes("b-top"):
-            with ui.element("div").classes("b-bar"):
-                ui.label("p2p-co2").classes("b-name")
-                self._run = text("b-run", "run")
-                ui.element("div").classes("b-grow")
-                with ui.element("span").classes("b-state"):
-                    self._dot = ui.element("span").classes("b-dot")
-                    self._state = text("", "state")
+        with block("b-top", "header"):
+            with block("b-bar"):
+                text("b-name", "p2p-co2")
+                self._run = text("b-run", test_id="run")
+                block("b-grow")
+                with block("b-state", "span"):
+                    self._dot = block("b-dot", "span")
+                    self._state = text("", test_id="state")
                 toggle = ui.button(icon="contrast", on_click=on_dark, color=None)
                 toggle.props('flat dense round size=sm aria-label="light or dark" data-testid=dark')
-            with ui.element("nav").classes("b-nav"):
+            with block("b-nav", "nav"):
                 for path, name in PAGES:
                     ui.link(name, path).classes("here" if path == here else "")
 
@@ -224,12 +242,12 @@ class Frame:
         ui.colors(primary=BLUE)
         self._dark = ui.dark_mode(None)
         self._header = _Header(here, self._toggle_dark)
-        with ui.element("main").classes("b-page"):
-            self._banner = text("b-banner", "banner")
+        with block("b-page", "main"):
+            self._banner = text("b-banner", test_id="banner")
             self._body = ui.element("div").style("display:contents")
         self._instead = ""
         self.tick()
-        ui.timer(REFRESH_S, self.tick)
+        ui.timer(TICK_S, self.tick)
         ui.timer(0.1, self._learn_colours, once=True)
 
     def tick(self) -> None:
@@ -238,15 +256,17 @@ class Frame:
         facts = self.model.facts()
         self._header.set(facts)
         self._set_banner(facts)
-        if not self._may_show(facts):
+        if not facts.peers_known:
+            self._show_nothing(facts)
             return
         if self._page is None:
+            self._instead = ""
             self._body.clear()
             with self._body:
                 self._page = self._make(self)
             self._drawn_at = 0.0
         self._page.refresh(facts)
-        if time.monotonic() - self._drawn_at >= CHARTS_EVERY_S:
+        if time.monotonic() - self._drawn_at >= TIERS[0][0]:  # as often as the history has new samples
             self._drawn_at = time.monotonic()
             self._page.redraw(facts)
 
@@ -263,14 +283,12 @@ class Frame:
     def range_choice(self) -> None:
         """Buttons for how far back charts over time reach."""
 
-        def choose(choice: Any) -> None:
-            self._range_s = _RANGES.get(str(choice.value))
+        def choose(chosen: Any) -> None:
+            self._range_s = _RANGES.get(str(chosen.value))
             self.redraw_soon()
 
-        ui.element("div").classes("b-grow")
-        ui.toggle(list(_RANGES), value="all", on_change=choose).props(
-            "dense unelevated no-caps size=sm toggle-color=primary"
-        )
+        block("b-grow")
+        choice(list(_RANGES), "all", choose)
 
     def _set_banner(self, facts: SwarmFacts) -> None:
         said = plain(self._recorder.trouble, 300)
@@ -281,23 +299,19 @@ class Frame:
         self._banner.text = said
         self._banner.visible = bool(said)
 
-    def _may_show(self, facts: SwarmFacts) -> bool:
-        """Whether there is a swarm to show; else say what is instead."""
-        if facts.peers_known:
-            self._instead = ""
-            return True
+    def _show_nothing(self, facts: SwarmFacts) -> None:
+        """Say why there is no swarm to show."""
         kind = "empty" if facts.connection == "connected" else facts.connection
-        if self._instead != kind + facts.connection_words:
-            self._instead = kind + facts.connection_words
-            self._page = None
-            self._body.clear()
-            big, small = _NOTHING.get(kind, ("Nothing to show", ""))
-            with self._body, ui.element("div").classes("b-empty").props(f"data-testid=nothing-{kind}"):
-                ui.element("div").classes("b-pulse" if kind == "connecting" else "b-ring")
-                ui.label(big).classes("b-big")
-                ui.label(small).classes("b-sub")
-                ui.label(plain(facts.connection_words, 400)).classes("b-sub").style("margin-top:10px")
-        return False
+        if self._instead == kind + facts.connection_words:
+            return
+        self._instead, self._page = kind + facts.connection_words, None
+        self._body.clear()
+        big, small = _NOTHING.get(kind, ("Nothing to show", ""))
+        with self._body, block("b-empty").props(f"data-testid=nothing-{kind}"):
+            block("b-pulse" if kind == "connecting" else "b-ring")
+            text("b-big", big)
+            text("b-sub", small)
+            text("b-sub", plain(facts.connection_words, 400)).style("margin-top:10px")
 
     def _toggle_dark(self) -> None:
         self._dark.value = self.palette is not DARK
@@ -307,7 +321,7 @@ class Frame:
         """Ask the browser whether it is dark: charts are drawn, so they have to be told."""
         try:
             await ui.context.client.connected()
-            dark = await ui.run_javascript("Quasar.Dark.isActive", timeout=ANSWER_S)
+            dark = await ui.run_javascript("Quasar.Dark.isActive", timeout=30 * TICK_S)  # it may be busy
         except TimeoutError:
             return  # it has gone again, or is too busy to say: light colours can be read on both
         self._use(bool(dark))

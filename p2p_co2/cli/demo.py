@@ -18,8 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bootstrap.lines import Line
-from bootstrap.stage import RunEnd
+from bootstrap.stage import Line, RunEnd
 from monitoring.facts import Known
 from monitoring.lines import ExchangeLog, SteadyState, exchange_figures, exchange_words
 from monitoring.report import write_report
@@ -47,7 +46,7 @@ class RunWatch:
         lines: Sequence[Line] = (),
         board: bool = False,
     ) -> None:
-        self._config, self._emulation, self._lines = config, emulation, lines
+        self._config, self._folder, self._emulation, self._lines = config, folder, emulation, lines
         self._place = f"{'rehearsal' if emulation else 'demo'} in {folder}"
         self._view = SwarmView()
         self._exchanges, self._steady = ExchangeLog(), SteadyState(max(1, config.outer.blocking_rounds))
@@ -78,13 +77,13 @@ class RunWatch:
         was no success, if it was none."""
         self.close()
         facts = RunFacts(
-            config=end.config, loss_start=end.loss_start, loss_end=end.loss_end,
+            config=self._config, loss_start=end.loss_start, loss_end=end.loss_end,
             expected_peers=end.expected_peers, software=end.software, text=end.text,
         )  # fmt: skip
         summary = summarise(self._view, facts)
         if self._emulation:
             summary |= self._of_lines(end)
-        (end.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         ends = (
             (self._view.started_at, 0, end.loss_start),
             (self._view.last_at, summary["tokens"], end.loss_end),
@@ -92,11 +91,11 @@ class RunWatch:
         agreed = [(at, tokens, loss) for at, tokens, loss in ends if at is not None and loss is not None]
         words = Console(file=io.StringIO(), width=120, record=True)
         print_summary(summary, words)
-        write_report(end.folder, words.export_text(), agreed)
+        write_report(self._folder, words.export_text(), agreed)
         print_summary(summary, self._console)
         if self._emulation:
             self._say(exchange_words(summary["exchanges"]))
-        for text in (*(f"note: {note}" for note in end.notes), f"written to {end.folder}"):
+        for text in (*(f"note: {note}" for note in end.notes), f"written to {self._folder}"):
             self._say(text)
         # Who was killed on purpose need not have finished.
         left = {name: peer for name, peer in summary["peer_table"].items() if name not in end.killed}

@@ -7,41 +7,28 @@ the run over: 3); a traceback is left to bugs."""
 
 from __future__ import annotations
 
-from p2p_co2.system.ctrl_c import (
-    hand_over,
-    take_back,
-    was_interrupted,
-)  # before all that takes time to import
+from p2p_co2.system.ctrl_c import hand_over, take_back, was_interrupted  # before all that takes time
 
 # isort: split
 import errno
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from bootstrap.options import DemoOptions, OwnRecipe, Parent, RehearsalOptions, SeedOptions, says
 from p2p_co2.cli import checks, views
-from p2p_co2.cli.checks import says
-from p2p_co2.codec_specs import codec_names
+from p2p_co2.cli import options as shared
+from p2p_co2.cli.options import takes
 from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
 
 hand_over()
-RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The run; a default if absent.")]
-Peers = Annotated[int, typer.Option(help="Peer processes.")]
-Carrier = Annotated[str, typer.Option(help="auto, grpc or libp2p.")]
-OwnRecipe = Annotated[str, typer.Option(metavar="FILE.py:function", help="The run's own recipe, here.")]
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")]
-Parent = Annotated[int, typer.Option(hidden=True, help="Leave when this process ends.")]
-HELP_ORDER = (
-    "demo", "init", "plan", "rehearse", "simulate", "seed", "doctor", "join", "board", "watch", "export",
-    "sample", "eval",
-)  # fmt: skip
-"""Of the commands, as somebody meets them who starts with nothing."""
 app = typer.Typer(
     name="p2p-co2",
     help="Volunteers train one PyTorch model together over the internet: asynchronous, quantised, no server.",
@@ -51,8 +38,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"max_content_width": 110},
 )
-checks.add_to(app)
-views.add_to(app)
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> int:
@@ -117,47 +102,31 @@ def _options(
     pass
 
 
-@app.command()
-def seed(
-    run_file: RunFile = None,
-    host: Annotated[str, says("Address to listen on; 0.0.0.0 for all.")] = "0.0.0.0",
-    port: Annotated[int, says("Fixed port, so that tickets outlive a restart; 0 for any.")] = 0,
-    folder: Annotated[Path, says("Keeps the seed's identity and the published run.")] = Path("runs/seed"),
-    announce_host: Annotated[str, says("Address that others dial, if it is not the host's.")] = "",
-    also: Annotated[str, says("Become a further seed of this run.", metavar="TICKET")] = "",
-    relay: Annotated[
-        bool, says("Pass on traffic between peers that cannot reach each other directly.")
-    ] = True,
-    parent: Parent = 0,
-) -> None:
+@takes(SeedOptions)
+def seed(options: SeedOptions) -> int:
     """Publish a run and print its ticket; peers find each other through this process, which never trains."""
-    from bootstrap.seed import SeedOptions, serve_run
+    from bootstrap.seed import serve_run
 
-    options = SeedOptions(
-        run_file=run_file, host=host, port=port, folder=folder, announce_host=announce_host, also=also,
-        relay=relay, parent=parent,
-    )  # fmt: skip
-    raise typer.Exit(serve_run(options))
+    return serve_run(options)
 
 
-@app.command()
 def join(
     ticket: Annotated[
         str, typer.Argument(metavar="TICKET", help="The string that the organiser's seed printed.")
     ],
-    config_file: checks.ConfigFile = None,
+    config_file: shared.ConfigFile = None,
     folder: Annotated[Path | None, says("Keeps identity, checkpoints and events.")] = None,
     name: Annotated[str | None, says("What others see beside the peer's id.")] = None,
-    device: checks.Device = None,
+    device: shared.Device = None,
     batch: Annotated[int | None, says("Sequences per inner step; 0 for the recipe's.")] = None,
     threads: Annotated[int | None, says("CPU threads for training; 0 for the number of cores.")] = None,
-    carrier: checks.Carrier = None,
+    carrier: shared.Carrier = None,
     host: Annotated[
         str | None, says("Address to listen on; all of this machine's, if the seeds are elsewhere.")
     ] = None,
-    announce_host: checks.AnnounceHost = None,
-    grpc_port: checks.Port = None,
-    libp2p_port: checks.Port = None,
+    announce_host: shared.AnnounceHost = None,
+    grpc_port: shared.Port = None,
+    libp2p_port: shared.Port = None,
     board: Annotated[
         bool | None, says("Serve a page on loopback; idle until looked at.", "--board/--no-board")
     ] = None,
@@ -207,11 +176,11 @@ def join(
         ticket=ticket, config=config, recipe=recipe, data=data, resume=resume, start_over=start_over,
         parent=parent,
     )  # fmt: skip
-    import_slow(options)
+    import_slow()
     from p2p_co2.cli.join import JoinWatch
 
     hand_over()
-    raise typer.Exit(join_run(options, JoinWatch()))
+    join_run(options, JoinWatch())
 
 
 def _rate(option: str, text: str | None) -> float | None:
@@ -229,83 +198,28 @@ def _rate(option: str, text: str | None) -> float | None:
     return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
 
 
-@app.command()
-def demo(
-    peers: Peers = 4,
-    seconds: Annotated[float, says("Length of the training.")] = 150.0,
-    round_s: Annotated[float, says("Seconds between a fragment's rounds.")] = 5.0,
-    rule: Annotated[str, says("How new parameters arrive: keep, co2, blend or eager.")] = "keep",
-    codec: Annotated[str, says(f"{codec_names()}.")] = "int4",
-    carrier: Carrier = "auto",
-    device: Annotated[str, says("What all peers train on: cpu, cuda, cuda:1.")] = "cpu",
-    folder: Annotated[Path | None, says("Where the run is written; runs/demo-<time> if absent.")] = None,
-    text: Annotated[Path | None, says("Train on this file or folder, not Python's own text.")] = None,
-    recipe: Annotated[str, says("Train your own recipe.", metavar="FILE.py:function")] = "byte-gpt",
-    kill_one: Annotated[bool, says("Kill a peer half-way; another joins late.", "--kill-one")] = False,
-    board: Annotated[bool, says("Serve the board meanwhile, at a printed address.")] = True,
-    seed: Annotated[int, says("Of the first parameters.")] = 0,
-) -> None:
+@takes(DemoOptions)
+def demo(options: DemoOptions) -> int:
     """A whole swarm on this machine: one seed and several peers, each a process of its own, on real text."""
     take_back()
-    from bootstrap.demo import DemoOptions, run_demo
+    from bootstrap.demo import run_demo
     from p2p_co2.cli.demo import RunWatch
 
     hand_over()
-    options = DemoOptions(
-        peers=peers, seconds=seconds, round_s=round_s, rule=rule, codec=codec, carrier=carrier, device=device,
-        folder=folder, text=text, recipe=recipe, kill_one=kill_one, seed=seed,
-    )  # fmt: skip
-    raise typer.Exit(run_demo(options, partial(RunWatch, board=board)))
+    return run_demo(options, partial(RunWatch, board=options.board))
 
 
-@app.command()
-def rehearse(
-    run_file: RunFile = None,
-    peers: Peers = 4,
-    profile: Annotated[
-        str,
-        says(
-            "Line of each peer: fibre, cable, dsl, 4g, transatlantic, satellite or home-mix; several, "
-            "with commas, are given out in turn."
-        ),
-    ] = "dsl",
-    seconds: Annotated[
-        float | None, says("Length of the training; the run's own, or 120, if absent.")
-    ] = None,
-    nat: Annotated[str, says("Routers: profile (as it says), open, cone or symmetric.")] = "profile",
-    up_mbit: Annotated[float | None, says("Another upload rate, Mbit/s.")] = None,
-    down_mbit: Annotated[float | None, says("Another download rate, Mbit/s.")] = None,
-    latency_ms: Annotated[float | None, says("Another latency, one way between two peers.")] = None,
-    jitter_ms: Annotated[float | None, says("Another jitter.")] = None,
-    loss: Annotated[float | None, says("Another share of packets lost, 0.01 for 1 %.")] = None,
-    congestion: Annotated[
-        str, says("TCP's congestion control, cubic or bbr; this machine's own if absent.")
-    ] = "",
-    carrier: Carrier = "auto",
-    folder: Annotated[Path | None, says("Where the run is written; runs/rehearsal-<time> if absent.")] = None,
-    recipe: OwnRecipe = "",
-    in_carrier: Annotated[
-        bool, says("Slow the carriers down on loopback, as without root.", "--in-carrier")
-    ] = False,
-) -> None:
+@takes(RehearsalOptions)
+def rehearse(options: RehearsalOptions) -> int:
     """The run over emulated internet lines, before anybody is invited: needs root for real packets."""
     take_back()
-    from bootstrap.lines import LineChanges
-    from bootstrap.rehearsal import RehearsalOptions, run_rehearsal
+    from bootstrap.rehearsal import run_rehearsal
     from p2p_co2.cli.demo import RunWatch
 
     hand_over()
-    line = LineChanges(
-        up_mbit=up_mbit, down_mbit=down_mbit, latency_ms=latency_ms, jitter_ms=jitter_ms, loss=loss, nat=nat
-    )
-    options = RehearsalOptions(
-        run_file=run_file, peers=peers, profile=profile, line=line, seconds=seconds, folder=folder,
-        carrier=carrier, recipe=recipe, congestion=congestion, in_carrier=in_carrier,
-    )  # fmt: skip
-    raise typer.Exit(run_rehearsal(options, RunWatch))
+    return run_rehearsal(options, RunWatch)
 
 
-@app.command()
 def sample(
     checkpoint: Checkpoint,
     prompt: Annotated[str, says("What the text begins with.")] = "def ",
@@ -321,11 +235,7 @@ def sample(
     print(Trained.load(checkpoint, recipe).sample(prompt, length, seed))
 
 
-@app.command(name="eval")
-def evaluate(
-    checkpoint: Checkpoint,
-    recipe: OwnRecipe = "",
-) -> None:
+def evaluate(checkpoint: Checkpoint, recipe: OwnRecipe = "") -> None:
     """Held-out loss of a checkpoint, as its recipe measures it (byte-gpt: nats per token)."""
     take_back()
     from p2p_co2.trained import Trained
@@ -334,7 +244,6 @@ def evaluate(
     print(f"{Trained.load(checkpoint, recipe).held_out_loss():.4f}")
 
 
-@app.command()
 def init() -> None:
     """Print a run file with every setting explained; `p2p-co2 init > run.toml` is a start."""
     from bootstrap.run_file import DEFAULT_RUN_FILE
@@ -342,6 +251,11 @@ def init() -> None:
     print(DEFAULT_RUN_FILE, end="")
 
 
-app.registered_commands.sort(
-    key=lambda command: HELP_ORDER.index(command.name or getattr(command.callback, "__name__", ""))
-)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo, "init": init, "plan": checks.plan, "rehearse": rehearse, "simulate": checks.simulate,
+    "seed": seed, "doctor": checks.doctor, "join": join, "board": views.board, "watch": views.watch,
+    "export": views.export, "sample": sample, "eval": evaluate,
+}  # fmt: skip
+"""As somebody meets them who starts with nothing."""
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)

@@ -13,15 +13,16 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from monitoring.summary import RunFacts, summarise
+from p2p_co2.cli.options import SimulationOptions
+from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.profiles import profile_of
-from p2p_co2.planning.traffic import payload_bytes
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.simnet import Churn, EventLog, Result, Settings, Swarm
 from p2p_co2.simnet.campaign import storm_settings
@@ -30,30 +31,9 @@ from p2p_co2.telemetry.view import SwarmView
 
 BLOCKS = 16
 """Simulated blocks per fragment; each stands for its share of the real bytes."""
-STATE_BYTES_PER_VALUE = 8
-"""Agreed parameters and momentum, fp32."""
 STEP_S, STEPS_IN_A_LONG_ROUND = 0.5, 120
 """A typical peer's inner step where nobody says: models whose rounds take minutes have slower ones."""
 MAX_HOURS, MIN_STEP_S, MAX_STEP_S = 1e5, 1e-3, 86_400.0
-CALM_SHARE = 0.9
-"""Peers come and go during this share of the run, so that its end can be judged."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulationOptions:
-    """As ``p2p-co2 simulate`` takes them. ``churn_per_h``: times an hour that each peer goes. ``storm``: the
-    campaign's run instead of ``run_file``'s. ``step_s`` 0: ``STEP_S``, or more in rounds of minutes."""
-
-    run_file: Path | None
-    peers: int
-    profile: str
-    hours: float
-    churn_per_h: float
-    seed: int
-    folder: Path | None
-    parameters: int
-    step_s: float
-    storm: bool
 
 
 def read_churn(text: str) -> float:
@@ -87,8 +67,12 @@ def run_simulation(options: SimulationOptions) -> int:
     wall_s = time.monotonic() - began_at
     facts = RunFacts(config=settings.run, expected_peers=options.peers)
     summary = summarise(view, facts)
+    asked = asdict(options) | {"step_s": settings.step_s}
     summary["simulation"] = {
-        **figures(result, replace(options, step_s=settings.step_s), wall_s),
+        **{name: asked[name] for name in ("peers", "profile", "hours")},
+        "churn_per_h": read_churn(options.churn),
+        **{name: asked[name] for name in ("seed", "parameters", "step_s", "storm")},
+        **figures(result, wall_s),
         "planned_s": round(settings.planned_s, 3),
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -102,6 +86,7 @@ def run_simulation(options: SimulationOptions) -> int:
 
 def settings_of(options: SimulationOptions) -> Settings:
     """What the options ask for; raises ``ConfigError``."""
+    churn_per_h = read_churn(options.churn)
     if not 1 <= options.peers <= MAX_MEMBERS:
         raise ConfigError.of_option("--peers", f"1 to {MAX_MEMBERS} (got {options.peers})")
     if options.storm:
@@ -128,21 +113,22 @@ def settings_of(options: SimulationOptions) -> Settings:
     round_s = clock.round_s if clock.mode == "time" else clock.inner_steps_per_round * step_s
     rounds = max(1, math.ceil(3600 * options.hours / round_s))
     rounds = min(rounds, clock.rounds or rounds)
-    seconds = min(3600 * options.hours, rounds * round_s)
+    # Peers come and go until nine tenths of the run, so that its end can be judged.
+    calm_at = 0.9 * min(3600 * options.hours, rounds * round_s)
     run = run.model_copy(update={"clock": clock.model_copy(update={"rounds": rounds})})
     values = max(1, options.parameters // run.fragments)
-    encoded = payload_bytes(run.codec.name, values)
+    encoded = SPECS[run.codec.name].payload_bytes(values)
     return Settings(
         run=run,
         peers=options.peers,
         seed=options.seed,
         profile=options.profile,
-        faults=Churn(options.churn_per_h, CALM_SHARE * seconds) if options.churn_per_h else None,
+        faults=Churn(churn_per_h, calm_at) if churn_per_h else None,
         parameters=options.parameters,
         step_s=step_s,
         blocks=(BLOCKS,) * run.fragments,
         real_bytes_per_block=max(1.0, encoded / BLOCKS),
-        state_factor=max(2, round(STATE_BYTES_PER_VALUE * values / encoded)),
+        state_factor=max(2, round(2 * SPECS["fp32"].payload_bytes(values) / encoded)),
     )
 
 
@@ -158,10 +144,9 @@ def _new_folder(options: SimulationOptions) -> Path:
     return folder
 
 
-def figures(result: Result, options: SimulationOptions, wall_s: float) -> dict[str, Any]:
+def figures(result: Result, wall_s: float) -> dict[str, Any]:
     """What a simulation knows beyond a real run's summary: plain JSON."""
     return {
-        **{name: value for name, value in asdict(options).items() if name not in {"run_file", "folder"}},
         "digest": result.digest,
         "virtual_s": round(result.virtual_s, 3),
         "ended_early": round(result.virtual_s, 3) if result.ended_early else None,

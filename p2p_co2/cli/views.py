@@ -1,5 +1,4 @@
-"""The commands that look: ``board``, ``watch``, ``export``. Read-only; see ``cli.main`` for the laws of
-all commands.
+"""The commands that look: ``board``, ``watch``, ``export``. Read-only.
 
 ``SOURCE`` is a ticket (joins the run's DHT as an observer) or a folder with journals (a demo's, a peer's).
 """
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bootstrap.options import says
 from p2p_co2.errors import ConfigError
 from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.ticket import PREFIX
@@ -19,24 +19,15 @@ if TYPE_CHECKING:
     from p2p_co2.telemetry.feed import Feed
 
 _Source = Annotated[str, typer.Argument(metavar="TICKET", help="A run's ticket, or a folder with journals.")]
-_Folder = Annotated[Path, typer.Option(help="Keeps the observer's identity and the board's history.")]
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the commands of this file."""
-    app.command()(board)
-    app.command()(watch)
-    app.command()(export)
+_Folder = Annotated[Path, says("Keeps the observer's identity and the board's history.")]
 
 
 def board(
     source: _Source,
     folder: _Folder = Path("runs/board"),
-    host: Annotated[
-        str, typer.Option(help="Address to serve on; anything but loopback asks for a token.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 for any free one.")] = 0,
-    token: Annotated[str, typer.Option(help="Asked of everybody; made up where one is needed.")] = "",
+    host: Annotated[str, says("Address to serve on; anything but loopback asks for a token.")] = "127.0.0.1",
+    port: Annotated[int, says("0 for any free one.")] = 0,
+    token: Annotated[str, says("Asked of everybody; made up where one is needed.")] = "",
 ) -> None:
     """Serve the dashboard of a run, seen from outside: no training, no change to the run."""
     take_back()  # nothing to give back yet, and these imports take a second
@@ -51,7 +42,7 @@ def board(
 def watch(
     source: _Source,
     folder: _Folder = Path("runs/watch"),
-    seconds: Annotated[float, typer.Option(help="End after this; 0 for never.")] = 0.0,
+    seconds: Annotated[float, says("End after this; 0 for never.")] = 0.0,
 ) -> None:
     """Show a run in this terminal, for machines reached over ssh. Ctrl-C ends it."""
     take_back()
@@ -65,13 +56,9 @@ def watch(
 def export(
     source: _Source,
     folder: _Folder = Path("runs/export"),
-    tensorboard: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write TensorBoard files there.")
-    ] = None,
-    wandb: Annotated[str, typer.Option(metavar="PROJECT", help="Log to this Weights & Biases project.")] = "",
-    seconds: Annotated[
-        float, typer.Option(help="End after this; 0: when the run is over, or at Ctrl-C.")
-    ] = 0.0,
+    tensorboard: Annotated[Path | None, says("Write TensorBoard files there.", metavar="FOLDER")] = None,
+    wandb: Annotated[str, says("Log to this Weights & Biases project.", metavar="PROJECT")] = "",
+    seconds: Annotated[float, says("End after this; 0: when the run is over, or at Ctrl-C.")] = 0.0,
 ) -> None:
     """Copy a run's figures to TensorBoard or Weights & Biases while it goes on."""
     take_back()
@@ -84,13 +71,11 @@ def export(
 
 
 def _feed(source: str, folder: Path) -> tuple[Feed, Path | None]:
-    """The feed behind ``source``, and where its history may be kept (None: it is all there anyway).
-
-    Raises ``TicketError``, ``EnvironmentFault``, ``ConfigError`` for what is neither.
-    """
+    """The feed behind ``source``, and where its history may be kept (None: it is all there anyway). Raises
+    ``TicketError``, ``EnvironmentFault``, ``ConfigError`` for what is neither."""
     if source.strip().startswith(PREFIX):
         take_back()
-        from p2p_co2.node.observer import Observer
+        from p2p_co2.node.reporting import Observer
 
         hand_over()
         from p2p_co2.system.process import FolderLock, require_supported_platform

@@ -9,37 +9,116 @@ in the missed means.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
-from p2p_co2.node.agreement import Agreement
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, agreed_mean
 from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.state import Effects, PeerState
-from p2p_co2.protocol.catchup import (
-    ROUND,
-    STATE,
-    CatchUp,
-    CatchUpEvent,
-    DonorRefused,
-    ExportWanted,
-    Fetched,
-    FetchFailed,
-    Goal,
-    Loading,
-)
-from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Move, Why
-from p2p_co2.protocol.rounds import Overheard, PayloadShape, Rounds, open_decision, signers_of
+from p2p_co2.protocol.catchup import goals, policy
+from p2p_co2.protocol.catchup.machine import CatchUp
+from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Mine, Move, Said, View, Why
+from p2p_co2.protocol.heartbeat import SLOWEST_HEARTBEAT_S
+from p2p_co2.protocol.membership import Membership
+from p2p_co2.protocol.rounds import PayloadShape, Rounds, open_decision, signers_of
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Decision, Status
+from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry import events as ev
 
 REPLAY_AT_MOST = 8
 """Missed rounds of one fragment that are replayed, if that costs less than half of its whole state."""
-AGAIN_AFTER_S = 5.0
 OTHER_HISTORY = "other history"
 """The reason of a refusal that blames nobody: it may be this peer that went astray."""
+
+
+class Agreement:
+    """What heartbeats and this peer's own past say of where the swarm is. ``state``: where this peer is;
+    ``membership``: where the others say that they are. Views are remade when the membership changed."""
+
+    def __init__(self, membership: Membership, state: PeerState) -> None:
+        self._membership, self._state = membership, state
+        self._views: dict[int, tuple[int, View]] = {}
+        self._newest = [-1] * len(state.agreed)
+        """Versions that anybody held, or had, since this peer is done."""
+
+    # ---- what others say
+
+    @property
+    def revision(self) -> int:
+        """Grows with what is heard."""
+        return self._membership.revision
+
+    def view(self, fragment: int) -> View:
+        known, revision = self._views.get(fragment), self._membership.revision
+        if known is None or known[0] != revision:
+            view = {
+                peer: Said(
+                    Held(info.versions[fragment], info.digests[fragment]),
+                    info.status.phase,
+                    info.status.offers_for(fragment),
+                )
+                for peer, info in self._membership.live.items()
+                if len(info.digests) == len(info.versions) == len(self._state.agreed)
+            }
+            known = self._views[fragment] = revision, view
+        return known[1]
+
+    def mine(self, fragment: int) -> Mine:
+        agreed, local = self._state.agreed[fragment], self._state.local
+        is_done = local.phase == Status.DRAINING or fragment in local.finished
+        return Mine(Held(agreed.version, agreed.digest), self._state.past(fragment), local.phase, is_done)
+
+    def at(self, fragment: int) -> tuple[View, Mine]:
+        """What ``policy`` decides from."""
+        return self.view(fragment), self.mine(fragment)
+
+    def objection(self, fragment: int, held: Held, givers: Collection[PeerId]) -> str:
+        """What speaks against a state that was loaded, in words; empty if nothing does."""
+        view, mine = self.at(fragment)
+        if policy.is_contradicted(view, mine, givers, held):
+            return f"the state of version {held.version} is not what most peers report"
+        if held.version > policy.limit(view, mine):
+            return f"version {held.version} is further than most peers are"
+        return ""
+
+    def is_with_all(self) -> bool:
+        """Whether every other peer says that it is where this one is: most of the time they all are."""
+        here, live = self._state.held, self._membership.live.values()
+        return all((info.versions, info.digests) == here for info in live)
+
+    # ---- whose rounds are replayed
+
+    def is_most(self, group: set[PeerId], signers: Collection[PeerId], fragment: int, version: int) -> bool:
+        """Whether at least half of the peers that train now and have yet to offer for ``fragment`` are in
+        ``group``. Those of it that have finished since count, too. A certificate may name anybody as a
+        member: so half of them must be ``signers``, and one alone counts where half have reached the
+        ``version``, as they say themselves."""
+        live = self._membership.live
+        training = {peer for peer, info in live.items() if info.status.offers_for(fragment)}
+        made_it = {peer for peer in group if peer in live and live[peer].status.phase in policy.MOVING}
+        others = (training | made_it) - {self._state.me}
+        is_borne_out = len(signers) >= min(2, len(others)) or policy.reached(*self.at(fragment)) >= version
+        return is_borne_out and 2 * len(signers) >= len(group) and 2 * len(made_it) >= len(others)
+
+    # ---- what is lacking at the end
+
+    def note_newest(self) -> None:
+        """Remember what others hold, whoever goes; nothing while this peer is not done."""
+        for fragment, known in enumerate(self._newest):
+            if self._state.local.phase != Status.DRAINING:
+                self._newest[fragment] = -1
+                continue
+            view, most = self.view(fragment), policy.limit(*self.at(fragment))
+            held = [said.held.version for said in view.values() if said.phase in policy.MOVING]
+            self._newest[fragment] = max([known, *(version for version in held if version <= most)])
+
+    def lacking(self) -> list[tuple[int, int, int]]:
+        """(fragment, our version, the newest that anybody held) where that is newer. Other threads may
+        ask."""
+        pairs = zip(self._state.held[0], self._newest, strict=True)
+        return [(fragment, mine, new) for fragment, (mine, new) in enumerate(pairs) if mine < new]
 
 
 @dataclass
@@ -57,28 +136,36 @@ class CatchupController:
     """``run`` and ``shape`` are what decisions are checked against; ``outer`` takes what was fetched."""
 
     def __init__(
-        self, machine: CatchUp, rounds: Rounds, agreement: Agreement, state: PeerState, outer: OuterState,
-        offers: Offers, run: bytes, shape: PayloadShape, effects: Effects,
+        self, machine: CatchUp, rounds: Rounds, agreement: Agreement, state: PeerState,
+        outer: OuterState, offers: Offers, run: bytes, shape: PayloadShape, effects: Effects,
     ) -> None:  # fmt: skip
         self._machine, self._rounds, self._agreement, self._state = machine, rounds, agreement, state
         self._outer, self._offers, self._run, self._shape, self._do = outer, offers, run, shape, effects
         self._targets: dict[int, Target] = {}
         self._noticed_at: dict[int, tuple[Why, float]] = {}
         self._again_at: dict[int, float] = {}
-        """When a fragment that could not be brought up is tried again."""
+        """When one that could not be brought up is tried again: all have said by then where they are."""
         self._told_of: dict[int, object] = {}
         """For which state of a fragment, and on the way to which version, it was told that it could not."""
         self._looked_at: object = None
-        self._looks_again = False
-        machine.ask_swarm(agreement.vouch)
+        """What was known when the others were looked at last; None to look again, news or not."""
+        machine.fetcher.ask_swarm(
+            lambda donor, fragment, version, digest: policy.bears_out(
+                *agreement.at(fragment), donor, Held(version, digest)
+            )
+        )
         state.when_moved(self._moved)
 
     def is_watching(self) -> bool:
         """Whether something was noticed that ``look_around`` has to look at again, news or not."""
-        return bool(self._noticed_at) or self._looks_again
+        return bool(self._noticed_at) or self._looked_at is None
 
     def busy(self) -> bool:
         return bool(self._targets)
+
+    def moves(self, now: float, within_s: float) -> bool:
+        """As ``CatchUp.moves``."""
+        return self._machine.moves(now, within_s)
 
     # ---- where to go
 
@@ -96,16 +183,6 @@ class CatchupController:
             known.version, known.digest, known.donors, known.why = version, digest, donors, Why.AHEAD
         return True
 
-    def overheard(self, event: Overheard) -> None:
-        """A round that this peer listened to was committed: replay it. Its means were held against the
-        commit, so no owner is to blame if it does not follow our history."""
-        fragment, here = event.fragment, self._state.agreed[event.fragment].version
-        self._targets.setdefault(fragment, Target(event.round, b"", event.owners, Why.AHEAD, here))
-        decision = Decision.FromString(event.decision)
-        goal = Goal(ROUND, fragment, event.round, event.owners)
-        fetched = Fetched(goal, event.round, event.mean, decision, b"", event.owners, event.duration_s, 0)
-        self._do.spawn(self._take(fetched))
-
     def _moved(self, fragment: int, agreed: AgreedVersion) -> None:
         """A fragment has moved. If that is as far as it was to be brought, what is still on its way is of no
         use: over a slow line minutes of it."""
@@ -113,8 +190,8 @@ class CatchupController:
         if target is None or target.why is Why.OTHER or agreed.version < target.version:
             return
         is_another = agreed.version == target.version and target.digest not in (b"", agreed.digest)
-        if self._machine.fetching(fragment) and not is_another:
-            self._machine.forget(fragment, self._do.now())
+        if self._machine.fetcher.fetching(fragment) and not is_another:
+            self._machine.fetcher.forget(fragment, self._do.now())
             self._drop_target(fragment)
 
     def wake(self, now: float) -> None:
@@ -125,14 +202,10 @@ class CatchupController:
 
     def look_around(self, now: float) -> None:
         """Compare this peer's versions and digests with the heartbeats of the others."""
-        looks_again, self._looks_again = self._looks_again, False
         phase = self._state.local.phase
-        if phase == Status.PAUSED:
+        known, self._looked_at = self._looked_at, (self._agreement.revision, tuple(self._state.agreed), phase)
+        if phase == Status.PAUSED or (known == self._looked_at and not self._noticed_at):
             return
-        seen = (self._agreement.revision, tuple(self._state.agreed), phase)
-        if seen == self._looked_at and not (self._noticed_at or looks_again):
-            return
-        self._looked_at = seen
         if self._agreement.is_with_all():
             self._noticed_at.clear()
             return
@@ -140,19 +213,18 @@ class CatchupController:
             self._look_at(fragment, phase == Status.JOINING, now)
 
     def _look_at(self, fragment: int, joining: bool, now: float) -> None:
-        move = self._agreement.decide(fragment, self._replayable(fragment) > 0)
+        why, since = self._noticed_at.pop(fragment, (None, now))
+        move = policy.decide(*self._agreement.at(fragment), self._replayable(fragment) > 0)
         if move is None:
-            self._noticed_at.pop(fragment, None)
             return
-        why, since = self._noticed_at.get(fragment, (move.why, now))
-        if why is not move.why:
-            since = now
+        since = since if why is move.why else now
         self._noticed_at[fragment] = move.why, since
         if self._rounds.is_completing(fragment):
             return  # its bytes are on their way
         if (target := self._targets.get(fragment)) is not None:
-            donors = self._agreement.donors(fragment, target.version, target.digest)
-            self._machine.add_donors(fragment, donors, now)
+            self._machine.fetcher.add_donors(
+                fragment, self._donors(fragment, target.version, target.digest), now
+            )
             return
         early = now - since < move.wait_s and not joining
         if not early and now >= self._again_at.get(fragment, 0.0):
@@ -168,45 +240,53 @@ class CatchupController:
                 f"others, or of the strongest: going over to theirs; what only ours holds is lost{what}"
             )
             self._do.report(ev.Warned, text=text)
-        donors = self._agreement.donors(fragment, move.version, move.digest)
+        donors = self._donors(fragment, move.version, move.digest)
         self._targets[fragment] = Target(move.version, move.digest, donors, move.why, here)
         self._fetch_next(fragment, whole=move.why is Why.OTHER)
 
     # ---- fetching
 
-    def handle(self, event: CatchUpEvent) -> None:
-        if isinstance(event, ExportWanted):
-            self._do.spawn(self._outer.export(event.fragment))
-        elif isinstance(event, DonorRefused):
-            self._do.refuse(event.peer, event.reason, event.detail)
-        elif isinstance(event, Loading):
-            self._do.report(ev.StateLoading, **asdict(event))
-        elif isinstance(event, FetchFailed):
-            self._failed(event)
-        else:
-            self._do.spawn(self._take(event))
+    def handle(self, event: goals.CatchUpEvent) -> None:
+        match event:
+            case goals.ExportWanted():
+                self._do.spawn(self._outer.export(event.fragment))
+            case goals.DonorRefused():
+                self._do.refuse(event.peer, event.reason, event.detail)
+            case goals.Loading():
+                self._do.report(ev.StateLoading, **asdict(event))
+            case goals.Fetched():
+                self._do.spawn(self._take(event))
+            case goals.FetchFailed(goal=goal):
+                target = self._targets.get(goal.fragment)
+                is_round = goal.what == goals.ROUND and bool(goal.donors)
+                if is_round and target is not None and target.why is not Why.LAST:
+                    self._fetch_next(goal.fragment, whole=True)
+                else:
+                    self._give_up(goal.fragment, event.reason)
 
     def _fetch_next(self, fragment: int, whole: bool = False) -> None:
         if (target := self._targets.get(fragment)) is None:
             return
-        version, current = target.version, self._state.agreed[fragment].version
-        digest = self._agreement.digest(fragment, version) or target.digest
-        if target.why is Why.OTHER:
-            digest = target.digest
+        version, current, digest = target.version, self._state.agreed[fragment].version, target.digest
+        if target.why is not Why.OTHER:
+            digest = policy.digest_at(*self._agreement.at(fragment), version) or digest
         live = self._agreement.view(fragment)
         alive = tuple(peer for peer in target.donors if peer in live)
-        alive += tuple(p for p in self._agreement.donors(fragment, version, digest) if p not in alive)
+        alive += tuple(p for p in self._donors(fragment, version, digest) if p not in alive)
         rounds = self._replayable(fragment)
         if not whole and 0 < version - current <= rounds:
-            goal = Goal(ROUND, fragment, current + 1, alive)
-        elif target.why is not Why.OTHER and self._agreement.is_one_word(fragment, version):
+            goal = goals.Goal(goals.ROUND, fragment, current + 1, alive)
+        elif target.why is not Why.OTHER and policy.is_one_word(*self._agreement.at(fragment), version):
             self._give_up(fragment, f"only few have a state of version {version}")
             return
         else:
             # A state a little older will do, where donors are giving that one: the rounds since are replayed.
             oldest = version if whole else max(current + 1, version - rounds // 2)
-            goal = Goal(STATE, fragment, version, alive, digest, oldest)
-        self._machine.want(goal, self._do.now())
+            goal = goals.Goal(goals.STATE, fragment, version, alive, digest, oldest)
+        self._machine.fetcher.want(goal, self._do.now())
+
+    def _donors(self, fragment: int, version: int, digest: bytes) -> tuple[PeerId, ...]:
+        return policy.donors(self._agreement.view(fragment), fragment, version, digest)
 
     def _fetch_whole(self, fragment: int) -> None:
         """A round does not follow our state: the state after it instead, unless only few have that."""
@@ -214,22 +294,13 @@ class CatchupController:
             self._fetch_next(fragment, whole=True)
             return
         self._drop_target(fragment)
-        move = self._agreement.decide(fragment, replayable=False)
-        if move is not None and move.why is Why.OTHER:
+        if (move := self._other_history(fragment)) is not None:
             self._go(fragment, move)
         else:
-            self._again_at[fragment] = self._do.now() + AGAIN_AFTER_S
+            self._again_at[fragment] = self._do.now() + SLOWEST_HEARTBEAT_S
 
     def _replayable(self, fragment: int) -> int:
-        return min(REPLAY_AT_MOST, self._machine.shape.replayable(fragment))
-
-    def _failed(self, event: FetchFailed) -> None:
-        fragment, target = event.goal.fragment, self._targets.get(event.goal.fragment)
-        is_round = event.goal.what == ROUND and bool(event.goal.donors)
-        if is_round and target is not None and target.why is not Why.LAST:
-            self._fetch_next(fragment, whole=True)
-        else:
-            self._give_up(fragment, event.reason)
+        return min(REPLAY_AT_MOST, self._machine.fetcher.shape.replayable(fragment))
 
     def _give_up(self, fragment: int, reason: str) -> None:
         """What is wanted is nowhere to be had, or only of few: heartbeats will tell where most are."""
@@ -237,7 +308,7 @@ class CatchupController:
         self._drop_target(fragment)
         if target is not None:  # nobody has its bytes: do not wait for them
             self._rounds.forget_outcome(fragment, target.version)
-        self._again_at[fragment] = self._do.now() + AGAIN_AFTER_S
+        self._again_at[fragment] = self._do.now() + SLOWEST_HEARTBEAT_S
         if target is None or target.why is not Why.LAST:  # one peer's word ends no offer of ours
             self._offers.give_up(fragment)
         news = self._state.agreed[fragment], target and target.version
@@ -245,11 +316,11 @@ class CatchupController:
             self._told_of[fragment] = news
             self._do.report(ev.Warned, text=f"fragment {fragment} could not catch up yet: {reason}")
 
-    async def _take(self, event: Fetched) -> None:
-        await (self._take_round(event) if event.goal.what == ROUND else self._take_state(event))
+    async def _take(self, event: goals.Fetched) -> None:
+        await (self._take_round(event) if event.goal.what == goals.ROUND else self._take_state(event))
         self._do.pump()  # what is wanted next is asked for at once
 
-    async def _take_round(self, event: Fetched) -> None:
+    async def _take_round(self, event: goals.Fetched) -> None:
         try:
             mean = self._checked_mean(event)
         except RemoteProtocolError as error:
@@ -261,7 +332,7 @@ class CatchupController:
             await self._outer.take(mean, event.decision)
         self._went_on(event, "replay")
 
-    def _checked_mean(self, event: Fetched) -> AgreedMean | None:
+    def _checked_mean(self, event: goals.Fetched) -> AgreedMean | None:
         """The mean of a replayed round, held against its certificate; None if this peer is past it
         already. Raises ``RemoteProtocolError``."""
         fragment = event.goal.fragment
@@ -282,31 +353,33 @@ class CatchupController:
                 raise RemoteProtocolError("wrong digest", f"of the mean of round {event.version}")
         return agreed_mean(outcome, event.data)
 
-    async def _take_state(self, event: Fetched) -> None:
+    async def _take_state(self, event: goals.Fetched) -> None:
         fragment, target = event.goal.fragment, self._targets.get(event.goal.fragment)
         goes_back = target is not None and target.why is Why.OTHER
-        if goes_back:
-            move = self._agreement.decide(fragment, replayable=False)
-            if move is None or move.why is not Why.OTHER:
-                self._drop_target(fragment)  # the others have come to us meanwhile
-                return
+        if goes_back and not self._other_history(fragment):
+            self._drop_target(fragment)  # the others have come to us meanwhile
+            return
         held = Held(event.version, event.digest)
-        try:  # as when it was promised (``vouch``), but for what was heard since
+        try:  # as when it was promised, but for what was heard since
             if words := self._agreement.objection(fragment, held, event.donors):
                 raise DigestMismatch(words)
             await self._outer.adopt(fragment, event.data, AgreedVersion(*held), goes_back)
         except (DigestMismatch, RemoteProtocolError) as error:
             is_overtaken = event.version < self._state.agreed[fragment].version and not goes_back
             self._drop_target(fragment)
-            if is_overtaken:  # a round was quicker just now: nobody is to blame
-                return
-            self._blame(event, "bad state", str(error))
-            self._again_at[fragment] = self._do.now() + AGAIN_AFTER_S
-            self._offers.give_up(fragment)
+            if not is_overtaken:  # else a round was quicker just now: nobody is to blame
+                self._blame(event, "bad state", str(error))
+                self._again_at[fragment] = self._do.now() + SLOWEST_HEARTBEAT_S
+                self._offers.give_up(fragment)
             return
         self._went_on(event, "state")
 
-    def _went_on(self, event: Fetched, how: str) -> None:
+    def _other_history(self, fragment: int) -> Move | None:
+        """Where to go over to, if most others hold another history than ours."""
+        move = policy.decide(*self._agreement.at(fragment), replayable=False)
+        return move if move is not None and move.why is Why.OTHER else None
+
+    def _went_on(self, event: goals.Fetched, how: str) -> None:
         fragment = event.goal.fragment
         agreed, target = self._state.agreed[fragment], self._targets.get(fragment)
         if target is not None and agreed.version < target.version and (how == "replay" or event.version > 0):
@@ -319,19 +392,19 @@ class CatchupController:
         self._drop_target(fragment)
         self._do.report(
             ev.CaughtUp, fragment=fragment, from_version=from_version, to_version=agreed.version, how=how,
-            donor=event.donor, donors=len(event.donors), bytes=len(event.data), duration_s=event.duration_s,
-            rounds_given_up=self._state.given_up.pop(fragment, 0),
+            donor=event.donors[0], donors=len(event.donors), bytes=len(event.data),
+            duration_s=event.duration_s, rounds_given_up=self._state.given_up.pop(fragment, 0),
         )  # fmt: skip
 
     def _drop_target(self, fragment: int) -> None:
         """Its fetch has ended, one way or the other."""
         self._targets.pop(fragment, None)
         self._noticed_at.pop(fragment, None)
-        self._looks_again = True
+        self._looked_at = None
         self._offers.settle(fragment)
 
-    def _blame(self, event: Fetched, reason: str, detail: str) -> None:
+    def _blame(self, event: goals.Fetched, reason: str, detail: str) -> None:
         """All its donors signed for these very bytes."""
         for donor in event.donors:
             self._do.refuse(donor, reason, detail)
-            self._machine.quarantine(donor, reason, self._do.now())
+            self._machine.fetcher.quarantine(donor, reason, self._do.now())

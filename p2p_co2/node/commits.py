@@ -15,26 +15,8 @@ from p2p_co2.node.catchup import CatchupController
 from p2p_co2.node.ledger import Ledger, SliceRefused, agreed_mean, weights_of
 from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.state import Effects
-from p2p_co2.protocol.rounds import (
-    Aborted,
-    Began,
-    Committed,
-    Distrusted,
-    Doubted,
-    FellBehind,
-    OutcomeWithoutBytes,
-    Overheard,
-    PayloadShape,
-    ReduceWanted,
-    Refused,
-    Rounds,
-    RoundsEvent,
-    Stale,
-    claimed_weights,
-    counted_weights,
-    open_decision,
-)
-from p2p_co2.protocol.rounds.certificate import Derived
+from p2p_co2.protocol.rounds import PayloadShape, Rounds, claimed_weights, counted_weights, open_decision
+from p2p_co2.protocol.rounds import events as said
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome
@@ -42,13 +24,6 @@ from p2p_co2.telemetry import events as ev
 
 CAPPED_TOLD_S = 60.0
 """That a peer counts for far less than it claims is told so often at most."""
-
-
-@Derived
-def _contributors(outcome: Outcome) -> tuple[int, int]:
-    """How many peers are in all parts of a committed mean, and how many in any."""
-    of_parts = [set(part.weights) for part in weights_of(outcome)]
-    return len(set.intersection(*of_parts)), len(set.union(*of_parts))
 
 
 class CommitHandler:
@@ -64,44 +39,44 @@ class CommitHandler:
         self._fetches, self._run, self._shape, self._forget = fetches, run, shape, forget
         self._do = effects
         self._capped: dict[str, tuple[float, int]] = {}
-        """Of peers that count for far less than they claim: when that was told, and in how many rounds it was
-        so since; whoever was told of longest ago comes first."""
+        """Of peers that count for far less than they claim, the last one last: when that was told, and in how
+        many rounds it was so since."""
         self.on_decision: Callable[[int, int, Decision], None] = lambda fragment, round_, decision: None
 
-    def handle(self, event: RoundsEvent) -> None:
+    def handle(self, event: said.RoundsEvent) -> None:
         do = self._do
         match event:
-            case ReduceWanted():
+            case said.ReduceWanted():
                 do.spawn(self._reduce(event))
-            case Committed():
+            case said.Committed():
                 do.spawn(self._committed(event))
-            case Aborted():
+            case said.Aborted():
                 do.report(ev.RoundAborted, fragment=event.fragment, round=event.round, reason=event.reason)
                 do.spawn(self._ledger.abort(event.fragment, event.offer_id))
-            case Began():
+            case said.Began():
                 do.report(ev.RoundBegan, fragment=event.fragment, round=event.round, group=tuple(event.group))
-            case FellBehind():
+            case said.FellBehind():
                 self._fell_behind(event, event.version, event.digest)
-            case OutcomeWithoutBytes():
+            case said.OutcomeWithoutBytes():
                 self._fell_behind(event, event.round, b"")
-            case Overheard():
-                self._fetches.overheard(event)
-            case Stale():
+            case said.Stale():
                 self._forget(event.attempt, event.means)
-            case Doubted():
+            case said.Doubted():
                 do.spawn(self._ledger.doubt(event.fragment))
-            case Refused():
+            case said.Refused():
                 do.refuse(event.peer, event.reason, event.detail)
-            case Distrusted():
+            case said.Distrusted():
                 text = f"peer {event.peer} is {event.reason} (for {event.lasts_s:.0f} s)"
                 do.report(ev.Warned, text=text)
 
-    def _fell_behind(self, event: FellBehind | OutcomeWithoutBytes, version: int, digest: bytes) -> None:
+    def _fell_behind(
+        self, event: said.FellBehind | said.OutcomeWithoutBytes, version: int, digest: bytes
+    ) -> None:
         going = self._fetches.go_to(event.fragment, version, digest, tuple(event.donors))
         if event.ends_offer and not going:
             self._offers.give_up(event.fragment)
 
-    async def _reduce(self, event: ReduceWanted) -> None:
+    async def _reduce(self, event: said.ReduceWanted) -> None:
         job = event.job
         try:
             mean, weights = await self._ledger.reduce(job.fragment, job.slices)
@@ -113,18 +88,18 @@ class CommitHandler:
             self._rounds.reduced(replace(job, slices=slices), mean, self._do.now())
         self._do.pump()
 
-    async def _committed(self, event: Committed) -> None:
+    async def _committed(self, event: said.Committed) -> None:
         decision = Decision.FromString(event.decision)
         outcome = open_decision(decision, self._run, self._shape)
-        everywhere, somewhere = _contributors(outcome)
+        of_parts = [set(part.weights) for part in weights_of(outcome)]
+        everywhere, somewhere = len(set.intersection(*of_parts)), len(set.union(*of_parts))
         place = {"fragment": event.fragment, "round": event.round}
         self._do.report(
             ev.RoundCommitted, **place, coordinator=event.coordinator, group_size=len(event.group),
             contributors=everywhere, partial=somewhere - everywhere, duration_s=event.duration_s,
             begun_s=event.begun_s, parts_s=event.parts_s, means_s=event.means_s,
         )  # fmt: skip
-        weights = counted_weights(outcome)
-        self._do.report(ev.RoundCounted, **place, weights=weights)
+        self._do.report(ev.RoundCounted, **place, weights=counted_weights(outcome))
         self.tell_of_capped(outcome)
         self.on_decision(event.fragment, event.round, decision)
         await self._outer.take(agreed_mean(outcome, event.mean), decision)
@@ -135,14 +110,13 @@ class CommitHandler:
         for peer, weight in counted_weights(outcome).items():
             if 4 * weight > claimed[peer]:
                 continue
-            told_at, rounds = self._capped.get(peer, (-math.inf, 0))
-            if now - told_at < CAPPED_TOLD_S:
-                self._capped[peer] = told_at, rounds + 1
-                continue
-            self._capped.pop(peer, None)
-            self._capped[peer] = now, 0
+            told_at, rounds = self._capped.pop(peer, (-math.inf, 0))
+            is_told = now - told_at >= CAPPED_TOLD_S
+            self._capped[peer] = (now, 0) if is_told else (told_at, rounds + 1)
             if len(self._capped) > MAX_PEERS:
                 del self._capped[next(iter(self._capped))]
+            if not is_told:
+                continue
             self._do.report(
                 ev.ContributionCapped, other=peer, fragment=outcome.key.fragment, round=outcome.key.round,
                 claimed=claimed[peer], counted=weight,

@@ -12,20 +12,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from typing import Protocol
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
-from p2p_co2.node.lanes import Piece, Uplink
-from p2p_co2.node.links import FindRecord, LinkObserver, LinkPool, LinkTraffic
+from p2p_co2.node.links import FindRecord, LinkObserver, LinkPool, LinkTraffic, Piece, Uplink
 from p2p_co2.protocol.wire.envelope import Opened, Unsent, group_of, opened
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
-
-IsKnown = Callable[[PeerId], bool]
-"""Whether a peer has worked with us of late."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,6 @@ class PeerNetwork(Protocol):
     def config(self) -> PeerConfig: ...
     @property
     def run(self) -> RunConfig: ...
-    @property
-    def software(self) -> str: ...
     @property
     def carriers(self) -> Sequence[Carrier]: ...
 
@@ -90,21 +85,19 @@ class GroupSwitch:
 
     def __init__(self, network: PeerNetwork) -> None:
         self._network = network
-        self._doors: dict[bytes, tuple[OnMessage, OnRefused]] = {}
-        self._known: list[IsKnown] = []
+        self._doors: dict[bytes, tuple[OnMessage, OnRefused, Callable[[PeerId], bool]]] = {}
 
     async def join(
-        self, group: bytes, on_message: OnMessage, on_refused: OnRefused, is_known: IsKnown
+        self, group: bytes, on_message: OnMessage, on_refused: OnRefused, is_known: Callable[[PeerId], bool]
     ) -> Sequence[Carrier]:
-        """Hear what is for ``group``; the first group starts the carriers. Raises ``EnvironmentFault`` if one
-        cannot listen."""
+        """Hear what is for ``group``; the first group starts the carriers. ``is_known``: whether a peer has
+        worked with us of late. Raises ``EnvironmentFault`` if a carrier cannot listen."""
         is_first = not self._doors
-        self._doors[group] = on_message, on_refused
-        self._known.append(is_known)
+        self._doors[group] = on_message, on_refused, is_known
         if is_first:
             await self._network.start_carriers(self._on_message, self._on_refused)
-        for carrier in self._network.carriers:
-            carrier.keep_places(lambda peer: any(is_known(peer) for is_known in self._known))
+            for carrier in self._network.carriers:
+                carrier.keep_places(lambda peer: any(door[2](peer) for door in self._doors.values()))
         return self._network.carriers
 
     def leave(self, group: bytes) -> None:
@@ -121,31 +114,20 @@ class GroupSwitch:
         next(iter(self._doors.values()))[1](peer, error)
 
 
-@dataclass(frozen=True)
 class Environment:
-    """What one node stands on. ``of`` makes that of a process's first group, ``beside`` that of another."""
+    """What one node stands on: that of a process's first group, which is the run itself; ``beside`` makes
+    that of another."""
 
-    network: PeerNetwork
-    group: bytes
-    switch: GroupSwitch
-    uplink: Uplink
-    clock: Clock = Clock()
-    make_links: MakeLinks = LinkPool
-    open_message: Callable[[bytes, bytes], Opened] = opened
-
-    @classmethod
-    def of(
-        cls,
-        network: PeerNetwork,
-        clock: Clock = Clock(),
-        make_links: MakeLinks = LinkPool,
+    def __init__(
+        self, network: PeerNetwork, clock: Clock | None = None, make_links: MakeLinks = LinkPool,
         open_message: Callable[[bytes, bytes], Opened] = opened,
-    ) -> Environment:
-        """The run itself is the group."""
-        uplink = Uplink(network.config.limits.upload_bytes_per_s)
-        switch, group = GroupSwitch(network), network.run.digest()
-        return cls(network, group, switch, uplink, clock, make_links, open_message)
+    ) -> None:  # fmt: skip
+        self.network, self.group, self.clock = network, network.run.digest(), clock or Clock()
+        self.make_links, self.open_message = make_links, open_message
+        self.switch, self.uplink = GroupSwitch(network), Uplink(network.config.limits.upload_bytes_per_s)
 
     def beside(self, group: bytes) -> Environment:
         """The same process in another group: its carriers, its line and its clock."""
-        return replace(self, group=group)
+        other = copy(self)
+        other.group = group
+        return other

@@ -15,9 +15,8 @@ from p2p_co2.system.memory import Buffer, Joined
 @dataclass(frozen=True)
 class PartWeights:
     """One part of a mean: blocks [start_block, stop_block) and the effective weight of every peer's slice.
-
-    ``offered``: the weights of these peers' offers, where they are others. ``offer_ids``: which offers they
-    are; as long as rounds do not tell, their weights tell one from another."""
+    ``offered``: the weights of these peers' offers, where they are others; ``offer_ids``: which offers they
+    are. Where no id is told, weights tell one from another."""
 
     start_block: int
     stop_block: int
@@ -49,26 +48,20 @@ class AgreedMean:
 def weights_of(outcome: Outcome) -> tuple[PartWeights, ...]:
     """Who is in the mean of a checked, committed outcome, part by part."""
     asked = {member.peer: member.weight for member in outcome.members}
-    names = {member.peer: member.offer_id for member in outcome.members}
-    return tuple(
-        PartWeights(
-            part.start_block,
-            part.stop_block,
-            {c.peer: c.weight for c in part.contributors},
-            {c.peer: asked[c.peer] for c in part.contributors if c.weight != asked.get(c.peer, c.weight)},
-            {c.peer: name for c in part.contributors if (name := names.get(c.peer))},
-        )
-        for part in outcome.parts
-    )
+    names = {member.peer: member.offer_id for member in outcome.members if member.offer_id}
+    parts = []
+    for part in outcome.parts:
+        weights = {one.peer: one.weight for one in part.contributors}
+        offered = {peer: asked[peer] for peer, weight in weights.items() if weight != asked.get(peer, weight)}
+        ids = {peer: names[peer] for peer in weights if peer in names}
+        parts.append(PartWeights(part.start_block, part.stop_block, weights, offered, ids))
+    return tuple(parts)
 
 
 def agreed_mean(outcome: Outcome, mean: Buffer) -> AgreedMean:
     """What a checked, committed outcome says about ``mean``, the encoded mean of the whole fragment."""
-    parts = weights_of(outcome)
-    base_version = min(member.base_version for member in outcome.members)
-    return AgreedMean(
-        outcome.key.fragment, outcome.key.round, base_version, outcome.state_digest, mean, parts
-    )
+    key, base_version = outcome.key, min(member.base_version for member in outcome.members)
+    return AgreedMean(key.fragment, key.round, base_version, outcome.state_digest, mean, weights_of(outcome))
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,7 @@ class Ledger(Protocol):
 
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         """Take the outer step. Returns where the fragment is then: unchanged if the round does not follow its
-        state, which may have been exchanged for another one while it was on its way."""
+        state, which may have been exchanged meanwhile."""
 
     async def abort(self, fragment: int, offer_id: bytes) -> None:
         """This peer's offer came to nothing; silent if it is not in flight: the next one may be already."""
@@ -116,15 +109,10 @@ class Ledger(Protocol):
         on."""
 
     async def adopt(
-        self,
-        fragment: int,
-        data: Buffer,
-        agreed: AgreedVersion,
-        parts: Sequence[PartWeights] | None = None,
-        goes_back: bool = False,
-    ) -> AgreedVersion:
+        self, fragment: int, data: Buffer, agreed: AgreedVersion,
+        parts: Sequence[PartWeights] | None = None, goes_back: bool = False,
+    ) -> AgreedVersion:  # fmt: skip
         """Take over a donor's state; work of ours that is not counted yet is offered again. ``parts``: who is
         in the round after the state that we hold, None if nobody told us; ``goes_back``: it may be an older
-        one, of another history. The state that is held already changes nothing, and offers go on: a round may
-        have made it just now. Raises ``DigestMismatch`` or ``RemoteProtocolError`` and then changes
-        nothing."""
+        one, of another history. The state that is held already changes nothing, and offers go on. Raises
+        ``DigestMismatch`` or ``RemoteProtocolError`` and then changes nothing."""

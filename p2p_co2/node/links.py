@@ -1,40 +1,258 @@
-"""Links to other peers: for each peer one outgoing queue, the carrier chosen for it, and its rate.
+"""Links to other peers: a lane for each, the carrier chosen for it, and the line that all of them share.
 
 Direct gRPC is tried first where the peer's record names an address, then libp2p streams (relay, hole
 punching). ``post`` never blocks: control messages overtake bulk data, bulk is bounded, and what cannot be
-delivered is dropped, because every message of the protocol may be lost. Bulk keeps to the receiver's rate, to
-our own cap, and takes turns on the line (``lanes.Uplink``); a control message never waits for a turn. Where a
-link's peer says what it has, that is what counts as sent, and bulk waits for room on the way.
+delivered is dropped, because every message of the protocol may be lost. Where a link's peer says what it has,
+that is what counts as sent, and bulk waits for room on the way.
 
-Law: all that leaves this machine for a peer leaves through ``post``.
+Bulk keeps to the receiver's rate and to our own cap, and over far ways it takes turns: TCP gives lanes on one
+line unequal shares. Turns are given at little more than the line has shown, as long as what is under way
+waits for little. A lane that has less left to carry than another that waits leaves it a turn before each of
+its own. In a lane, pieces of a round that began earlier go before those of later ones.
+
+Laws: all that leaves this machine for a peer leaves through ``post``; a lane never waits for one that does
+not ask, and a control message never for a turn; what is no piece is overtaken by nothing. Price: the
+connections' round trips are looked at 25 times a second.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, NamedTuple
+
+from google.protobuf.message import Message
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.net.transport.base import Carrier, Link
+from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S, Carrier, Link
 from p2p_co2.net.transport.flow import Acknowledged
-from p2p_co2.node.lanes import RETRY_DIRECT_S, BeginOrder, Bulk, Lane, Piece, Turn, UnderWay, Uplink
+from p2p_co2.node.meter import LinePace, Pace, UploadMeter
 from p2p_co2.protocol.wire.envelope import Unsent
 from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.kinds import Kind, Role
 from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
+QUEUE_LOOK_S = 0.04
+"""How often it is looked at what waits before the line."""
+LONGEST_LOOK_S, STANDING_S = 5 * QUEUE_LOOK_S, 0.03
+"""From one look to the next: more than the first is a pause, in which nothing was to be seen; where more than
+the second waits before and after it, the line was full."""
+MOST_LOOKED_AT, COMMON_OF = 9, 4
+"""Lanes that are asked for that: a look costs 25 us for each connection. The lane counts on which what is
+under way waits least, once one of so many has been left out."""
+ATTEMPTS_KEPT = 256
+"""Whose order is remembered: many more than are open at once."""
 MAX_QUEUED_BYTES = 1 << 30
 """Bulk bytes waiting for all peers together, and for one peer at most as much as is left for all others: who
 takes nothing off our hands takes the room of its own messages only, the oldest first."""
 MAX_SERVED_BYTES = 8 * MAX_DATA_BYTES
 """Bulk bytes waiting for one peer that it asked for itself: twice what a fetcher asks for at once."""
-MAX_LANES = 2 * MAX_PEERS
 MAX_QUEUED_CONTROL, MAX_CONTROL_BYTES = 4096, 16 << 20
 """Control messages that wait for one peer, and their bytes."""
+
+
+class Piece(NamedTuple):
+    """What a bulk message is a piece of: a slice in an attempt at a round, or a mean."""
+
+    attempt: bytes
+    is_mean: bool
+
+
+def piece_of(message: Message, kind: Kind) -> Piece | None:
+    """Of a message of the protocol."""
+    body: Any = message
+    return None if kind.role is None else Piece(body.key.attempt, kind.role is Role.MEAN)
+
+
+class Bulk(NamedTuple):
+    """A bulk message that waits. ``is_served``: the receiver asked for it; ``order``: of a piece, those with
+    a lower one go first."""
+
+    data: Unsent
+    piece: Piece | None
+    is_served: bool = False
+    order: int = 0
+
+    def is_stale(self, attempt: bytes, means: bool) -> bool:
+        """Whether it is of ``attempt``; of its means only if ``means``."""
+        piece = self.piece
+        return piece is not None and piece.attempt == attempt and (means or not piece.is_mean)
+
+
+class BeginOrder:
+    """The order in which bulk goes: attempts in the order in which we began to send pieces of them."""
+
+    def __init__(self) -> None:
+        self._begun: OrderedDict[bytes, int] = OrderedDict()
+        self._last = 0
+
+    def of(self, piece: Piece | None) -> int:
+        """Of the next message; 0 for what is no piece."""
+        if piece is None:
+            return 0
+        if piece.attempt not in self._begun:
+            self._last += 1
+            self._begun[piece.attempt] = self._last
+            if len(self._begun) > ATTEMPTS_KEPT:
+                self._begun.popitem(last=False)
+        return self._begun[piece.attempt]
+
+
+def place_of(message: Bulk, bulk: Sequence[Bulk]) -> int:
+    """Where in ``bulk`` a message waits: before those of later rounds, but never before the first, which may
+    have its turn."""
+    place = len(bulk)
+    while message.order and place > 1 and bulk[place - 1].order > message.order:
+        place -= 1
+    return place
+
+
+@dataclass(eq=False)
+class Turn:
+    """How far the first bulk message of a lane has come with its turns: the receiver's rate, then our own
+    cap, or a slow receiver would hold up what goes to the others, at last the line."""
+
+    at: float | None = None
+    """When it may go, as far as it has asked."""
+    asked_cap: bool = False
+    asked_line: bool = False
+    """Whether it has its turn on our line, or needs none."""
+    has_yielded: bool = False
+    """Whether it leaves a turn to a lane with more to carry."""
+
+
+@dataclass(eq=False)
+class Lane:
+    """What goes to one peer."""
+
+    control: deque[Unsent] = field(default_factory=deque)
+    control_bytes: int = 0
+    bulk: deque[Bulk] = field(default_factory=deque)
+    bulk_bytes: int = 0
+    served_bytes: int = 0
+    """Of these, what the receiver asked for."""
+    pace: Pace = field(default_factory=Pace)
+    turn: Turn = field(default_factory=Turn)
+    under_way: deque[tuple[int, int]] = field(default_factory=deque)
+    """Bulk on its way to a peer that says what it has: (what that is when this is there, bytes of this)."""
+    carrying: int = 0
+    """Bulk messages that are being sent."""
+    counted_until: float = 0.0
+    """When the last bulk message was there, or bulk began to wait where there was none before."""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    link: Link | None = None
+    task: asyncio.Task[None] | None = None
+    grpc_failed_at: float = -1e9
+
+    def put(self, message: Bulk) -> None:
+        """Let bulk wait in its order."""
+        self.bulk.insert(place_of(message, self.bulk), message)
+        self.bulk_bytes += len(message.data)
+        self.served_bytes += len(message.data) if message.is_served else 0
+
+    def take(self) -> Bulk:
+        """The first bulk message, which waits no more."""
+        message = self.bulk.popleft()
+        self.bulk_bytes -= len(message.data)
+        self.served_bytes -= len(message.data) if message.is_served else 0
+        return message
+
+    @property
+    def is_far(self) -> bool:
+        return self.link is not None and self.link.is_far
+
+    def may_send(self, link: Link) -> bool:
+        """Whether there is a message, and room for it: control needs none."""
+        has_room = link.acknowledged is None or link.acknowledged.has_room
+        return bool(self.control or (self.bulk and has_room))
+
+
+class Uplink:
+    """The line of this process and whose turn it is on it: of all lanes to all peers, whatever group they
+    are for. ``cap_bytes_per_s`` 0 means no cap of our own."""
+
+    def __init__(self, cap_bytes_per_s: float = 0.0) -> None:
+        self.cap = Pace(cap_bytes_per_s)
+        self.meter = UploadMeter()
+        self.lanes: list[Lane] = []
+        self._line = LinePace()
+        self._looked_at, self._waits_s = -1e9, 0.0
+        """When, and what, ``_look`` saw."""
+        self._there_bytes: dict[Link, int] = {}
+        """Of those that it saw."""
+
+    def wait_s(self, lane: Lane, receiver_bytes_per_s: float, now: float) -> float:
+        """How long the lane's first bulk message has to wait. ``receiver_bytes_per_s``: how fast its receiver
+        wants bulk; 0 for as it comes."""
+        turn, size_bytes = lane.turn, len(lane.bulk[0].data)
+        if turn.at is None:
+            lane.pace.bytes_per_s = receiver_bytes_per_s
+            turn.at, turn.asked_cap = lane.pace.admit_at(size_bytes, now), False
+            turn.asked_line = not lane.is_far
+        if turn.at <= now and not turn.asked_cap:
+            turn.at, turn.asked_cap = self.cap.admit_at(size_bytes, now), True
+        if turn.at <= now and not turn.asked_line:
+            turn.at, turn.asked_line = self._ask(lane, size_bytes, now)
+        return turn.at - now
+
+    def give_back(self, lane: Lane) -> None:
+        """The lane's first bulk message is dropped: others need not wait for its turn of the rates."""
+        if lane.turn.at is not None:
+            size_bytes = len(lane.bulk[0].data)
+            lane.pace.give_back(size_bytes)
+            if lane.turn.asked_cap:
+                self.cap.give_back(size_bytes)
+        lane.turn.at = None
+
+    def _ask(self, lane: Lane, size_bytes: int, now: float) -> tuple[float, bool]:
+        """(when, True): the lane has its turn then. (when, False): it is to ask again then. Who has less left
+        to carry than another lane that waits leaves it a turn, once: lanes are to end together."""
+        self.meter.rest(now)
+        self._look(now)
+        self._line.follow(self.meter.bytes_per_s)
+        turn_s = self._line.turn_s(size_bytes)
+        yields = bool(turn_s) and not lane.turn.has_yielded and self._is_ahead(lane, size_bytes, now)
+        lane.turn.has_yielded = yields
+        at = now + self._line.free_in_s(now) + turn_s
+        if not yields:
+            at = self._line.admit_at(size_bytes, now)
+        self.meter.held(now, at)
+        return at, not yields
+
+    def _is_ahead(self, lane: Lane, size_bytes: int, now: float) -> bool:
+        """Whether a lane with a message more to carry waits for its turn."""
+        waiting = [one for one in self.lanes if one.turn.asked_line and (one.turn.at or now) > now]
+        return any(one.is_far and one.bulk_bytes >= lane.bulk_bytes + size_bytes for one in waiting)
+
+    def _look(self, now: float) -> None:
+        """See how long what is under way to far peers waits before the line that is common to all: a way on
+        which it waits longer has a queue of its own besides. While it waits the line carries all it can: so
+        much has come to be there since the last look, unless it also carries what only peers tell of, as
+        through relays."""
+        if now - self._looked_at < QUEUE_LOOK_S:
+            return
+        far = carrying = [one for one in self.lanes if one.is_far]
+        if is_some := len(far) > MOST_LOOKED_AT:
+            carrying = [one for one in far if one.carrying or one.bulk]
+            carrying = carrying[:: -(-len(carrying) // MOST_LOOKED_AT) or 1]
+        seen = {one.link: one.link.look() for one in carrying if one.link is not None}
+        waits_s = sorted(one.queued_s for one in seen.values() if one.queued_s is not None)
+        waited_s, self._waits_s = self._waits_s, waits_s[len(waits_s) // COMMON_OF] if waits_s else 0.0
+        there = {link: told.there_bytes for link, told in seen.items()}
+        untold = any(lane.carrying and lane.link and lane.link.acknowledged for lane in self.lanes)
+        if not (is_some or untold) and now - self._looked_at <= LONGEST_LOOK_S:
+            known = self._there_bytes
+            more = sum(max(0, there[link] - known[link]) for link in there.keys() & known.keys())
+            is_full = min(waited_s, self._waits_s) > STANDING_S
+            self.meter.came(more, now - self._looked_at, is_full, now)
+        self._looked_at, self._there_bytes = now, there
+
 
 FindRecord = Callable[[PeerId, bool], Awaitable[PeerRecord | None]]
 """(peer, whether a fresh one is wanted) to its record."""
@@ -42,14 +260,13 @@ FindRecord = Callable[[PeerId, bool], Awaitable[PeerRecord | None]]
 
 @dataclass
 class LinkObserver:
-    """What the node wants to hear. All calls come from the event loop."""
+    """What the node wants to hear, on the event loop. ``opened``: (peer, carrier, why not the preferred
+    carrier and how the bytes travel if not directly); ``lost``: (peer, carrier, reason), an open link broke;
+    ``unreachable``: (peer, reason), no carrier gets through."""
 
     opened: Callable[[PeerId, str, str], None]
-    """(peer, carrier, why not the preferred carrier and how the bytes travel if not directly)"""
     lost: Callable[[PeerId, str, str], None]
-    """(peer, carrier, reason): an open link broke."""
     unreachable: Callable[[PeerId, str], None]
-    """(peer, reason): no carrier gets through."""
 
 
 @dataclass
@@ -65,18 +282,11 @@ class LinkPool:
     """All outgoing links of a node, on the ``uplink`` of its process."""
 
     def __init__(
-        self,
-        carriers: Sequence[Carrier],
-        find_record: FindRecord,
-        observer: LinkObserver,
-        tasks: asyncio.TaskGroup,
-        uplink: Uplink,
-    ) -> None:
-        self._carriers = tuple(carriers)
-        self._find_record = find_record
-        self._observer = observer
-        self._tasks = tasks
-        self._uplink = uplink
+        self, carriers: Sequence[Carrier], find_record: FindRecord, observer: LinkObserver,
+        tasks: asyncio.TaskGroup, uplink: Uplink,
+    ) -> None:  # fmt: skip
+        self._carriers, self._find_record, self._observer = tuple(carriers), find_record, observer
+        self._tasks, self._uplink = tasks, uplink
         self._paces: Mapping[PeerId, float] = {}
         self._lanes: dict[PeerId, Lane] = {}
         self._order = BeginOrder()
@@ -111,7 +321,7 @@ class LinkPool:
         asked for, so that asking without reading costs us little. ``piece``: what ``forget`` knows it by."""
         lane = self._lanes.get(peer)
         if lane is None:
-            if len(self._lanes) >= MAX_LANES:
+            if len(self._lanes) >= 2 * MAX_PEERS:
                 return False
             lane = self._lanes[peer] = Lane()
             self._uplink.lanes.append(lane)
@@ -126,7 +336,8 @@ class LinkPool:
         else:
             if len(lane.control) >= MAX_QUEUED_CONTROL or lane.control_bytes + len(data) > MAX_CONTROL_BYTES:
                 return False
-            lane.put_control(data)
+            lane.control.append(data)
+            lane.control_bytes += len(data)
         lane.wake.set()
         if lane.task is None or lane.task.done():
             lane.task = self._tasks.create_task(self._serve(peer, lane), name=f"lane {peer[-6:]}")
@@ -151,21 +362,19 @@ class LinkPool:
     async def drain(self, timeout_s: float) -> None:
         """Wait until the queues of reachable peers are empty, at most ``timeout_s`` seconds."""
         ends_at = time.monotonic() + timeout_s
-        lanes = self._lanes
-        while any(lane.control or lane.bulk or lane.carrying for lane in lanes.values()):
+        while any(lane.control or lane.bulk or lane.carrying for lane in self._lanes.values()):
             if time.monotonic() > ends_at:
                 return
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
         """Stop all lanes and close their links. Safe to cancel."""
-        lanes = list(self._lanes.items())
-        for peer, lane in lanes:
+        closing = [lane.link.close() for lane in self._lanes.values() if lane.link is not None]
+        for peer, lane in list(self._lanes.items()):
             if lane.task is not None:
                 lane.task.cancel()
             self._forget_lane(peer, lane)
-        links = [lane.link for _, lane in lanes if lane.link is not None]
-        await asyncio.gather(*(link.close() for link in links), return_exceptions=True)
+        await asyncio.gather(*closing, return_exceptions=True)
 
     # ---- room
 
@@ -196,7 +405,10 @@ class LinkPool:
                 await _wait_for_work(lane, lane.link)
             except TransportError as error:
                 link, lane.link = lane.link, None
-                self._give_up(peer, lane)
+                for _ in lane.under_way:  # nobody will say what became of it
+                    self._uplink.meter.finished(peer, 0, time.monotonic())
+                lane.carrying -= len(lane.under_way)
+                lane.under_way.clear()
                 self._observer.lost(peer, link.carrier, str(error))
                 await link.close()  # its carrier holds it, and its connection, until then
 
@@ -205,7 +417,7 @@ class LinkPool:
         reasons: list[str] = []
         for carrier in self._carriers if record is not None else ():
             assert record is not None
-            if carrier.name == "grpc" and time.monotonic() - lane.grpc_failed_at < RETRY_DIRECT_S:
+            if carrier.name == "grpc" and time.monotonic() - lane.grpc_failed_at < MESSAGE_TIMEOUT_S:
                 reasons.append("grpc failed a moment ago")
                 continue
             try:
@@ -241,30 +453,29 @@ class LinkPool:
     async def _send_until_idle(self, peer: PeerId, lane: Lane, link: Link) -> None:
         while lane.control or lane.bulk:
             if lane.control:
-                data = bytes(lane.take_control())
+                data = bytes(lane.control.popleft())
+                lane.control_bytes -= len(data)
                 self._uplink.cap.admit_at(len(data), time.monotonic())  # counts, but does not wait
                 await link.send(data)
                 self.up_bytes += len(data)
-            elif (wait_s := self._wait_s(peer, lane)) > 0:
-                await _wait_for_news(lane.wake, wait_s)
+                continue
+            wait_s = self._uplink.wait_s(lane, self._paces.get(peer, 0.0), time.monotonic())
+            if wait_s > 0:
+                lane.wake.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await lane.wake.wait()
             elif not lane.may_send(link):
                 await _wait_for_work(lane, link)
             else:
-                await self._send_bulk(lane, link, self._next_bulk(lane).data)
-
-    def _wait_s(self, peer: PeerId, lane: Lane) -> float:
-        return self._uplink.wait_s(lane, self._paces.get(peer, 0.0), time.monotonic())
+                await self._send_bulk(lane, link)
 
     # ---- bulk
 
-    def _next_bulk(self, lane: Lane) -> Bulk:
+    async def _send_bulk(self, lane: Lane, link: Link) -> None:
         """The lane's next bulk message, whose turn it is."""
-        lane.turn = Turn(has_yielded=lane.turn.has_yielded)
-        message = lane.take()
-        self.queued_bytes -= len(message.data)
-        return message
-
-    async def _send_bulk(self, lane: Lane, link: Link, data: Unsent) -> None:
+        lane.turn, data = Turn(has_yielded=lane.turn.has_yielded), lane.take().data
+        self.queued_bytes -= len(data)
         self._uplink.meter.started(time.monotonic())
         lane.carrying += 1
         try:
@@ -277,15 +488,14 @@ class LinkPool:
         if link.acknowledged is None:
             self._arrived(link.peer, lane, len(data))
             return
-        lane.under_way.append(UnderWay(link.acknowledged.sent_bytes, len(data)))
+        lane.under_way.append((link.acknowledged.sent_bytes, len(data)))
         self._hear(link.peer, lane, link.acknowledged)  # it may have been there before ``send`` returned
 
     def _joined(self, data: Unsent) -> bytes:
         """Its bytes. A mean goes to all members, to most of them at the same time: the last ones are kept as
         long as bulk waits."""
         last, joined = self._joined_last
-        if last is not data:
-            joined = bytes(data)
+        joined = joined if last is data else bytes(data)
         if not self.queued_bytes:
             self._joined_last = None, b""
         elif joined is not data:
@@ -294,8 +504,8 @@ class LinkPool:
 
     def _hear(self, peer: PeerId, lane: Lane, acknowledged: Acknowledged) -> None:
         """The peer says that more is there."""
-        while lane.under_way and lane.under_way[0].end_bytes <= acknowledged.arrived_bytes:
-            self._arrived(peer, lane, lane.under_way.popleft().size_bytes)
+        while lane.under_way and lane.under_way[0][0] <= acknowledged.arrived_bytes:
+            self._arrived(peer, lane, lane.under_way.popleft()[1])
         lane.wake.set()
 
     def _arrived(self, peer: PeerId, lane: Lane, size_bytes: int) -> None:
@@ -307,13 +517,6 @@ class LinkPool:
         traffic.bulk_bytes += size_bytes
         traffic.bulk_s += now - lane.counted_until
         lane.counted_until = now
-
-    def _give_up(self, peer: PeerId, lane: Lane) -> None:
-        """The link is gone: nobody will say what became of what was under way."""
-        for _ in lane.under_way:
-            self._uplink.meter.finished(peer, 0, time.monotonic())
-        lane.carrying -= len(lane.under_way)
-        lane.under_way.clear()
 
 
 async def _wait_for_work(lane: Lane, link: Link) -> None:
@@ -330,13 +533,3 @@ async def _wait_for_work(lane: Lane, link: Link) -> None:
         closed.cancel()
     if closed.done() and not closed.cancelled() and not lane.may_send(link):
         raise PeerLost(closed.result())
-
-
-async def _wait_for_news(news: asyncio.Event, timeout_s: float) -> None:
-    """Until something is posted to a lane, at most ``timeout_s`` seconds."""
-    news.clear()
-    try:
-        async with asyncio.timeout(timeout_s):
-            await news.wait()
-    except TimeoutError:
-        return

@@ -15,9 +15,9 @@ little to send stays unknown; with one or two receivers a liar among them is bel
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import dropwhile, takewhile
+from itertools import dropwhile
 from statistics import median_high
 from typing import NamedTuple
 
@@ -29,8 +29,6 @@ SEEN_S = 0.5
 a line of 2.9 MB/s seemed to carry from 2.3 to 5.8."""
 LONGEST_BURST_S = 10.0
 """A longer one is measured in stretches."""
-OF_LATE_S = 600.0
-"""An opinion that is this much older than the newest does not count any more."""
 MEASURABLE_BYTES, DRAINED_BYTES = 256 << 10, 1 << 20
 """A smaller burst says more about latency than about the line; so much was not swallowed by buffers."""
 SWALLOWED_TIMES, UNPROVED_IN_A_ROW = 1.5, 8
@@ -42,9 +40,6 @@ LINE_TIMES = 1.2
 """Bulk leaves at so much more than the line has shown: one measured low is found out in a few bursts."""
 FAST_BYTES_PER_S = 25e6
 """A faster line fills as it likes: what is measured of it is this process at work as often as the line."""
-LONGEST_TURN_S = 0.15
-"""A message that would take the line for longer goes as it likes: turns count messages, and who loads a
-state, in half a megabyte each, would take the line from the rounds."""
 
 
 class Pace:
@@ -53,8 +48,7 @@ class Pace:
 
     def __init__(self, bytes_per_s: float = 0.0, late_s: float = 0.0) -> None:
         self.bytes_per_s = bytes_per_s
-        self._late_s = late_s
-        self._free_at = 0.0
+        self._late_s, self._free_at = late_s, 0.0
 
     def admit_at(self, size_bytes: int, now: float) -> float:
         """When a message may go; it counts from then on, so those that ask get turns in that order."""
@@ -85,12 +79,13 @@ class LinePace(Pace):
         self.bytes_per_s = LINE_TIMES * shown_bytes_per_s if shown_bytes_per_s < FAST_BYTES_PER_S else 0.0
 
     def turn_s(self, size_bytes: int) -> float:
-        """How long a message has the line; 0.0 where it needs no turn."""
-        needs_none = not self.bytes_per_s or size_bytes > LONGEST_TURN_S * self.bytes_per_s
-        return 0.0 if needs_none else size_bytes / self.bytes_per_s
+        """How long a message has the line; 0.0 where it needs no turn. A long one goes as it likes: turns
+        count messages, and one that loads a state in half megabytes would take the line from the rounds."""
+        turn_s = size_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
+        return turn_s if turn_s <= 1.5 * MOMENT_S else 0.0
 
     def admit_at(self, size_bytes: int, now: float) -> float:
-        """As ``Pace``, for what is no longer than ``LONGEST_TURN_S``."""
+        """As ``Pace``, for what needs a turn."""
         return super().admit_at(size_bytes, now) if self.turn_s(size_bytes) else now
 
 
@@ -99,16 +94,12 @@ class UploadMeter:
     measured."""
 
     def __init__(self) -> None:
-        self._burst_started_at = self._burst_ended_at = -1e9
-        self._all = _Marks(-1e9)
-        """Bytes of this burst, to whomever."""
+        self._burst_ended_at, self._sending, self.bytes_per_s = -1e9, 0, 0.0
         self._to: dict[str, _Marks] = {}
-        self._came: deque[_Came] = deque(maxlen=_MAX_MARKS)
-        """Of this burst."""
-        self._sending = 0
-        self._seen: OrderedDict[str, Opinion] = OrderedDict()
+        """Bytes of this burst, as ``_all`` those to whomever."""
+        self._seen: dict[str, Opinion] = {}
         """Of the whole upload, as each receiver's bytes tell it, the newest last."""
-        self.bytes_per_s = 0.0
+        self._begin(-1e9)
 
     @property
     def busy(self) -> bool:
@@ -122,6 +113,10 @@ class UploadMeter:
         if not self._all.bytes and not self._sending:
             self._begin(now)
         self._sending += 1
+
+    def _begin(self, now: float) -> None:
+        self._burst_started_at, self._all = now, _Marks(now)
+        self._came: deque[_Came] = deque(maxlen=_MAX_MARKS)
 
     def rest(self, now: float) -> bool:
         """Whether no burst goes on. One that has ended is measured."""
@@ -149,10 +144,6 @@ class UploadMeter:
         if to in self._to or len(self._to) < MAX_RECEIVERS:
             self._to.setdefault(to, _Marks(self._burst_started_at)).add(size_bytes, now)
 
-    def _begin(self, now: float) -> None:
-        self._burst_started_at, self._all = now, _Marks(now)
-        self._came = deque(maxlen=_MAX_MARKS)
-
     def _conclude(self, now: float) -> None:
         """Measure the burst so far; the next one begins."""
         everything, each, began_at, seen = self._all, self._to, self._burst_started_at, self._came
@@ -169,7 +160,9 @@ class UploadMeter:
             rate = came or left / max(1e-6, drained_s)
             is_unseen = bool(seen) and not came and drained_s < SEEN_S
             self._take(to, rate, last_at, is_unseen, seen)
-        self._forget_old()
+        newest_at = max((one.at for one in self._seen.values()), default=0.0)
+        of_late = {to: one for to, one in self._seen.items() if newest_at - one.at <= 60 * LONGEST_BURST_S}
+        self._seen = dict(list(of_late.items())[-MAX_RECEIVERS:])
         believed = [_believed(one.rates) for one in self._seen.values()]
         self.bytes_per_s = median_high(believed) if believed else 0.0
 
@@ -182,22 +175,13 @@ class UploadMeter:
         if is_rough and not known.is_rough:
             rate, is_rough = _came_at_least(seen), False
             if rate <= swallowed_from:
-                unproved = 0 if rate else known.unproved + 1
-                self._seen[to] = known._replace(unproved=unproved)
-                if unproved >= UNPROVED_IN_A_ROW:
+                self._seen[to] = known._replace(unproved=0 if rate else known.unproved + 1)
+                if self._seen[to].unproved >= UNPROVED_IN_A_ROW:
                     del self._seen[to]
                 return
         kept = known.rates if is_rough or not known.is_rough else ()
         self._seen.pop(to, None)
         self._seen[to] = Opinion((*kept, rate)[-BURSTS_KEPT:], at, is_rough)
-
-    def _forget_old(self) -> None:
-        newest_at = next(reversed(self._seen.values())).at if self._seen else 0.0
-        while self._seen:
-            is_old = newest_at - next(iter(self._seen.values())).at > OF_LATE_S
-            if not is_old and len(self._seen) <= MAX_RECEIVERS:
-                return
-            self._seen.popitem(last=False)
 
 
 class Opinion(NamedTuple):
@@ -227,8 +211,7 @@ class _Came(NamedTuple):
 def _came_bytes_per_s(seen: Iterable[_Came], began_at: float, last_at: float) -> float:
     """What the line carried while it was full. If it was not, or too short, what it carried at least: in the
     later half, since in the first round trip nothing comes. 0.0 where too little was seen."""
-    until = list(takewhile(lambda one: one.at <= last_at, seen))
-    middle_at = (began_at + last_at) / 2
+    until, middle_at = [one for one in seen if one.at <= last_at], (began_at + last_at) / 2
     full, later = [one for one in until if one.is_full], [one for one in until if one.at > middle_at]
     return _rate_of(full, SEEN_S) or _rate_of(later, SEEN_S)
 

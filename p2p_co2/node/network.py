@@ -1,72 +1,241 @@
 """This process on the network before and beside its model: daemon, DHT, run manifest, carriers, records.
 
 ``open`` needs only a ticket: it ends with the verified ``RunConfig``, before anything large is downloaded.
-The node then starts the carriers and keeps this peer's record alive.
+The node then starts the carriers and keeps this peer's record alive: where it can be reached.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
 from p2p_co2 import __version__
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.errors import EnvironmentFault, TicketError, TransportError
+from p2p_co2.errors import ConfigError, EnvironmentFault, TicketError, TransportError
 from p2p_co2.net.discovery import Discovery
-from p2p_co2.net.discovery.records import POSITION_RENEWED_S, run_position
-from p2p_co2.net.transport.addresses import is_relayed
-from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, Carrier, OnMessage, OnRefused
+from p2p_co2.net.discovery.records import run_position
+from p2p_co2.net.transport.addresses import address_of, is_loopback, is_near, is_own, is_relayed
+from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S, Carrier, OnMessage, OnRefused
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
-from p2p_co2.net.transport.libp2p.control import reach
+from p2p_co2.net.transport.libp2p.control import own_maddrs, reach
 from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
+from p2p_co2.net.transport.libp2p.relay import Places
 from p2p_co2.net.transport.probe import ProbeServer, clock_offsets_s, judge_clock
-from p2p_co2.net.transport.slow import Line, SlowCarrier, SlowLine
-from p2p_co2.node.reach import (
-    Reach,
-    is_on_this_machine,
-    leads_as_far,
-    leads_elsewhere,
-    require_others_can_dial,
-)
-from p2p_co2.node.record_book import RecordBook
+from p2p_co2.net.transport.slow import Line, SlowLine
 from p2p_co2.peer_options import listening
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_ADDRESSES
+from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunPosition
 from p2p_co2.system.process import FolderLock
 from p2p_co2.ticket import Ticket, by_peer, is_seed_address
 
 RECORD_LIFETIME_S = 60.0
-RECORD_RENEWED_S = RECORD_LIFETIME_S / 3
-MANIFEST_RENEWED_S = 10 * RECORD_LIFETIME_S
-"""With the seeds away a peer stores the run's settings so often: as often as a seed does."""
-CLOCK_QUESTIONS = 2
 MAX_INVITERS = 5
 """Peers that a later ticket names beside the seeds: it has to be short enough to be pasted."""
 MAX_REACHED_AGAIN = 16
 """Peers that a daemon that was started again is led to: with a seed that is down, nobody else knows them."""
+MAX_GRPC_ADDRESSES = 4
 
 
-class _Due:
-    """Things that are done again when the last time grows old."""
+class Reach:
+    """This peer's addresses: those that libp2p has found, its places at relays, and its gRPC port."""
 
-    def __init__(self) -> None:
-        self._done_at: dict[str, float] = {}
+    def __init__(self, p2p: P2P, me: PeerId, config: PeerConfig, ticket: Ticket) -> None:
+        self._p2p, self._me, self._config, self._ticket = p2p, me, config, ticket
+        # Who can be dialled, or runs on the seeds' own machine, needs no places.
+        needs_none = config.announce_host or ticket.is_local
+        self._places = None if needs_none else Places(p2p, me, ticket.seeds)
+        self.grpc: GrpcCarrier | None = None
+        self.own_maddrs: tuple[str, ...] = ()
+        """As libp2p named them last."""
+        self.advice = ""
+        """What keeps others from reaching this peer and what helps; empty if nothing is known to."""
 
-    def is_due(self, name: str, every_s: float) -> bool:
-        return time.monotonic() - self._done_at.get(name, -1e9) >= every_s
+    async def record(self) -> PeerRecord:
+        """This peer's record, without what discovery adds. Raises ``TransportError``."""
+        maddrs = await own_maddrs(self._p2p, CONNECT_TIMEOUT_S)
+        self.own_maddrs = tuple(maddrs)
+        if self._places is not None:
+            await self._places.renew()
+            maddrs = [*self._places.held, *maddrs]
+            cause = "" if lead_nowhere_else(self._ticket.seeds) else self._places.trouble
+            self.advice = unreachable_advice(cause) if cause else ""
+        record = PeerRecord(peer=self._me, run=self._ticket.run, maddrs=publishable(maddrs))
+        if self.grpc is not None and (addresses := self._grpc_addresses(maddrs, self.grpc.port)):
+            record.grpc_addresses.extend(addresses)
+            record.certificate_digest = self.grpc.certificate_digest
+        return record
 
-    def done(self, name: str) -> None:
-        self._done_at[name] = time.monotonic()
+    def forget_places(self) -> None:
+        """The daemon is a new one: what it held is lost."""
+        if self._places is not None:
+            self._places.forget()
 
-    def forget(self, name: str) -> None:
-        self._done_at.pop(name, None)
+    def _grpc_addresses(self, maddrs: Sequence[str], port: int) -> list[str]:
+        """Where others may dial our gRPC; a peer that listens everywhere names this machine's own
+        addresses."""
+        hosts = [self._config.announce_host or self._config.host]
+        if hosts[0] in ("0.0.0.0", "::"):
+            places = [place[0] for maddr in maddrs if (place := address_of(maddr)) is not None]
+            hosts = [host for host in dict.fromkeys(places) if is_own(host) and not is_loopback(host)]
+        hosts = hosts[:MAX_GRPC_ADDRESSES]
+        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
+
+
+def publishable(maddrs: Sequence[str]) -> list[str]:
+    """The addresses that others take and that fit into a record, in the order in which libp2p names them."""
+    room = MAX_RECORD_BYTES // 2
+    taken: list[str] = []
+    for maddr in maddrs:
+        if len(maddr) <= min(MAX_STRING, room) and len(taken) < MAX_ADDRESSES:
+            taken.append(maddr)
+            room -= len(maddr)
+    return taken
+
+
+def leads_as_far(maddr: str, seeds: Sequence[str]) -> bool:
+    """Whether who can dial the seeds of a ticket may be able to dial ``maddr``."""
+    if all(is_loopback(_host_of(seed)) for seed in seeds):
+        return is_loopback(_host_of(maddr))
+    return not (is_loopback if lead_nowhere_else(seeds) else is_near)(_host_of(maddr))
+
+
+def _host_of(maddr: str) -> str:
+    return maddr.split("/")[2]
+
+
+def require_others_can_dial(config: PeerConfig, ticket: Ticket) -> None:
+    """Raise ``ConfigError`` if a peer would tell others on other machines to dial their own: it would hear
+    nobody, or live on relays."""
+    host = config.announce_host or config.host
+    if is_loopback(host) and not is_on_this_machine(ticket):
+        raise ConfigError(
+            "this peer's settings",
+            "announce_host" if config.announce_host else "host",
+            f"{host} leads nowhere from another machine, and the seeds are on others; listen on all "
+            'addresses (host "0.0.0.0") and leave announce_host out, or name there what others can dial',
+        )
+
+
+def is_on_this_machine(ticket: Ticket) -> bool:
+    """Whether all seeds are, as far as their addresses tell."""
+    places = [seed.split("/")[1:3] for seed in ticket.seeds]
+    return all(kind in {"ip4", "ip6"} and (is_loopback(host) or is_own(host)) for kind, host in places)
+
+
+def leads_elsewhere(record: PeerRecord) -> bool:
+    """Whether a record has an address that leads to another machine than the one that dials it, or none."""
+    hosts = [address.rpartition(":")[0].strip("[]") for address in record.grpc_addresses]
+    maddrs = [maddr for maddr in record.maddrs if maddr.count("/") > 2]
+    hosts += ["a relay" if is_relayed(maddr) else _host_of(maddr) for maddr in maddrs]
+    return not hosts or not all(map(is_loopback, hosts))
+
+
+def lead_nowhere_else(seeds: Sequence[str]) -> bool:
+    """Whether all these multiaddrs are of private networks: whoever gets to such a seed gets to its
+    neighbours too, so nobody needs a relay."""
+    return all(is_near(_host_of(seed)) for seed in seeds)
+
+
+def unreachable_advice(cause: str) -> str:
+    """What to tell somebody whose peer has no place at a relay. ``cause``: why there is none."""
+    return (
+        "forward two TCP ports of the router to this machine and join with --announce-host NAME "
+        "--host 0.0.0.0 --libp2p-port PORT --grpc-port PORT, or ask the organiser for a seed that relays "
+        f"(--announce-host): peers are out of reach, and no seed passes on traffic for this peer ({cause})"
+    )
+
+
+class RecordBook:
+    """Records of at most ``MAX_PEERS`` other peers: those that the DHT listed last, and those in use.
+
+    One search at a time, and it serves all that wait for it, in what it finds and where it fails: of a dozen
+    dead peers that the DHT lists still, each would ask all of it for a newer record, for each carrier.
+    ``find``: records of the other peers from the DHT; raises ``TransportError``."""
+
+    def __init__(self, find: Callable[[], Awaitable[list[PeerRecord]]]) -> None:
+        self._find = find
+        self._records: dict[PeerId, PeerRecord] = {}
+        self._used_at: dict[PeerId, float] = {}
+        self._began_at = -math.inf
+        """When the last search began that has ended."""
+        self._searching = asyncio.Lock()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    async def search(self) -> list[PeerRecord]:
+        """The records of other peers, as the DHT has them now. Raises ``TransportError``."""
+        async with self._searching:
+            return await self._search()
+
+    async def record_of(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
+        """The record of ``peer``. The DHT is asked for one that is not known yet, and, unless a search began
+        within a heartbeat, for one that has expired or if a ``fresh`` one is wanted. None or the old one
+        if the DHT does not answer."""
+        now = time.monotonic()
+        record = self._use(peer)
+        if fresh or record is None or record.expires_at < time.time():
+            since = now if record is None else now - HEARTBEAT_S
+            async with self._searching:
+                if self._began_at < since:
+                    with contextlib.suppress(TransportError):
+                        await self._search()
+            record = self._use(peer)
+        return record
+
+    def forget_searches(self) -> None:
+        """What failed so far may succeed now."""
+        self._began_at = -math.inf
+
+    def known(self, most: int) -> list[PeerRecord]:
+        """Records of others, those that were used last first."""
+        peers = sorted(self._records, key=lambda peer: (-self._used_at.get(peer, 0.0), peer))
+        return [self._records[peer] for peer in peers[:most]]
+
+    def maddrs_of(self, peer: PeerId) -> Sequence[str]:
+        """Where its last record says that ``peer`` is; empty if it is not known."""
+        record = self._records.get(peer)
+        return () if record is None else tuple(record.maddrs)
+
+    async def _search(self) -> list[PeerRecord]:
+        began_at = time.monotonic()
+        try:
+            found = await self._find()
+        except TransportError:
+            self._began_at = began_at
+            raise
+        self._began_at = began_at
+        self._take(found, time.monotonic())
+        return found
+
+    def _take(self, found: Sequence[PeerRecord], now: float) -> None:
+        """Take what a search found in the place of the last one's, and what was used. Of two records of a
+        peer the one that lasts longer is the newer: a node of the DHT may answer with an old copy."""
+        listed = dict[PeerId, PeerRecord]()
+        for record in found[:MAX_PEERS]:
+            peer = PeerId(record.peer)
+            held = listed.get(peer) or self._records.get(peer)
+            listed[peer] = record if held is None or record.expires_at >= held.expires_at else held
+        for peer, at in sorted(self._used_at.items(), key=lambda item: item[1], reverse=True):
+            if now - at < 5 * RECORD_LIFETIME_S and len(listed) < MAX_PEERS:
+                listed.setdefault(peer, self._records[peer])
+        self._records = listed
+        self._used_at = {peer: at for peer, at in self._used_at.items() if peer in listed}
+
+    def _use(self, peer: PeerId) -> PeerRecord | None:
+        """The record of ``peer``, kept for longer from now on."""
+        if peer in self._records:
+            self._used_at[peer] = time.monotonic()
+        return self._records.get(peer)
 
 
 class Network:
@@ -87,7 +256,8 @@ class Network:
         self._stack = AsyncExitStack()
         self._news = ""
         """To be told once."""
-        self._due = _Due()
+        self._done_at: dict[str, float] = {}
+        """Of what is done again when it grows old."""
         self._invited = ""
         """The ticket that was written into the folder last."""
 
@@ -99,35 +269,24 @@ class Network:
         or not the ticket's, ``EnvironmentFault`` when this machine cannot take part, ``ConfigError`` for a
         config of another version. Cancelling it leaves nothing behind.
         """
-        lock = FolderLock(config.folder)
-        identity_path = config.folder / "identity"
-        try:
-            network = cls(Identity.load_or_create(identity_path), config, ticket)
-        except BaseException:
-            lock.release()
-            raise
-        network._stack.callback(lock.release)
-        try:
-            await network._open(on_refused)
-        except BaseException:
-            await network.close()
-            raise
+        async with AsyncExitStack() as stack:
+            stack.callback(FolderLock(config.folder).release)
+            network = cls(Identity.load_or_create(config.folder / "identity"), config, ticket)
+            await network._open(on_refused, stack)
+            network._stack = stack.pop_all()
         return network
 
     async def close(self) -> None:
         """Give everything back. May be called twice."""
         await self._stack.aclose()
 
-    async def _open(self, on_refused: OnRefused) -> None:
-        config = self.config
+    async def _open(self, on_refused: OnRefused, stack: AsyncExitStack) -> None:
+        config, path = self.config, self.config.folder / "identity"
         require_others_can_dial(config, self.ticket)
-        identity_path = config.folder / "identity"
-        p2p = await start_p2p(
-            identity_path, config.host, config.libp2p_port, announce_host=config.announce_host
-        )
-        self._stack.push_async_callback(stop_p2p, p2p)
+        p2p = await start_p2p(path, config.host, config.libp2p_port, announce_host=config.announce_host)
+        stack.push_async_callback(stop_p2p, p2p)
         self.use(p2p, Discovery(p2p, self.identity, self.ticket.run, on_refused))
-        self._stack.push_async_callback(self.discovery.close)
+        stack.push_async_callback(self.discovery.close)
         await self.discovery.start(self.ticket.seeds)
         await self._compare_clocks()
         manifest = await self.discovery.fetch_manifest(self.ticket.run_key)
@@ -144,10 +303,8 @@ class Network:
     async def _compare_clocks(self) -> None:
         """Raise ``EnvironmentFault`` if this machine's clock is so far off that others do not hear it. Lesser
         trouble is ``clock_doubt``. Nobody's answer is asked for once more."""
-        offsets_s, seeds = list[float](), by_peer(self.ticket.seeds)
-        for _ in range(CLOCK_QUESTIONS):
-            offsets_s = offsets_s or await clock_offsets_s(self.p2p, self.ticket.run, seeds)
-        judged = judge_clock(offsets_s)
+        asked = self.p2p, self.ticket.run, by_peer(self.ticket.seeds)
+        judged = judge_clock(await clock_offsets_s(*asked) or await clock_offsets_s(*asked))
         words = f"clock: {judged.measured}; {judged.advice}"
         if judged.state == "cannot":
             raise EnvironmentFault(words)
@@ -164,7 +321,8 @@ class Network:
             carriers.append(Libp2pCarrier(self.p2p, me, run, newest=self.records.maddrs_of))
         if config.slow_line:
             line = Line(SlowLine.parse(config.slow_line), zlib.crc32(me.peer_id.encode()))
-            carriers = [SlowCarrier(carrier, line) for carrier in carriers]
+            for carrier in carriers:
+                carrier.line = line
         for carrier in carriers:
             self._stack.push_async_callback(carrier.close)
             await carrier.start(on_message, on_refused)
@@ -172,6 +330,9 @@ class Network:
         probes = ProbeServer(self.p2p, run, config.limits.upload_bytes_per_s)
         self._stack.push_async_callback(probes.close)
         await probes.start()
+
+    def _is_due(self, name: str, every_s: float) -> bool:
+        return time.monotonic() - self._done_at.get(name, -math.inf) >= every_s
 
     # ---- what others find
 
@@ -182,21 +343,21 @@ class Network:
         ``somebody_unmet`` and nobody relays for it; on a network of its own all may be well without a relay.
         Raises ``TransportError``.
         """
-        if self._due.is_due("record", RECORD_RENEWED_S):
+        if self._is_due("record", RECORD_LIFETIME_S / 3):
             record = await self._reach.record()
             record.software = self.software
             await self.discovery.publish_self(record, RECORD_LIFETIME_S)
-            self._due.done("record")
+            self._done_at["record"] = time.monotonic()
         news, self._news = self._news, ""
         return news or (self._reach.advice if somebody_unmet else "")
 
     async def publish_position(self, position: float, versions: Sequence[int], is_last: bool = False) -> None:
         """Leave word of where the run is for those that come when everybody has left, if the last one grows
         old. Raises ``TransportError``."""
-        if is_last or self._due.is_due("position", POSITION_RENEWED_S):
+        if is_last or self._is_due("position", MESSAGE_TIMEOUT_S):
             said = RunPosition(position=position, versions=versions, software=self.software)
             await self.discovery.publish_position(said)
-            self._due.done("position")
+            self._done_at["position"] = time.monotonic()
 
     async def run_position(self) -> RunPosition | None:
         """Where the run was when its peers last said so; None if nobody ever did. Raises
@@ -212,9 +373,8 @@ class Network:
     def invitation(self) -> Ticket:
         """The ticket, with this peer and some that it knows as further seeds, as far as newcomers may be able
         to dial them: it works when the first seeds are gone. Any thread may ask."""
-        known = [self._reach.own_maddrs, *(record.maddrs for record in self.records.known(MAX_INVITERS - 1))]
         seeds = list(self.ticket.seeds)
-        for maddrs in known:
+        for maddrs in (self._reach.own_maddrs, *(one.maddrs for one in self.records.known(MAX_INVITERS - 1))):
             direct = [maddr for maddr in maddrs if not is_relayed(maddr) and is_seed_address(maddr)]
             seeds += [maddr for maddr in direct if leads_as_far(maddr, self.ticket.seeds)][:1]
         return Ticket(self.ticket.run, self.ticket.run_key, tuple(dict.fromkeys(seeds))[:MAX_ADDRESSES])
@@ -235,10 +395,8 @@ class Network:
         return await self.records.record_of(peer, fresh)
 
     async def _find(self) -> list[PeerRecord]:
-        found, is_here = await self.discovery.find_peers(), is_on_this_machine(self.ticket)
-        return [
-            one for one in found if one.peer != self.identity.peer_id and (is_here or leads_elsewhere(one))
-        ]
+        others = [one for one in await self.discovery.find_peers() if one.peer != self.identity.peer_id]
+        return others if is_on_this_machine(self.ticket) else list(filter(leads_elsewhere, others))
 
     # ---- what goes wrong
 
@@ -250,12 +408,14 @@ class Network:
     async def _revived(self, words: str) -> None:
         """The daemon is a new one, which knows nobody: be known again."""
         self._news = f"the libp2p daemon had ended ({words}); it was started again"
-        self._due.forget("record")
+        self._done_at.pop("record", None)
         self._reach.forget_places()
         known = self.records.known(MAX_REACHED_AGAIN)
-        reached = [reach(self.p2p, PeerId(one.peer), one.maddrs, CONNECT_TIMEOUT_S) for one in known]
-        again = self.discovery.rebootstrap(self.ticket.seeds)
-        troubles = await asyncio.gather(again, *reached, return_exceptions=True)
+        troubles = await asyncio.gather(
+            self.discovery.rebootstrap(self.ticket.seeds),
+            *(reach(self.p2p, PeerId(one.peer), one.maddrs, CONNECT_TIMEOUT_S) for one in known),
+            return_exceptions=True,
+        )
         self.records.forget_searches()
         for trouble in troubles:
             if isinstance(trouble, BaseException) and not isinstance(trouble, TransportError):
@@ -265,16 +425,16 @@ class Network:
         """Be known to the seeds; to one that was started anew, and with it the others, as ``rebootstrap``
         does. Raises ``TransportError`` when none answers."""
         if await self.discovery.greet(self.ticket.seeds):
-            self._due.forget("record")
+            self._done_at.pop("record", None)
 
     async def rebootstrap(self) -> None:
-        """Look for the seeds again; raises ``TransportError`` when none answers. Then this peer does what a
-        seed would, and keeps the run's settings in the DHT."""
-        self._due.forget("record")
+        """Look for the seeds again; raises ``TransportError`` when none answers. Then this peer keeps the
+        run's settings in the DHT, as often as a seed would."""
+        self._done_at.pop("record", None)
         try:
             await self.discovery.rebootstrap(self.ticket.seeds)
         except TransportError:
-            if len(self.records) and self._due.is_due("manifest", MANIFEST_RENEWED_S):
+            if len(self.records) and self._is_due("manifest", 10 * RECORD_LIFETIME_S):
                 await self.discovery.keep_manifest()
-                self._due.done("manifest")
+                self._done_at["manifest"] = time.monotonic()
             raise

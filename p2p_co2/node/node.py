@@ -19,22 +19,21 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from p2p_co2.errors import LocalProtocolError
-from p2p_co2.node.agreement import Agreement
-from p2p_co2.node.catchup import CatchupController
+from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.commits import CommitHandler
-from p2p_co2.node.environment import Environment, Links, PeerNetwork
+from p2p_co2.node.environment import Environment, Links
 from p2p_co2.node.ledger import AgreedVersion, Ledger
 from p2p_co2.node.links import LinkObserver
 from p2p_co2.node.outer_state import Offers, OuterState
-from p2p_co2.node.peer_finder import FinderEvents, PeerFinder
-from p2p_co2.node.progress import Fetches, SwarmProgress
-from p2p_co2.node.pump import Alarm, Pump
-from p2p_co2.node.router import Inbox, Router, RouterEvents
+from p2p_co2.node.peer_finder import PeerFinder
+from p2p_co2.node.progress import SwarmProgress
+from p2p_co2.node.pump import Pump
+from p2p_co2.node.router import Inbox, Router
 from p2p_co2.node.state import Effects, LocalProgress, PeerState
-from p2p_co2.node.status import Host, StatusWriter, Times
-from p2p_co2.node.swarm_news import SwarmNews
-from p2p_co2.protocol.catchup import CatchUp, Shape, chunk_bytes_of
-from p2p_co2.protocol.heartbeat import quiet_beat_s
+from p2p_co2.node.status import StatusWriter, SwarmNews, Times
+from p2p_co2.protocol.catchup.goals import Shape, chunk_bytes_of
+from p2p_co2.protocol.catchup.machine import CatchUp
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S, quiet_beat_s
 from p2p_co2.protocol.membership import Joined, Left, Membership
 from p2p_co2.protocol.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.protocol.strangers import OtherModel
@@ -43,9 +42,6 @@ from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.protocol.wire.model_table import ModelSummary
 from p2p_co2.system.clock import ProcessClock
 from p2p_co2.telemetry import events as ev
-
-LAST_WORDS_S = 1.0
-"""What is said last may take so long to be on its way."""
 
 
 class Lifetime:
@@ -99,10 +95,10 @@ class Node:
         # what follows from their events
         self.state = PeerState(me, agreed)
         for fragment, version in enumerate(agreed):
-            self.catchup.moved(fragment, version.version)
-        self.state.when_moved(lambda fragment, version: self.catchup.moved(fragment, version.version))
+            self.catchup.donor.moved(fragment, version.version)
+        self.state.when_moved(lambda fragment, version: self.catchup.donor.moved(fragment, version.version))
         self._offers = Offers(self.rounds, ledger, self.state, do)
-        self.outer = OuterState(ledger, self.state, self.rounds, self.catchup, do)
+        self.outer = OuterState(ledger, self.state, self.rounds, self.catchup.donor, do)
         agreement = Agreement(self.membership, self.state)
         fetches = CatchupController(
             self.catchup, self.rounds, agreement, self.state, self.outer, self._offers, group, shape, do
@@ -112,31 +108,28 @@ class Node:
             self._forget, do,
         )  # fmt: skip
         # what this peer tells and concludes
-        unix = int(1000 * self.clock.unix()) & 0xFFFFFFFF
-        host = Host(network.software, unix, limits.download_bytes_per_s, self.upload_bytes_per_s)
-        writer = StatusWriter(self.state, self.membership, times, host)
-        moving, most_peers = Fetches(fetches.busy, self.catchup.moves), network.run.group_size
+        host = Status(
+            download_bytes_per_s=limits.download_bytes_per_s,
+            process=int(1000 * self.clock.unix()) & 0xFFFFFFFF,  # another for each process of this peer
+        )
+        writer = StatusWriter(self.state, self.membership, times, host, self.upload_bytes_per_s)
         self.progress = SwarmProgress(
-            self.state, self.membership, agreement, writer, times, moving, most_peers
+            self.state, self.membership, agreement, writer, times, fetches, network.run.group_size
         )
         news = SwarmNews(
             self.state, self.membership, self.rounds, writer, self.now, fetches.is_watching, self._set_paces
         )
         # messages in, and out
         inbox = Inbox(self.membership, self.rounds, self.catchup, writer.status, news.tell_of_strangers)
-        heard = RouterEvents(self._refused, self.shut_out, self.pump, self.life.crash)
         self.router = Router(
-            group, inbox.take, heard, self.now, limits.download_bytes_per_s, environment.open_message
-        )
+            group, inbox, do, self.shut_out, self.life.crash, limits.download_bytes_per_s,
+            environment.open_message,
+        )  # fmt: skip
         self._pump = Pump(
             (self.membership, self.rounds, self.catchup), group, self.router, news, commits, fetches,
-            self.progress, Alarm(process_clock), self.now, self._on_membership,
+            self.progress, process_clock, self._on_membership,
         )  # fmt: skip
-        asked = FinderEvents(
-            self.now, writer.status, lambda: writer.rests, self.pump,
-            lambda text: self.report(ev.Warned, text=text),
-        )  # fmt: skip
-        self._finder = PeerFinder(network, self.membership, asked)
+        self._finder = PeerFinder(network, self.membership, writer, do)
         self.state.when_moved(self._moved)
 
     # ---- life
@@ -151,14 +144,13 @@ class Node:
             find = environment.network.find_record
             links = environment.make_links(carriers, find, observer, tasks, environment.uplink)
             self._pump.links, self._pump.is_open = links, True
-            daemon = _watch_daemon(environment.network, self.report)
-            works = self._finder.run(), self._pump.keep_time(), daemon
+            works = self._finder.run(), self._pump.keep_time(), self._watch_daemon()
             background = [tasks.create_task(work) for work in works]
             await self.life.stopping.wait()
             self._pump.is_open = False
             for task in background:
                 task.cancel()
-            await links.drain(LAST_WORDS_S)
+            await links.drain(HEARTBEAT_S)
             environment.switch.leave(environment.group)
             await links.close()
         if self.life.bug is not None:
@@ -240,9 +232,6 @@ class Node:
         """Count a broken rule against ``peer``."""
         self.router.refuse(peer, reason, detail)
 
-    def _refused(self, peer: str, message: str, reason: str, detail: str) -> None:
-        self.report(ev.MessageRefused, other=peer, message=message, reason=reason, detail=detail)
-
     def shut_out(self, peer: PeerId, why: str) -> None:
         """``peer`` is not heard any more: it is no member either."""
         self.membership.unreachable(peer, f"shut out: {why}", self.now())
@@ -258,7 +247,7 @@ class Node:
             self.report(ev.PeerJoined, other=event.peer)
         else:
             self.report(ev.PeerLeft, other=event.peer, reason=event.reason)
-            self.catchup.forget_donor(event.peer, self.now())
+            self.catchup.fetcher.forget_donor(event.peer, "the donor left", self.now())
         self._pump.news.somebody_came_or_went()
 
     def _moved(self, fragment: int, version: AgreedVersion) -> None:
@@ -293,8 +282,7 @@ class Node:
     def report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
         self._report_event(kind(at=self.clock.unix(), peer=self.state.me, **fields))
 
-
-async def _watch_daemon(network: PeerNetwork, report: Callable[..., None]) -> None:
-    words = await network.daemon_ended()
-    text = f"the libp2p daemon has ended ({words}): gRPC links go on; restart this peer to be found"
-    report(ev.Warned, text=text)
+    async def _watch_daemon(self) -> None:
+        words = await self._environment.network.daemon_ended()
+        text = f"the libp2p daemon has ended ({words}): gRPC links go on; restart this peer to be found"
+        self.report(ev.Warned, text=text)

@@ -8,12 +8,11 @@ takes in silence where that offer is not in flight.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
 
 from p2p_co2.digest import chunk_digests
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, weights_of
 from p2p_co2.node.state import Effects, PeerState
-from p2p_co2.protocol.catchup import CatchUp
+from p2p_co2.protocol.catchup.donor import Donor
 from p2p_co2.protocol.rounds import Offer, Rounds
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome
@@ -31,7 +30,7 @@ class Offers:
         self._early: dict[int, Offer] = {}
         """By fragment: an offer upon a state that this thread has yet to hear of."""
         for fragment, version in enumerate(state.agreed):
-            rounds.set_state(fragment, version.version, version.digest)
+            self._moved(fragment, version)
         state.when_moved(self._moved)
 
     def open(self, offer: Offer) -> None:
@@ -68,14 +67,14 @@ class Offers:
 
 
 class OuterState:
-    """Carries to the ``ledger`` what ``rounds`` and ``catchup`` brought; calls for one fragment are answered
+    """Carries to the ``ledger`` what ``rounds`` and catching up brought; calls for one fragment are answered
     in their order."""
 
     def __init__(
-        self, ledger: Ledger, state: PeerState, rounds: Rounds, catchup: CatchUp, effects: Effects
+        self, ledger: Ledger, state: PeerState, rounds: Rounds, donor: Donor, effects: Effects
     ) -> None:
         self._ledger, self._state, self._rounds = ledger, state, rounds
-        self._catchup, self._do = catchup, effects
+        self._donor, self._do = donor, effects
 
     async def take(self, mean: AgreedMean, decision: Decision) -> bool:
         """Apply an agreed mean; False if it does not follow this peer's version."""
@@ -86,9 +85,9 @@ class OuterState:
         is_here = version.version == mean.round
         if is_here and version.version == self._state.agreed[mean.fragment].version + 1:
             self._rounds.replayed(decision)
-        moved = self._state.move(mean.fragment, version, _members_of(decision)) and is_here
-        if moved:
-            self._catchup.remember(mean.fragment, mean.round, decision, mean.mean)
+        group = [PeerId(member.peer) for member in Outcome.FromString(decision.outcome).members]
+        if moved := self._state.move(mean.fragment, version, group) and is_here:
+            self._donor.history.remember(mean.fragment, mean.round, decision, mean.mean)
         self._do.pump()
         return moved
 
@@ -99,11 +98,10 @@ class OuterState:
         nothing: an offer that is open goes on, and the tensor side must not take it for ended."""
         if agreed == self._state.agreed[fragment]:
             return
-        known = self._rounds.next_commit(fragment)
-        parts = None if known is None else weights_of(known)
+        parts = weights_of(known) if (known := self._rounds.next_commit(fragment)) is not None else None
         version = await self._ledger.adopt(fragment, data, agreed, parts, goes_back)
         if goes_back and version != self._state.agreed[fragment]:  # else a round made that state meanwhile
-            self._catchup.turned_back(fragment)
+            self._donor.turned_back(fragment)
         self._state.move(fragment, version, None)
         self._do.pump()
 
@@ -111,13 +109,8 @@ class OuterState:
         """Serialise our state for those that ask for it."""
         version, data = await self._ledger.export(fragment)
         digests = []
-        for chunk in chunk_digests(data, self._catchup.shape.chunk_bytes):
+        for chunk in chunk_digests(data, self._donor.shape.chunk_bytes):
             digests.append(chunk)
             await asyncio.sleep(0)  # a large state takes long, and the rounds go on
-        now = self._do.now()
-        self._catchup.exported(fragment, version.version, data, version.digest, digests, now)
+        self._donor.exported(fragment, version.version, data, version.digest, digests, self._do.now())
         self._do.pump()
-
-
-def _members_of(decision: Decision) -> Collection[PeerId]:
-    return [PeerId(member.peer) for member in Outcome.FromString(decision.outcome).members]

@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Container, Sequence
 
 from p2p_co2.errors import TransportError
+from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S
 from p2p_co2.node.environment import PeerNetwork
+from p2p_co2.node.state import Effects
+from p2p_co2.node.status import StatusWriter
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, Status
+from p2p_co2.telemetry import events as ev
 
 LOOK_S, FIND_PEERS_S = 1.0, 10.0
 """Between two searches of a peer that has just come, and of others."""
@@ -27,16 +29,11 @@ QUICK_FINDS = 10
 FEW_PEERS, RARELY_TIMES = 4, 6.0
 """Among so many peers, all heard, it is looked for others every ``FIND_PEERS_S``; among more as many times
 less often, down to the second of these. Who comes or goes makes it look again as among few."""
-SEEDS_S = 2 * FIND_PEERS_S
-"""How often the ticket's seeds are greeted, and how long a peer is alone before it joins the DHT anew."""
-ALONE_S = 3 * FIND_PEERS_S
 ALONE = (
     "nobody else is here: rounds are made alone, and nothing is exchanged; invite others with p2p-co2 join "
     "TICKET (the word that the seed printed)"
 )
-"""Said once, by a peer that has trained alone for ``ALONE_S``."""
-LAST_WORD_S = 1.5
-"""How long a peer that leaves waits for its last word to be taken."""
+"""Said once, by a peer that has trained alone for three searches."""
 
 
 def find_every_s(live: int) -> float:
@@ -52,9 +49,9 @@ class Unreachable:
 
     def __init__(self) -> None:
         self._reasons: dict[PeerId, str] = {}
-        self._expiries: dict[PeerId, float] = {}
         self._told: set[PeerId] = set()
         self._unheard: dict[PeerId, float] = {}
+        """When the records of those that are listed and not heard ended, as they were first seen so."""
         self.is_somebody_unmet = False
         """Whether a peer was listed last that has renewed its record while we did not hear it."""
 
@@ -66,59 +63,43 @@ class Unreachable:
     def met(self, peer: PeerId) -> None:
         """We hear from ``peer``."""
         self._reasons.pop(peer, None)
-        self._expiries.pop(peer, None)
+        self._unheard.pop(peer, None)
         self._told.discard(peer)
 
     def listed(self, records: Sequence[PeerRecord], live: Container[PeerId] = ()) -> list[tuple[PeerId, str]]:
         """What the DHT lists now, and whom we hear: (peer, reason) of those to tell of."""
-        known, listed = self._unheard, [(PeerId(record.peer), record) for record in records]
-        unheard = {peer: record.expires_at for peer, record in listed[:MAX_PEERS] if peer not in live}
-        self._unheard = {peer: known.get(peer, at) for peer, at in unheard.items()}
-        self.is_somebody_unmet = any(unheard[peer] > at for peer, at in self._unheard.items())
-        news = []
-        for peer, record in listed:
-            if peer not in self._reasons:
-                continue
-            first = self._expiries.setdefault(peer, record.expires_at)
-            if record.expires_at > first and peer not in self._told:
-                self._told.add(peer)
-                news.append((peer, self._reasons[peer]))
-        return news
-
-
-@dataclass(frozen=True)
-class FinderEvents:
-    """What the finder asks and tells. ``status``: what this peer says of itself; ``rests``: whether little is
-    to be told for long; ``looked``: after each look; ``warn``: in words."""
-
-    now: Callable[[], float]
-    status: Callable[[], Status]
-    rests: Callable[[], bool]
-    looked: Callable[[], None]
-    warn: Callable[[str], None]
+        ends = {PeerId(one.peer): one.expires_at for one in records[:MAX_PEERS] if one.peer not in live}
+        self._unheard = {peer: self._unheard.get(peer, at) for peer, at in ends.items()}
+        renewed = [peer for peer, at in self._unheard.items() if ends[peer] > at]
+        self.is_somebody_unmet = bool(renewed)
+        news = [peer for peer in renewed if peer in self._reasons and peer not in self._told]
+        self._told.update(news)
+        return [(peer, self._reasons[peer]) for peer in news]
 
 
 class PeerFinder:
     """Finds the others for ``membership``. ``unreached``: who is listed and cannot be reached, or
     does not reach us."""
 
-    def __init__(self, network: PeerNetwork, membership: Membership, events: FinderEvents) -> None:
-        self._network, self._membership, self._events = network, membership, events
+    def __init__(
+        self, network: PeerNetwork, membership: Membership, writer: StatusWriter, effects: Effects
+    ) -> None:
+        self._network, self._membership, self._writer, self._do = network, membership, writer, effects
         self.unreached = Unreachable()
         self._trouble = ""
         self._found_at, self._found_among = -1e9, frozenset[PeerId]()
         """When it was looked for others last, and who was heard then."""
-        self._alone_since = self._seeds_greeted_at = events.now()
+        self._alone_since = self._seeds_greeted_at = effects.now()
 
     async def run(self) -> None:
         finds = 0
-        self._seeds_greeted_at = self._events.now()
+        self._seeds_greeted_at = self._do.now()
         while True:
             await self._look()
-            self._events.looked()
+            self._do.pump()
             finds += 1
-            quiet_s = self._membership.quiet_s if self._events.rests() else 0.0
-            if self._events.now() - self._seeds_greeted_at > max(SEEDS_S, quiet_s):
+            quiet_s = self._membership.quiet_s if self._writer.rests else 0.0
+            if self._do.now() - self._seeds_greeted_at > max(2 * FIND_PEERS_S, quiet_s):
                 await self._greet_seeds()
             calm_s = 2 * FIND_PEERS_S if quiet_s else FIND_PEERS_S  # in the quiet newcomers find us
             await asyncio.sleep(LOOK_S if finds < QUICK_FINDS else calm_s)
@@ -131,75 +112,59 @@ class PeerFinder:
             errors.append(str(error))
         try:
             if self._is_due():
-                records = await self._network.find_peers()
-                self._tell_of_ways(trouble, records)
-                await self._take(records)
-                self._found_at, self._found_among = self._events.now(), frozenset(self._membership.live)
+                await self._take(trouble, await self._network.find_peers())
+                self._found_at, self._found_among = self._do.now(), frozenset(self._membership.live)
         except TransportError as error:
             errors.append(str(error))
         if errors:
-            self._events.warn(f"peer discovery: {'; '.join(dict.fromkeys(errors))}")
+            self._do.report(ev.Warned, text=f"peer discovery: {'; '.join(dict.fromkeys(errors))}")
 
     def _is_due(self) -> bool:
         """Whether to look for others."""
         live = frozenset(self._membership.live)
         is_calm = bool(live) and live == self._found_among and not len(self._membership.candidates)
-        return not is_calm or self._events.now() - self._found_at >= find_every_s(len(live))
+        return not is_calm or self._do.now() - self._found_at >= find_every_s(len(live))
 
-    async def _take(self, records: Sequence[PeerRecord]) -> None:
-        """Greet those who are listed; among nobody, ask the seeds again whom else they know."""
-        membership, now = self._membership, self._events.now()
+    async def _take(self, trouble: str, records: Sequence[PeerRecord]) -> None:
+        """Warn of what keeps others from reaching this peer, and of those that it cannot reach. Greet those
+        that are listed; among nobody, ask the seeds again whom else they know."""
+        membership, now = self._membership, self._do.now()
+        if trouble and trouble != self._trouble:
+            self._do.report(ev.Warned, text=trouble)
+        self._trouble = trouble
+        for peer, reason in self.unreached.listed(records, membership.live):
+            self._do.report(ev.Warned, text=f"peer {peer} is there but cannot be reached: {reason}")
         if records or membership.live:
             self._alone_since = now
-        elif now - self._alone_since > SEEDS_S:
+        elif now - self._alone_since > 2 * FIND_PEERS_S:
             self._alone_since = now
             await self._network.rebootstrap()
-        peers = [PeerId(record.peer) for record in records]
-        membership.status = self._events.status()  # who is found learns where we are, not were
-        membership.found(peers, self._events.now())
-
-    def _tell_of_ways(self, trouble: str, records: Sequence[PeerRecord]) -> None:
-        """Warn of what keeps others from reaching this peer, and of those that it cannot reach."""
-        if trouble and trouble != self._trouble:
-            self._events.warn(trouble)
-        self._trouble = trouble
-        for peer, reason in self.unreached.listed(records, self._membership.live):
-            self._events.warn(f"peer {peer} is there but cannot be reached: {reason}")
+        membership.status = self._writer.status()  # who is found learns where we are, not were
+        membership.found([PeerId(record.peer) for record in records], self._do.now())
 
     async def _greet_seeds(self) -> None:
         """Become known again to a seed that was started anew: it has forgotten everybody, and who comes by
         it would find nobody. Seeds that are away are no trouble."""
-        self._seeds_greeted_at = self._events.now()
+        self._seeds_greeted_at = self._do.now()
         with contextlib.suppress(TransportError):
             await self._network.greet_seeds()
-
-
-class PositionNetwork(Protocol):
-    """What is needed of ``network.Network``."""
-
-    async def publish_position(
-        self, position: float, versions: Sequence[int], is_last: bool = False
-    ) -> None: ...
 
 
 class PositionWriter:
     """Leaves word of where the run is, for those that come when everybody has left.
 
     Without it a peer that hears nobody cannot tell a run that never began from one that is over. And it tells
-    a peer that trains alone so: from inside all looks well. ``where``: this peer's phase, position and
-    versions; ``live_peers``: others that are heard. All calls on the network's loop. Price: a record of some
-    300 bytes a minute, for each node that keeps it.
+    a peer that trains alone so: from inside all looks well. ``publish``: as ``Network.publish_position``;
+    ``where``: this peer's phase, position and versions; ``live_peers``: others that are heard. All calls on
+    the network's loop. Price: a record of some 300 bytes a minute, for each node that keeps it.
     """
 
     def __init__(
-        self,
-        network: PositionNetwork,
-        where: Callable[[], tuple[Status.Phase, float, Sequence[int]]],
-        live_peers: Callable[[], int],
-        now: Callable[[], float],
-        warn: Callable[[str], None],
-    ) -> None:
-        self._network, self._where, self._live_peers = network, where, live_peers
+        self, publish: Callable[[float, Sequence[int], bool], Awaitable[None]],
+        where: Callable[[], tuple[Status.Phase, float, Sequence[int]]], live_peers: Callable[[], int],
+        now: Callable[[], float], warn: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._publish, self._where, self._live_peers = publish, where, live_peers
         self._now, self._warn = now, warn
         self._alone_since, self._has_told_of_alone = math.inf, False
 
@@ -216,14 +181,14 @@ class PositionWriter:
             self._alone_since = math.inf
             return
         self._alone_since = min(self._alone_since, self._now())
-        if self._now() - self._alone_since >= ALONE_S and not self._has_told_of_alone:
+        if self._now() - self._alone_since >= 3 * FIND_PEERS_S and not self._has_told_of_alone:
             self._has_told_of_alone = True
             self._warn(ALONE)
 
     async def say_last(self) -> None:
         """Bounded."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORD_S):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._say(is_last=True)
 
     async def _say(self, is_last: bool) -> None:
@@ -231,4 +196,4 @@ class PositionWriter:
         if phase == Status.JOINING or not any(versions):
             return  # as long as nothing was agreed on, who begins anew loses nothing
         with contextlib.suppress(TransportError):
-            await self._network.publish_position(position, versions, is_last)
+            await self._publish(position, versions, is_last)

@@ -14,12 +14,14 @@ liar moves nothing. They are plain values, replaced whole: other threads may rea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from p2p_co2.node.agreement import Agreement
+from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.state import PeerState
 from p2p_co2.node.status import StatusWriter, Times, view_of
+from p2p_co2.protocol.catchup import policy
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.membership import Membership, PeerInfo, positions
 from p2p_co2.protocol.wire.messages_pb2 import Status
 
@@ -31,8 +33,6 @@ LISTENED_S = 12.0
 heard first for all there are only after this: as long as ``trainer.connection`` listens to them."""
 LACKS, LACKS_NAMED = "the run is over, and this peer leaves without what others hold", 4
 """What it says then begins so, and names so many fragments."""
-PLACED_EVERY_S = 1.0
-"""The swarm's position is worked out at most this often; in between the clock carries it on."""
 
 
 @dataclass(frozen=True)
@@ -57,24 +57,16 @@ class Conclusions:
     """Whether anybody trained when somebody who has joined was heard last."""
 
 
-@dataclass(frozen=True)
-class Fetches:
-    """What is being fetched. ``busy``: whether anything is; ``moves``: as ``CatchUp.moves``."""
-
-    busy: Callable[[], bool]
-    moves: Callable[[float, float], bool]
-
-
 class SwarmProgress:
     """``conclude`` is asked at ``conclude_at``. ``swarm_position``: median position of the other peers that
     train in rounds, and the node's monotonic time it was true at. ``most_peers``: how many a run can have."""
 
     def __init__(
         self, state: PeerState, membership: Membership, agreement: Agreement, writer: StatusWriter,
-        times: Times, fetches: Fetches, most_peers: int,
+        times: Times, fetches: CatchupController, most_peers: int,
     ) -> None:  # fmt: skip
         self._state, self._membership, self._agreement = state, membership, agreement
-        self._writer, self._times, self._fetches = writer, times, fetches
+        self.writer, self._times, self._fetches = writer, times, fetches
         self._most_peers, self._began_at = most_peers, times.now()
         self.conclusions = Conclusions()
         self.swarm_position: tuple[float, float] | None = None
@@ -83,15 +75,6 @@ class SwarmProgress:
         self._concluded_of: object = None
         self._furthest = list(state.held[0])
         """Per fragment, where the swarm was when somebody who is in it was heard last."""
-
-    @property
-    def rests(self) -> bool:
-        """As ``StatusWriter.rests``."""
-        return self._writer.rests
-
-    def position(self) -> float:
-        """As ``StatusWriter.position``. Other threads may ask."""
-        return self._writer.position()
 
     @property
     def settled(self) -> bool:
@@ -138,30 +121,29 @@ class SwarmProgress:
         self._agreement.note_newest()
         if state.local.phase == Status.TRAINING:
             self.conclusions, self._concluded_of = replace(self.conclusions, settled=False), None
-            self._writer.is_at_rest = False
+            self.writer.is_at_rest = False
             return False
         seen = self._seen()
         if seen == self._concluded_of:
             return False
         self._concluded_of, self._concluded_at = seen, now
-        idle, live = not self._fetches.busy(), membership.live.values()
+        idle, live, was_at_rest = not self._fetches.busy(), membership.live.values(), self.writer.is_at_rest
         known = self._look_for_the_swarm(idle) if state.local.phase == Status.JOINING else self.conclusions
         done = [info for info in live if info.status.phase not in (Status.JOINING, Status.PAUSED)]
         if waits := self._may_hear_more(now):
             self._concluded_of = None  # time alone ends that
-        is_done = state.local.phase == Status.DRAINING
         # A last offer may commit when all others seem to be done: who left before would miss it.
-        is_alike = is_done and idle and not state.works and all(map(self._is_with_us, done))
-        was_at_rest = self._writer.is_at_rest
-        self._writer.is_at_rest = at_rest = is_alike and not waits
+        is_done = state.local.phase == Status.DRAINING and idle and not state.works
+        self.writer.is_at_rest = at_rest = is_done and not waits and all(map(self._is_with_us, done))
         is_settled = at_rest and all(info.status.settled for info in done)
         self._note_who_differs(live, now)
         self.conclusions = replace(known, held=state.held, settled=is_settled)
         return at_rest != was_at_rest
 
     def _place(self, now: float) -> None:
-        quiet_s = self._membership.quiet_s if self._writer.rests else 0.0
-        if now - self._placed_at < max(PLACED_EVERY_S, quiet_s / 2) and self.swarm_position is not None:
+        """Work out the swarm's position, at most once in a heartbeat; in between the clock carries it on."""
+        quiet_s = self._membership.quiet_s if self.writer.rests else 0.0
+        if now - self._placed_at < max(HEARTBEAT_S, quiet_s / 2) and self.swarm_position is not None:
             return
         self._placed_at, times = now, self._times
         at = times.monotonic() - (times.now() - now)
@@ -196,7 +178,7 @@ class SwarmProgress:
             middle = (len(inside) - 1) // 2
             of_fragments = zip(*(held for held in inside if len(held) == len(versions)), strict=True)
             self._furthest = [sorted(held, reverse=True)[min(middle, len(held) - 1)] for held in of_fragments]
-        newest = [self._agreement.reached(fragment) for fragment in range(len(versions))]
+        newest = [policy.reached(*self._agreement.at(fragment)) for fragment in range(len(versions))]
         trains = any(info.status.phase == Status.TRAINING for info in live)
         goes_on = trains if inside else known.goes_on
         is_behind = not _keeps_up(versions, self._furthest, goes_on)

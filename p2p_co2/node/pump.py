@@ -17,20 +17,19 @@ from google.protobuf.message import Message
 from p2p_co2.node.catchup import CatchupController
 from p2p_co2.node.commits import CommitHandler
 from p2p_co2.node.environment import Links
-from p2p_co2.node.lanes import piece_of
+from p2p_co2.node.links import piece_of
 from p2p_co2.node.progress import SwarmProgress
 from p2p_co2.node.router import Router
-from p2p_co2.node.swarm_news import SwarmNews
-from p2p_co2.protocol.catchup import CatchUp
+from p2p_co2.node.status import SwarmNews
+from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.membership import Membership, MembershipEvent
 from p2p_co2.protocol.rounds import Rounds
-from p2p_co2.protocol.wire.envelope import Unsent, head_of, kind_of, unsent
+from p2p_co2.protocol.wire.envelope import Unsent, head_of, unsent
+from p2p_co2.protocol.wire.kinds import kind_of
 from p2p_co2.protocol.wire.messages_pb2 import Fetch
 from p2p_co2.system.clock import ProcessClock
 
-QUIET_IDLE = 0.5
-"""Of a slow heartbeat, after which one that rests looks whether anything is due, though nothing called it."""
 EVENTS_AT_ONCE = 1000
 """Rounds of events that follow from one another; a machine that always has another has a bug."""
 
@@ -42,8 +41,7 @@ class Alarm:
     ``sleep`` is for one task; ``ring_by`` for anybody on its loop, at no cost but for an earlier time."""
 
     def __init__(self, clock: ProcessClock) -> None:
-        self._clock = clock
-        self._rung = asyncio.Event()
+        self._clock, self._rung = clock, asyncio.Event()
         self._at = -math.inf
         """Until when the task sleeps; it looks for the next time itself as long as it is awake."""
         self._handle: asyncio.TimerHandle | None = None
@@ -82,12 +80,12 @@ class Pump:
 
     def __init__(
         self, machines: Machines, group: bytes, router: Router, news: SwarmNews, commits: CommitHandler,
-        fetches: CatchupController, progress: SwarmProgress, alarm: Alarm, now: Callable[[], float],
+        fetches: CatchupController, progress: SwarmProgress, clock: ProcessClock,
         on_membership: Callable[[MembershipEvent], None],
     ) -> None:  # fmt: skip
-        self._machines, self._router, self._now = machines, router, now
+        self._machines, self._router, self._now = machines, router, clock.now
         self.news, self.commits, self.fetches, self._progress = news, commits, fetches, progress
-        self._alarm, self._on_membership = alarm, on_membership
+        self._alarm, self._on_membership = Alarm(clock), on_membership
         self._envelope_head = head_of(group)
         self.links: Links | None = None
         self.is_open = False
@@ -158,7 +156,8 @@ class Pump:
             self.pump()
             if self._progress.conclude(self._now()):
                 self.tell_all()
-            idle_s = QUIET_IDLE * membership.quiet_s if self._progress.rests else 0.0
+            # One that rests looks twice in a slow heartbeat whether anything is due.
+            idle_s = membership.quiet_s / 2 if self._progress.writer.rests else 0.0
             if await self._alarm.sleep(min(self._next_timer_at(), now + max(HEARTBEAT_S, idle_s))):
                 membership.announce(self._now())  # others may have taken this peer for gone
 
@@ -170,16 +169,12 @@ class Pump:
 
     def timers(self) -> dict[str, float | None]:
         """When each machine wants to be called next."""
-        membership, rounds, catchup = self._machines
-        return {
-            "membership": membership.get_timer(),
-            "rounds": rounds.get_timer(),
-            "catching up": catchup.get_timer(),
-        }
+        membership, rounds, catchup = (machine.get_timer() for machine in self._machines)
+        return {"membership": membership, "rounds": rounds, "catching up": catchup}
 
     def _next_timer_at(self) -> float:
-        until, (membership, rounds, catchup) = self._news_at(), self._machines
-        for machine in (membership, rounds, catchup):
+        until = self._news_at()
+        for machine in self._machines:
             if (at := machine.get_timer()) is not None and at < until:
                 until = at
         return until

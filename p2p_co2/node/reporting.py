@@ -1,35 +1,46 @@
-"""A peer's reports on the network: answers observers, and asks other peers for its own board.
+"""A peer's reports on the network: the answers to observers, questions for its own board, and the observer.
 
-Law: it reads what has happened and changes nothing; an observer is no member, so it is neither counted nor
-dialled. Price: see ``reports``; without observers it costs a deque and one event per link every ten seconds.
+Laws: a report reads what has happened and changes nothing; an observer is no member, so it is neither listed,
+counted nor dialled. Price: see ``reports``; without observers a deque and one event per link every ten
+seconds; an observer is a libp2p daemon (30 MB).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
-from p2p_co2.errors import RemoteProtocolError, TransportError
-from p2p_co2.net.transport.libp2p.control import daemon_errors
-from p2p_co2.net.transport.libp2p.streams import AnswerServer, Asker, QuestionClient
+import uvloop
+
+from p2p_co2.config import PeerConfig
+from p2p_co2.errors import P2PCo2Error, RemoteProtocolError, TransportError
+from p2p_co2.net.transport.addresses import is_relayed
+from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
+from p2p_co2.net.transport.libp2p.control import ways_to_peers
+from p2p_co2.net.transport.libp2p.streams import AnswerServer, QuestionClient
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
-from p2p_co2.protocol.reports import Responder
-from p2p_co2.protocol.reports.reader import MAX_REPORT_BYTES
-from p2p_co2.protocol.reports.responder import MAX_REQUEST_BYTES
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S
+from p2p_co2.protocol.reports import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, Poller, Responder
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
+from p2p_co2.protocol.wire.messages_pb2 import RunPosition
 from p2p_co2.telemetry.events import Event, LinkMeasured
+from p2p_co2.telemetry.feed import Feed, FeedState, News
+from p2p_co2.ticket import Ticket
 
 PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/report"
-ASK_TIMEOUT_S = 10.0
-ANSWER_PAUSE_S = ASK_TIMEOUT_S / 100
-"""After each answer on a stream: even a refusal is signed."""
-MEASURE_EVERY_S = 10.0
-"""Between two measurements of each link; with more links than seconds, a second per link."""
+FIND_S = 5.0
+"""Between two looks for peers, and before a lost network is opened again."""
+MAX_AT_ONCE = 32
+"""Questions in flight."""
 LAST_WORDS_S = 3.0
 """A peer that leaves waits at most this long for observers to fetch its last events."""
 
@@ -40,18 +51,15 @@ class ReportService:
     def __init__(
         self, network: Network, loop: asyncio.AbstractEventLoop, refuse: Callable[[str, str, str], None]
     ) -> None:
-        self._network, self._loop, self._refuse = network, loop, refuse
-        self._me = network.identity.peer_id
+        self._network, self._loop = network, loop
         process = int.from_bytes(os.urandom(8)) >> 1
         self._responder = Responder(network.identity, network.run.digest(), process)
+        pause_s = CONNECT_TIMEOUT_S / 100  # after each answer on a stream: even a refusal is signed
         self._answering = AnswerServer(
-            network.p2p,
-            PROTOCOL,
-            self._answer_asker,
-            self._on_rude,
-            lambda _: MAX_REQUEST_BYTES,
-            ANSWER_PAUSE_S,
-        )
+            network.p2p, PROTOCOL, lambda asker, question: self._answer(asker.peer, question),
+            lambda asker, error: refuse(asker, error.reason, error.detail),
+            lambda _: MAX_REQUEST_BYTES, pause_s,
+        )  # fmt: skip
         self._asking = QuestionClient(network.p2p, PROTOCOL, MAX_REPORT_BYTES)
         self._measuring: asyncio.Task[None] | None = None
 
@@ -84,55 +92,173 @@ class ReportService:
         await self._asking.close()
 
     async def _measure(self, node: Node) -> None:
-        seen: dict[PeerId, LinkTraffic] = {}
+        """Every link every ten heartbeats; with more links than that a heartbeat for each."""
+        seen, nothing = dict[str, LinkTraffic](), LinkTraffic()
         while True:
-            await asyncio.sleep(max(MEASURE_EVERY_S, float(node.live_peers())))
+            await asyncio.sleep(HEARTBEAT_S * max(10, node.live_peers()))
             if not node.live_peers():
                 continue
-            relayed = await self._relayed()
+            ways: dict[str, list[str]] = {}
+            with contextlib.suppress(TransportError):  # without a daemon nothing is relayed
+                ways = await ways_to_peers(self._network.p2p, CONNECT_TIMEOUT_S)
             for peer, carrier in node.links.carriers_used().items():
-                info = node.membership.live.get(PeerId(peer))
-                if info is None:
+                if (info := node.membership.live.get(PeerId(peer))) is None:
                     continue
-                now = node.links.traffic.get(PeerId(peer), LinkTraffic())
-                before = seen.get(PeerId(peer), LinkTraffic())
-                busy_s = now.bulk_s - before.bulk_s
-                seen[PeerId(peer)] = LinkTraffic(now.bulk_bytes, now.bulk_s)
+                now, before = replace(node.links.traffic.get(PeerId(peer), nothing)), seen.get(peer, nothing)
+                busy_s, seen[peer] = now.bulk_s - before.bulk_s, now
                 node.report(
                     LinkMeasured, other=peer, carrier=carrier, sent_bytes=now.bulk_bytes,
-                    relayed=carrier == "libp2p" and peer in relayed,
+                    relayed=carrier == "libp2p" and peer in ways and all(map(is_relayed, ways[peer])),
                     round_trip_s=info.round_trip_s if info.round_trips_s else 0.0,
                     bytes_per_s=(now.bulk_bytes - before.bulk_bytes) / busy_s if busy_s > 0 else 0.0,
                 )  # fmt: skip
 
-    async def _relayed(self) -> set[str]:
-        """Peers that the daemon reaches only through a third machine."""
-        try:
-            with daemon_errors("the libp2p daemon did not list its connections"):
-                async with asyncio.timeout(ASK_TIMEOUT_S):
-                    peers = await self._network.p2p.list_peers()
-        except TransportError:
-            return set()  # without a daemon nothing is relayed
-        addresses: dict[str, list[str]] = {}
-        for info in peers:
-            known = addresses.setdefault(info.peer_id.to_base58(), [])
-            known += [str(address) for address in info.addrs]
-        return {peer for peer, known in addresses.items() if all("/p2p-circuit" in text for text in known)}
-
     async def ask(self, peer: PeerId, question: bytes) -> bytes:
         """A peer's sealed report, this one's own included. Raises ``TransportError``,
         ``RemoteProtocolError``."""
-        if peer == self._me:
-            return self._answer(peer, question)
-        record = await self._network.find_record(peer)
-        maddrs = list(record.maddrs) if record is not None else []
-        return await self._asking.ask(peer, maddrs, question, ASK_TIMEOUT_S)
+        if peer == self._network.identity.peer_id:
+            return await self._answer(peer, question)
+        await self._network.find_record(peer)
+        return await self._asking.ask(
+            peer, self._network.records.maddrs_of(peer), question, CONNECT_TIMEOUT_S
+        )
 
-    async def _answer_asker(self, asker: Asker, question: bytes) -> bytes:
-        return self._answer(asker.peer, question)
-
-    def _answer(self, asker: PeerId, question: bytes) -> bytes:
+    async def _answer(self, asker: PeerId, question: bytes) -> bytes:
         return self._responder.answer(question, asker, time.monotonic(), time.time())
 
-    def _on_rude(self, asker: PeerId, error: RemoteProtocolError) -> None:
-        self._refuse(asker, error.reason, error.detail)
+
+class Observer(Feed):
+    """A ``Feed`` over the network of the run that ``ticket`` invites to. ``folder`` keeps the observer's
+    identity. Starts at once and connects by itself, again and again; raises ``TicketError`` only."""
+
+    def __init__(self, ticket: str, folder: Path) -> None:
+        self._ticket = Ticket.parse(ticket)
+        self._config = PeerConfig(folder=folder)
+        self._lock = threading.Lock()
+        self._poller = Poller(self._ticket.run)
+        self.place = f"run {self._ticket.run.hex()[:12]}, seen from outside"
+        self.state = FeedState("connecting", "looking for a seed of the run")
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name="p2p-co2 observer", daemon=True)
+        self._working = self._loop.create_task(self._keep_observing(), name="observe")
+        self._thread.start()
+
+    def take(self) -> News:
+        with self._lock:
+            return self._poller.take()
+
+    def close(self) -> None:
+        """Leave the DHT; no thread, process or socket is left. May be called twice."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._working.cancel)
+            self._thread.join(CONNECT_TIMEOUT_S)
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(asyncio.wait({self._working}))
+            if not self._working.cancelled() and (error := self._working.exception()) is not None:
+                self.state = FeedState("lost", f"the observer has stopped by a fault of its own: {error!r}")
+                raise error
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+
+    async def _keep_observing(self) -> None:
+        while True:
+            try:
+                # A forged record in the DHT is refused there, and no business of an observer.
+                network = await Network.open(self._ticket, self._config, lambda *_: None)
+                try:
+                    self.run = network.run
+                    await self._observe(network)
+                finally:
+                    await network.close()
+            except P2PCo2Error as error:
+                self.state = FeedState("lost", str(error))
+            await asyncio.sleep(FIND_S)
+
+    async def _observe(self, network: Network) -> None:
+        """Find peers and ask them until the daemon is gone; ``TransportError`` then."""
+        self.state = FeedState("connected", "no peer is listed yet")
+        asking = QuestionClient(network.p2p, PROTOCOL, MAX_REPORT_BYTES)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._find(network), name="find peers")
+                tasks.create_task(self._ask_all(network, asking, tasks), name="ask peers")
+                tasks.create_task(_until_daemon_ends(network), name="watch the daemon")
+        except BaseExceptionGroup as group:
+            if group.split(TransportError)[1] is not None:
+                raise
+            raise group.exceptions[0] from None
+        finally:
+            await asking.close()
+
+    async def _find(self, network: Network) -> None:
+        failed_since: float | None = None
+        last: RunPosition | None = None  # where the run was when its peers last said so
+        while True:
+            try:
+                records = await network.find_peers()
+                with self._lock:
+                    self._poller.listed([PeerId(record.peer) for record in records], time.monotonic())
+                if not self._poller.answering:
+                    await network.rebootstrap()  # nobody trains, or nobody is there: only a seed can tell
+                    last = await network.run_position()
+                failed_since = None
+                self.state = FeedState("connected", self._found(len(records), last))
+            except TransportError as error:
+                failed_since = failed_since or time.monotonic()
+                self.state = FeedState("lost", str(error))
+                if time.monotonic() - failed_since > 6 * FIND_S:
+                    await network.rebootstrap()
+            await asyncio.sleep(FIND_S if len(self._poller) else 1.0)
+
+    def _found(self, listed: int, last: RunPosition | None) -> str:
+        with self._lock:
+            answering = self._poller.answering
+        if listed or answering:
+            return f"{answering} of {max(listed, answering)} peers answer"
+        rounds = self.run.clock.rounds if self.run is not None else 0
+        return f"the seed answers, but no peer is listed: {where_it_was(last, rounds)}"
+
+    async def _ask_all(self, network: Network, asking: QuestionClient, tasks: asyncio.TaskGroup) -> None:
+        room = asyncio.Semaphore(MAX_AT_ONCE)
+        while True:
+            with self._lock:
+                due = self._poller.due(time.monotonic())
+            for peer, question in due:
+                tasks.create_task(self._ask(network, asking, room, peer, question), name=f"ask {peer[-6:]}")
+            await asyncio.sleep(0.1)
+
+    async def _ask(
+        self, network: Network, asking: QuestionClient, room: asyncio.Semaphore, peer: PeerId, question: bytes
+    ) -> None:
+        answer, reason = b"", "not asked: the observer stopped"
+        try:
+            async with room:
+                await network.find_record(peer)
+                answer = await asking.ask(peer, network.records.maddrs_of(peer), question, CONNECT_TIMEOUT_S)
+                reason = ""
+        except (TransportError, RemoteProtocolError) as error:
+            reason = str(error)
+        finally:
+            with self._lock:
+                if reason:
+                    self._poller.failed(peer, reason, time.monotonic())
+                else:
+                    self._poller.answered(peer, answer, time.monotonic(), time.time())
+
+
+def where_it_was(last: RunPosition | None, rounds: int) -> str:
+    """A run without peers in words: ``last`` is where it was when they last said so, ``rounds`` its end."""
+    if last is None:
+        return "nobody trains now"
+    if last.position >= rounds > 0:
+        return f"the run ended at round {rounds}"
+    return f"all left at round {last.position:.1f}; the run goes on when one with a checkpoint is back"
+
+
+async def _until_daemon_ends(network: Network) -> None:
+    words = await network.daemon_ended()
+    raise TransportError(f"the libp2p daemon of the observer has ended ({words}); starting another")

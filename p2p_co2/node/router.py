@@ -1,43 +1,68 @@
 """What comes in: each message to the machine that the table names, refusals counted, senders held back.
 
 ``Router`` is the carriers' ``OnMessage`` and ``OnRefused`` for one node; ``Inbox`` gives a message that was
-opened to its machine. Laws: whatever a peer sends, the worst that happens is that it is counted against it,
-read more slowly, and at last not heard any more. A message of another group is read by nobody and held
-against nobody but by its bytes: its sender has moved.
+opened to its machine; ``Quotas`` says how fast each sender is read. Each has an allowance in units that
+refills with time. A control message costs a unit and more by its size, bulk that is waited for nothing, other
+bulk by its bytes, refused messages more, offences that no honest peer commits most. One that has used up its
+allowance is read more slowly; one that goes on pressing is shut out, for longer each time. So is one that
+trickles: such a link holds a place for a minute.
+
+Laws: whatever a peer sends, the worst that happens is that it is counted against it, read more slowly, and at
+last not heard any more. A message of another group is held against nobody but by its bytes: its sender has
+moved. An honest peer never uses up its allowance, though it were late with 100 MB in the smallest pieces, or
+loaded a state at a gigabyte a second; nobody else can use it up for it. One sender can make this peer do
+``REFILL_PER_S`` units a second at most, and ``ALLOWANCE`` at once. Over any stretch the bytes read are at
+most the download rate times its length plus one message per link. Price: an identity is free to make, so
+this bounds a sender and not a crowd; how many may speak at all is ``admission``'s business.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.node.quotas import (
-    ASKED_UNITS,
-    OVERASKED_UNITS,
-    Quotas,
-    control_units,
-    refused_units,
-    useless_units,
-)
-from p2p_co2.protocol.catchup import CatchUp
+from p2p_co2.node.meter import Pace
+from p2p_co2.node.state import Effects
+from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.rounds import Rounds
 from p2p_co2.protocol.wire.envelope import OTHER_GROUP, Opened, opened
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.kinds import Cost, Kind, Machine
-from p2p_co2.protocol.wire.messages_pb2 import (
-    Chunk,
-    Leave,
-    ModelTable,
-    Ping,
-    Ready,
-    Status,
-)
+from p2p_co2.protocol.wire.limits import MAX_PEERS
+from p2p_co2.protocol.wire.messages_pb2 import Chunk, Leave, ModelTable, Ping, Ready, Status
+from p2p_co2.telemetry import events as ev
 
+ALLOWANCE, REFILL_PER_S = 2000.0, 200.0
+CONTROL_BYTES_PER_UNIT = 16 << 10
+USELESS_UNITS, USELESS_BYTES_PER_UNIT = 0.25, 256 << 10
+ASKED_UNITS, OVERASKED_UNITS = 0.1, 4.0
+"""For asking for a chunk, and for one that found the asker's queue here full of what it does not take."""
+REFUSED_UNITS, GRAVE_UNITS = 4.0, 20.0
+LINK_UNITS = 100.0
+"""For a link that was turned away, or broke the rules of links."""
+TOO_SLOW = "too slow"
+"""Reason of the carriers for a link that brought no whole message in ``MESSAGE_TIMEOUT_S``."""
+PATIENCE_S, FORGIVING = 10.0, 0.1
+"""Seconds of waiting that a sender may cause itself, and the share of each second that is forgiven."""
+SHUT_OUT_S, DOUBLED_AT_MOST = 60.0, 6
+"""How long a sender is shut out, doubled each time: to an hour."""
+MAX_SENDERS = MAX_PEERS
+GRAVE = frozenset({
+    "unreadable", "unknown message", "too large", "wrong message size", "bad status", "unknown fragment",
+    "wrong signature", "wrong digest length", "wrong attempt length", "wrong attempt", "bad peer id",
+    "impossible weight", "impossible rate", "impossible duration", "padded",
+})  # fmt: skip
+"""Reasons of ``RemoteProtocolError`` for which there is no innocent explanation (a race, a restart)."""
+OTHERS_FAULT = frozenset({
+    "unknown round", "replayed round", "unknown peer", "too much held", "wrong size", "wrong piece",
+    "wrong owner", "wrong parts", "wrong generation", "not a member",
+})  # fmt: skip
+"""Reasons that an honest peer may meet with each piece of a payload: we were started anew, a stranger took
+the room for what comes early, or the coordinator told us another BEGIN than the sender."""
 MAX_REFUSALS_KEPT = 4096
 """Kinds of refusal by sender that are counted one by one; the rest is counted under ``OTHERS``."""
 OTHERS = "(others)"
@@ -45,6 +70,94 @@ REFUSALS_REPORTED = 10
 """Refusals of one kind from one peer that are told one by one; after that only each power of two."""
 _SAID = frozenset({"shut out", "too many messages"})
 """Reasons for which we dropped a link ourselves."""
+
+
+@dataclass
+class _Sender:
+    left: float = ALLOWANCE
+    at: float = 0.0
+    pressed_s: float = 0.0
+    shut_out_until: float = -1.0
+    times: int = 0
+
+
+def control_units(size_bytes: int) -> float:
+    return 1 + size_bytes / CONTROL_BYTES_PER_UNIT
+
+
+def useless_units(size_bytes: int) -> float:
+    """Of bulk that came for nothing: late, doubled, or never asked for."""
+    return USELESS_UNITS + size_bytes / USELESS_BYTES_PER_UNIT
+
+
+def refused_units(reason: str, size_bytes: int, is_bulk: bool) -> float:
+    if is_bulk and reason in OTHERS_FAULT:
+        return useless_units(size_bytes)
+    return (GRAVE_UNITS if reason in GRAVE else REFUSED_UNITS) + control_units(size_bytes)
+
+
+class Quotas:
+    """``download_bytes_per_s`` 0 means no cap."""
+
+    def __init__(self, download_bytes_per_s: float) -> None:
+        self._pace = Pace(download_bytes_per_s)
+        self._senders: OrderedDict[PeerId, _Sender] = OrderedDict()
+
+    def check(self, sender: PeerId, now: float) -> None:
+        """Raise ``RemoteProtocolError("shut out")`` for one that is not heard."""
+        known = self._senders.get(sender)
+        if known is not None and known.shut_out_until > now:
+            raise RemoteProtocolError("shut out", f"for {known.shut_out_until - now:.0f} s more")
+
+    def charge(self, sender: PeerId, units: float, now: float) -> float:
+        """Take ``units`` off the sender's allowance; seconds to wait before it is read on.
+
+        Raises ``RemoteProtocolError("too many messages")`` when it is shut out by this.
+        """
+        known = self._known(sender)
+        passed_s, known.at = max(0.0, now - known.at), now
+        known.left = min(ALLOWANCE, known.left + REFILL_PER_S * passed_s) - units
+        if known.left >= 0 and not known.pressed_s:
+            return 0.0  # nearly always
+        known.pressed_s = max(0.0, known.pressed_s - FORGIVING * passed_s)
+        wait_s = max(0.0, -known.left / REFILL_PER_S)
+        if wait_s:
+            known.pressed_s += units / REFILL_PER_S
+        if known.pressed_s <= PATIENCE_S:
+            return wait_s
+        raise self._shut_out(known, now, "too many messages")
+
+    def charge_link(self, sender: PeerId, reason: str, now: float) -> None:
+        """A link of ``sender`` was dropped or turned away for ``reason``.
+
+        Raises ``RemoteProtocolError("too many messages")`` or ``("too slow")`` when it is shut out by this.
+        """
+        if reason == TOO_SLOW:
+            raise self._shut_out(self._known(sender), now, TOO_SLOW)
+        self.charge(sender, LINK_UNITS, now)
+
+    def read(self, size_bytes: int, now: float) -> float:
+        """A message was read: seconds to wait before the next one, for the download cap."""
+        if not self._pace.bytes_per_s:
+            return 0.0
+        return self._pace.admit_at(size_bytes, now) + size_bytes / self._pace.bytes_per_s - now
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """What strangers can make grow: (now, at most) by the name of the bound."""
+        return {"MAX_SENDERS": (len(self._senders), MAX_SENDERS)}
+
+    def _shut_out(self, known: _Sender, now: float, reason: str) -> RemoteProtocolError:
+        shut_out_s = SHUT_OUT_S * 2 ** min(known.times, DOUBLED_AT_MOST)
+        known.times, known.shut_out_until = known.times + 1, now + shut_out_s
+        known.left, known.pressed_s = ALLOWANCE, 0.0
+        return RemoteProtocolError(reason, f"shut out for {shut_out_s:.0f} s")
+
+    def _known(self, sender: PeerId) -> _Sender:
+        if sender not in self._senders and len(self._senders) >= MAX_SENDERS:
+            self._senders.popitem(last=False)
+        known = self._senders.setdefault(sender, _Sender())
+        self._senders.move_to_end(sender)
+        return known
 
 
 @dataclass(frozen=True)
@@ -60,10 +173,8 @@ class Inbox:
 
     def take(self, message: Opened, sender: PeerId, now: float) -> bool:
         """False for bulk that nobody waited for. Raises ``RemoteProtocolError``."""
-        kind, body, said = message.kind, message.body, message.said
-        if kind.machine is Machine.MEMBERSHIP:
-            self._take_membership(body, said, sender, now)
-        elif kind.machine is Machine.ROUNDS:
+        kind, body = message.kind, message.body
+        if kind.machine is Machine.ROUNDS:
             self.know_all()
             useful = self.rounds.receive(body, sender, now)
             if useful and kind.is_bulk:
@@ -71,46 +182,28 @@ class Inbox:
             if kind.type is Ready:
                 self.catchup.donor.history.shrink()  # its sender has the mean of the round before
             return useful
-        else:
+        if kind.machine is not Machine.MEMBERSHIP:
             self.catchup.receive(body, sender, now)
-        return True
-
-    def _take_membership(self, body: Any, said: Any, sender: PeerId, now: float) -> None:
-        """What peers say of themselves."""
-        if isinstance(body, Leave | ModelTable):
+        elif isinstance(body, Leave | ModelTable):
             self.membership.receive(body, sender, now)
-            return
-        if isinstance(body, Ping) and body.nonce:
-            self.membership.status = self.status()  # a pong says where we are, not were
-        self.membership.receive(body, sender, now, said)
-
-
-@dataclass(frozen=True)
-class RouterEvents:
-    """What the node is told. ``refused``: (peer, kind of message, reason, detail), as far as it is reported;
-    ``shut_out``: (peer, why), which is not heard any more; ``took``: whether rounds or catching up may have
-    anything to say; ``failed``: a bug of ours."""
-
-    refused: Callable[[str, str, str, str], None]
-    shut_out: Callable[[PeerId, str], None]
-    took: Callable[[bool], None]
-    failed: Callable[[Exception], None]
+        else:
+            if isinstance(body, Ping) and body.nonce:
+                self.membership.status = self.status()  # a pong says where we are, not were
+            self.membership.receive(body, sender, now, message.said)
+        return True
 
 
 class Router:
-    """``group``: the digest of the node's group; ``take``: as ``Inbox.take``; ``now``: the machines' clock;
-    ``open_``: ``envelope.opened``, or the same with a memory."""
+    """``group``: the digest of the node's group; ``shut_out``: hears of (peer, why), which is not heard any
+    more; ``failed``: of a bug of ours; ``open_``: ``envelope.opened``, or the same with a memory."""
 
     def __init__(
-        self,
-        group: bytes,
-        take: Callable[[Opened, PeerId, float], bool],
-        events: RouterEvents,
-        now: Callable[[], float],
-        download_bytes_per_s: float,
+        self, group: bytes, inbox: Inbox, effects: Effects, shut_out: Callable[[PeerId, str], None],
+        failed: Callable[[Exception], None], download_bytes_per_s: float = 0.0,
         open_: Callable[[bytes, bytes], Opened] = opened,
-    ) -> None:
-        self._group, self._take, self._events, self._now, self._open = group, take, events, now, open_
+    ) -> None:  # fmt: skip
+        self._group, self._inbox, self._do, self._open = group, inbox, effects, open_
+        self._shut_out, self._failed = shut_out, failed
         self._quotas = Quotas(download_bytes_per_s)
         self.refusals: Counter[tuple[str, str, str]] = Counter()
         """(sender, kind of message, reason)"""
@@ -132,20 +225,19 @@ class Router:
     async def on_message(self, sender: PeerId, data: bytes) -> None:
         """Take one message; returns when the sender's next one may be read. Raises ``RemoteProtocolError``
         for a sender that is not heard (any more): its link is dropped."""
-        wait_s = self.take(sender, data)
-        if wait_s > 0:
+        if (wait_s := self.take(sender, data)) > 0:
             await asyncio.sleep(wait_s)
 
     def take(self, sender: PeerId, data: bytes) -> float:
         """``on_message``, without the waiting: seconds until the sender's next one may be read."""
-        now, size_bytes, kind = self._now(), len(data), None
+        now, size_bytes, kind = self._do.now(), len(data), None
         self._quotas.check(sender, now)
         self.down_bytes += size_bytes
         wait_s = self._quotas.read(size_bytes, now)
         try:
             message = self._open(data, self._group)
             kind = message.kind
-            useful = self._take(message, sender, now)
+            useful = self._inbox.take(message, sender, now)
             if kind.type is Chunk:
                 useful = self._was_asked(sender)
             wait_s, units = self._cost(message, size_bytes, useful, wait_s)
@@ -156,15 +248,15 @@ class Router:
                 self.refuse(sender, error.reason, error.detail, kind)
                 units = refused_units(error.reason, size_bytes, kind is not None and kind.is_bulk)
         except Exception as error:  # named place: a carrier would take our bug for the sender's fault
-            self._events.failed(error)
+            self._failed(error)
             return 0.0
-        self._events.took(kind is None or not kind.is_quiet)
+        self._do.pump(kind is None or not kind.is_quiet)
         if self._overasked:
             units += OVERASKED_UNITS * self._overasked.pop(sender, 0)
         try:
             return max(wait_s, self._quotas.charge(sender, units, now))
         except RemoteProtocolError as error:
-            self._events.shut_out(sender, str(error))
+            self._shut_out(sender, str(error))
             raise
 
     def on_link_refused(self, peer: PeerId | None, error: RemoteProtocolError) -> None:
@@ -172,10 +264,10 @@ class Router:
         if peer is None or error.reason in _SAID:
             return
         try:
-            self._quotas.charge_link(peer, error.reason, self._now())
+            self._quotas.charge_link(peer, error.reason, self._do.now())
         except RemoteProtocolError as out:
             self.refuse(peer, "shut out", out.detail)
-            self._events.shut_out(peer, str(out))
+            self._shut_out(peer, str(out))
 
     def refuse(self, peer: str, reason: str, detail: str, kind: Kind | None = None) -> None:
         """Count a broken rule against ``peer``; the first few of a kind are told one by one."""
@@ -185,7 +277,8 @@ class Router:
         self.refusals[peer, name, reason] += 1
         count = self.refusals[peer, name, reason]
         if count <= REFUSALS_REPORTED or count & (count - 1) == 0:
-            self._events.refused(peer, name, reason, detail[:200])
+            detail = detail[:200]
+            self._do.report(ev.MessageRefused, other=peer, message=name, reason=reason, detail=detail)
 
     def held(self) -> dict[str, tuple[int, int]]:
         """What strangers can make grow: (now, at most) by the name of the bound."""
@@ -202,6 +295,5 @@ class Router:
         """(seconds to wait for the download cap, units) of a message that was taken."""
         if message.kind.cost is Cost.BULK:
             return wait_s, 0.0 if useful else useless_units(size_bytes)
-        if message.kind.cost is Cost.QUESTION and message.body.want_chunk:
-            return 0.0, ASKED_UNITS
-        return 0.0, control_units(size_bytes)
+        is_asking = message.kind.cost is Cost.QUESTION and message.body.want_chunk
+        return 0.0, ASKED_UNITS if is_asking else control_units(size_bytes)

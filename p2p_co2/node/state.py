@@ -30,8 +30,6 @@ class LocalProgress:
     position: float = 0.0
     position_at: float = 0.0
     inner_steps: int = 0
-    tokens: int = 0
-    loss: float = 0.0
     finished: frozenset[int] = frozenset()
     is_over: bool = False
 
@@ -39,31 +37,25 @@ class LocalProgress:
 @dataclass(frozen=True)
 class Effects:
     """What a part may ask of its node. ``now``: the machines' clock; ``report``: an event's type and fields;
-    ``spawn``: work in the node's TaskGroup; ``refuse``: (peer, reason, detail); ``pump``: send and handle all
-    that the machines have by now."""
+    ``spawn``: work in the node's TaskGroup; ``refuse``: (peer, reason, detail); ``pump``: ``Pump.pump``."""
 
     now: Callable[[], float]
     report: Callable[..., None]
     spawn: Callable[[Coroutine[Any, Any, None]], None]
     refuse: Callable[[str, str, str], None]
-    pump: Callable[[], None]
+    pump: Callable[..., None]
 
 
 class PeerState:
     """``me``: this peer. ``step_s``: what its last inner steps took, each; 0 if not known. ``over``: the
-    fragments of which no more rounds are made in this run. ``given_up``: by fragment, rounds made alone that
-    the last state taken over lacks."""
+    fragments of which no more rounds are made in this run. By fragment ``alone``: how many of the newest
+    rounds in a row this peer made alone; ``given_up``: those that the last state taken over lacks."""
 
     def __init__(self, me: PeerId, agreed: Sequence[AgreedVersion]) -> None:
-        self.me = me
-        self.agreed = list(agreed)
-        self.local = LocalProgress()
-        self.step_s = 0.0
+        self.me, self.agreed, self.local, self.step_s = me, list(agreed), LocalProgress(), 0.0
         self.over: frozenset[int] = frozenset()
-        self.given_up: dict[int, int] = {}
+        self.alone, self.given_up = [0] * len(agreed), dict[int, int]()
         self._past = [{version.version: version.digest} for version in agreed]
-        self.alone = [0] * len(agreed)
-        """How many rounds of each fragment this peer made alone, of the newest in a row."""
         self._told: list[Callable[[int, AgreedVersion], None]] = []
 
     def when_moved(self, call: Callable[[int, AgreedVersion], None]) -> None:

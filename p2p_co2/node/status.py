@@ -1,14 +1,15 @@
-"""What a peer tells: its status for heartbeats, and how its rounds machine is to see it and the others."""
+"""What a peer tells: its status for heartbeats, and how and when its rounds machine sees it and others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from p2p_co2.node.state import PeerState, works
-from p2p_co2.protocol.membership import Membership, PeerInfo
-from p2p_co2.protocol.rounds import PeerView
+from p2p_co2.protocol.membership import NEWS_GATHERED_S, Membership, PeerInfo
+from p2p_co2.protocol.rounds import PeerView, Rounds
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import Status
@@ -16,6 +17,9 @@ from p2p_co2.protocol.wire.status import finished_bits
 
 ENDS_ROUNDS = 0.2
 """A run comes to its end so many rounds before it: from then on nobody rests."""
+REFRESH_S, SLOWEST_REFRESH_S, REFRESHED_PEERS_PER_S = 0.25, 1.0, 64.0
+"""The machines hear of statuses at most this often, but for changes of their own making; more rarely among
+many."""
 
 
 @dataclass(frozen=True)
@@ -30,44 +34,36 @@ class Times:
     rounds: int = 0
 
 
-@dataclass(frozen=True)
-class Host:
-    """What a status says of the process and its line. ``process``: another number for each process of this
-    peer; ``upload_bytes_per_s``: as measured by now, 0 if not known; ``download_bytes_per_s``: the cap, 0 for
-    none."""
-
-    software: str
-    process: int
-    download_bytes_per_s: float
-    upload_bytes_per_s: Callable[[], float]
-
-
 class StatusWriter:
-    """``is_at_rest``: whether all that this peer hears are done where it is; set by what concludes that."""
+    """``host``: what each status says of the process and its cap; ``upload_bytes_per_s``: as measured
+    by now, 0 if not known. ``is_at_rest``: whether all that this peer hears are done where it is; set by what
+    concludes that."""
 
-    def __init__(self, state: PeerState, membership: Membership, times: Times, host: Host) -> None:
-        self._state, self._membership = state, membership
-        self._times, self._host = times, host
+    def __init__(
+        self, state: PeerState, membership: Membership, times: Times, host: Status,
+        upload_bytes_per_s: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._state, self._membership, self._times = state, membership, times
+        self._host, self._upload_bytes_per_s = host, upload_bytes_per_s
         self.is_at_rest = False
         self._status = Status()
         self._status_of: object = None
 
     def status(self) -> Status:
         """What the next heartbeats say of this peer; messages that carry it hold copies."""
-        local, (versions, digests), host = self._state.local, self._state.held, self._host
-        membership, upload = self._membership, host.upload_bytes_per_s()
+        local, (versions, digests), membership = self._state.local, self._state.held, self._membership
+        upload = self._upload_bytes_per_s()
         heartbeat_s = membership.heartbeat_s if membership.quiet_s and self.rests else 0.0
         content = (local, versions, digests, upload, self.is_at_rest, heartbeat_s)
         if content != self._status_of:
             self._status_of = content
             self._status = Status(
-                phase=local.phase, inner_steps=local.inner_steps, tokens=local.tokens, loss=local.loss,
-                versions=versions, digests=digests, upload_bytes_per_s=upload,
-                download_bytes_per_s=host.download_bytes_per_s, software=host.software,
-                finished=finished_bits(local.finished, len(versions)), process=host.process,
-                settled=self.is_at_rest, heartbeat_s=heartbeat_s,
+                phase=local.phase, versions=versions, digests=digests, upload_bytes_per_s=upload,
+                settled=self.is_at_rest, finished=finished_bits(local.finished, len(versions)),
+                heartbeat_s=heartbeat_s,
                 model=model.digest if (model := membership.strangers.model) is not None else 0,
             )  # fmt: skip
+            self._status.MergeFrom(self._host)
         self._status.position = self.position()
         return self._status
 
@@ -93,10 +89,10 @@ class StatusWriter:
     def views(self) -> dict[PeerId, PeerView]:
         """The live peers, this one among them, as the rounds machine wants to know them."""
         views = {peer: view_of(info) for peer, info in self._membership.live.items()}
-        state, host = self._state, self._host
+        state, cap = self._state, self._host.download_bytes_per_s
         views[state.me] = PeerView(
-            host.upload_bytes_per_s(), state.works, state.held[0], host.download_bytes_per_s,
-            state.local.finished, step_s=state.step_s,
+            self._upload_bytes_per_s(), state.works, state.held[0], cap, state.local.finished,
+            step_s=state.step_s,
         )  # fmt: skip
         return views
 
@@ -132,3 +128,67 @@ def _view_of(
     finished = frozenset(f for f in range(len(versions)) if bits >> f & 1)
     is_training = works(phase, len(finished) == len(versions))
     return PeerView(upload_rate, is_training, versions, download_rate, finished, digests, 0.0, is_missed)
+
+
+class SwarmNews:
+    """When the machines hear of where this peer and the others are: news of many peers gathers for a moment.
+
+    Each telling costs in proportion to the peers, so among many it is rare; but before the rounds machine
+    hears more of somebody who came, went, or began anew, it is told of all at once (``tell_of_strangers``).
+    ``now``: the machines' clock; ``watches``: whether what was heard has to be looked at again, news or
+    not; ``set_paces``: hears how fast this peer may send to those with a download cap."""
+
+    def __init__(
+        self, state: PeerState, membership: Membership, rounds: Rounds, writer: StatusWriter,
+        now: Callable[[], float], watches: Callable[[], bool],
+        set_paces: Callable[[Mapping[PeerId, float]], None],
+    ) -> None:  # fmt: skip
+        self._state, self._membership, self._rounds = state, membership, rounds
+        self._writer, self._now, self._watches, self._set_paces = writer, now, watches, set_paces
+        self._told: object = None
+        """What the rounds machine was last told of this peer and the others."""
+        self._looked_revision = -1
+        self._at = 0.0
+        self._has_strangers = False
+
+    def due_at(self) -> float:
+        """When what the others said is to be looked at; infinity while it is nothing new."""
+        has_news = self._membership.revision != self._looked_revision or self._watches()
+        return self._at if has_news else math.inf
+
+    def look(self) -> None:
+        """Tell the machines, and take what was heard for looked at."""
+        self._looked_revision = self._membership.revision
+        self.tell()
+
+    def somebody_came_or_went(self) -> None:
+        """Tell of it soon: they come and go in crowds, among many within half of ``_every_s``."""
+        self._has_strangers = True
+        self._at = min(self._at, self._now() + max(NEWS_GATHERED_S, self._every_s() / 2))
+
+    def tell_of_strangers(self) -> None:
+        """Let the rounds machine hear of all who came and went before it hears more of them."""
+        if self._has_strangers or self._membership.restarted:
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell the machines where this peer and the others stand."""
+        now, state, membership, writer = self._now(), self._state, self._membership, self._writer
+        self._at = now + max(REFRESH_S, self._every_s())
+        membership.set_rests(writer.rests, now)
+        membership.status = status = writer.status()
+        self._has_strangers = False
+        rate, finished = status.upload_bytes_per_s, state.local.finished
+        known, self._told = self._told, (membership.revision, state.held, rate, status.phase, finished)
+        if known == self._told:
+            return
+        views = writer.views()
+        if restarted := membership.take_restarted():
+            still = {peer: view for peer, view in views.items() if peer not in restarted}
+            self._rounds.set_peers(still, now)
+        self._rounds.set_peers(views, now)
+        self._set_paces(writer.paces())
+        state.over = frozenset(f for f in range(len(state.agreed)) if self._rounds.is_over(f))
+
+    def _every_s(self) -> float:
+        return min(SLOWEST_REFRESH_S, len(self._membership.live) / REFRESHED_PEERS_PER_S)

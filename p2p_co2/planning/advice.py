@@ -1,16 +1,17 @@
 """What to change: the shortest round that links, processors and the target utilisation allow, and what binds.
 
-Few rounds are far from data-parallel training, so of all settings that reach the target the one with the
-shortest round is advised; fragments so that an answer comes within about a third of a round, where a delay
-costs little; four bits where the link binds, since they cost nothing visible. The advised setting satisfies
-every bound at the target, by the same forecast that it is shown with."""
+Of all settings that reach the target the one with the shortest round is advised, the nearest to data-parallel
+training; fragments so that an answer comes within about a third of a round, where a delay costs little; four
+bits where the link binds, since they cost nothing visible. It satisfies every bound by the same forecast that
+it is shown with."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 
-from p2p_co2.planning.exchange import RoundTime, flow, round_time
+from p2p_co2.codec_specs import SPECS
+from p2p_co2.planning.exchange import flow
 from p2p_co2.planning.forecast import (
     COPY_BYTES_PER_S,
     STEP_OVERHEAD_S,
@@ -19,22 +20,12 @@ from p2p_co2.planning.forecast import (
     even_fragments,
     exposed_ends_s,
     forecast,
+    time_of,
 )
-from p2p_co2.planning.traffic import bits_per_value, payload_bytes
-
-LINK_SHARE = 0.8
-"""Of the time, links may be busy: the rest is for rounds that are repeated and for who has to catch up."""
-COMPUTE_SHARE = 0.5
-"""The same for the one core beside training that does the exchange's tensor work."""
-DELAY_SHARE = 1 / 3
-"""Of a round, an answer may take where fragments can make it so."""
-FEW_BITS = "int4"
-MOST_FRAGMENTS = 64
-_LEAST_PAYLOAD_BYTES = 64 << 10
-"""Smaller fragments are all messages and no payload."""
 
 Bounds = dict[str, float]
 """The shortest round (seconds) that each constraint allows, by its name."""
+_LINK_BOUNDS = {"upload", "download", "loss", "latency"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,21 +47,16 @@ class Advice:
 def advise(setting: Setting, target: float) -> Advice:
     """The shortest round at which ``setting``'s peers reach ``target`` (0 to below 1), and how it is cut and
     encoded."""
-    own = bounds_of(setting, target)
-    shown = forecast(setting)
-    reached = min(shown.utilisation, shown.utilisation_if_waiting) >= target and not shown.troubles
+    own, shown = bounds_of(setting, target), forecast(setting)
+    binding = max(own, key=own.__getitem__)
     best = _shortest(setting, target)
-    if max(own, key=own.__getitem__) in _LINK_BOUNDS and bits_per_value(setting.codec) > bits_per_value(
-        FEW_BITS
-    ):
-        best = min(
-            (best, _shortest(replace(setting, codec=FEW_BITS), target)), key=lambda found: found.round_s
-        )
+    if binding in _LINK_BOUNDS and SPECS[setting.codec].bits > SPECS["int4"].bits:
+        best = min(best, _shortest(replace(setting, codec="int4"), target), key=lambda found: found.round_s)
     limits = bounds_of(best, target)
     return Advice(
         target=target,
-        is_reached=reached,
-        binding=max(own, key=own.__getitem__),
+        is_reached=min(shown.utilisation, shown.utilisation_if_waiting) >= target and not shown.troubles,
+        binding=binding,
         bounds=own,
         setting=best,
         inner_steps=max(len(best.fragments), math.ceil(best.round_s / best.step_s)),
@@ -79,18 +65,17 @@ def advise(setting: Setting, target: float) -> Advice:
     )
 
 
-_LINK_BOUNDS = {"upload", "download", "loss", "latency"}
-
-
 def bounds_of(setting: Setting, target: float) -> Bounds:
-    """What keeps the round of ``setting`` from being shorter, each alone."""
-    times = [_time_of(setting, values) for values in setting.fragments]
+    """What keeps the round of ``setting`` from being shorter, each alone. Links may be busy for 0.8 of the
+    time, since rounds are repeated and peers catch up; the core that does the exchange's tensor work for half
+    of it."""
+    times = [time_of(setting, values) for values in setting.fragments]
     slowest = max(times, key=lambda time: time.to_apply_s)
     spare = max(1e-6, 1.0 - target - STEP_OVERHEAD_S / setting.step_s)
     bounds: Bounds = {
-        slowest.limited_by: math.fsum(time.transfer_s for time in times) / LINK_SHARE,
+        slowest.limited_by: math.fsum(time.transfer_s for time in times) / 0.8,
         "latency": slowest.to_apply_s,
-        "processor": math.fsum(time.compute_s for time in times) / COMPUTE_SHARE,
+        "processor": math.fsum(time.compute_s for time in times) / 0.5,
         "inner step": len(times) * setting.step_s,
         "copies": 8 * setting.parameters / COPY_BYTES_PER_S / spare,
     }
@@ -101,28 +86,25 @@ def bounds_of(setting: Setting, target: float) -> Bounds:
     return bounds
 
 
-def _time_of(setting: Setting, values: int) -> RoundTime:
-    return round_time(payload_bytes(setting.codec, values), values, setting.step_s, setting.links)
-
-
 def _shortest(setting: Setting, target: float) -> Setting:
     """The shortest round over the number of fragments; fewer fragments where more do not make it shorter and
-    an answer comes soon enough."""
+    an answer comes within a third of it."""
     found = [_with_fragments(setting, count, target) for count in _counts(setting)]
     least_s = min(candidate.round_s for candidate in found)
     good = [candidate for candidate in found if candidate.round_s <= 1.1 * least_s]
     soon = [
         candidate
         for candidate in good
-        if _time_of(candidate, max(candidate.fragments)).to_apply_s <= DELAY_SHARE * candidate.round_s
+        if time_of(candidate, max(candidate.fragments)).to_apply_s <= candidate.round_s / 3
     ]
     return (soon or good[-1:])[0]
 
 
 def _counts(setting: Setting) -> list[int]:
-    """Numbers of fragments to try: powers of two, and the given one."""
-    values = int(8 * _LEAST_PAYLOAD_BYTES / bits_per_value(setting.codec))
-    most = max(1, min(MOST_FRAGMENTS, setting.parameters // values))
+    """Numbers of fragments to try: the given one, and powers of two up to 64 with payloads of 64 KiB or
+    more: smaller ones are all messages."""
+    values = int(8 * (64 << 10) / SPECS[setting.codec].bits)
+    most = max(1, setting.parameters // values)
     return sorted({len(setting.fragments)} | {1 << power for power in range(7) if 1 << power <= most})
 
 

@@ -1,15 +1,15 @@
 """How long one round of a fragment takes on given links, and what happens when rounds follow one another.
 
-A round is six messages one way and two transfers of the fragment's payload; before them comes the wait for
-the peer whose inner step ends last. Where shares are cut into several parts the first means travel beside
-the last slices: one way is hidden then, and connections need not start slowly a second time.
+A round is five messages one way (READY, BEGIN, PART, MEAN, RESULT) and two transfers of the fragment's
+payload; before them comes the wait for the peer whose inner step ends last. Where shares are cut into several
+parts the first means travel beside the last slices: one way is hidden then, and connections need not start
+slowly a second time.
 
 A fragment whose round is still open at its next schedule point is sent again as soon as that round has
-ended. On a full line fragments take turns: one is sent when half of the last one's transfer is over. So a
-link that is too slow shows as fewer sends, not as an ever longer queue.
+ended. On a full line fragments take turns: one is sent when half of the last one's transfer is over.
 
-Pure; mean values only: jitter, and processors that are busy with something else, come on top. Sources: TCP's
-slow start (RFC 6928: ten segments) and its throughput under loss (Mathis et al. 1997)."""
+Mean values only: jitter and busy processors come on top. Sources: TCP's slow start (RFC 6928: ten segments)
+and its throughput under loss (Mathis et al. 1997)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,12 @@ from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.planning.traffic import LINK_OVERHEAD, round_control_bytes, sent_and_received, shares_of
 
 SEGMENT_BYTES = 1448
-FIRST_WINDOW_BYTES = 10 * SEGMENT_BYTES
-_MATHIS = 1.22
 LINK_EFFICIENCY = 0.85
 """Share of a link's rate that bulk transfers of several connections reach over a whole exchange
 (measured)."""
-ONE_WAY_MESSAGES = 6
-"""READY, BEGIN, PART, MEAN, RESULT; the sixth was COMMIT, before certificates, and is still counted."""
+ONE_WAY_MESSAGES = 5
 TENSOR_BYTES_PER_S = 270e6
 """fp32 bytes of a fragment per second of one core, for all that its round computes (0.12 s for 32 MB)."""
-_BEFORE_COMMIT = 0.4
-"""The share of that work which a round's outcome waits for; the rest comes after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,25 +54,21 @@ class RoundTime:
     """One fragment's round, seconds. ``floor_s``: payload over the slowest link's rate, nothing else.
     ``transfer_s``: what the links are busy. ``latency_s``: messages under way and slow start. ``gather_s``:
     waiting for the last peer's step to end, for the average member; ``spread_s``: for the first.
-    ``compute_s``: tensor work, ``before_commit_s`` of it inside the round. ``limited_by``: what the transfer
+    ``compute_s``: tensor work, 0.4 of it (measured) inside the round. ``limited_by``: what the transfer
     waits for: "upload", "download" or "loss"."""
 
-    floor_s: float
-    transfer_s: float
-    latency_s: float
-    gather_s: float
-    spread_s: float
-    compute_s: float
-    limited_by: str
-
-    @property
-    def before_commit_s(self) -> float:
-        return _BEFORE_COMMIT * self.compute_s
+    floor_s: float = 0.0
+    transfer_s: float = 0.0
+    latency_s: float = 0.0
+    gather_s: float = 0.0
+    spread_s: float = 0.0
+    compute_s: float = 0.0
+    limited_by: str = "upload"
 
     @property
     def slowest_member_s(self) -> float:
         """From the first offer to the commit: ``duration_s`` of a run's summary."""
-        return self.spread_s + self.latency_s + self.transfer_s + self.before_commit_s
+        return self.spread_s + self.latency_s + self.transfer_s + 0.4 * self.compute_s
 
     @property
     def to_apply_s(self) -> float:
@@ -103,12 +94,9 @@ def round_time(payload_bytes: int, values: int, step_s: float, links: Sequence[L
     links (one each) and inner steps of ``step_s``."""
     from p2p_co2.protocol.rounds.parts import parts_each
 
-    peers = len(links)
+    peers, compute_s = len(links), 4 * values / TENSOR_BYTES_PER_S
     if peers < 2:
-        return RoundTime(
-            floor_s=0, transfer_s=0, latency_s=0, gather_s=0, spread_s=0,
-            compute_s=4 * values / TENSOR_BYTES_PER_S, limited_by="upload",
-        )  # fmt: skip
+        return RoundTime(compute_s=compute_s)
     shares = shares_of([link.up_bytes_per_s for link in links])
     trips = sorted((link.round_trip_s for link in links), reverse=True)
     round_trip_s = (trips[0] + trips[1]) / 2
@@ -126,12 +114,12 @@ def round_time(payload_bytes: int, values: int, step_s: float, links: Sequence[L
         for _, rate, _ in ((slices,) if is_pipelined else (slices, means))
     )
     return RoundTime(
+        compute_s=compute_s,
         floor_s=floor_s(payload_bytes, links),
         transfer_s=slices[0] + means[0],
         latency_s=(ONE_WAY_MESSAGES - is_pipelined) * round_trip_s / 2 + ramp_s,
         gather_s=step_s * (peers / (peers + 1) - 0.5),
         spread_s=step_s * (peers - 1) / (peers + 1),
-        compute_s=4 * values / TENSOR_BYTES_PER_S,
         limited_by=max(slices, means)[2],
     )
 
@@ -144,7 +132,7 @@ def _phase(
     out, into = ((slices_out, slices_in), (means_out, means_in))[which]
     most = math.inf
     if link.loss > 0 and link.round_trip_s > 0:  # per connection, and there is one to each other peer
-        most = (peers - 1) * SEGMENT_BYTES * _MATHIS / (link.round_trip_s * math.sqrt(link.loss))
+        most = (peers - 1) * SEGMENT_BYTES * 1.22 / (link.round_trip_s * math.sqrt(link.loss))
     found = []
     for name, size, rate in (("upload", out, link.up_bytes_per_s), ("download", into, link.down_bytes_per_s)):
         usable = LINK_EFFICIENCY * rate
@@ -156,7 +144,7 @@ def _phase(
 
 def _slow_start_s(size_bytes: float, bytes_per_s: float, round_trip_s: float) -> float:
     """What a connection that was idle loses until its window fills the link."""
-    window, sent, lost_s = float(FIRST_WINDOW_BYTES), 0.0, 0.0
+    window, sent, lost_s = 10.0 * SEGMENT_BYTES, 0.0, 0.0
     while window < bytes_per_s * round_trip_s and sent + window < size_bytes:
         lost_s += round_trip_s - window / bytes_per_s
         sent += window
@@ -165,10 +153,6 @@ def _slow_start_s(size_bytes: float, bytes_per_s: float, round_trip_s: float) ->
 
 
 # ---- rounds after rounds
-
-_SIMULATED_SENDS, _MOST_ROUNDS = 4096, 48
-_UNCOUNTED = 0.25
-"""The first part of the simulated time, in which the links fill."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +170,11 @@ class Flow:
 
 
 def flow(times: Sequence[RoundTime], round_s: float) -> Flow:
-    """All fragments' rounds (one ``RoundTime`` each), a schedule point per fragment and ``round_s``."""
+    """All fragments' rounds (one ``RoundTime`` each), a schedule point per fragment and ``round_s``. A first
+    quarter of the simulated time, in which the links fill, is not counted."""
     count = len(times)
-    points = count * max(8, min(_MOST_ROUNDS, _SIMULATED_SENDS // count))
-    counted_from, last_at = _UNCOUNTED * points * round_s / count, (points - 1) * round_s / count
+    points = count * max(8, min(48, 4096 // count))
+    counted_from, last_at = points / 4 * round_s / count, (points - 1) * round_s / count
     half_at = free_at = 0.0  # half of the last transfer is over, and all of it
     sent_at, ready_at = [0.0] * count, [0.0] * count
     moved: list[tuple[float, float]] = []

@@ -11,16 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from p2p_co2.codec_specs import COARSE_BITS, SPECS
 from p2p_co2.config import ApplyRule, RunConfig
 from p2p_co2.planning.exchange import Flow, Link, RoundTime, flow, round_time
-from p2p_co2.planning.traffic import (
-    bits_per_value,
-    heartbeat_bytes_per_s,
-    payload_bytes,
-    round_control_bytes,
-    sent_and_received,
-    shares_of,
-)
+from p2p_co2.planning.traffic import heartbeat_bytes_per_s, round_control_bytes
 from p2p_co2.protocol.catchup.history import LARGE_SHARE
 from p2p_co2.protocol.rounds.bounds import GATHER_CAP_S, parts_cap_s, round_cap_s
 from p2p_co2.protocol.schedule import FIRST_ROUND_BOUND_S, FLUSH_CAP_S, few_at_once
@@ -33,10 +27,6 @@ SETTLE_S = 0.5
 """From the last commit until all have merged it and heard that all agree (0.3 to 1.3 s, measured)."""
 NETWORK_BYTES = 150e6
 """The network libraries, their threads and buffers, beside a process that trains alone."""
-COARSE_BITS = 9
-"""Codecs with fewer bits per value need more of an offer to be kept under "keep" and "blend"."""
-TEMPORARY_FRAGMENTS = 3
-"""Copies of a fragment on their way between threads: a snapshot, a decoded mean, a merge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +124,8 @@ def even_fragments(parameters: int, count: int) -> tuple[int, ...]:
 
 def forecast(setting: Setting, horizon_s: float = 24 * 3600.0) -> Forecast:
     """What ``setting`` will be like. ``horizon_s``: how much of a run without an end is looked at."""
-    sizes = [payload_bytes(setting.codec, values) for values in setting.fragments]
-    times = [
-        round_time(size, values, setting.step_s, setting.links)
-        for size, values in zip(sizes, setting.fragments, strict=True)
-    ]
+    sizes = [SPECS[setting.codec].payload_bytes(values) for values in setting.fragments]
+    times = [time_of(setting, values) for values in setting.fragments]
     rounds = flow(times, setting.round_s)
     endless = setting.rounds == 0
     run_s = horizon_s if endless else setting.rounds * setting.round_s
@@ -147,7 +134,7 @@ def forecast(setting: Setting, horizon_s: float = 24 * 3600.0) -> Forecast:
     step_overhead_s = setting.round_s / setting.step_s * STEP_OVERHEAD_S
     copies_s = rounds.sent_share * 8 * setting.parameters / COPY_BYTES_PER_S  # out and in, 4 bytes each
     exposed_run_s = first_s + last_s + sweeps * (copies_s + step_overhead_s)
-    up, down = _bytes_per_round(setting, sizes, rounds.sent_share)
+    moved_bytes = _bytes_per_round(setting, sizes, rounds.sent_share)
     copies = _exchange_copies(setting, sizes, rounds)
     exposed_s = exposed_run_s / sweeps
     utilisation = max(0.0, 1.0 - exposed_run_s / (run_s + last_s))
@@ -156,10 +143,10 @@ def forecast(setting: Setting, horizon_s: float = 24 * 3600.0) -> Forecast:
     slowest = max(times, key=lambda time: time.to_apply_s)
     tokens_per_s = len(setting.links) * setting.tokens_per_step / setting.step_s
     return Forecast(
-        up_bytes_per_round=up,
-        down_bytes_per_round=down,
+        up_bytes_per_round=moved_bytes,
+        down_bytes_per_round=moved_bytes,
         encoded_bytes=sum(sizes),
-        bits_per_value=bits_per_value(setting.codec),
+        bits_per_value=SPECS[setting.codec].bits,
         floor_s=math.fsum(time.floor_s for time in times),
         largest=slowest,
         flow=rounds,
@@ -172,16 +159,22 @@ def forecast(setting: Setting, horizon_s: float = 24 * 3600.0) -> Forecast:
         exchange_copies=copies,
         run_s=run_s,
         endless=endless,
-        run_up_bytes=up * (sweeps + extra),
+        run_up_bytes=moved_bytes * (sweeps + extra),
         run_tokens=tokens_per_s * max(0.0, run_s - exposed_run_s),
         troubles=tuple(_troubles(setting, slowest, rounds)),
     )
 
 
+def time_of(setting: Setting, values: int) -> RoundTime:
+    """The round of a fragment of so many values, alone."""
+    payload_bytes = SPECS[setting.codec].payload_bytes(values)
+    return round_time(payload_bytes, values, setting.step_s, setting.links)
+
+
 def exposed_ends_s(setting: Setting, times: Sequence[RoundTime], rounds: Flow) -> tuple[float, float]:
     """Seconds that training stands still for the first rounds of all fragments, if the run waits for them,
     and at the end of the run: the last steps end one after the other, what is open then is finished, and
-    every fragment has one more round, a few of them at once (``schedule.ending.few_at_once``)."""
+    every fragment has one more round, a few of them at once (``schedule.few_at_once``)."""
     if len(setting.links) < 2:
         return 0.0, 0.0
     first_s = setting.blocking_rounds * math.fsum(min(FIRST_ROUND_BOUND_S, time.to_apply_s) for time in times)
@@ -208,21 +201,15 @@ def _if_waiting(setting: Setting, times: Sequence[RoundTime]) -> float:
     return min(1.0, setting.round_s / needed_s) if needed_s > 0 else 1.0
 
 
-def _bytes_per_round(setting: Setting, sizes: Sequence[int], sent_share: float) -> tuple[float, float]:
-    """Bytes of messages that the average peer sends and receives per round of every fragment."""
+def _bytes_per_round(setting: Setting, sizes: Sequence[int], sent_share: float) -> float:
+    """Bytes of messages that the average peer sends, and receives, per round of every fragment."""
     peers = len(setting.links)
     if peers < 2:
-        return 0.0, 0.0
-    shares = shares_of([link.up_bytes_per_s for link in setting.links])
-    up = down = 0.0
-    for size in sizes:
-        for share in shares:
-            slices_out, slices_in, means_out, means_in = sent_and_received(size, share, peers)
-            up, down = up + slices_out + means_out, down + slices_in + means_in
+        return 0.0
+    payloads = 2 * (1 - 1 / peers) * sum(sizes)
     control = math.fsum(round_control_bytes(peers, size) for size in sizes)
     heartbeats = heartbeat_bytes_per_s(peers, len(sizes), 0.0 if setting.in_steps else setting.round_s)
-    quiet = heartbeats * setting.round_s
-    return sent_share * (up / peers + control) + quiet, sent_share * (down / peers + control) + quiet
+    return sent_share * (payloads + control) + heartbeats * setting.round_s
 
 
 def _exchange_copies(setting: Setting, sizes: Sequence[int], rounds: Flow) -> float:
@@ -244,7 +231,8 @@ def _exchange_copies(setting: Setting, sizes: Sequence[int], rounds: Flow) -> fl
     else:
         offer = 0.5 if payload < COARSE_BITS / 32 else 0.0
     kept = 2.0 + 2 * kept_whole * (setting.rule == "eager") + lost * setting.error_feedback + means
-    temporary = TEMPORARY_FRAGMENTS * max(setting.fragments) / setting.parameters
+    # On their way between threads: a snapshot, a decoded mean, a merge.
+    temporary = 3 * max(setting.fragments) / setting.parameters
     return kept + in_flight * (offer + 3 * payload) + temporary
 
 

@@ -1,19 +1,15 @@
 """The bandwidth simulator behind Streaming DiLoCo's table of required bandwidths: how busy the processors are
 when training waits for the network.
 
-Source: arXiv 2501.18512, section 3.1 and table 4, of which it gives 70 of 75 cells exactly, the rest one
-step of the bandwidth grid away. A step is 3 L - 1 equal pieces of work for L layers (forward, backward by
-activations but for the first layer, backward by parameters). A layer's reduction can start when its last
-piece is done; reductions pass one channel, first come first served; the layer's forward pass ``delay_steps``
-later waits for the answer. No latency, no loss, equal layers: it compares methods, ``forecast`` says what
-happens on a real link."""
+Source: arXiv 2501.18512, section 3.1 and table 4. A step is 3 L - 1 equal pieces of work for L layers
+(forward, backward by activations but for the first layer, backward by parameters). A layer's reduction can
+start when its last piece is done; reductions pass one channel, first come first served; the layer's forward
+pass ``delay_steps`` later waits for the answer. No latency, no loss, equal layers: it compares methods."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-TABLE_ROUNDS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +32,7 @@ class Job:
     peers: int = 2
 
 
-def utilisation(job: Job, bits_per_s: float, rounds: int = TABLE_ROUNDS) -> float:
+def utilisation(job: Job, bits_per_s: float, rounds: int = 2) -> float:
     """Share of the time that is computation (0 to 1), over ``rounds`` of every fragment on a channel of
     ``bits_per_s``."""
     piece_s = job.step_s / (3 * job.layers - 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from p2p_co2.codec_specs import SPECS
 from p2p_co2.protocol.heartbeat import heartbeat_among_s, measure_every_s, quiet_beat_s
 from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
 
@@ -20,16 +19,6 @@ slice and a mean for each piece, and a vote, which all send to all. Measured on 
 holds them against real rounds."""
 STATUS_BYTES, STATUS_FRAGMENT_BYTES, PONG_BYTES = 122, 36, 9
 """A ping with its status: in all and for each fragment; what a pong has more."""
-
-
-def bits_per_value(codec: str) -> float:
-    """On the wire, scales included."""
-    return SPECS[codec].bits
-
-
-def payload_bytes(codec: str, values: int) -> int:
-    """Bytes of one encoded outer gradient of so many values."""
-    return SPECS[codec].payload_bytes(values)
 
 
 def shares_of(uploads_bytes_per_s: Sequence[float]) -> list[float]:

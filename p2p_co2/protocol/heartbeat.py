@@ -5,7 +5,10 @@ from __future__ import annotations
 HEARTBEAT_S = 1.0
 TOLD_PER_S = 6.4
 SLOWEST_HEARTBEAT_S = 5.0
-"""Silence must stand out from the beat: ``membership.SILENCE_CAP_S`` is six of these."""
+"""A peer that the DHT still lists is tried again this long after it left."""
+SILENCE_FLOOR_S, SILENCE_CAP_S = 6.0, 6 * SLOWEST_HEARTBEAT_S
+"""A peer is never declared silent sooner (a busy laptop may starve a thread for seconds), nor later: silence
+must stand out from the beat."""
 QUIET_SHARE, LONGEST_HEARTBEAT_S = 0.1, 120.0
 """Of a round, between the heartbeats of a peer that only trains; and at most."""
 MEASURE_EVERY_S, MEASURED_BEATS = 20.0, 5.0

@@ -19,7 +19,15 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S, LONGEST_HEARTBEAT_S, heartbeat_among_s, measure_every_s
+from p2p_co2.protocol.heartbeat import (
+    HEARTBEAT_S,
+    LONGEST_HEARTBEAT_S,
+    SILENCE_CAP_S,
+    SILENCE_FLOOR_S,
+    SLOWEST_HEARTBEAT_S,
+    heartbeat_among_s,
+    measure_every_s,
+)
 from p2p_co2.protocol.strangers import OtherModel, Strangers
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS, MAX_STRING
@@ -32,13 +40,7 @@ TOLD_LATELY, ANNOUNCED_AGAIN = 0.75, 0.125
 """Of a heartbeat: who was told more lately waits for the next one; and between two announcements."""
 NEWS_GATHERED_S = 0.05
 """News of a peer comes in bursts: its last offer ends, so it is done with a fragment, and with all."""
-SILENCE_FLOOR_S, SILENCE_CAP_S = 6.0, 30.0
-"""A peer is never declared silent sooner (a busy laptop may starve a thread for seconds), nor later."""
-REVISIT_S = 5.0
-"""A peer that the DHT still lists is tried again this long after it left."""
-ONE_WAY_S = 2.0
-"""A peer that we hear but cannot reach is no peer for this long; it would join and leave all the time."""
-CUT_OFF_S = 3 * REVISIT_S + 1.0
+CUT_OFF_S = 3 * SLOWEST_HEARTBEAT_S + HEARTBEAT_S
 """Who lost most others within this time is rather cut off than alone: time to try them again."""
 BROKEN_PER_GOODBYE = 4
 """Where peers end their run, so many links may break before goodbyes have come, for each that says it."""
@@ -122,18 +124,18 @@ class Candidates:
     def revisit(self, peer: PeerId, now: float) -> None:
         """Try a peer that is gone again in a while, as long as there is room: anybody can come and go."""
         if peer in self.next_at or len(self.next_at) < MAX_PEERS:
-            self.next_at[peer] = now + REVISIT_S
-            self.timer_at = min(self.timer_at, now + REVISIT_S)
+            self.next_at[peer] = now + SLOWEST_HEARTBEAT_S
+            self.timer_at = min(self.timer_at, now + SLOWEST_HEARTBEAT_S)
 
     def take_due(self, now: float) -> list[PeerId]:
         """Those that are to be tried now."""
         due = [peer for peer, at in self.next_at.items() if at <= now]
-        self.next_at |= dict.fromkeys(due, now + REVISIT_S)
+        self.next_at |= dict.fromkeys(due, now + SLOWEST_HEARTBEAT_S)
         self.timer_at = min(self.next_at.values(), default=math.inf)
         return due
 
     def is_one_way(self, peer: PeerId, now: float) -> bool:
-        """Whether it was out of reach a moment ago, though we hear it."""
+        """Whether it was out of reach a moment ago, though we hear it: it is no peer."""
         return bool(self._one_way_until) and self._one_way_until.get(peer, 0.0) > now
 
     def unreachable(self, peer: PeerId, now: float) -> None:
@@ -143,7 +145,7 @@ class Candidates:
                 break
             del self._one_way_until[oldest]
         self._one_way_until.pop(peer, None)
-        self._one_way_until[peer] = now + ONE_WAY_S
+        self._one_way_until[peer] = now + 2 * HEARTBEAT_S  # it would join and leave all the time
 
     def held(self) -> dict[str, tuple[int, int]]:
         return {
@@ -152,50 +154,50 @@ class Candidates:
         }
 
 
+@dataclass
+class Gone:
+    """A peer that was live. ``is_silent``: its link did not break, so it may be suspended."""
+
+    at: float
+    with_word: bool
+    is_silent: bool = False
+
+
 class Departed:
-    """Peers that were live, when they went, and whether with a word."""
+    """Peers that were live, when they went, and whether with a word; the last ones at the end."""
 
     def __init__(self) -> None:
-        self._gone: dict[PeerId, tuple[float, bool]] = {}
-        """The last ones at the end."""
-        self._silent: set[PeerId] = set()
-        """Those of them whose links did not break: they may be suspended."""
+        self._gone: dict[PeerId, Gone] = {}
 
-    def went(self, peer: PeerId, now: float, with_word: bool) -> None:
-        self._gone[peer] = now, with_word  # who is live is not in it: it comes to its end
+    def went(self, peer: PeerId, now: float, with_word: bool, is_silent: bool = False) -> None:
+        self._gone[peer] = Gone(now, with_word, is_silent)  # who is live is not in it: it comes to its end
         if len(self._gone) > MAX_PEERS:
-            oldest = next(iter(self._gone))
-            del self._gone[oldest]
-            self._silent.discard(oldest)
-
-    def fell_silent(self, peer: PeerId) -> None:
-        self._silent.add(peer)
+            del self._gone[next(iter(self._gone))]
 
     def came_back(self, peer: PeerId) -> None:
         self._gone.pop(peer, None)
-        self._silent.discard(peer)
 
     def say_goodbye(self, peer: PeerId) -> bool:
         """Its word came after its link broke; whether it had gone."""
-        self._silent.discard(peer)
-        if peer in self._gone:
-            self._gone[peer] = self._gone[peer][0], True
-        return peer in self._gone
+        if (gone := self._gone.get(peer)) is not None:
+            gone.with_word, gone.is_silent = True, False
+        return gone is not None
 
     def has_said_goodbye(self, peer: PeerId) -> bool:
-        return self._gone.get(peer, (0.0, False))[1]
+        return (gone := self._gone.get(peer)) is not None and gone.with_word
 
     def listed(self, peers: Collection[PeerId]) -> None:
         """Who fell silent may only be suspended as long as the DHT lists it."""
-        self._silent &= set(peers)
+        for peer, gone in self._gone.items():
+            gone.is_silent &= peer in peers
 
     def is_cut_off(self, live: int, now: float) -> bool:
         """Whether more peers went without a word of late than are ``live``, or went with those that said
         goodbye. Those that fell silent, and are listed, went of late however long ago that is."""
-        for peer, (at, _) in list(self._gone.items()):
-            if now - at > CUT_OFF_S and peer not in self._silent:
+        for peer, gone in list(self._gone.items()):
+            if now - gone.at > CUT_OFF_S and not gone.is_silent:
                 del self._gone[peer]
-        goodbyes = sum(with_word for _, with_word in self._gone.values())
+        goodbyes = sum(gone.with_word for gone in self._gone.values())
         return len(self._gone) - goodbyes > live + BROKEN_PER_GOODBYE * goodbyes
 
 
@@ -346,7 +348,7 @@ class Membership:
         if isinstance(message, Ping):
             if message.nonce:
                 sent_at, nonce = message.sent_at, message.nonce
-                pong = Pong(nonce=nonce, ping_sent_at=sent_at, answered_at=now, status=self.status)
+                pong = Pong(nonce=nonce, ping_sent_at=sent_at, status=self.status)
                 self._outgoing.append((sender, pong))
                 if info is not None:
                     info.told_at = now
@@ -403,8 +405,7 @@ class Membership:
         for peer, info in list(self.live.items()):
             silent_s = now - info.heard_at
             if silent_s > SILENCE_FLOOR_S and silent_s > max(info.silence_limit_s, 4.0 * quick_s):
-                self._lose(peer, f"silent for {silent_s:.0f} s", now)
-                self.departed.fell_silent(peer)
+                self._lose(peer, f"silent for {silent_s:.0f} s", now, is_silent=True)
             elif now - info.answered_us_at > measure_every_s(beat_s):
                 asked.append(peer)
             elif now - info.told_at > TOLD_LATELY * beat_s:
@@ -422,14 +423,14 @@ class Membership:
             if (info := self.live.get(peer)) is not None:
                 info.told_at = now
 
-    def _lose(self, peer: PeerId, reason: str, now: float) -> None:
+    def _lose(self, peer: PeerId, reason: str, now: float, is_silent: bool = False) -> None:
         """It went without a word."""
-        self._drop(peer, reason, now, with_word=False)
+        self._drop(peer, reason, now, with_word=False, is_silent=is_silent)
         self.candidates.revisit(peer, now)
 
-    def _drop(self, peer: PeerId, reason: str, now: float, with_word: bool) -> None:
+    def _drop(self, peer: PeerId, reason: str, now: float, with_word: bool, is_silent: bool = False) -> None:
         if self.live.pop(peer, None) is not None:
-            self.departed.went(peer, now, with_word)
+            self.departed.went(peer, now, with_word, is_silent)
             self.revision += 1
             self.restarted.add(peer)  # if it is back before anybody has heard that it was gone
             self._events.append(Left(peer, reason))

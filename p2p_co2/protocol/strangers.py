@@ -11,18 +11,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S, SILENCE_CAP_S
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import ModelTable, Status
 from p2p_co2.protocol.wire.model_table import Difference, ModelSummary
 from p2p_co2.protocol.wire.status import PeerStatus
 
-TABLE_WITHIN_S = 2.0
-"""A stranger's table is waited for this long before it is told that its model is another one."""
 STRANGER_TOLD_S = 15.0
 """A table is large, and a warning is read by people: between two to or of the same stranger."""
-FORGOTTEN_S = 30.0
-"""A stranger that is silent, and not listed any more, is forgotten after this."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +85,14 @@ class Strangers:
     def overdue(self, now: float) -> list[OtherModel]:
         """Those whose table did not come in time."""
         known = self.known
-        due = [p for p in sorted(self._untold) if p not in known or now - known[p].since > TABLE_WITHIN_S]
+        due = [p for p in sorted(self._untold) if p not in known or now - known[p].since > 2 * HEARTBEAT_S]
         self._untold.difference_update(due)
         return [OtherModel(peer, known[peer].difference) for peer in due if peer in known]
 
     def forget(self, listed: Collection[PeerId], now: float) -> None:
         """Forget those that are silent and not listed any more."""
         for peer in self.known.keys() - set(listed):
-            if now - self.known[peer].heard_at > FORGOTTEN_S:
+            if now - self.known[peer].heard_at > SILENCE_CAP_S:
                 del self.known[peer]
 
     def outnumber(self, alike: Collection[PeerStatus]) -> Stranger | None:

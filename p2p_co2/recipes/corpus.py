@@ -40,16 +40,14 @@ def embedded_corpus(cap_bytes: int = CAP_BYTES) -> Corpus:
 
     Raises ``ConfigError`` where the installation carries no sources (then a text file must be given).
     """
-    train, held_out, total = bytearray(), bytearray(), 0
+    train, held_out = bytearray(), bytearray()
     for name, content in _stdlib_documents():
-        if total + len(content) > cap_bytes:
+        if len(train) + len(held_out) + len(content) > cap_bytes:
             break
-        total += len(content)
         (held_out if _is_held_out(name) else train).extend(content)
     if not train or not held_out:
-        raise _error(
-            "text", "this Python carries no library sources to train on; give a text file or a folder here"
-        )
+        problem = "this Python carries no library sources to train on; give a text file or a folder here"
+        raise option_error("text", problem)
     return Corpus(_bytes_tensor(train), _bytes_tensor(held_out))
 
 
@@ -93,7 +91,7 @@ def _text_files(path: Path) -> list[Path]:
         file for file in path.rglob("*") if file.suffix in {".txt", ".md", ".py"} and file.is_file()
     )
     if not files:
-        raise _error("text", f"{path} holds no .txt, .md or .py file")
+        raise option_error("text", f"{path} holds no .txt, .md or .py file")
     return files
 
 
@@ -108,9 +106,8 @@ def token_corpus(path: Path, vocab_size: int) -> Corpus:
     for start in range(0, len(ids), 1 << 22):
         largest = int(ids[start : start + (1 << 22)].to(torch.int32).max())
         if largest >= vocab_size:
-            raise _error(
-                "tokens", f"{path} holds the token id {largest}, so vocab_size must be at least {largest + 1}"
-            )
+            problem = f"{path} holds the token id {largest}, so vocab_size must be at least {largest + 1}"
+            raise option_error("tokens", problem)
     return split_tail(ids, str(path))
 
 
@@ -119,20 +116,21 @@ def _token_ids(path: Path, item_bytes: int) -> Tensor:
         size_bytes = path.stat().st_size
         if size_bytes == 0 or size_bytes % item_bytes:
             problem = f"{path} has {size_bytes} bytes, not a positive multiple of {item_bytes} (one token id)"
-            raise _error("tokens", problem)
+            raise option_error("tokens", problem)
         dtype = torch.uint8 if item_bytes == 1 else torch.uint16
         return torch.from_file(str(path), shared=False, size=size_bytes // item_bytes, dtype=dtype)
     except (OSError, RuntimeError) as error:
-        raise _error("tokens", f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise option_error(
+            "tokens", f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 def split_tail(tokens: Tensor, where: str) -> Corpus:
     """Cut off the last 5 % of ``tokens`` as held-out. Raises ``ConfigError`` if there are fewer than 40."""
     held_out = int(len(tokens) * HELD_OUT_SHARE)
     if held_out < 2:
-        raise ConfigError(
-            where, "", f"only {len(tokens)} tokens; give a text of a few thousand bytes or more"
-        )
+        problem = f"only {len(tokens)} tokens; give a text of a few thousand bytes or more"
+        raise ConfigError(where, "", problem)
     return Corpus(tokens[:-held_out], tokens[-held_out:])
 
 
@@ -164,13 +162,12 @@ def _read_text(path: Path) -> bytes:
         content = path.read_bytes()
         content.decode("utf-8")
     except UnicodeDecodeError:
-        raise _error(
-            "text", f"{path} is not UTF-8 text; convert it, or give token ids with the option tokens"
-        ) from None
+        problem = f"{path} is not UTF-8 text; convert it, or give token ids with the option tokens"
+        raise option_error("text", problem) from None
     except OSError as error:
-        raise _error("text", f"cannot read {path}: {error.strerror}") from None
+        raise option_error("text", f"cannot read {path}: {error.strerror}") from None
     if not content:
-        raise _error("text", f"{path} is empty")
+        raise option_error("text", f"{path} is empty")
     return content
 
 
@@ -180,5 +177,6 @@ def _bytes_tensor(content: bytearray) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
-def _error(option: str, problem: str) -> ConfigError:
+def option_error(option: str, problem: str) -> ConfigError:
+    """What is wrong with an option of the built-in recipe."""
     return ConfigError("recipe byte-gpt", f"recipe_options.{option}", problem)

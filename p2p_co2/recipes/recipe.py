@@ -27,7 +27,7 @@ from torch.optim import AdamW, Optimizer
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, next_token_loss, sample_text
-from p2p_co2.recipes.corpus import Corpus, embedded_corpus, text_corpus, token_corpus
+from p2p_co2.recipes.corpus import Corpus, embedded_corpus, option_error, text_corpus, token_corpus
 
 BYTE_GPT = "byte-gpt"
 BYTE_GPT_VERSION = 1
@@ -159,10 +159,9 @@ def _byte_gpt(options: Options) -> Recipe:
     else:
         corpus = text_corpus(Path(text).expanduser()) if text else embedded_corpus()
     if len(corpus.train) < shape.context + 1:
-        raise _option_error(
-            "tokens" if tokens else "text",
-            f"only {len(corpus.train)} tokens to train on; context {shape.context} needs {shape.context + 1}",
-        )
+        needed = f"context {shape.context} needs {shape.context + 1}"
+        problem = f"only {len(corpus.train)} tokens to train on; {needed}"
+        raise option_error("tokens" if tokens else "text", problem)
     return Recipe(
         model=model,
         batches=partial(_windows, corpus.train, shape.context),
@@ -210,16 +209,16 @@ def _check_options(options: Options) -> tuple[Shape, dict[str, Any]]:
     for key, value in options.items():
         if key not in _SHAPE_OPTIONS and key not in _OTHER_OPTIONS:
             known = ", ".join(sorted([*_SHAPE_OPTIONS, *_OTHER_OPTIONS]))
-            raise _option_error(key, f"unknown option; {BYTE_GPT} knows {known}")
+            raise option_error(key, f"unknown option; {BYTE_GPT} knows {known}")
         if key in {"text", "tokens"}:
             if not isinstance(value, str):
-                raise _option_error(key, f"must be a path, got {value!r}")
+                raise option_error(key, f"must be a path, got {value!r}")
         elif key in {"learning_rate", "warmup_rounds"}:
             is_number = not isinstance(value, bool | str) and 0 <= value < float("inf")
             if not is_number or (value == 0 and key == "learning_rate"):
-                raise _option_error(key, f"must be a positive number, got {value!r}")
+                raise option_error(key, f"must be a positive number, got {value!r}")
         elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise _option_error(key, f"must be a whole number of at least 1, got {value!r}")
+            raise option_error(key, f"must be a whole number of at least 1, got {value!r}")
     shape = Shape(**{key: int(options.get(key, default)) for key, default in _SHAPE_OPTIONS.items()})
     settings = {key: options.get(key, default) for key, default in _OTHER_OPTIONS.items()}
     _check_shape(shape, settings)
@@ -228,20 +227,15 @@ def _check_options(options: Options) -> tuple[Shape, dict[str, Any]]:
 
 def _check_shape(shape: Shape, settings: Mapping[str, Any]) -> None:
     if shape.width % (2 * shape.heads):
-        raise _option_error(
-            "heads", f"width {shape.width} must be a multiple of 2 * heads ({2 * shape.heads})"
-        )
+        problem = f"width {shape.width} must be a multiple of 2 * heads ({2 * shape.heads})"
+        raise option_error("heads", problem)
     if settings["text"] and settings["tokens"]:
-        raise _option_error("tokens", "give either text or tokens, not both")
+        raise option_error("tokens", "give either text or tokens, not both")
     if shape.vocab_size != 256 and not settings["tokens"]:
         problem = "text is bytes, whose vocabulary is 256; vocab_size goes with the option tokens"
-        raise _option_error("vocab_size", problem)
+        raise option_error("vocab_size", problem)
     if shape.vocab_size > 65536:
-        raise _option_error("vocab_size", f"token ids are uint16, so at most 65536, got {shape.vocab_size}")
-
-
-def _option_error(key: str, problem: str) -> ConfigError:
-    return ConfigError(f"recipe {BYTE_GPT}", f"recipe_options.{key}", problem)
+        raise option_error("vocab_size", f"token ids are uint16, so at most 65536, got {shape.vocab_size}")
 
 
 # The user's own recipe

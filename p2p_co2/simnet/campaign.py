@@ -1,31 +1,26 @@
-"""What goes wrong in a simulation, and campaigns of many, one seed after the other.
+"""What goes wrong in a simulation: plans that are drawn from the seed before anything runs.
 
 ``Storm`` is every fault at once: processes that crash, lose their power, stall, leave; that come back with or
 without their disk; coordinators and owners that die in the middle of a round; a net that splits, pairs that
 cannot reach each other; messages lost, doubled, late; seeds that die. ``Churn`` is what a run of volunteers
-sees: peers that go and come back at a rate. Both are plans drawn from the seed before anything runs.
+sees: peers that go and come back at a rate.
 
 Laws: after ``calm_at`` nothing goes wrong any more and everybody is back. A fault that meets a process that
-is not there does nothing; ``Swarm.faults`` counts those that came to pass. A seed that breaks a law is named
-with the command that replays it, on any machine. Price: a storm of 32 peers takes seconds of processor time.
+is not there does nothing; ``Result.faults`` counts those that came to pass. Price: a storm of 32 peers takes
+a second or two of processor time.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.errors import P2PCo2Error
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.internet import Noise
-from p2p_co2.simnet.ledger import CountingLedger
-from p2p_co2.simnet.oversight import Result
 from p2p_co2.simnet.scene import Settings
 from p2p_co2.simnet.swarm import Swarm
-from p2p_co2.telemetry.events import RoundBegan, RoundCommitted
+from p2p_co2.telemetry.events import RoundBegan
 
 LEAVES, CRASHES = 0.5, 0.35
 """Of peers that go: the share that leaves with a word, and that whose process dies; the rest lose power."""
@@ -34,46 +29,40 @@ STORM_SHARES = 0.25, 0.1, 0.1, 0.15
 """Of all peers: those that crash, lose their power, leave and stall in a storm."""
 ASSASSINATIONS, CUT_PAIRS = 3, 6
 STORM_NOISE = Noise(lost=0.03, doubled=0.025, reordered=0.03)
-AWAY_MEAN_S = 600.0
-"""How long a volunteer of ``Churn`` stays away, on average."""
-STORM_ROUND_S, STORM_ROUNDS = 4.0, 3
 STORM_FROM_S, STORM_UNTIL_S = 3.5, 10.5
 """The first rounds begin at about 4 s; what they left is made good, and the last ones are made, after it."""
-STORM_BLOCKS = (6, 3)
-"""Of two fragments: parts enough for owners to die."""
 STORM_OFFER_S = 60.0
 """No offer of a storm is open for longer, whoever of those that should answer it goes, sleeps or is cut off.
 By their own deadlines alone machines might wait for several times this."""
-BUGS = (
-    P2PCo2Error, LookupError, TypeError, ValueError, ArithmeticError, AssertionError, RuntimeError,
-)  # fmt: skip
-"""How a simulation ends that is ended by a bug."""
 
 
 @dataclass(frozen=True)
 class Churn:
-    """``per_h``: times an hour that each peer goes; nobody goes after ``calm_at`` seconds."""
+    """``per_h``: times an hour that each peer goes, to stay away for ``away_mean_s`` on average; nobody goes
+    after ``calm_at`` seconds."""
 
     per_h: float
     calm_at: float
+    away_mean_s: float = 600.0
 
     def plan(self, swarm: Swarm) -> None:
         """Put the faults into the swarm's time."""
+        at_ = swarm.world.call_at
         for index in range(len(swarm.volunteers)):
             rng = random.Random(f"{swarm.settings.seed}/churn/{index}")
             at = 0.0
             while self.per_h > 0:
                 at += rng.expovariate(self.per_h / 3600)
-                away_s = rng.expovariate(1 / AWAY_MEAN_S)
+                away_s = rng.expovariate(1 / self.away_mean_s)
                 if at + away_s >= self.calm_at:
                     break
                 how, with_disk = rng.random(), rng.random() < KEEPS_DISK
                 if how < LEAVES:
-                    swarm.world.call_at(at, swarm.leave, index)
+                    at_(at, swarm.leave, index)
                 else:
-                    swarm.world.call_at(at, swarm.kill, index, how < LEAVES + CRASHES)
+                    at_(at, swarm.kill, index, how < LEAVES + CRASHES)
                 at += away_s
-                swarm.world.call_at(at, swarm.start, index, with_disk)
+                at_(at, swarm.start, index, with_disk)
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,7 @@ class Storm:
         rng = random.Random(f"{swarm.settings.seed}/storm")
         at_, start = swarm.world.call_at, swarm.start
         # At most one fault for each peer: none meets a process that another has ended.
-        crashing, powerless, leaving, stalling = _some(rng, len(swarm.volunteers), *STORM_SHARES)
+        crashing, powerless, leaving, stalling = _some(rng, len(swarm.volunteers))
         for number, index in enumerate(crashing + powerless):
             at, back_at = self._times(rng)
             # Of those that crash one comes back without its disk, and one with it, in any storm.
@@ -116,22 +105,22 @@ class Storm:
         return at, min(self.calm_at, at + rng.choice((1.0, 4.0, 12.0)) * rng.uniform(0.5, 1.5))
 
     def _disturb_net(self, swarm: Swarm, rng: random.Random) -> None:
-        at_, peers = swarm.world.call_at, swarm.peer_ids()
+        at_, peers, net = swarm.world.call_at, swarm.peer_ids(), swarm.internet
         at, until = self._times(rng)
         share = rng.choice((0.05, 0.3, 0.5))
-        at_(at, swarm.split, {peer: int(rng.random() < share) for peer in peers})
-        at_(until, swarm.heal)
-        at_(self.from_s, swarm.set_noise, STORM_NOISE)
-        at_(self.calm_at, swarm.set_noise, Noise())
+        at_(at, net.split, {peer: int(rng.random() < share) for peer in peers})
+        at_(until, net.heal)
+        at_(self.from_s, net.set_noise, STORM_NOISE)
+        at_(self.calm_at, net.set_noise, Noise())
         at, _ = self._times(rng)
         for _ in range(CUT_PAIRS if len(peers) > 1 else 0):
-            at_(at, swarm.cut_pair, *rng.sample(peers, 2))
-        at_(self.calm_at, swarm.heal)
+            at_(at, net.cut_pair, *rng.sample(peers, 2))
+        at_(self.calm_at, net.heal)
         for seed in swarm.rendezvous.seeds:
             seed.side = rng.randrange(2)
             at, until = self._times(rng)
-            at_(at, swarm.set_seed, seed, False)
-            at_(until, swarm.set_seed, seed, True)
+            at_(at, swarm.rendezvous.set_seed, seed, False)
+            at_(until, swarm.rendezvous.set_seed, seed, True)
 
     def _assassinate(self, swarm: Swarm, rng: random.Random, after: float) -> None:
         """Kill the coordinator or another member of the first round that begins after that, in its middle."""
@@ -151,58 +140,19 @@ class Storm:
         readers.append(strike)
 
 
-def _some(rng: random.Random, peers: int, *shares: float) -> list[list[int]]:
-    """Different peers for each of ``shares`` of them, rounded by chance."""
+def _some(rng: random.Random, peers: int) -> list[list[int]]:
+    """Different peers for each of ``STORM_SHARES``, rounded by chance."""
     left = rng.sample(range(peers), peers)
-    taken = []
-    for share in shares:
-        count = int(share * peers + rng.random())
-        taken.append(left[:count])
-        left = left[count:]
-    return taken
-
-
-@dataclass(frozen=True)
-class Played:
-    """What one seed came to. ``failure``: the laws that it broke and how to play it again, "" if none;
-    ``faults``: how often each kind came to pass; ``committed_after``: how often a peer committed a round
-    after the last of them; ``longest_offer_s``: how long one was open at most."""
-
-    seed: int
-    failure: str
-    faults: Mapping[str, int]
-    committed_after: int
-    longest_offer_s: float = 0.0
+    counts = [int(share * peers + rng.random()) for share in STORM_SHARES]
+    return [[left.pop(0) for _ in range(min(count, len(left)))] for count in counts]
 
 
 def storm_settings(seed: int, peers: int = 32) -> Settings:
-    """A short run in which everything goes wrong that can."""
-    clock = ClockConfig(mode="time", round_s=STORM_ROUND_S, rounds=STORM_ROUNDS)
+    """A short run in which everything goes wrong that can; two fragments of parts enough for owners to
+    die."""
+    clock = ClockConfig(mode="time", round_s=4.0, rounds=3)
     return Settings(
-        run=RunConfig(name="storm", fragments=2, clock=clock), peers=peers, seed=seed, blocks=STORM_BLOCKS,
+        run=RunConfig(name="storm", fragments=2, clock=clock), peers=peers, seed=seed, blocks=(6, 3),
         faults=Storm(STORM_FROM_S, STORM_UNTIL_S), checkpoint_every_s=4.0, start_spread_s=0.5,
         offers_within_s=STORM_OFFER_S,
     )  # fmt: skip
-
-
-def replay_command(seed: int, peers: int) -> str:
-    return f"p2p-co2 simulate --storm --peers {peers} --seed {seed}"
-
-
-def play(seed: int, peers: int = 32, make_ledger: Callable[..., CountingLedger] = CountingLedger) -> Played:
-    """One storm. A bug that ends a simulation is a failure of its seed, with the bug as cause."""
-    swarm, after = Swarm(storm_settings(seed, peers), EventLog(digests=False), make_ledger), [0]
-
-    def count(event: RoundCommitted) -> None:
-        after[0] += swarm.world.now > STORM_UNTIL_S
-
-    swarm.log.readers_of[RoundCommitted].append(count)
-    result, broken = Result(), list[str]()
-    try:
-        result = swarm.run()
-        broken += map(str, result.violations[:5])
-    except BUGS as error:
-        broken.append(f"ended by a bug: {error!r}")
-    told = (f"seed {seed}; replay it with: {replay_command(seed, peers)}", *broken)
-    failure = "\n  ".join(told) if broken else ""
-    return Played(seed, failure, result.faults, after[0], result.longest_offer_s)

@@ -1,9 +1,8 @@
 """The laws of a run, checked at every step of every simulated peer.
 
-The audit knows what no peer can know: every unit of work that was ever done, every offer that was ever made
-and every outcome that was ever signed. From that it computes what a commit must have made of a state, and
-compares. It follows each history by its digests: a split view can make two states of one version, and what is
-counted in one of them is not counted in the other.
+The audit knows every unit of work that was ever done, every offer and every signed outcome. From these it
+computes what a commit must have made of a state, and compares. It follows each history by its digests: a
+split view can make two states of one version, and what is counted in one is not counted in the other.
 
 conservation   a commit adds exactly the offers of the contributors that it names; no unit of work is in a
                history twice; a unit that is neither counted nor with its peer has a written-off reason
@@ -24,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from p2p_co2.digest import digest
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, weights_of
@@ -33,8 +33,6 @@ from p2p_co2.simnet.work import BLOCK_BYTES, Offered, Saved, State, Work, add, m
 
 OFFERS_KEPT = 64
 """Rounds of a fragment whose offers are kept: far more than anybody replays."""
-Named = tuple[str, bytes | float]
-"""A peer, and what names its offer."""
 Counted = dict[str, tuple[int, ...]]
 """By peer, the last unit of it that is in a state, block by block."""
 
@@ -52,13 +50,16 @@ class Violation:
         return f"{self.at:.3f} s, peer {self.peer[-6:] or '-'}: {self.law}: {self.text}"
 
 
-@dataclass
-class History:
-    """One state that somebody reached, and who is counted in it."""
+class History(NamedTuple):
+    """One state that somebody reached, the digest of the one before, and who is counted in it."""
 
     state: State
     parent: bytes
     counted: Counted
+
+    def of(self, peer: str) -> tuple[int, ...]:
+        """What of ``peer`` is counted, block by block."""
+        return self.counted.get(peer, (0,) * (len(self.state.sums) // 2))
 
 
 def comes_of(
@@ -85,7 +86,7 @@ class Books:
         self.views_differed_at: float | None = None
         self.written_off: Counter[str] = Counter()
         self.histories = [{start.digest: History(start, b"", {})} for start in starts]
-        self.offers: list[dict[int, dict[Named, Offered]]] = [{} for _ in starts]
+        self.offers: list[dict[int, dict[tuple[str, bytes | float], Offered]]] = [{} for _ in starts]
         self.excused: defaultdict[tuple[str, int, int], set[int]] = defaultdict(set)
         """Units that were written off, by peer, fragment and block."""
         self.checked: dict[tuple[bytes, bytes], list[tuple[PartWeights, ...]]] = {}
@@ -102,13 +103,11 @@ class Books:
     def reached(self, peer: str, fragment: int, history: History) -> None:
         """Somebody made a state by a commit."""
         known, state = self.histories[fragment], history.state
-        if state.digest in known:
-            return
-        others = any(other.state.version == state.version for other in known.values())
-        if others and self.views_differed_at is None:
+        others = (other.state.version for other in known.values())
+        if self.views_differed_at is None and state.digest not in known and state.version in others:
             text = f"fragment {fragment}: another state of version {state.version}"
             self.broken(peer, "forks", f"{text}, and nothing ever went wrong")
-        known[state.digest] = history
+        known.setdefault(state.digest, history)
 
     def sign(self, context: bytes, content: bytes) -> None:
         """Somebody signed something: kept if it is a committed outcome."""
@@ -130,12 +129,11 @@ class Auditor:
         self._work = books.works[peer]
 
     def offered(self, fragment: int, base: State, met_version: int, offer: Offered) -> None:
-        place = f"fragment {fragment}"
         if met_version != base.version:
-            text = f"had met version {met_version} were measured against version {base.version}"
-            self._broken("conservation", f"{place}: live parameters that {text}")
+            text = f"live parameters of version {met_version} were measured against version {base.version}"
+            self._broken("conservation", f"fragment {fragment}: {text}")
         if offer.payload != self._work.offer(fragment, offer.counted, offer.units):
-            self._broken("conservation", f"{place}: an offer is not the work that it claims")
+            self._broken("conservation", f"fragment {fragment}: an offer is not the work that it claims")
         self.counted(fragment, base, offer.counted, "an offer")
         rounds = self._books.offers[fragment]
         rounds.setdefault(offer.round, {})[self._peer, offer.offer_id] = offer
@@ -190,9 +188,9 @@ class Auditor:
         histories = self._books.histories[fragment]
         old, new = histories.get(before.digest), histories.get(after.digest)
         if new is not None:
-            theirs = self._counted_in(new)
+            theirs = new.of(self._peer)
             if old is not None and not comes_of(after, before, histories):
-                for block, mine in enumerate(self._counted_in(old)):
+                for block, mine in enumerate(old.of(self._peer)):
                     if mine > theirs[block]:
                         why = "counted in a history that was given up"
                         self.written_off(fragment, block, theirs[block], mine, why)
@@ -205,8 +203,7 @@ class Auditor:
         """A peer that was told an outcome goes by it, and the state that it takes may come of another: what
         it offered is then in a history that it never reached. Nothing but such offers is written off."""
         offers = self._books.offers[fragment].get(before.version + 1, {})
-        promised = self._books.signed_upon(fragment, before)
-        for part in (part for outcome in promised for part in weights_of(outcome)):
+        for part in (p for outcome in self._books.signed_upon(fragment, before) for p in weights_of(outcome)):
             mine = offers.get((self._peer, part.offer_of(self._peer) or b""))
             for block in range(part.start_block, part.stop_block if mine is not None else 0):
                 start, stop = theirs[block], min(counted[block], mine.units if mine is not None else 0)
@@ -224,20 +221,17 @@ class Auditor:
         if history is None:
             self._broken("agreed state", f"fragment {fragment}: {after} of a state that nobody agreed on")
             return
-        for block, (mine, theirs) in enumerate(zip(counted, self._counted_in(history), strict=True)):
+        for block, (mine, theirs) in enumerate(zip(counted, history.of(self._peer), strict=True)):
             if lost := self._unexcused(fragment, block, theirs, mine):
                 self._broken("conservation", f"fragment {fragment}: {lost} units lost before {after}")
                 return
             if twice := len(self._work.kept(mine, theirs)):
-                text = f"{twice} counted units kept for more after {after}"
-                self._broken("conservation", f"fragment {fragment}: {text}")
+                text = f"fragment {fragment}: {twice} counted units kept for more after {after}"
+                self._broken("conservation", text)
                 return
 
     def _broken(self, law: str, text: str) -> None:
         self._books.broken(self._peer, law, text)
-
-    def _counted_in(self, history: History) -> tuple[int, ...]:
-        return history.counted.get(self._peer, (0,) * (len(history.state.sums) // 2))
 
     def _unexcused(self, fragment: int, block: int, start: int, stop: int) -> int:
         """Units of (start, stop] that were not written off."""

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from p2p_co2.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced
@@ -25,21 +25,13 @@ from p2p_co2.trainer.fragment_state import EncodedOffer, Outcome
 from p2p_co2.trainer.worker import Encoded
 
 TENSOR_BYTES_PER_S = 1e9
-"""How fast the worker goes through payloads."""
-WORKER_FLOOR_S = 0.001
+"""How fast the worker goes through payloads; all that it is asked takes a millisecond more."""
 _T = TypeVar("_T")
 
 
-class Snapshot(NamedTuple):
-    """Live parameters at a schedule point: the units in them, and the version that they have met."""
-
-    units: int
-    met_version: int
-
-
 class CountingModel:
-    """The live parameters of a simulated peer; what ``trainer.exchanged_model`` is in a real one. A ``Merge``
-    tells them only which version they meet."""
+    """The live parameters of a simulated peer; what ``trainer.exchanged_model`` is in a real one. A snapshot
+    is the units in them, and the version that they have met; a ``Merge`` tells them which one they meet."""
 
     def __init__(self, work: Work, versions: Sequence[int]) -> None:
         self._work, self._met = work, list(versions)
@@ -51,8 +43,8 @@ class CountingModel:
     def take_computing_s(self) -> float:
         return 0.0
 
-    def snapshot(self, fragment: int) -> Snapshot:
-        return Snapshot(self._work.units, self._met[fragment])
+    def snapshot(self, fragment: int) -> tuple[int, int]:
+        return self._work.units, self._met[fragment]
 
     def merge_(self, fragment: int, merge: Merge) -> None:
         self._met[fragment] = cast(int, merge.addend)
@@ -109,7 +101,7 @@ class CountingLedger:
         return self._unencoded > 0
 
     def submit_offer(
-        self, fragment: int, snapshot: Snapshot, weight: float, outcomes_taken: int, done: Encoded,
+        self, fragment: int, snapshot: tuple[int, int], weight: float, outcomes_taken: int, done: Encoded,
         offer_id: bytes = b"",
     ) -> None:  # fmt: skip
         """As ``TensorWorker.submit_offer``."""
@@ -120,20 +112,22 @@ class CountingLedger:
             if outcomes_taken != mine.told:
                 self._tell(fragment)
                 return
-            offer = self._offer(fragment, snapshot.units, weight, offer_id)
-            self.audit.offered(fragment, mine.state, snapshot.met_version, offer)
+            offer = self.offer(fragment, snapshot[0], weight, offer_id)
+            self.audit.offered(fragment, mine.state, snapshot[1], offer)
             encoded = EncodedOffer(offer.round, offer.round - 1, offer.payload, None)
             done(fragment, encoded, mine.state.agreed)
 
         self._unencoded += 1
         self._loop.call_at(self._turn(len(mine.counted) * BLOCK_BYTES), encode)
 
-    def _offer(self, fragment: int, units: int, weight: float, offer_id: bytes) -> Offered:
+    def offer(self, fragment: int, units: int, weight: float, offer_id: bytes) -> Offered:
         mine = self.fragments[fragment]
         if mine.in_flight is not None:
             raise LocalProtocolError(f"round {mine.in_flight.round} is still in flight")
-        begins, payload = tuple(mine.counted), self.work.offer(fragment, mine.counted, units)
-        mine.in_flight = Offered(offer_id, mine.state.version + 1, weight, units, begins, payload)
+        payload = self.work.offer(fragment, mine.counted, units)
+        mine.in_flight = Offered(
+            offer_id, mine.state.version + 1, weight, units, tuple(mine.counted), payload
+        )
         return mine.in_flight
 
     # ---- the Ledger protocol
@@ -149,7 +143,7 @@ class CountingLedger:
     async def abort(self, fragment: int, offer_id: bytes) -> None:
         def work() -> None:
             before = self.save()[fragment]
-            self._abort(fragment, offer_id)
+            self.give_up(fragment, offer_id)
             self.audit.aborted(fragment, before, self.save()[fragment])
 
         await self._ask(0, work)
@@ -168,9 +162,9 @@ class CountingLedger:
         self, fragment: int, data: Buffer, agreed: AgreedVersion,
         parts: Sequence[PartWeights] | None = None, goes_back: bool = False,
     ) -> AgreedVersion:  # fmt: skip
-        return await self._ask(len(data), lambda: self._adopt(fragment, data, agreed, parts, goes_back))
+        return await self._ask(len(data), lambda: self.take_over(fragment, data, agreed, parts, goes_back))
 
-    # ---- the steps
+    # ---- the steps, each a place for a test to plant its bug
 
     def _commit(self, mean: AgreedMean) -> AgreedVersion:
         mine, before = self.fragments[mean.fragment], self.fragments[mean.fragment].state
@@ -178,43 +172,34 @@ class CountingLedger:
             return before.agreed
         after = State.of(before.form, mean.round, add(before.sums, unpack(mean.mean)))
         self.audit.committed(mean, before, after)
-        offer = self._count(mean.fragment, mean.round, mean.parts)
+        offer = self.count(mean.fragment, mean.round, mean.parts)
         blocks = sum(p.stop_block - p.start_block for p in mean.parts if self.peer in p.weights)
         share = blocks / len(mine.counted) if offer is not None else 0.0
         if share == 1.0 and (mine.in_flight is None or mine.in_flight is offer):
             mine.in_doubt = False
-        self._move(mean.fragment, after, StepReport(1.0, 0.0, 0.0, 0.0), share)
+        self._move(mean.fragment, after, report=StepReport(1.0, 0.0), share=share)
         self.audit.counted(mean.fragment, after, mine.counted)
         return after.agreed
 
-    def _count(self, fragment: int, round_: int, parts: Sequence[PartWeights]) -> Offered | None:
+    def count(self, fragment: int, round_: int, parts: Sequence[PartWeights]) -> Offered | None:
         """Note what a mean holds of this peer's work; which of its offers that was."""
-        mine = self.fragments[fragment]
-        offer, is_foreign = self._mine(mine, round_, parts)
-        if offer is not None:
-            for part in (part for part in parts if self.peer in part.weights):
-                for block in range(part.start_block, part.stop_block):
-                    mine.counted[block] = max(mine.counted[block], offer.units)
-        if is_foreign:
+        mine, held = self.fragments[fragment], [part for part in parts if self.peer in part.weights]
+        names = {part.offer_of(self.peer) for part in held}
+        known = (one for one in mine.offers if one.round == round_ and names == {one.offer_id})
+        if (offer := next(known, None)) is not None:
+            for block in (block for part in held for block in range(part.start_block, part.stop_block)):
+                mine.counted[block] = max(mine.counted[block], offer.units)
+        elif names:
             self._write_off(fragment, "a forgotten offer was counted", [self.work.units])
         return offer
 
-    def _mine(
-        self, mine: _Fragment, round_: int, parts: Sequence[PartWeights]
-    ) -> tuple[Offered | None, bool]:
-        """Which of this peer's offers the mean holds, and whether it holds one that it no longer knows."""
-        names = {part.offer_of(self.peer) for part in parts if self.peer in part.weights}
-        known = (one for one in mine.offers if one.round == round_ and names == {one.offer_id})
-        offer = next(known, None)
-        return offer, bool(names) and offer is None
-
-    def _abort(self, fragment: int, offer_id: bytes) -> None:
+    def give_up(self, fragment: int, offer_id: bytes) -> None:
         mine = self.fragments[fragment]
         if mine.in_flight is not None and mine.in_flight.offer_id == offer_id:
             mine.in_flight, mine.withdrawn = None, mine.in_flight
             self._tell(fragment)
 
-    def _adopt(
+    def take_over(
         self, fragment: int, data: Buffer, agreed: AgreedVersion, parts: Sequence[PartWeights] | None,
         goes_back: bool = False,
     ) -> AgreedVersion:  # fmt: skip
@@ -233,7 +218,7 @@ class CountingLedger:
         elif after.version <= before.version:
             mine.in_doubt = bool(mine.offers)
         elif parts is not None:
-            self._count(fragment, before.version + 1, parts)
+            self.count(fragment, before.version + 1, parts)
         else:
             units = [offer.units for offer in mine.offers]
             self._write_off(fragment, "may be in a state that was adopted", units)
@@ -249,15 +234,12 @@ class CountingLedger:
                 self.audit.written_off(fragment, block, counted, until_unit, why)
                 mine.counted[block] = until_unit
 
-    def _move(
-        self, fragment: int, after: State, report: StepReport | None = None, share: float = 0.0
-    ) -> None:
+    def _move(self, fragment: int, after: State, **more: Any) -> None:
         """Another state is the agreed one: offers have ended, and live parameters are to meet it."""
         mine = self.fragments[fragment]
         ended = mine.in_flight is not None
         mine.state, mine.in_flight, mine.withdrawn = after, None, None
-        merge = Merge(1.0, cast(Any, after.version))
-        self._tell(fragment, merge=merge, report=report, share=share, ends_offer=ended)
+        self._tell(fragment, Merge(1.0, cast(Any, after.version)), ends_offer=ended, **more)
 
     def _tell(self, fragment: int, merge: Merge | None = None, **more: Any) -> None:
         mine = self.fragments[fragment]
@@ -269,7 +251,7 @@ class CountingLedger:
 
     def _turn(self, size_bytes: int) -> float:
         """When work on this many bytes, asked for now, is done."""
-        took_s = WORKER_FLOOR_S + size_bytes * self._scale / TENSOR_BYTES_PER_S
+        took_s = 0.001 + size_bytes * self._scale / TENSOR_BYTES_PER_S
         self._free_at = max(self._free_at, self._loop.time()) + took_s
         return self._free_at
 

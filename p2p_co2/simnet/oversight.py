@@ -1,19 +1,18 @@
 """Looks at the laws of a simulated swarm wherever they may be broken, and keeps its figures.
 
-What peers do to what is agreed is checked by the ledgers' audits (``laws``). What a process holds is looked
-at as each of its turns ends, so a bound that is broken for a moment is seen. What lasts too long (a timer, an
-offer, the end of a process, a fork) is looked for every ``LOOK_EVERY_S``, since a process that stands still
-takes no turn.
+What a process holds is looked at as each of its turns ends. What lasts too long is looked for every
+``LOOK_EVERY_S``, since a process that stands still takes no turn.
 
 Laws: no timer is due at two looks in a row while its process could run; an open offer has a timer and ends
 within the bound of the run; whoever has trained to the end goes within the time that it told; what is held
 stays within the bound that it names; who was there at the end finished, with one state. Nothing here changes
-what a process does. Price: a few percent of a simulation.
+what a process does.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,10 +30,9 @@ from p2p_co2.telemetry import events as ev
 
 LOOK_EVERY_S, LOOKS_IN_A_ROUND = 1.5, 20.0
 """A process looks at its timers at least every second. In rounds of minutes looks are rarer."""
-HANG_UP_S = 60.0
-"""So much later than a peer told that it would be gone it may still be there: to say goodbye."""
-LEFT_OFF_S = LOADS_QUIET_S + HANG_UP_S
-"""And so long after it was needed last: it got, or gave, a chunk of a state, or a last round was made."""
+HANG_UP_S = 2 * LOADS_QUIET_S
+"""So much later than a peer told that it would be gone it may still be there, to say goodbye; and so much
+later than others count it as needed: it got, or gave, a chunk of a state, or a last round was made."""
 ROUNDS_OF_AN_OFFER = 3.0
 """An offer may be late for a round, be in one, and wait for its means: each as long as one may last."""
 HEAL_ROUNDS, HEAL_AFTER_S = 3.0, 40.0
@@ -80,7 +78,7 @@ class Oversight:
     ) -> None:
         self._process, self.node, self._books = process, node, books
         self._result, self._offer_bound_s = result, offer_bound_s
-        self._machines: tuple[Any, ...] = node.rounds, node.catchup, node.membership
+        self._machines: tuple[Any, ...] = node.rounds, node.membership
         self._counted = [-1] * len(self._machines)
         """What the machines had counted when they were looked at last."""
         self._due: dict[str, float] = {}
@@ -110,7 +108,7 @@ class Oversight:
     def look(self) -> None:
         """See what waits for too long, and what grew without being counted."""
         node, now = self.node, self.node.now()
-        self._weigh(node.membership.held())
+        self._weigh(node.membership.held() | node.catchup.donor.held())
         is_awake = self._books.now() > self._process.stalled_until + LOOK_EVERY_S
         due = {name: at for name, at in node.timers().items() if at is not None and at <= now}
         for name, at in due.items():
@@ -137,9 +135,10 @@ class Oversight:
         due_at = since + told_s / rate + self._slept_s(since) + HANG_UP_S
         if now < max(due_at, looks_at):
             return
-        is_needed = progress.is_needed(LEFT_OFF_S) or progress.is_needed(LOADS_QUIET_S, settled=True)
+        left_off_s = LOADS_QUIET_S + HANG_UP_S
+        is_needed = progress.is_needed(left_off_s) or progress.is_needed(LOADS_QUIET_S, settled=True)
         if now < due_at + LOADS_CAP_S and is_needed:
-            self._goes_by = since, told_s, now + LEFT_OFF_S
+            self._goes_by = since, told_s, now + left_off_s
             return
         text = f"is there {now - since:.0f} s after its training, for {told_s:.0f} s told"
         self._broken_once("end", text)
@@ -169,20 +168,20 @@ class Inspector:
         on_end: Callable[[Process, BaseException | None], None],
     ) -> None:  # fmt: skip
         self._scene, self._volunteers, self._processes, self._on_end = scene, volunteers, processes, on_end
-        settings, clock = scene.settings, scene.settings.run.clock
         rounds_s = ROUNDS_OF_AN_OFFER * scene.shape.round_cap_s
-        self.offer_bound_s = settings.offers_within_s or READY_CAP_S + rounds_s
+        self.offer_bound_s = scene.settings.offers_within_s or READY_CAP_S + rounds_s
         lines = {volunteer.profile for volunteer in volunteers}
         loads_s = {line: scene.loading_s(line, lines) for line in lines if len(volunteers) > 1}
         self._slow = {v.identity.peer_id for v in volunteers if loads_s.get(v.profile, 0.0) > LOADS_CAP_S}
         """Peers over whose lines a state takes longer than others stay for it at the end."""
-        self.heal_s = HEAL_ROUNDS * clock.round_s + HEAL_AFTER_S + max(loads_s.values(), default=0.0)
+        heal_s = HEAL_ROUNDS * scene.settings.run.clock.round_s + HEAL_AFTER_S
+        self.heal_s = heal_s + max(loads_s.values(), default=0.0)
         self._forks = Forks(scene.books, self.heal_s)
         self._result = Result()
         self.left_behind, self.lacking, self.not_given = set[PeerId](), set[PeerId](), set[PeerId]()
+        self.ends: dict[PeerId, Sequence[AgreedVersion]] = {}
         self._first_end_at = math.inf
         """When somebody first ended as the run was over."""
-        self.ends: dict[PeerId, Sequence[AgreedVersion]] = {}
         self._oversights: dict[Process, Oversight] = {}
         self._look()
 
@@ -209,9 +208,8 @@ class Inspector:
             peers.discard(peer)
 
     def saw_node(self, process: Process, node: Node) -> None:
-        self._oversights[process] = Oversight(
-            process, node, self._scene.books, self._result, self.offer_bound_s
-        )
+        books = self._scene.books
+        self._oversights[process] = Oversight(process, node, books, self._result, self.offer_bound_s)
 
     def saw_arrival(self, process: Process, is_there: bool) -> None:
         if self._came_after_the_end(process):
@@ -231,19 +229,18 @@ class Inspector:
         return inside <= self.left_behind and (bool(inside) or is_alone)
 
     def hear(self, process: Process, event: ev.Event) -> None:
-        if isinstance(event, ev.FragmentApplied):
-            if event.contributed and process.contributed_at is None:
+        match event:
+            case ev.FragmentApplied(contributed=True) if process.contributed_at is None:
                 process.contributed_at = self._scene.world.now
-        elif isinstance(event, ev.RoundBegan):
-            if len(event.group) == 1:  # others may make that round, too
+            case ev.RoundBegan() if len(event.group) == 1:  # others may make that round, too
                 self._scene.books.views_differ()
-        elif isinstance(event, ev.Warned) and event.text.startswith(LACKS):
-            self.lacking.add(process.peer)
-        elif isinstance(event, ev.TrainingEnded) and process in self._oversights:
-            self._oversights[process].goes_within(event.offers_within_s + event.settles_within_s)
-        elif isinstance(event, ev.PeerFinished) and event.reason == THE_RUN_IS_OVER:
-            self._first_end_at = min(self._first_end_at, self._scene.world.now)
-            self.ends[process.peer] = process.ledger.agreed()
+            case ev.Warned() if event.text.startswith(LACKS):
+                self.lacking.add(process.peer)
+            case ev.TrainingEnded() if process in self._oversights:
+                self._oversights[process].goes_within(event.offers_within_s + event.settles_within_s)
+            case ev.PeerFinished(reason=reason) if reason == THE_RUN_IS_OVER:
+                self._first_end_at = min(self._first_end_at, self._scene.world.now)
+                self.ends[process.peer] = process.ledger.agreed()
         self._scene.log.write(event)
 
     def ended(self, process: Process, error: BaseException | None) -> None:
@@ -258,22 +255,27 @@ class Inspector:
 
     # ---- the end
 
-    def result(self, faults: Mapping[str, int], ended_early: bool) -> Result:
+    def result(self, ended_early: bool) -> Result:
         """What came of it, once nobody runs any more."""
-        result, books, log = self._result, self._scene.books, self._scene.log
+        result, scene, volunteers = self._result, self._scene, self._volunteers
         self._forks.look((), None)
         if not ended_early:
             self.judge_end()
-        result.digest, result.counts = log.digest(), dict(sorted(log.counts.items()))
-        result.virtual_s, result.turns = self._scene.world.now, self._scene.world.turns
-        result.violations, result.written_off = books.violations, dict(sorted(books.written_off.items()))
+        result.digest, result.counts = scene.log.digest(), dict(sorted(scene.log.counts.items()))
+        result.virtual_s, result.turns, result.ended_early = scene.world.now, scene.world.turns, ended_early
+        result.violations = scene.books.violations
+        result.written_off = dict(sorted(scene.books.written_off.items()))
         result.digests = {str(peer): _digest(agreed) for peer, agreed in self.ends.items()}
-        result.units = sum(volunteer.work.units for volunteer in self._volunteers)
+        result.units = sum(volunteer.work.units for volunteer in volunteers)
         result.forks, result.longest_fork_s = self._forks.seen, self._forks.longest_s
-        result.held, result.faults = dict(sorted(result.held.items())), dict(sorted(faults.items()))
+        by_nature = {
+            "behind NAT": sum(v.profile.nat != "open" for v in volunteers),
+            "skewed clock": sum(v.skew_s != 0.0 and v.drift != 0.0 for v in volunteers),
+        }
+        result.held = dict(sorted(result.held.items()))
+        result.faults = dict(sorted((scene.internet.faults + Counter(by_nature)).items()))
         result.left_behind = self._names_of(self.left_behind)
         result.lacking = self._names_of(self.lacking | self.not_given)
-        result.ended_early = ended_early
         return result
 
     def _names_of(self, peers: set[PeerId]) -> list[str]:

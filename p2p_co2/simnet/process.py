@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.config import PeerConfig
 from p2p_co2.errors import TransportError
 from p2p_co2.node.environment import Clock, Environment
 from p2p_co2.node.node import Node
 from p2p_co2.planning.profiles import LinkProfile
+from p2p_co2.protocol.heartbeat import SLOWEST_HEARTBEAT_S
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.simnet.internet import Endpoint
+from p2p_co2.simnet.internet import Endpoint, VirtualLinks
 from p2p_co2.simnet.laws import Auditor
-from p2p_co2.simnet.ledger import CountingLedger, CountingModel
-from p2p_co2.simnet.links import VirtualLinks
+from p2p_co2.simnet.ledger import CountingModel
 from p2p_co2.simnet.rendezvous import Doorway
 from p2p_co2.simnet.scene import SOFTWARE, Scene
 from p2p_co2.simnet.virtual_time import ProcessLoop, VirtualTime, loop_of
@@ -33,10 +32,8 @@ from p2p_co2.trainer.arrival import Arrival, caught_up
 from p2p_co2.trainer.network_thread import NodeView
 from p2p_co2.trainer.synchroniser import Progressed, Source, Synchroniser
 
-EPOCH_S = 1.6e9
+EPOCH = 1.6e9
 """Unix time at which every simulation begins."""
-JOIN_AGAIN_S = 5.0
-"""Between two attempts to reach a seed."""
 LOOK_EVERY_S = 0.25
 """How often a training thread that waits for others looks where they are."""
 REPORTS_IN_A_QUIET_BEAT = 2.0
@@ -50,9 +47,9 @@ THE_RUN_IS_OVER = "the run is over"
 class Checkpoint:
     """What is on a volunteer's disk. ``units``: the work that is in it."""
 
-    fragments: tuple[Saved, ...]
-    progressed: Progressed
-    units: int
+    fragments: tuple[Saved, ...] = ()
+    progressed: Progressed = field(default_factory=Progressed)
+    units: int = 0
 
 
 @dataclass
@@ -69,54 +66,27 @@ class Volunteer:
     skew_s: float
     drift: float
     work: Work
-    disk: Checkpoint | None = None
+    disk: Checkpoint = field(default_factory=Checkpoint)
     processes: int = 0
     counted: Sequence[int] = ()
 
     def clock(self, world: VirtualTime) -> Clock:
-        rate, start = 1.0 + self.drift, EPOCH_S + self.skew_s
+        rate, start = 1.0 + self.drift, EPOCH + self.skew_s
         return Clock(lambda: world.now * rate, lambda: start + world.now * rate)
 
 
 class Training:
-    """The training thread of one process, from ``arrive`` on. It talks to the node through ``NodeView``, as a
-    real one does, and goes through the synchroniser's waits without blocking. ``rng`` makes steps uneven and
-    names offers."""
+    """The training thread of one process once it is where the swarm is. It goes through the waits of the
+    synchroniser, ``sync``, without blocking; an outcome sets ``news``."""
 
-    def __init__(
-        self, run: RunConfig, view: NodeView, ledger: CountingLedger, step_s: float, rng: random.Random
-    ) -> None:
-        self._run, self._view, self._ledger = run, view, ledger
-        self._step_s, self._rng, self._now = step_s, rng, view.node.clock.monotonic
-        self._news = asyncio.Event()
-        ledger.on_outcome = self._news.set
-        self.sync: Synchroniser = cast(Any, None)
-        """Once it has arrived."""
+    def __init__(self, scene: Scene, volunteer: Volunteer, sync: Synchroniser, news: asyncio.Event) -> None:
+        self._rng, self._volunteer, self.sync, self._news = scene.rng, volunteer, sync, news
+        sync.take_outcomes()
+        sync.report()
 
     @property
     def is_over(self) -> bool:
         return self.sync.account.is_over(self.sync.position)
-
-    async def arrive(self, start: Progressed) -> bool:
-        """Wait until this peer is where the swarm is or is sure to be alone; False if that takes too long, or
-        if the others went before this peer had what they had."""
-        arrival = Arrival(self._view.node, self._now())
-        try:
-            is_there = arrival.is_there(self._now())
-            while not is_there:
-                await asyncio.sleep(LOOK_EVERY_S)
-                is_there = arrival.is_there(self._now())
-        except TransportError:
-            return False
-        start = caught_up(start, self._view.swarm_position(), self._run.clock, self._now())
-        model = CountingModel(self._ledger.work, [agreed.version for agreed in self._ledger.agreed()])
-        source = Source(self._now, lambda: self._rng.randbytes(8))
-        self.sync = Synchroniser(
-            self._run, cast(Any, model), cast(Any, self._ledger), self._view, start, source
-        )
-        self.sync.take_outcomes()
-        self.sync.report()
-        return True
 
     def ask_to_leave(self) -> None:
         """Ctrl-C, while it trains: whatever it waits for, it looks up."""
@@ -126,15 +96,11 @@ class Training:
     async def train(self) -> None:
         """Until the run is over or this peer is asked to leave."""
         while not (self.sync.stopped or self.is_over):
-            await asyncio.sleep(self._step_s * self._rng.uniform(0.9, 1.1))
-            self._ledger.work.units += 1
-            await self._stand_still(self.sync.step_waits(TOKENS_PER_STEP, math.nan))
+            await asyncio.sleep(self._volunteer.step_s * self._rng.uniform(0.9, 1.1))
+            self._volunteer.work.units += 1
+            await self.stand_still(self.sync.step_waits(TOKENS_PER_STEP, math.nan))
 
-    async def flush(self) -> None:
-        """As ``Synchroniser.flush``."""
-        await self._stand_still(self.sync.flush_waits(self.is_over))
-
-    async def _stand_still(self, waits: Iterator[float]) -> None:
+    async def stand_still(self, waits: Iterator[float]) -> None:
         """As ``synchroniser.stand_still``."""
         for wait_s in waits:
             alarm = asyncio.get_running_loop().call_later(max(wait_s, LOOK_EVERY_S), self._news.set)
@@ -155,7 +121,9 @@ class Watch(Protocol):
 
 
 class Process:
-    """Of a ``volunteer``, in a ``scene``."""
+    """Of a ``volunteer``, in a ``scene``. ``stalls``: from when until when it stood still, or will stand;
+    ``trained_at``: since when it trains, in virtual seconds; ``contributed_at``: when it was in a mean
+    first."""
 
     def __init__(self, scene: Scene, volunteer: Volunteer, watch: Watch) -> None:
         self._scene, self.volunteer, self._watch = scene, volunteer, watch
@@ -164,14 +132,10 @@ class Process:
         self.endpoint = Endpoint(volunteer.identity.peer_id, volunteer.profile, loop)
         self.started_at = scene.world.now
         self.stalls: list[tuple[float, float]] = []
-        """From when until when it stood still, or will stand."""
         self.trained_at: float | None = None
-        """Since when it trains, in virtual seconds."""
         self.contributed_at: float | None = None
         self.node: Node | None = None
-        self._training: Training = cast(Any, None)
-        """Once it has its node."""
-        self.links: VirtualLinks | None = None
+        self._training: Training | None = None
         self.alive = True
         self._reported_at = 0.0
         self.ledger = scene.make_ledger(
@@ -195,17 +159,15 @@ class Process:
 
     @property
     def is_leaving(self) -> bool:
-        return self.trained_at is not None and self._training.sync.stopped
+        return self._training is not None and self._training.sync.stopped
 
     # ---- its life
 
     async def _live(self) -> None:
         scene, volunteer, settings = self._scene, self.volunteer, self._scene.settings
         scene.internet.endpoints[self.peer] = self.endpoint
-        saved, start = volunteer.disk, Progressed()
-        if saved is not None:
-            self.ledger.restore(saved.fragments)
-            start = saved.progressed
+        if volunteer.disk.fragments:
+            self.ledger.restore(volunteer.disk.fragments)
         doorway = Doorway(
             volunteer.identity, PeerConfig(name=volunteer.name), settings.run, SOFTWARE, self.endpoint,
             scene.rendezvous,
@@ -216,27 +178,30 @@ class Process:
             fragments=len(settings.blocks), run=settings.run.digest().hex(),
         )  # fmt: skip
         await self._join(doorway)
-        node = self.node = Node(
-            Environment.of(doorway, volunteer.clock(scene.world), self._make_links, scene.open_message),
-            scene.shape, scene.state_bytes, self.ledger, self.ledger.agreed(), self._report,
+        clock = volunteer.clock(scene.world)
+        environment = Environment(
+            doorway, clock, lambda *given: VirtualLinks(scene.internet, self.endpoint, given[2]),
+            scene.open_message,
         )  # fmt: skip
+        node = self.node = Node(
+            environment, scene.shape, scene.state_bytes, self.ledger, self.ledger.agreed(), self._report
+        )
         self._watch.saw_node(self, node)
         self._tasks.append(self.loop.create_task(node.run()))
         self._tasks[1].add_done_callback(self._ended)
-        view = NodeView(node, self.loop, self._report_training, lambda: None)
-        training = self._training = Training(settings.run, view, self.ledger, volunteer.step_s, scene.rng)
-        is_there = await training.arrive(start)
+        is_there = await self._arrive(node)
         self._watch.saw_arrival(self, is_there)
         if not is_there:
             self._say(ev.Warned, text="no peer could give this one the agreed state; try again later")
-            await self._leave("could not catch up")
+            await self._leave(node, "could not catch up")
             return
+        training = self._training = self._begin(node, clock)
         self.trained_at = scene.world.now
-        self._tasks.append(self.loop.create_task(self._keep_saving()))
+        self._tasks.append(self.loop.create_task(self._keep_saving(training.sync)))
         await training.train()
         self._tasks[2].cancel()
-        await training.flush()
-        await self._leave(THE_RUN_IS_OVER if training.is_over else "stopped")
+        await training.stand_still(training.sync.flush_waits(training.is_over))
+        await self._leave(node, THE_RUN_IS_OVER if training.is_over else "stopped")
 
     async def _join(self, doorway: Doorway) -> None:
         while True:
@@ -245,38 +210,58 @@ class Process:
                 return
             except TransportError as error:
                 self._say(ev.Warned, text=str(error))
-                await asyncio.sleep(JOIN_AGAIN_S)
+                await asyncio.sleep(SLOWEST_HEARTBEAT_S)
 
-    async def _leave(self, reason: str) -> None:
-        assert self.node is not None
-        agreed = self.ledger.agreed()
-        carriers = self.links.carriers_used() if self.links is not None else {}
-        self.node.say_goodbye(reason)
-        self.node.stop()
+    async def _arrive(self, node: Node) -> bool:
+        """Wait until this peer is where the swarm is or is sure to be alone; False if that takes too long, or
+        if the others went before this peer had what they had."""
+        now = node.clock.monotonic
+        arrival = Arrival(node, now(), self._scene.settings.run.group_size)
+        try:
+            while not arrival.is_there(now()):  # noqa: ASYNC110  # nothing is set when it is
+                await asyncio.sleep(LOOK_EVERY_S)
+        except TransportError:
+            return False
+        return True
+
+    def _begin(self, node: Node, clock: Clock) -> Training:
+        scene, ledger, run = self._scene, self.ledger, self._scene.settings.run
+        view, news = NodeView(node, self.loop, self._report_training, lambda: None), asyncio.Event()
+        ledger.on_outcome = news.set
+        now = clock.monotonic
+        start = caught_up(self.volunteer.disk.progressed, view.swarm_position(), run.clock, now())
+        model = CountingModel(ledger.work, [agreed.version for agreed in ledger.agreed()])
+        source = Source(now, lambda: scene.rng.randbytes(8))
+        sync = Synchroniser(run, cast(Any, model), cast(Any, ledger), view, start, source)
+        return Training(scene, self.volunteer, sync, news)
+
+    async def _leave(self, node: Node, reason: str) -> None:
+        agreed, carriers = self.ledger.agreed(), node.links.carriers_used()
+        node.say_goodbye(reason)
+        node.stop()
         await self._tasks[1]
-        if self.trained_at is not None:
-            self._save()
+        if self._training is not None:
+            self._save(self._training.sync)
         self._say(
             ev.PeerFinished, reason=reason, digest=b"".join(one.digest for one in agreed).hex(),
             versions=tuple(one.version for one in agreed), carriers=carriers,
         )  # fmt: skip
 
-    async def _keep_saving(self) -> None:
+    async def _keep_saving(self, sync: Synchroniser) -> None:
         while True:
             await asyncio.sleep(self._scene.settings.checkpoint_every_s)
-            self._save()
+            self._save(sync)
 
-    def _save(self) -> None:
+    def _save(self, sync: Synchroniser) -> None:
         """Write a checkpoint: whole, at one moment."""
-        sync = self._training.sync
-        progressed = Progressed(sync.position, sync.inner_steps, sync.tokens)
+        progressed = Progressed(sync.position, sync.inner_steps, sync.figures.tokens)
         self.volunteer.disk = Checkpoint(tuple(self.ledger.save()), progressed, self.volunteer.work.units)
 
     # ---- its end
 
     def ask_to_leave(self) -> None:
         """Ctrl-C, once; before it trains there is nothing to finish."""
-        if self.trained_at is not None:
+        if self._training is not None:
             self._training.ask_to_leave()
         else:
             self.die(host_up=True)
@@ -299,10 +284,6 @@ class Process:
 
     # ---- what it says
 
-    def _make_links(self, carriers, find_record, observer, tasks, cap) -> VirtualLinks:  # type: ignore[no-untyped-def]
-        self.links = VirtualLinks(self._scene.internet, self.endpoint, observer)
-        return self.links
-
     def _say(self, kind: type[ev.Event], **fields: Any) -> None:
         """An event of this process that is not the node's."""
         at = self.volunteer.clock(self._scene.world).unix()
@@ -315,8 +296,7 @@ class Process:
             if fields["phase"] == "training" and now - self._reported_at < every_s:
                 return
             self._reported_at = now
-            up_bytes = self.links.up_bytes if self.links is not None else 0
-            fields = {**fields, "up_bytes": up_bytes, "down_bytes": self.endpoint.down_bytes}
+            fields = {**fields, "down_bytes": self.endpoint.down_bytes}
         self._say(kind, **fields)
 
     def _report(self, event: ev.Event) -> None:

@@ -11,15 +11,14 @@ from typing import Any, Protocol
 from p2p_co2 import __version__
 from p2p_co2.config import RunConfig
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.protocol.catchup import chunk_bytes_of
+from p2p_co2.protocol.catchup.goals import chunk_bytes_of
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.protocol.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S
 from p2p_co2.protocol.wire.envelope import Opened
 from p2p_co2.simnet.eventlog import EventLog
-from p2p_co2.simnet.internet import Internet, way_between
+from p2p_co2.simnet.internet import Internet, open_parcel, way_between
 from p2p_co2.simnet.laws import Books
 from p2p_co2.simnet.ledger import CountingLedger
-from p2p_co2.simnet.links import open_parcel
 from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import BLOCK_BYTES, starts
@@ -33,7 +32,7 @@ MAX_STATE_FACTOR = 64
 
 
 class Faults(Protocol):
-    """What goes wrong, and when (``faults``); nothing does after ``calm_at``."""
+    """What goes wrong, and when (``campaign``); nothing does after ``calm_at``."""
 
     @property
     def calm_at(self) -> float: ...
@@ -81,28 +80,23 @@ class Scene:
         self.open_message: Callable[[bytes, bytes], Opened] = open_parcel
         self.world = VirtualTime()
         self.rng = random.Random(f"{settings.seed}/net")
-        self.internet = Internet(self.world, self.rng, settings.real_bytes_per_block / BLOCK_BYTES)
-        self.rendezvous = Rendezvous(self.internet, random.Random(f"{settings.seed}/dht"))
+        scale = settings.real_bytes_per_block / BLOCK_BYTES
         factor = min(MAX_STATE_FACTOR, max(2, settings.state_factor))
         self.state_bytes = [count * BLOCK_BYTES * factor for count in settings.blocks]
-        clock, scale = settings.run.clock, self.internet.scale
         # A chunk as large as a real one; of states so large that they have more chunks, larger.
         real_bytes = chunk_bytes_of([round(scale * size) for size in self.state_bytes])
-        chunk_bytes = max(
-            math.ceil(real_bytes / max(1.0, scale)), math.ceil(max(self.state_bytes) / MAX_CHUNKS)
-        )
+        least_bytes = math.ceil(max(self.state_bytes) / MAX_CHUNKS)
+        chunk_bytes = max(math.ceil(real_bytes / max(1.0, scale)), least_bytes)
+        clock = settings.run.clock
         self.shape = PayloadShape(
-            BLOCK_BYTES,
-            settings.blocks,
-            clock.round_s if clock.mode == "time" else 0.0,
-            ASSUMED_UPLOAD_BYTES_PER_S / scale,
-            chunk_bytes,
-            scale,
-            settings.run.weight_cap,
+            BLOCK_BYTES, settings.blocks, clock.round_s if clock.mode == "time" else 0.0,
+            ASSUMED_UPLOAD_BYTES_PER_S / scale, chunk_bytes, scale, settings.run.weight_cap,
             clock.mode == "steps",
-        )
+        )  # fmt: skip
         self.starts = starts(settings.blocks, self.state_bytes, chunk_bytes)
         self.books = Books(self.starts, lambda: self.world.now)
+        self.internet = Internet(self.world, self.rng, scale, self.books.views_differ)
+        self.rendezvous = Rendezvous(self.internet, random.Random(f"{settings.seed}/dht"))
 
     def loading_s(self, line: LinkProfile, lines: set[LinkProfile]) -> float:
         """Seconds that all fragments' states take over a ``line``, from the slowest of ``lines``."""

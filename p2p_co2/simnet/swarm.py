@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import random
-from collections import Counter
 from collections.abc import Callable
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -18,18 +17,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from p2p_co2.planning.profiles import profile_of
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.simnet.eventlog import EventLog
-from p2p_co2.simnet.internet import Noise
 from p2p_co2.simnet.laws import Books
 from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.simnet.oversight import Inspector, Result
-from p2p_co2.simnet.process import Process, Volunteer
-from p2p_co2.simnet.rendezvous import Seed
+from p2p_co2.simnet.process import Checkpoint, Process, Volunteer
 from p2p_co2.simnet.scene import Scene, Settings
 from p2p_co2.simnet.work import Work
 from p2p_co2.trainer.arrival import CATCH_UP_BOUND_S
-
-START_AGAIN_S = 1.0
-"""A volunteer whose process is still leaving looks after so long whether it has left."""
 
 
 class _Witness(Identity):
@@ -52,12 +46,10 @@ class Swarm:
     ) -> None:
         self.scene = scene = Scene(settings, log, make_ledger)
         self.settings, self.log, self.world, self.books = settings, log, scene.world, scene.books
-        self.internet, self.rendezvous = scene.internet, scene.rendezvous
+        self.internet, self.rendezvous, self._faults = scene.internet, scene.rendezvous, scene.internet.faults
         self.volunteers = [self._volunteer(index) for index in range(settings.peers)]
         self.processes: dict[int, Process] = {}
         self.inspector = Inspector(scene, self.volunteers, self.processes, self._process_ended)
-        self.faults: Counter[str] = Counter()
-        """What went wrong, by its name."""
         self.ended_early = False
         self._bug: BaseException | None = None
         calm_at = settings.faults.calm_at if settings.faults is not None else 0.0
@@ -69,17 +61,13 @@ class Swarm:
         rng = random.Random(f"{seed}/volunteer/{index}")
         key = hashlib.sha256(f"{seed}/identity/{index}".encode()).digest()
         identity = _Witness(Ed25519PrivateKey.from_private_bytes(key), self.books)
-        self.books.works[identity.peer_id] = Work(f"{seed}/{index}")
+        work = self.books.works[identity.peer_id] = Work(f"{seed}/{index}")
         return Volunteer(
-            name=f"peer-{index}",
-            index=index,
-            identity=identity,
-            profile=profile_of(settings.profile, seed, index),
+            f"peer-{index}", index, identity, profile_of(settings.profile, seed, index),
             step_s=settings.step_s * settings.speed_spread ** rng.uniform(-1, 1),
             skew_s=rng.uniform(-1, 1) * settings.largest_skew_s,
-            drift=rng.uniform(-1, 1) * settings.largest_drift,
-            work=self.books.works[identity.peer_id],
-        )
+            drift=rng.uniform(-1, 1) * settings.largest_drift, work=work,
+        )  # fmt: skip
 
     def peer_ids(self) -> list[PeerId]:
         return [volunteer.identity.peer_id for volunteer in self.volunteers]
@@ -107,12 +95,7 @@ class Swarm:
                 self.books.broken("", "bug", text)
         if self._bug is not None:
             raise self._bug
-        by_nature = {
-            "behind NAT": sum(v.profile.nat != "open" for v in self.volunteers),
-            "skewed clock": sum(v.skew_s != 0.0 and v.drift != 0.0 for v in self.volunteers),
-        }
-        faults = self.faults + self.internet.noises + Counter(by_nature)
-        return self.inspector.result(faults, self.ended_early)
+        return self.inspector.result(self.ended_early)
 
     @property
     def limit_s(self) -> float:
@@ -134,11 +117,11 @@ class Swarm:
         running, volunteer = self.processes.get(index), self.volunteers[index]
         if running is not None:
             if running.is_leaving:
-                self.world.call_at(self.world.now + START_AGAIN_S, self.start, index, with_disk)
+                self.world.call_at(self.world.now + 1.0, self.start, index, with_disk)
             return
         if not with_disk:
-            volunteer.disk = None
-        work, saved = volunteer.work, volunteer.disk.units if volunteer.disk is not None else 0
+            volunteer.disk = Checkpoint()
+        work, saved = volunteer.work, volunteer.disk.units
         if work.units > saved:
             # What went down with the last process and is in no agreed state that it knew.
             lost = (len(work.kept(max(saved, reached), work.units)) for reached in volunteer.counted)
@@ -147,30 +130,28 @@ class Swarm:
         old = self.internet.endpoints.get(volunteer.identity.peer_id)
         if old is not None:
             self.internet.break_links(old, "connection reset")
-            self.faults["restart with its disk" if with_disk else "restart without its disk"] += 1
+            self._faults["restart with its disk" if with_disk else "restart without its disk"] += 1
         self.inspector.starts(volunteer.identity.peer_id)
         self.processes[index] = Process(self.scene, volunteer, self.inspector)
 
     def _process_ended(self, process: Process, error: BaseException | None) -> None:
-        fragments = process.ledger.fragments
+        fragments, index = process.ledger.fragments, process.volunteer.index
         process.volunteer.counted = [reached for fragment in fragments for reached in fragment.counted]
-        if self.processes.get(process.volunteer.index) is process:
-            del self.processes[process.volunteer.index]
+        if self.processes.get(index) is process:
+            del self.processes[index]
         self._bug = self._bug or error
         if error is not None or (not self.processes and self.world.now > self._last_start_at):
             self.world.stop()
 
     def kill(self, index: int, host_up: bool) -> None:
-        process = self.processes.get(index)
-        if process is not None:
+        if process := self.processes.get(index):
             self.books.views_differ()
-            self.faults["crash" if host_up else "power loss"] += 1
+            self._faults["crash" if host_up else "power loss"] += 1
             process.die(host_up)
 
     def leave(self, index: int) -> None:
-        process = self.processes.get(index)
-        if process is not None:
-            self.faults["leave"] += 1
+        if process := self.processes.get(index):
+            self._faults["leave"] += 1
             process.ask_to_leave()
 
     def stall(self, index: int, until: float) -> None:
@@ -178,7 +159,7 @@ class Swarm:
         process = self.processes.get(index)
         if process is not None and process.stalled_until <= self.world.now:
             self.books.views_differ()
-            self.faults["stall"] += 1
+            self._faults["stall"] += 1
             process.stalls.append((self.world.now, until))
             process.loop.stall()
             self.world.call_at(until, self._go_on, process)
@@ -187,27 +168,3 @@ class Swarm:
         self.books.views_differ()
         if process.alive:
             process.loop.go_on()
-
-    # ---- what happens to the net
-
-    def split(self, sides: dict[PeerId, int]) -> None:
-        self.faults["split"] += 1
-        self.books.views_differ()
-        self.internet.split(sides)
-
-    def cut_pair(self, first: PeerId, second: PeerId) -> None:
-        self.faults["cut pair"] += 1
-        self.books.views_differ()
-        self.internet.cut_pair(first, second)
-
-    def heal(self) -> None:
-        self.books.views_differ()
-        self.internet.heal()
-
-    def set_noise(self, noise: Noise) -> None:
-        self.books.views_differ()
-        self.internet.set_noise(noise)
-
-    def set_seed(self, seed: Seed, is_up: bool) -> None:
-        seed.is_up = is_up
-        self.faults["seed down"] += not is_up

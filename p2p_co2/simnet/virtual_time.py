@@ -5,10 +5,8 @@ has a loop of its own over the common queue, because processes fail one by one: 
 its callbacks until it goes on, a dead one loses them.
 
 Laws: callbacks run in the order of their times, equal times in the order in which they were asked for, and
-nothing here reads a real clock, a thread or a socket: the same calls give the same order. A callback that
-raises ends the simulation with its traceback.
-
-Price: callbacks run in no ``contextvars`` context of their own; nothing in the library needs one.
+nothing here reads a real clock, a thread or a socket. A callback that raises ends the simulation with its
+traceback. Price: callbacks run in no ``contextvars`` context of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextvars import Context
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from p2p_co2.errors import LocalProtocolError
@@ -27,20 +26,15 @@ _T = TypeVar("_T")
 LATE_S = 1e-6
 """A timer is never early, not even by what a float of seconds since 1970 cannot tell: who is woken before its
 time finds nothing to do, and sleeps again."""
-UNWIND_TURNS = 100
-"""Times that a dying process's tasks are cancelled before we call it a bug."""
 
 
+@dataclass(slots=True, eq=False)
 class Handle:
     """A callback that waits for its turn; what asyncio needs of its own class of this name."""
 
-    __slots__ = ("args", "callback", "loop")
-
-    def __init__(
-        self, callback: Callable[..., object], args: tuple[Any, ...], loop: ProcessLoop | None
-    ) -> None:
-        self.callback: Callable[..., object] | None = callback
-        self.args, self.loop = args, loop
+    callback: Callable[..., object] | None
+    args: tuple[Any, ...]
+    loop: ProcessLoop | None
 
     def cancel(self) -> None:
         self.callback, self.args = None, ()
@@ -51,7 +45,7 @@ class Handle:
 
 class VirtualTime:
     """The clock and the queue. ``now`` in seconds since the simulation began; ``turns``: callbacks run so
-    far; ``errors``: of tasks that failed with nobody looking."""
+    far; ``ready``: to run now; ``errors``: of tasks that failed with nobody looking."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -59,28 +53,27 @@ class VirtualTime:
         self.errors: list[str] = []
         self._heap: list[tuple[float, int, Handle]] = []
         self.ready: deque[Handle] = deque()
-        """To run now."""
         self._asked = 0
         self._stopped = False
 
     def soon(self, callback: Callable[..., object], args: tuple[Any, ...], loop: ProcessLoop) -> Handle:
         """Run it in the process of ``loop`` as soon as what waits has run."""
-        handle = Handle(callback, args, loop)
-        self.ready.append(handle)
+        self.ready.append(handle := Handle(callback, args, loop))
         return handle
 
     def at(
-        self, when: float, callback: Callable[..., object], args: tuple[Any, ...], loop: ProcessLoop | None
-    ) -> Handle:
-        """Run it at ``when``, or now if that has passed, in the process of ``loop``."""
+        self, when: float, callback: Callable[..., object], args: tuple[Any, ...],
+        loop: ProcessLoop | None = None,
+    ) -> Handle:  # fmt: skip
+        """Run it at ``when``, or now if that has passed, in the process of ``loop``; None: it happens to the
+        world, not in a process."""
         self._asked += 1
         handle = Handle(callback, args, loop)
         heapq.heappush(self._heap, (when if when > self.now else self.now, self._asked, handle))
         return handle
 
     def call_at(self, when: float, callback: Callable[..., object], *args: Any) -> Handle:
-        """Something that happens to the world, not in a process."""
-        return self.at(when, callback, args, None)
+        return self.at(when, callback, args)
 
     def stop(self) -> None:
         """Let ``run`` return after the callback that is running now, or before its first."""
@@ -152,15 +145,16 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         caller has cut it off before: what its ``finally`` blocks send and say must not leave it."""
         self.dead, self.after_turn = True, None
         self.go_on()
-        self._unwind([task for task in tasks if not task.done()], UNWIND_TURNS)
+        self._unwind(tasks, 100)
 
-    def _unwind(self, tasks: list[asyncio.Task[Any]], turns_left: int) -> None:
-        if not turns_left and tasks:
+    def _unwind(self, tasks: Iterable[asyncio.Task[Any]], turns_left: int) -> None:
+        left = [task for task in tasks if not task.done()]
+        if left and not turns_left:
             raise LocalProtocolError("a simulated process does not end when its tasks are cancelled")
-        for task in tasks:
+        for task in left:
             task.cancel()  # again, should one have answered the first time by waiting for another
-        if tasks:
-            self.call_soon(lambda: self._unwind([one for one in tasks if not one.done()], turns_left - 1))
+        if left:
+            self.call_soon(self._unwind, left, turns_left - 1)
 
     # ---- asyncio's side
 
@@ -188,21 +182,12 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return asyncio.Future(loop=self)
 
     def create_task(
-        self,
-        coro: Coroutine[Any, Any, _T] | Generator[Any, None, _T],
-        *,
-        name: str | None = None,
+        self, coro: Coroutine[Any, Any, _T] | Generator[Any, None, _T], *, name: str | None = None,
         context: Context | None = None,
-    ) -> asyncio.Task[_T]:
+    ) -> asyncio.Task[_T]:  # fmt: skip
         return asyncio.Task(coro, loop=self, name=name)
 
     def get_debug(self) -> bool:
-        return False
-
-    def is_running(self) -> bool:
-        return not self.dead
-
-    def is_closed(self) -> bool:
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from p2p_co2.digest import chunk_digests, digest_of_chunks
@@ -90,17 +90,17 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """A fragment's agreed state. ``sums``: two lanes per block."""
+    """A fragment's agreed state. ``sums``: two lanes per block; ``digest``: made of all else."""
 
     version: int
     sums: tuple[int, ...]
     form: Form
-    digest: bytes
+    digest: bytes = b""
 
     @classmethod
     def of(cls, form: Form, version: int, sums: Sequence[int]) -> State:
-        data = _serialised(form, version, sums)
-        return cls(version, tuple(sums), form, digest_of_chunks(chunk_digests(data, form.chunk_bytes)))
+        state = cls(version, tuple(sums), form)
+        return replace(state, digest=digest_of_chunks(chunk_digests(state.serialised(), form.chunk_bytes)))
 
     @property
     def agreed(self) -> AgreedVersion:
@@ -108,13 +108,9 @@ class State:
 
     def serialised(self) -> bytes:
         """What a donor gives."""
-        return _serialised(self.form, self.version, self.sums)
-
-
-def _serialised(form: Form, version: int, sums: Sequence[int]) -> bytes:
-    data = pack((version, *sums))
-    times = -(-form.size_bytes // len(data))  # no zeros: nobody would have to load them
-    return (times * data)[: form.size_bytes]
+        data = pack((self.version, *self.sums))
+        times = -(-self.form.size_bytes // len(data))  # no zeros: nobody would have to load them
+        return (times * data)[: self.form.size_bytes]
 
 
 def starts(blocks: Sequence[int], state_bytes: Sequence[int], chunk_bytes: int) -> list[State]:

@@ -7,38 +7,27 @@ may come from a signal handler or another thread: it is one assignment."""
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 from p2p_co2.errors import ConfigError
 
 BY_HAND = "paused by hand"
+_DAY = 24 * 60
 _SPAN = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-4]):([0-5]\d)")
 
 
-class Span(NamedTuple):
-    """From ``start`` to ``stop``, in minutes of the day; over midnight if ``stop`` is not later."""
-
-    start: int
-    stop: int
-
-    def holds(self, minute: int) -> bool:
-        if self.start < self.stop:
-            return self.start <= minute < self.stop
-        return minute >= self.start or minute < self.stop
-
-
-def read_hours(text: str) -> tuple[Span, ...]:
-    """ "22:00-07:00, 12:30-13:30" as spans; "" is no spans. Raises ``ConfigError``."""
-    spans: list[Span] = []
+def read_hours(text: str) -> tuple[tuple[int, int], ...]:
+    """ "22:00-07:00, 12:30-13:30" as (first minute of the day, minutes); "" is none. Raises
+    ``ConfigError``."""
+    spans = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         found = _SPAN.fullmatch(part)
         if found is None:
             raise ConfigError("hours", "", f"{part!r} is no span of the day; write 22:00-07:00")
         start_h, start_min, stop_h, stop_min = map(int, found.groups())
-        span = Span(60 * start_h + start_min, 60 * stop_h + stop_min)
-        if span.start == span.stop or span.stop > 24 * 60:
+        start, stop = 60 * start_h + start_min, 60 * stop_h + stop_min
+        if start == stop or stop > _DAY:
             raise ConfigError("hours", "", f"{part!r} ends where it begins, or after 24:00")
-        spans.append(span)
+        spans.append((start, (stop - start) % _DAY or _DAY))
     return tuple(spans)
 
 
@@ -63,7 +52,7 @@ class Governor:
 
     def resting(self, minute: int) -> str:
         """Why to rest at ``minute`` of the local day; "" to work."""
-        is_open = not self._spans or any(span.holds(minute) for span in self._spans)
+        is_open = not self._spans or any((minute - start) % _DAY < minutes for start, minutes in self._spans)
         if self._was_open is not None and is_open != self._was_open:
             self._wish = None
         self._was_open = is_open

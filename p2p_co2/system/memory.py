@@ -1,21 +1,16 @@
 """How this process treats large blocks of memory: few page faults, and nothing kept that was never needed.
 
-Fresh pages are what large messages and tensors cost most: a fault takes ten times the copy itself, and more
-where a virtual machine hands free memory back to its host. So
+Fresh pages are what large messages and tensors cost most: a fault takes ten times the copy itself. So
 
 - ``large_buffer`` uses its pages again, in a pool that holds no more than was in use at one moment lately,
-and
-  takes 2 MiB pages where there are some, as torch's allocator does (asked in ``p2p_co2/__init__.py``);
+  and takes 2 MiB pages where there are some, as torch's allocator does (asked in ``p2p_co2/__init__.py``);
 - ``return_large_blocks`` has glibc unmap all other blocks from ``LARGE_BYTES`` on when they are freed, keep
-  ``KEPT_BYTES`` of the arena's free end, and use one arena for all threads: a carrier allocates a message on
-  one thread and frees it on another, so that each thread's arena would come to hold its largest moment. Left
-  alone, glibc raises its threshold with each free, and a peer keeps one or two copies of the parameters
-  unused;
+  ``KEPT_BYTES`` of the arena's free end, and use one arena for all threads: a message is allocated on one
+  thread and freed on another. Left alone, glibc would keep one or two copies of the parameters unused;
 - ``return_holes`` gives back, now and then, what is free among the arena's blocks.
 
 Sources: mallopt(3), malloc_trim(3), madvise(2). Linux with glibc; else only ``large_buffer`` counts. Price:
-a block of another size costs the kernel's zeroing at each allocation, and threads that allocate at the same
-moment wait for each other."""
+a block of another size costs the kernel's zeroing, and threads that allocate at once wait for each other."""
 
 from __future__ import annotations
 
@@ -89,23 +84,6 @@ def _of_glibc(name: str) -> Any:
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
-class _Most:
-    """The largest of the last values: since it was measured anew, or in the stretch before that."""
-
-    def __init__(self) -> None:
-        self._now = self._before = 0
-
-    @property
-    def value(self) -> int:
-        return max(self._now, self._before)
-
-    def see(self, value: int) -> None:
-        self._now = max(self._now, value)
-
-    def measure_anew(self, value: int) -> None:
-        self._before, self._now = self._now, value
-
-
 class _Kept:
     """Pages that wait for their next buffer: the first ``here_bytes`` of them may be in memory."""
 
@@ -128,20 +106,20 @@ class _Kept:
         return left_bytes
 
 
-class _Pool:
+class Pool:
     """Pages of large buffers that nobody uses any more, for the next ones.
 
-    What it holds, used and kept, is never more than was in use at one moment before, and lately.
-    What is too much is returned and no more: a message's pages in place of a mean's would cost the next mean
-    all of its own. Any thread may ask, and give back at any moment, in a garbage collection inside ``take``
-    too."""
+    What it holds, used and kept, is never more than was in use at one moment lately. What is too much is
+    returned and no more: a message's pages in place of a mean's would cost the next mean all of its own. Any
+    thread may ask, and give back at any moment, in a garbage collection inside ``take`` too."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._given_back: deque[tuple[mmap.mmap, bool]] = deque()
         self._kept: list[_Kept] = []
         self._used_bytes = self._asked_bytes = 0
-        self._most_used = _Most()
+        self._most_used = self._most_before = 0
+        """The most that was in use since it was measured anew, and in the stretch before that."""
 
     @property
     def held_bytes(self) -> int:
@@ -154,14 +132,14 @@ class _Pool:
         with self._lock:
             self._take_back()
             most_bytes = MOST_WASTE * size_bytes
-            fitting = [kept for kept in self._kept if size_bytes <= len(kept.pages) <= most_bytes]
-            if fitting:
+            if fitting := [kept for kept in self._kept if size_bytes <= len(kept.pages) <= most_bytes]:
                 chosen = min(fitting, key=lambda kept: (len(kept.pages) - kept.here_bytes, len(kept.pages)))
                 self._kept.remove(chosen)
                 pages = chosen.pages
             else:
                 pages = _mapped(size_bytes)
-            self._in_use(len(pages))
+            self._used_bytes += len(pages)
+            self._asked_bytes += len(pages)
             self._let_go()
         import numpy as np  # takes its time, and not every process has large buffers
 
@@ -177,30 +155,18 @@ class _Pool:
             if is_kept:
                 self._kept.append(_Kept(pages))
 
-    def _in_use(self, size_bytes: int) -> None:
-        self._used_bytes += size_bytes
-        self._asked_bytes += size_bytes
-        self._most_used.see(self._used_bytes)
-        if self._asked_bytes >= FORGOTTEN_AFTER * self._most_used.value:
-            self._most_used.measure_anew(self._used_bytes)
-            self._asked_bytes = 0
-
     def _let_go(self) -> None:
         """Of what was kept for longest, as much as the law asks for."""
-        allowed_bytes = self._most_used.value - self._used_bytes
+        self._most_used = max(self._most_used, self._used_bytes)
+        if self._asked_bytes >= FORGOTTEN_AFTER * max(self._most_used, self._most_before):
+            self._most_before, self._most_used, self._asked_bytes = self._most_used, self._used_bytes, 0
+        allowed_bytes = max(self._most_used, self._most_before) - self._used_bytes
         while self._kept and (excess_bytes := self._kept_bytes() - allowed_bytes) > 0:
             if not self._kept[0].shrink(excess_bytes):
                 self._kept.pop(0)
 
     def _kept_bytes(self) -> int:
         return sum(kept.here_bytes for kept in self._kept)
-
-
-def _class_bytes(size_bytes: int) -> int:
-    """What is mapped for so much, at most a sixteenth more: parts of a payload are a little larger in one
-    round than in another."""
-    step = max(mmap.PAGESIZE, 1 << (size_bytes.bit_length() - 5))
-    return -(-size_bytes // step) * step
 
 
 def _mapped(size_bytes: int) -> mmap.mmap:
@@ -211,15 +177,15 @@ def _mapped(size_bytes: int) -> mmap.mmap:
     # what is too much of that would count as held.
     whole_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     pages = mmap.mmap(-1, whole_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.resize(_class_bytes(size_bytes))
+    # At most a sixteenth more: parts of a payload are a little larger in one round than in another.
+    step_bytes = max(mmap.PAGESIZE, 1 << (size_bytes.bit_length() - 5))
+    pages.resize(-(-size_bytes // step_bytes) * step_bytes)
     with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve
         pages.madvise(mmap.MADV_HUGEPAGE, 0, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return pages
 
 
-_pool = _Pool()
-
-
+_pool = Pool()
 _trimmed_at = -math.inf
 
 

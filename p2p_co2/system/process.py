@@ -28,9 +28,7 @@ from typing import Any, Protocol
 
 from p2p_co2.errors import EnvironmentFault
 
-_PR_SET_PDEATHSIG = 1
 _ROOT = Path(__file__).resolve().parents[2]
-_PACKAGES = frozenset({"p2p_co2", "peers", "bootstrap", "monitoring"})
 _PROGRAM = (
     "import sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path.insert(0, root); "
     "from p2p_co2.system.process import run_program; sys.path.remove(root); run_program(module)"
@@ -51,7 +49,7 @@ def end_with_parent(parent: int) -> None:
     does nothing."""
     if parent == 0:
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it ended before the call above
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -92,7 +90,8 @@ class _OwnPackages:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return PathFinder.find_spec(name, [str(_ROOT)]) if name in _PACKAGES else None
+        ours = {"p2p_co2", "peers", "bootstrap", "monitoring"}
+        return PathFinder.find_spec(name, [str(_ROOT)]) if name in ours else None
 
 
 class HasDescriptor(Protocol):
@@ -125,7 +124,11 @@ def _shut() -> None:
     closes it later must not hit a file of the child's."""
     timeout_s = socket.getdefaulttimeout()
     socket.setdefaulttimeout(None)  # it would make the parent's sockets, too, non-blocking that we look at
-    ours = [end.fileno() for end in list(_ends)] + [fd for fd in _sockets() if _places_of(fd) & _places]
+    ours = [end.fileno() for end in list(_ends)]
+    for name in os.listdir("/proc/self/fd") if _places else ():
+        with suppress(OSError):  # the folder's own is gone
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode) and _places_of(int(name)) & _places:
+                ours.append(int(name))
     socket.setdefaulttimeout(timeout_s)
     with suppress(OSError):  # of no memory or descriptors: nothing that a child could do
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -135,16 +138,6 @@ def _shut() -> None:
         os.close(nothing)
     _ends.clear()
     _places.clear()
-
-
-def _sockets() -> list[int]:
-    """Descriptors of this process's sockets, if it may have any of ours."""
-    found = []
-    for name in os.listdir("/proc/self/fd") if _places else ():
-        with suppress(OSError):  # the folder's own is gone
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                found.append(int(name))
-    return found
 
 
 def _places_of(descriptor: int) -> set[str | int]:
@@ -214,18 +207,18 @@ def is_kept(folder: Path) -> bool | None:
         return None
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
     except OSError:
         return True
     finally:
         os.close(file)
-    return False
 
 
 class FolderLock:
     """Keeps a folder for this process: two peers with one identity would split a swarm and mix checkpoints.
 
-    The lock is the kernel's (flock(2)), so it ends with the process however that ends, and forked children
-    do not keep it. Raises ``EnvironmentFault`` if another process holds it, or the folder cannot be made.
+    The lock is the kernel's (flock(2)): it ends with the process however that ends, and forked children do
+    not keep it. Raises ``EnvironmentFault`` if another process holds it, or the folder cannot be made.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -238,17 +231,16 @@ class FolderLock:
                 f"cannot use the folder {folder}: {error.strerror}; choose another one with --folder"
             ) from None
         shut_in_forks(self)
-        if not self._taken():
-            holder = path.read_text(errors="replace").partition("\n")[0].strip() or "unknown"
-            self.release()
-            raise EnvironmentFault(
-                f"{folder} is in use by process {holder}; give this one another --folder"
-            ) from None
         try:
+            if not self._taken():
+                holder = path.read_text(errors="replace").partition("\n")[0].strip() or "unknown"
+                raise EnvironmentFault(
+                    f"{folder} is in use by process {holder}; give this one another --folder"
+                )
             os.ftruncate(self._file, 0)
             with full_disk_named(path):
                 os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
-        except OSError:
+        except BaseException:
             self.release()
             raise
 

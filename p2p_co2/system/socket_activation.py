@@ -5,16 +5,14 @@ So every peer serves its board on its own loopback port and still trains undistu
 connects one thread sleeps in select(2). Then the program runs as a process of its own with low priority,
 takes the waiting connection from the inherited socket, and goes when nobody has looked for a while.
 
-The program may ask this process for something over a socket pair: frames of 4 bytes of length and a
-``Relayed`` message, bounded in size and in number. A program that does not read is ended; ``close`` leaves
-no thread, process or socket."""
+It may ask this process over a socket pair: frames of 4 bytes of length and a ``Relayed`` message, bounded in
+size and number. A program that does not read is ended; ``close`` leaves no thread, process or socket."""
 
 from __future__ import annotations
 
 import os
 import queue
 import selectors
-import signal
 import socket
 import subprocess
 import threading
@@ -29,13 +27,11 @@ from p2p_co2.errors import EnvironmentFault, P2PCo2Error
 from p2p_co2.protocol.wire.messages_pb2 import Relayed
 from p2p_co2.system.process import shut_in_forks
 
-HEADER_BYTES = 4
 MAX_FRAME_BYTES = 1 << 20
 MAX_ASKED = 64
 PATIENCE_S = 2.0
 """For a program that does not read, or does not end when it is asked to (its history survives both); and
 before one that has ended is started again."""
-NICENESS = 10
 
 Ask = Callable[[Relayed], "Future[Relayed]"]
 
@@ -64,14 +60,10 @@ class SocketActivation:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._wake()
+        self._waker.send(b"\0")
         self._thread.join()
         for end in (self._listener, self._waker, self._woken):
             end.close()
-
-    def _wake(self) -> None:
-        with suppress(OSError):  # closed meanwhile
-            self._waker.send(b"\0")
 
     # ---- the thread
 
@@ -135,32 +127,31 @@ class SocketActivation:
         """Any thread: put the answer where our thread finds it, if the program that asked still runs."""
         if done.cancelled():
             answer = Relayed(trouble="this process is leaving")
-        elif isinstance(error := done.exception(), P2PCo2Error):
-            answer = Relayed(trouble=str(error)[:400])
-        elif error is not None:
-            answer = Relayed(trouble=repr(error)[:400])
+        elif (error := done.exception()) is not None:
+            answer = Relayed(trouble=(str(error) if isinstance(error, P2PCo2Error) else repr(error))[:400])
         else:
             answer = done.result()
         answer.id = number
         answers.put(answer)
-        self._wake()
+        with suppress(OSError):  # closed meanwhile
+            self._waker.send(b"\0")
 
 
 def take_over(listener_fd: int, relay_fd: int) -> tuple[socket.socket, socket.socket]:
     """The program's side: its listening socket and its end of the pair, with lowered priority."""
-    os.nice(NICENESS)
+    os.nice(10)
     return socket.socket(fileno=listener_fd), socket.socket(fileno=relay_fd)
 
 
 def send_relayed(end: socket.socket, message: Relayed) -> None:
     """Send one message over the pair. Raises ``OSError``."""
     data = message.SerializeToString()
-    end.sendall(len(data).to_bytes(HEADER_BYTES) + data)
+    end.sendall(len(data).to_bytes(4) + data)
 
 
 def receive_relayed(end: socket.socket) -> Relayed | None:
     """The next message over the pair; None for one that breaks the rules. Raises ``OSError`` at the end."""
-    length = int.from_bytes(_exactly(end, HEADER_BYTES))
+    length = int.from_bytes(_exactly(end, 4))
     if length > MAX_FRAME_BYTES:
         return None
     try:
@@ -172,21 +163,19 @@ def receive_relayed(end: socket.socket) -> Relayed | None:
 def _exactly(end: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
-        piece = end.recv(count - len(data))
-        if not piece:
+        if not (piece := end.recv(count - len(data))):
             raise ConnectionResetError("the other end is gone")
         data += piece
     return data
 
 
 def _end(program: subprocess.Popen[bytes]) -> None:
-    if program.poll() is None:
-        program.send_signal(signal.SIGTERM)
-        try:
-            program.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            program.kill()
-    program.wait()
+    program.terminate()  # nothing where it has ended
+    try:
+        program.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        program.kill()
+        program.wait()
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -9,18 +9,21 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What every event has. ``kind`` is the snake-case name used in ``events.jsonl``."""
+    """What every event has. ``kind`` is the snake-case name used in ``events.jsonl``; each kind of event is a
+    frozen dataclass that is made by names, because it is an ``Event``."""
 
     kind: ClassVar[str] = ""
     at: float
     peer: str
 
     def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
         cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def to_json(self) -> dict[str, Any]:
@@ -28,7 +31,6 @@ class Event:
         return {"kind": self.kind, **dataclasses.asdict(self)}
 
 
-@dataclass(frozen=True, kw_only=True)
 class PeerStarted(Event):
     """This process is up; ``parameters`` is N, ``fragments`` P. ``device`` is torch's name of it."""
 
@@ -49,14 +51,12 @@ class PeerStarted(Event):
     position: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
 class PeerJoined(Event):
     """Another peer was seen for the first time (or again)."""
 
     other: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class PeerLeft(Event):
     """Another peer is gone; ``reason`` says how we know."""
 
@@ -64,7 +64,6 @@ class PeerLeft(Event):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class LinkOpened(Event):
     """We can send to ``other`` over ``carrier``; ``reason``: why not the preferred one, and what is
     between."""
@@ -74,7 +73,6 @@ class LinkOpened(Event):
     reason: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
 class LinkLost(Event):
     """We can no longer send to ``other`` over ``carrier``."""
 
@@ -83,7 +81,6 @@ class LinkLost(Event):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class LinkMeasured(Event):
     """What the link to ``other`` has shown of late."""
 
@@ -99,7 +96,6 @@ class LinkMeasured(Event):
     """To ``other`` since the process started."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Progress(Event):
     """About once a second: counters since the process started; ``loss``: mean training loss since the
     last."""
@@ -121,7 +117,6 @@ class Progress(Event):
     versions: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
 class FragmentSent(Event):
     """This peer offered its outer gradient for a round."""
 
@@ -131,7 +126,6 @@ class FragmentSent(Event):
     weight: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class SendSkipped(Event):
     """A schedule point passed with the round before still in flight: the gradient carries over."""
 
@@ -139,7 +133,6 @@ class SendSkipped(Event):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class RoundBegan(Event):
     """Written by the coordinator."""
 
@@ -148,7 +141,6 @@ class RoundBegan(Event):
     group: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
 class RoundCommitted(Event):
     """Written by every member. ``contributors`` reached every part, ``partial`` only some. A group of one
     made it alone."""
@@ -169,7 +161,6 @@ class RoundCommitted(Event):
     """To holding the mean of every part."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RoundCounted(Event):
     """Whose work is in a committed mean, as a certificate that the writer has checked says."""
 
@@ -179,7 +170,6 @@ class RoundCounted(Event):
     """By peer: its weight (tokens) times the share of the fragment whose mean holds its slice."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ContributionCapped(Event):
     """In a committed mean the work of ``other`` counted for a quarter of its claim, or less. Written by every
     member, of each peer at most once a minute; ``rounds``: how many since the last time. Weights are
@@ -195,7 +185,6 @@ class ContributionCapped(Event):
     rounds: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
 class RoundAborted(Event):
     """An attempt ended without a mean: the outer gradient carries over. Written by every member."""
 
@@ -204,7 +193,6 @@ class RoundAborted(Event):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class FragmentApplied(Event):
     """An outer step reached the live parameters. ``staleness``: schedule points passed between measuring this
     peer's gradient and applying the mean (0: within its own round, 1: CO2). ``sync_delay_steps``: inner steps
@@ -220,7 +208,6 @@ class FragmentApplied(Event):
     momentum_norm: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class AgreedMeasured(Event):
     """Held-out loss of the agreed parameters as this peer measured it, in its recipe's unit."""
 
@@ -232,7 +219,6 @@ class AgreedMeasured(Event):
     """What measuring cost the training thread."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class CaughtUp(Event):
     """``how``: "replay" of missed rounds or whole "state" of the fragment."""
 
@@ -249,7 +235,6 @@ class CaughtUp(Event):
     """At most so many rounds that it had made alone are lost: the state of others lacks them."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class StateLoading(Event):
     """Every 10 s while agreed states of ``fragments`` are being loaded from ``donors`` peers."""
 
@@ -259,7 +244,6 @@ class StateLoading(Event):
     donors: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class MessageRefused(Event):
     """A peer broke the rules; ``reason``: which; ``message``: the kind of message, "" if it is none of
     ours."""
@@ -270,7 +254,6 @@ class MessageRefused(Event):
     message: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
     """This peer's checkpoint is on its disk, whole, at ``path``."""
 
@@ -283,28 +266,24 @@ class CheckpointSaved(Event):
     """From its beginning until it was whole."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Warned(Event):
     """Something that a person should know, in words."""
 
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class Paused(Event):
     """This peer rests: it keeps its place, trains nothing and fetches nothing."""
 
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
     """It goes on after ``paused_s`` seconds, which are in no other figure."""
 
     paused_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainingEnded(Event):
     """The run has had its last round: this peer waits until its work in ``fragments`` is counted, at most
     ``offers_within_s``, and then until all peers agree, at most ``settles_within_s``."""
@@ -314,7 +293,6 @@ class TrainingEnded(Event):
     settles_within_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class PeerFinished(Event):
     """The last event of a process. ``digest`` covers the whole agreed state, hex."""
 
@@ -326,7 +304,6 @@ class PeerFinished(Event):
     peak_memory_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
 class Recalled(Event):
     """What this peer's older events come to, for a reader that was not there: only in reports. Reading begins
     anew with it; the newest of the older events follow and are not in its counts."""

@@ -30,7 +30,6 @@ MAX_ITEMS = 4096
 """Most entries of a list or table in one event."""
 MAX_INTEGER = 2**63 - 1
 RETRY_S = 10.0
-_READ_BYTES = 1 << 16
 
 
 class Journal:
@@ -149,7 +148,7 @@ class Tail:
             if os.fstat(file.fileno()).st_size < self._offset:
                 self._offset, self._rest, self._dropping = 0, b"", False
             file.seek(self._offset)
-            while data := file.read(_READ_BYTES):
+            while data := file.read(MAX_LINE_BYTES):
                 self._offset += len(data)
                 yield from self._cut(data)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -24,13 +25,10 @@ MAX_DISTINCT = 64
 OTHERS = "(others)"
 MAX_LINKS = 4096
 """Most other peers of which a peer's links or word are remembered."""
-MAX_RECALLED_LINKS = 256
-"""A report has no room for more."""
-MAX_RECENT_SENDS = 64
 MAX_VALUES = 1024
 """Most distinct values of a histogram; others are left out of it."""
 MAX_NOTABLE = 256
-"""Newest notable events kept in the view."""
+"""Newest notable events kept in the view; a report has no room for more links either."""
 _NOTABLE = (
     ev.PeerStarted, ev.PeerJoined, ev.PeerLeft, ev.LinkLost, ev.RoundAborted, ev.SendSkipped,
     ev.ContributionCapped, ev.CaughtUp, ev.MessageRefused, ev.Warned, ev.PeerFinished,
@@ -109,8 +107,9 @@ class LinkView:
 class PeerView:
     """One peer. ``start``, ``progress``, ``end``: newest of this process (a figure that is no number is as
     before); ``earlier``: counters of its earlier processes. ``sent``, ``arrived``: newest by fragment;
-    ``agreed``: newest held-out loss; ``recent_sends``: (at, why skipped, "" if not). ``seen_left``: (at,
-    reason) by the peer that said so: nothing else in here is the word of others."""
+    ``agreed``: newest held-out loss; ``recent_sends``: (at, why skipped, "" if not); ``recent_bytes``: (at,
+    sent, received), of this process. ``seen_left``: (at, reason) by the peer that said so: nothing else in
+    here is the word of others."""
 
     peer: str
     first_seen_at: float | None = None
@@ -121,7 +120,8 @@ class PeerView:
     earlier: Counters = field(default_factory=Counters)
     tally: Tally = field(default_factory=Tally)
     agreed: ev.AgreedMeasured | None = None
-    recent_sends: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_SENDS))
+    recent_sends: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MAX_DISTINCT))
+    recent_bytes: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=MAX_DISTINCT))
     sent: dict[int, ev.FragmentSent] = field(default_factory=dict)
     arrived: dict[int, ev.FragmentApplied | ev.CaughtUp] = field(default_factory=dict)
     links: dict[str, LinkView] = field(default_factory=dict)
@@ -133,10 +133,6 @@ class PeerView:
         return self.first_seen_at is not None
 
     @property
-    def finished(self) -> bool:
-        return self.end is not None
-
-    @property
     def phase(self) -> str:
         if self.end is not None:
             return "finished"
@@ -145,16 +141,12 @@ class PeerView:
     @property
     def versions(self) -> tuple[int, ...]:
         """Outer version by fragment."""
-        return self.progress.versions if self.end is None else self.end.versions
+        return (self.end or self.progress).versions
 
     @property
     def loss(self) -> float | None:
         """Newest training loss; None until one is known."""
         return self.progress.loss if math.isfinite(self.progress.loss) else None
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.progress.tokens_per_s if self.end is None else 0.0
 
     @property
     def totals(self) -> Counters:
@@ -164,10 +156,7 @@ class PeerView:
     @property
     def staleness(self) -> Counter[int]:
         """Applied outer steps by staleness."""
-        total = Counter[int]()
-        for (_, stale), times in self.tally.staleness.items():
-            total[stale] += times
-        return total
+        return sum(_by_fragment([self]).values(), Counter[int]())
 
     @property
     def carriers(self) -> dict[str, str]:
@@ -176,8 +165,8 @@ class PeerView:
 
     @property
     def open_links(self) -> dict[str, str]:
-        """Carrier by other peer, of the links that are not lost."""
-        return {other: link.carrier for other, link in self.links.items() if link.carrier and not link.lost}
+        """The same of the links that are not lost."""
+        return {other: carrier for other, carrier in self.carriers.items() if not self.links[other].lost}
 
     @property
     def left_reason(self) -> str:
@@ -195,8 +184,8 @@ class PeerView:
 
     def add(self, event: ev.Event) -> None:
         """Take in the next event that this peer wrote."""
-        self.first_seen_at = event.at if self.first_seen_at is None else min(self.first_seen_at, event.at)
-        self.last_seen_at = event.at if self.last_seen_at is None else max(self.last_seen_at, event.at)
+        seen = [event.at, *(at for at in (self.first_seen_at, self.last_seen_at) if at is not None)]
+        self.first_seen_at, self.last_seen_at = min(seen), max(seen)
         match event:
             case ev.Progress():
                 self._progress(event)
@@ -227,6 +216,7 @@ class PeerView:
             case ev.PeerStarted():
                 self.earlier = self.totals
                 self.start, self.progress, self.end = event, _NO_PROGRESS, None
+                self.recent_bytes.clear()
                 for link in self.links.values():
                     link.lost = ""
             case ev.PeerFinished():
@@ -250,6 +240,8 @@ class PeerView:
             if not math.isfinite(getattr(event, name))
         }
         self.progress = dataclasses.replace(event, **unknown) if unknown else event
+        if not self.recent_bytes or event.at > self.recent_bytes[-1][0]:
+            self.recent_bytes.append((event.at, event.up_bytes, event.down_bytes))
 
     def _link(self, other: str) -> LinkView:
         return _keep(self.links, other, self.links.get(other) or LinkView())
@@ -277,7 +269,7 @@ def recalled(view: PeerView) -> list[ev.Event]:
     newest = [event for event in (view.start, view.progress, view.end, view.agreed) if event and event.peer]
     opened = [
         ev.LinkOpened(at=at, peer=view.peer, other=other, carrier=carrier)
-        for other, carrier in list(view.open_links.items())[:MAX_RECALLED_LINKS]
+        for other, carrier in list(view.open_links.items())[:MAX_NOTABLE]
     ]
     return [first, *newest, *sent, *arrived, *opened]
 
@@ -308,7 +300,7 @@ class RoundView:
     def aborts(self) -> Counter[str]:
         """Aborted attempts by reason, each once: the member that saw most is believed, of a committed round
         one that knows of the commit, since the others may have lost just the answer (``missed_by``)."""
-        asked = self.aborted.keys() & self.commits.keys() if self.commits else self.aborted.keys()
+        asked = self.aborted.keys() - self.missed_by
         best = min(asked, key=lambda peer: (-self.aborted[peer].total(), peer), default="")
         return Counter(self.aborted.get(best, ()))
 
@@ -417,12 +409,6 @@ class SwarmView:
             if math.isfinite(weight) and weight > 0:
                 _keep(self.counted, peer, self.counted.get(peer, 0.0) + weight)
 
-    @property
-    def started_peers(self) -> list[PeerView]:
-        """Peers that wrote events of their own, sorted by label: the ones the figures are about."""
-        labels = self.labels()
-        return sorted((one for one in self.peers.values() if one.started), key=lambda one: labels[one.peer])
-
     def labels(self) -> dict[str, str]:
         """A short and unique label for every peer id: its name, with the end of its id where names are equal
         or empty."""
@@ -455,8 +441,7 @@ class SwarmView:
         return max([self._made("alone"), *(peer.tally.rounds_alone for peer in self.peers.values())])
 
     def _made(self, outcome: str) -> int:
-        seen = sum(view.outcome == outcome for view in self.rounds.values())
-        return self._old_outcomes[outcome] + seen
+        return self._old_outcomes[outcome] + sum(view.outcome == outcome for view in self.rounds.values())
 
     @property
     def abort_reasons(self) -> Counter[str]:
@@ -464,32 +449,32 @@ class SwarmView:
         return sum((view.aborts for view in self.rounds.values()), self._old_aborts)
 
     @property
-    def staleness(self) -> Counter[int]:
-        """Applied outer steps by staleness, over all peers."""
-        return sum((peer.staleness for peer in self.peers.values()), Counter[int]())
+    def fragment_staleness(self) -> dict[int, Counter[int]]:
+        """Applied outer steps of all peers by staleness, by fragment."""
+        return _by_fragment(self.peers.values())
 
     @property
-    def fragment_staleness(self) -> dict[int, Counter[int]]:
-        """The same by fragment, of the peers that are listed."""
-        by_fragment: dict[int, Counter[int]] = {}
-        for peer in self.peers.values():
-            for (fragment, stale), times in peer.tally.staleness.items():
-                by_fragment.setdefault(fragment, Counter())[stale] += times
-        return by_fragment
+    def staleness(self) -> Counter[int]:
+        """The same over all fragments."""
+        return sum(self.fragment_staleness.values(), Counter[int]())
 
     @property
     def sync_delay_steps(self) -> Counter[int]:
         """Applied outer steps by inner steps between send and apply, over all peers."""
-        own = (peer.tally.sync_delay_steps for peer in self.peers.values())
-        return sum(own, Counter[int]())
+        return sum((peer.tally.sync_delay_steps for peer in self.peers.values()), Counter[int]())
 
     @property
     def totals(self) -> Counters:
         """What all peers did."""
-        total = Counters()
-        for peer in self.peers.values():
-            total = total.plus(peer.totals)
-        return total
+        return functools.reduce(Counters.plus, (peer.totals for peer in self.peers.values()), Counters())
+
+
+def _by_fragment(peers: Iterable[PeerView]) -> dict[int, Counter[int]]:
+    found: dict[int, Counter[int]] = {}
+    for peer in peers:
+        for (fragment, stale), times in peer.tally.staleness.items():
+            found.setdefault(fragment, Counter())[stale] += times
+    return found
 
 
 def mean_of(histogram: Mapping[int, int]) -> float | None:

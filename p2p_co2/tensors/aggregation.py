@@ -27,7 +27,7 @@ from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.system.memory import Buffer, large_buffer
 from p2p_co2.tensors.codec import Codec
 from p2p_co2.tensors.codec.base import CHUNK_BLOCKS, LARGEST
-from p2p_co2.tensors.outer.norms import magnitude, norm_shift, square_sum_of
+from p2p_co2.tensors.outer import magnitude, norm_shift, square_sum_of
 
 LEAST_OF_MIDDLE = 1 / 4
 """Of its weight: what the upper middle one of an even number of slices counts with, at least."""
@@ -101,12 +101,11 @@ class Slices:
         codec, size = self._codec, self._codec.block_bytes
         piece = self._views[index][at.start * size : at.stop * size]
         values = torch.empty((at.stop - at.start) * codec.block_values, dtype=torch.float32, device="cpu")
-        if codec.decode_sound(piece, values):
-            return values
         try:
-            return codec.decode(codec.admit(piece, at.stop - at.start), values)
+            codec.admit(piece, values)
         except RemoteProtocolError as error:
             raise HostileSlice(self._peers[index], error) from None
+        return values
 
     def _pieces(self) -> Iterator[slice]:
         starts = range(0, self._blocks, CHUNK_BLOCKS)

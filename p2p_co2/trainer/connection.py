@@ -1,8 +1,5 @@
-"""From a ticket to a training peer: ``connect`` joins the swarm's network, ``Connection.start`` adds the
-model.
-
-Between the two the caller knows the run's settings and can refuse, before anything large has been downloaded.
-"""
+"""From a ticket to a training peer: ``connect`` joins the network, ``Connection.start`` adds the model.
+Between the two the caller knows the run's settings, and can refuse before anything large is downloaded."""
 
 from __future__ import annotations
 
@@ -18,36 +15,30 @@ from torch import nn
 from torch.optim import Optimizer
 
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.errors import ConfigError, TransportError
+from p2p_co2.errors import ConfigError
 from p2p_co2.node.node import Node
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.system.memory import return_large_blocks
 from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors import checkpoint as checkpoints
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import clipped_mean, weighted_mean
-from p2p_co2.tensors.checkpoint import Checkpoint, state_size_bytes
+from p2p_co2.tensors.checkpoint import folder as checkpoints
+from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
+from p2p_co2.tensors.checkpoint.folder import Checkpoint
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.tensors.fragments.live import LiveParameters
-from p2p_co2.tensors.fragments.plan import plan_fragments
+from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
-from p2p_co2.trainer.arrival import GATHER_BOUND_S, LISTEN_TO_LISTED_S, Arrival, caught_up
-from p2p_co2.trainer.beginning import Beginning
-from p2p_co2.trainer.buffers import ModelBuffers
-from p2p_co2.trainer.exchanged_model import Plan
+from p2p_co2.trainer.arrival import Arrival, Beginning, caught_up
+from p2p_co2.trainer.exchanged_model import Plan, check_model
 from p2p_co2.trainer.fragment_state import FragmentState
-from p2p_co2.trainer.model_check import check_model
+from p2p_co2.trainer.model_summary import ModelBuffers, summarise
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
-from p2p_co2.trainer.rates import base_rates, check_factor, warming_up
-from p2p_co2.trainer.summary import summarise
+from p2p_co2.trainer.rates import Rates
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.trainer.worker import TensorWorker
 
-STRANGERS_ANSWER_S = 2.5
-"""Peers with another model are believed after this: the table that says how theirs differs has come, or does
-not, and so have those that have ours."""
 EventSink = Callable[[ev.Event], None]
 
 
@@ -55,10 +46,9 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     """Join the network of the run that ``ticket`` invites to, and verify its settings. Blocks; Ctrl-C is
     safe.
 
-    ``on_event`` is called from several threads. Raises ``ConfigError`` (another type of argument),
-    ``TicketError`` (damaged, foreign), ``TransportError``
-    (no seed answers), ``EnvironmentFault`` (this machine; the board's port), ``ConfigError`` (settings that
-    this version does not know).
+    ``on_event`` is called from several threads. Raises ``ConfigError`` (another type of argument, settings
+    that this version does not know), ``TicketError`` (damaged, foreign), ``TransportError`` (no seed
+    answers), ``EnvironmentFault`` (this machine; the board's port).
     """
     _check_call(ticket, config, on_event)
     return_large_blocks()  # before there are threads: each stays with the arena that it had
@@ -71,7 +61,7 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     except BaseException:
         thread.close()
         raise
-    return Connection(thread, config, thread.on_event)
+    return Connection(thread, config)
 
 
 def print_warnings(event: ev.Event) -> None:
@@ -81,13 +71,9 @@ def print_warnings(event: ev.Event) -> None:
 
 
 def join(
-    ticket: str,
-    model: nn.Module,
-    optimizer: Optimizer,
-    config: PeerConfig | None = None,
-    on_event: EventSink | None = None,
-    start_over: bool = False,
-) -> Peer:
+    ticket: str, model: nn.Module, optimizer: Optimizer, config: PeerConfig | None = None,
+    on_event: EventSink | None = None, start_over: bool = False,
+) -> Peer:  # fmt: skip
     """``connect`` and ``start`` in one: for one's own training loop. Use the peer as a context manager.
 
     Prints where this peer's board is served, on stderr; ``PeerConfig(board=False)`` serves none. Without
@@ -96,7 +82,7 @@ def join(
     ``ConfigError``, before the network is used.
     """
     check_model(model, optimizer)
-    base_rates(optimizer, is_scheduled=False)
+    Rates(optimizer, None, print)  # for its errors
     given = print_warnings if on_event is None else on_event
     connection = connect(ticket, PeerConfig() if config is None else config, given)
     if connection.board:
@@ -115,7 +101,6 @@ class Connection:
 
     _thread: NetworkThread
     config: PeerConfig
-    _on_event: EventSink
 
     @property
     def run(self) -> RunConfig:
@@ -140,13 +125,10 @@ class Connection:
 
     @torch.inference_mode(False)
     def start(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        self, model: nn.Module, optimizer: Optimizer,
         learning_rate: Callable[[float], float] | None = None,
-        resume: bool | None = None,
-        start_over: bool = False,
-    ) -> Peer:
+        resume: bool | None = None, start_over: bool = False,
+    ) -> Peer:  # fmt: skip
         """Become a training peer: cut the model, go on from the folder's checkpoint, wait for ``min_peers``,
         catch up with the swarm.
 
@@ -167,51 +149,60 @@ class Connection:
             problem = "begins anew, and resume=True asks for a checkpoint; leave one out"
             raise ConfigError("start", "start_over", problem)
         check_model(model, optimizer)
-        base_lr = base_rates(optimizer, is_scheduled=learning_rate is not None)
-        check_factor(learning_rate)
-        plan = Plan(
-            self.run, self.config, plan_fragments(model, self.run.fragments), model, optimizer, learning_rate,
-            base_lr, warming_up(optimizer),
-        )  # fmt: skip
+        rates = Rates(optimizer, learning_rate, self._thread.warn)
+        fragments = plan_fragments(model, self.run.fragments)
+        plan = Plan(self.run, self.config, fragments, model, optimizer)
         saved = self._load(plan, False if start_over else resume)
-        beginning = Beginning(
-            self._thread, self.run.clock.rounds, None if saved is None else saved.position, start_over
-        )
+        is_resumed, position = saved is not None, None if saved is None else saved.position
+        beginning = Beginning(self._thread, self.run.clock.rounds, position, start_over)
         beginning.refuse_if_over()
-        ledger, progressed = self._restored(plan, saved)
-        is_resumed, saved = saved is not None, None  # its memory is the worker's to let go
+        ledger, progressed = self._restored(plan, saved, is_scheduled=learning_rate is not None)
+        saved = None  # its memory is the worker's to let go
+        if progressed.inner_steps:
+            rates.resumed()
         self._tell_of_start(plan, progressed, is_resumed)
         try:
             node = self._start_node(plan, ledger)
-            self._gather(node)
-            self._catch_up(node, beginning)
-            is_newcomer = not is_resumed and any(agreed.version for agreed in node.agreed)
-            self._share_buffers(model, is_newcomer)
+            self._arrive(node, beginning)
+            self._share_buffers(model, not is_resumed and any(agreed.version for agreed in node.agreed))
         except BaseException:
             ledger.close()
             raise
         others = self._thread.view.swarm_position()
         progressed = caught_up(progressed, others, self.run.clock, time.monotonic())
-        self._tell_of_what_is_odd(model)
+        if warning := outer.stability_warning(self.run.outer, delayed=self.run.outer.is_delayed):
+            self._thread.warn(warning)
         if not is_resumed:
             checkpoints.set_aside(self._checkpoints)
-        return Peer(self._thread, ledger, plan, progressed)
+        return Peer(self._thread, ledger, plan, rates, progressed)
 
-    def _restored(self, plan: Plan, saved: Checkpoint | None) -> tuple[TensorWorker, Progressed]:
+    def _load(self, plan: Plan, resume: bool | None) -> Checkpoint | None:
+        """The folder's checkpoint, if there is one or must be one."""
+        folder = self._checkpoints
+        if resume is False or (resume is None and not checkpoints.has_checkpoint(folder)):
+            return None
+        saved = checkpoints.load(folder)
+        resuming.check(saved, self.run, plan.model, plan.fragments, str(folder))
+        return saved
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.config.folder / "checkpoint"
+
+    def _restored(
+        self, plan: Plan, saved: Checkpoint | None, is_scheduled: bool
+    ) -> tuple[TensorWorker, Progressed]:
         """The tensor worker, and where the peer goes on: from ``saved``, which the model and its optimizer
         take over, or from the model."""
         live = LiveParameters(plan.model, plan.fragments)
         me, codec = self._thread.network.identity.peer_id, get_codec(self.run.codec.name)
-        states = (
-            [outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments.fragments]
-            if saved is None
-            else saved.states
-        )
+        states = saved.states if saved is not None else [
+            outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments.fragments
+        ]  # fmt: skip
         fragments = [FragmentState(self.run, codec, me, state, index) for index, state in enumerate(states)]
         ledger = TensorWorker(codec, fragments, clipped_mean if self.run.weight_cap else weighted_mean)
         if saved is None:
             return ledger, Progressed()
-        is_scheduled = plan.learning_rate is not None
         for trouble in resuming.restore(saved, live, plan.model, plan.optimizer, is_scheduled):
             self._thread.warn(trouble)
         ledger.restore(saved.residuals)
@@ -221,26 +212,18 @@ class Connection:
 
     def _start_node(self, plan: Plan, ledger: TensorWorker) -> Node:
         run, codec, fragments = self.run, get_codec(self.run.codec.name), plan.fragments.fragments
+        is_timed, blocks = run.clock.mode == "time", tuple(codec.blocks(one.numel) for one in fragments)
         shape = PayloadShape(
-            codec.block_bytes,
-            tuple(codec.blocks(fragment.numel) for fragment in fragments),
-            run.clock.round_s if run.clock.mode == "time" else 0.0,
-            chunk_bytes=ledger.chunk_bytes,
-            weight_cap=run.weight_cap,
-            counts_steps=run.clock.mode == "steps",
-        )
+            codec.block_bytes, blocks, run.clock.round_s if is_timed else 0.0,
+            chunk_bytes=ledger.chunk_bytes, weight_cap=run.weight_cap, counts_steps=not is_timed,
+        )  # fmt: skip
         sizes = [state_size_bytes(fragment.numel) for fragment in fragments]
         summary = summarise(plan.model, plan.fragments)
-        node = self._thread.start_node(shape, sizes, ledger, summary).node
+        node = self._thread.start_node(shape, sizes, ledger, summary)
         if unread := [row.name for row in summary.rows if not (row.is_trained or row.values)]:
             names = ", ".join(unread[:4])
             self._thread.warn(f"torch does not show frozen values, so nobody compares them: {names}")
         return node
-
-    def _tell_of_what_is_odd(self, model: nn.Module) -> None:
-        config = self.run.outer
-        if warning := outer.stability_warning(config, delayed=config.rule in {"co2", "eager"}):
-            self._thread.warn(warning)
 
     def _share_buffers(self, model: nn.Module, is_newcomer: bool) -> None:
         """Give newcomers this peer's buffers; begin with a donor's, if this peer ``is_newcomer``."""
@@ -257,84 +240,32 @@ class Connection:
                 self._thread.warn(f"this peer begins with buffers of its own: {'; '.join(troubles)}")
 
     def _tell_of_start(self, plan: Plan, progressed: Progressed, is_resumed: bool) -> None:
-        self._on_event(
-            ev.PeerStarted(
-                at=time.time(),
-                peer=self._thread.network.identity.peer_id,
-                name=self.config.name,
-                pid=os.getpid(),
-                software=self._thread.network.software,
-                device=str(next(plan.model.parameters()).device),
-                parameters=plan.fragments.numel,
-                fragments=len(plan.fragments.fragments),
-                run=self.run.digest().hex(),
-                upload_cap_bytes_per_s=self.config.limits.upload_bytes_per_s,
-                resumed_from=str(self._checkpoints) if is_resumed else "",
-                inner_steps=progressed.inner_steps,
-                position=progressed.position,
-            )
-        )
+        fields = dict(
+            name=self.config.name, pid=os.getpid(), software=self._thread.network.software,
+            device=str(next(plan.model.parameters()).device), parameters=plan.fragments.numel,
+            fragments=len(plan.fragments.fragments), run=self.run.digest().hex(),
+            upload_cap_bytes_per_s=self.config.limits.upload_bytes_per_s,
+            resumed_from=str(self._checkpoints) if is_resumed else "",
+            inner_steps=progressed.inner_steps, position=progressed.position,
+        )  # fmt: skip
+        self._thread.report(ev.PeerStarted, fields)
 
-    def _load(self, plan: Plan, resume: bool | None) -> Checkpoint | None:
-        """The folder's checkpoint, if there is one or must be one."""
-        folder = self._checkpoints
-        if resume is False or (resume is None and not checkpoints.has_checkpoint(folder)):
-            return None
-        saved = checkpoints.load(folder)
-        resuming.check(saved, self.run, plan.model, plan.fragments, str(folder))
-        return saved
+    def _arrive(self, node: Node, beginning: Beginning) -> None:
+        """Wait until enough peers are live, and this one is where the swarm is, or is sure that it is
+        alone."""
 
-    @property
-    def _checkpoints(self) -> Path:
-        return self.config.folder / "checkpoint"
+        def gathered(arrival: Arrival, now: float) -> bool:
+            return arrival.is_gathered(self.config.min_peers, now)
 
-    def _in_doubt(self, node: Node, began_at: float) -> bool:
-        """Whether those heard so far mostly train another model, which the next answers may change. Raises
-        ``ConfigError`` when they do not."""
-        now = time.monotonic()
-        alike = [info.status for info in list(node.membership.live.values())]
-        stranger = node.membership.strangers.outnumber(alike)
-        if stranger is None:
-            return False
-        listened_s = LISTEN_TO_LISTED_S if node.unheard_peers() else STRANGERS_ANSWER_S
-        if now - began_at > listened_s and node.now() - stranger.since > STRANGERS_ANSWER_S:
-            name, problem = stranger.difference or ("", "the others would not say how it differs")
-            raise ConfigError("the model is not the one that this run's peers train", name, problem)
-        return True
+        def there(arrival: Arrival, now: float) -> bool:
+            met = node.progress.conclusions.met
+            return arrival.is_there(now) and (met or beginning.is_allowed(node, arrival.has_waited(now)))
 
-    def _gather(self, node: Node) -> None:
-        """Wait until enough peers are live."""
-        wanted = self.config.min_peers - 1
-        began_at = time.monotonic()
-        ends_at = began_at + GATHER_BOUND_S
-        while node.live_peers() < wanted:
-            self._thread.check()
-            self._in_doubt(node, began_at)
-            if time.monotonic() > ends_at:
-                raise TransportError(
-                    f"only {node.live_peers() + 1} of {self.config.min_peers} peers after "
-                    f"{GATHER_BOUND_S:.0f} s; start the others, or ask for fewer with --min-peers"
-                )
-            time.sleep(0.02)
-
-    def _catch_up(self, node: Node, beginning: Beginning) -> None:
-        """Wait until this peer is where the swarm is, or is sure that it is alone."""
-        arrival = Arrival(node, time.monotonic())
-        while True:
-            self._thread.check()
-            if node.progress.conclusions.full:
-                raise TransportError(
-                    f"this run has {self.run.group_size} peers already, as many as its group_size allows; "
-                    "join again when one has left"
-                )
-            in_doubt = self._in_doubt(node, arrival.began_at)
-            now = time.monotonic()
-            listened = now - arrival.began_at > LISTEN_TO_LISTED_S
-            if arrival.is_there(now, in_doubt) and (
-                node.progress.conclusions.met or beginning.is_allowed(node, listened)
-            ):
-                return
-            time.sleep(0.02)
+        for is_done in (gathered, there):
+            arrival = Arrival(node, time.monotonic(), self.run.group_size)
+            while not is_done(arrival, time.monotonic()):
+                self._thread.check()
+                time.sleep(0.02)
 
 
 def _check_call(ticket: str, config: PeerConfig, on_event: EventSink) -> None:

@@ -1,37 +1,47 @@
-"""What a peer trains, and with what: fixed from ``start`` on, and looked at again while training goes on."""
+"""The model that a peer trains: what it and its optimizer have to be for a swarm to train them, looked at
+before the network is used, and again, by identity, while training goes on.
+
+Law: what is taken is exchanged. Each trainable parameter is a plain dense tensor with memory of its own, the
+optimizer that ``join`` was given trains all of them and nothing else, and until the peer leaves they are the
+same objects by name, shape and dtype. Anything else raises ``ConfigError`` with the parameter's name and the
+cure. A parameter that several modules share (tied) is one parameter. What is frozen may be anything that
+holds values. fp64 parameters train in fp64 and are exchanged in fp32.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.tensors.fragments.live import LiveParameters
-from p2p_co2.tensors.fragments.names import named_parameters
-from p2p_co2.tensors.fragments.plan import FragmentPlan
+from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters
+from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names
 from p2p_co2.tensors.outer import OuterState
-from p2p_co2.trainer.model_check import Structure
+
+EXCHANGED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_ASKED_OF_AN_OPTIMIZER = ("param_groups", "state", "state_dict", "load_state_dict")
+_FROM_THE_START = (
+    "a run exchanges the same parameters from join to its end: set this up before join, on every peer"
+)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The agreed run, a peer's own config, the cut model and the inner optimizer."""
+    """What a peer trains, and with what: the agreed run, its own config, the cut model, the inner
+    optimizer."""
 
     run: RunConfig
     config: PeerConfig
     fragments: FragmentPlan
     model: nn.Module
     optimizer: Optimizer
-    learning_rate: Callable[[float], float] | None
-    base_lr: tuple[float, ...]
-    """The inner optimizer's learning rate per group, before any factor."""
-    is_warming_up: tuple[bool, ...] = ()
-    """By group: whether a scheduler that was made before ``start`` began below that."""
 
 
 class ExchangedModel:
@@ -41,18 +51,56 @@ class ExchangedModel:
     def __init__(self, plan: Plan, warn: Callable[[str], None]) -> None:
         self._plan, self._warn = plan, warn
         self.live = LiveParameters(plan.model, plan.fragments)
-        self._structure = Structure(plan.model, plan.optimizer)
+        self._joined = {
+            name: (parameter, parameter.shape, parameter.dtype)
+            for name, parameter in trained_parameters(plan.model).items()
+        }
+        self._shared = shared_names(plan.model)
+        self._seen = self._glance()
         self.is_changed = False
         """Whether its parameters do not belong to the agreed state any more."""
 
     def look(self) -> None:
-        """Raise ``ConfigError`` if the model has other parameters than those that are exchanged."""
+        """Raise ``ConfigError`` if the model has other parameters than those that are exchanged. Reads no
+        values; as long as nothing changes it costs a glance at each module."""
+        if (glance := self._glance()) == self._seen:
+            return
         try:
-            self._structure.check()
+            self._check()
         except ConfigError as error:
             self.is_changed = True
             self._warn(str(error))  # others see why this peer leaves
             raise
+        self._seen = glance
+
+    def _glance(self) -> list[object]:
+        """All that ``look`` goes by, quick to gather and to compare."""
+        found: list[object] = [id(tensor) for tensor in _owned(self._plan.optimizer)]
+        for one in self._plan.model.parameters():
+            found += (id(one), one.requires_grad, one.dtype, None if is_lazy(one) else one.shape)
+        return found
+
+    def _check(self) -> None:
+        parameters = named_parameters(self._plan.model)
+        for name, (joined, shape, dtype) in self._joined.items():
+            now = parameters.get(name)
+            if now is None:
+                problem = "is gone since join"
+            elif not now.requires_grad:
+                problem = "was frozen after join"
+            elif (now.shape, now.dtype) != (shape, dtype):
+                problem = f"was {dtype} {tuple(shape)} in join and is {now.dtype} {tuple(now.shape)}"
+            elif now is not joined:
+                problem = "was replaced by another object after join, such as by load_state_dict(assign=True)"
+            else:
+                continue
+            raise ConfigError("model", name, f"{problem.replace('torch.', '')}; {_FROM_THE_START}")
+        for name, parameter in parameters.items():
+            is_trained = parameter.requires_grad and (is_lazy(parameter) or parameter.numel())
+            if is_trained and name not in self._joined:
+                is_new = "is trained, and was not when this peer joined: it is not exchanged"
+                raise ConfigError("model", name, f"{is_new}; {_FROM_THE_START}")
+        _check_strangers(parameters.values(), self._plan.optimizer)
 
     def forget_optimizer(self, fragment: int) -> None:
         """Drop the inner optimizer's state of a fragment whose parameters were not finite: its moments are
@@ -63,16 +111,147 @@ class ExchangedModel:
 
     def named(self, states: Sequence[OuterState]) -> dict[str, Tensor]:
         """A copy of agreed parameters by name (fp32, host memory), tied ones under each of theirs."""
-        shapes, flat = self._structure.shapes, dict[str, Tensor]()
+        named = {
+            name: torch.empty(shape, dtype=torch.float32, device="cpu")
+            for name, (_, shape, _) in self._joined.items()
+        }
         for fragment, state in zip(self._plan.fragments.fragments, states, strict=True):
             at = 0
             for part in fragment.slices:
                 stop = at + part.stop - part.start
-                if part.name not in flat:
-                    numel = shapes[part.name].numel()
-                    flat[part.name] = torch.empty(numel, dtype=torch.float32, device="cpu")
-                flat[part.name][part.start : part.stop] = state.params[at:stop]
+                named[part.name].view(-1)[part.start : part.stop] = state.params[at:stop]
                 at = stop
-        named = {name: values.view(shapes[name]) for name, values in flat.items()}
-        shared = self._structure.shared.items()
-        return named | {name: named[first] for name, first in shared if first in named}
+        return named | {name: named[first] for name, first in self._shared.items() if first in named}
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Those that fragments hold, by plain name, in the model's order."""
+    named = named_parameters(model).items()
+    return {name: one for name, one in named if one.requires_grad and one.numel()}
+
+
+def check_model(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ``ConfigError`` unless a swarm can train ``model`` with ``optimizer``. Reads every trainable
+    value once; changes nothing."""
+    if not isinstance(model, nn.Module):
+        raise _wrong("model", f"is {_what(model)}; give the torch.nn.Module first, then its optimizer")
+    if not all(hasattr(optimizer, name) for name in _ASKED_OF_AN_OPTIMIZER):
+        problem = f"is {_what(optimizer)}; give the model first, then its torch.optim optimizer"
+        raise _wrong("optimizer", problem)
+    for name, module in model.named_modules():
+        is_sharded = "_fsdp_wrapped_module" in dict(module.named_children())
+        if is_sharded or isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ConfigError(
+                "model", name or type(module).__name__,
+                "is wrapped by DistributedDataParallel or FullyShardedDataParallel, which share it between "
+                "processes; give each process the whole model itself: one peer per process",
+            )  # fmt: skip
+    parameters = named_parameters(model)
+    for name, tensor in (*parameters.items(), *named_buffers(model).items()):
+        if is_lazy(tensor) or tensor.device.type == "meta":
+            raise ConfigError(
+                "model", name,
+                "has no values yet (lazy, or on the meta device); make one forward pass, or "
+                "to_empty(device=...) and initialise it, before the optimizer and join",
+            )  # fmt: skip
+    trained = trained_parameters(model)
+    if not trained:
+        problem = "has no parameter to train, all are frozen; requires_grad_(True) on what the swarm trains"
+        raise _wrong("model", problem)
+    for name, parameter in trained.items():
+        if not _is_plain(parameter):
+            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in EXCHANGED)
+            raise ConfigError("model", name, f"is {_described(parameter)}; {_PLAIN.format(kinds)}")
+    _check_places(trained)
+    _check_owners(trained, optimizer)
+    _check_strangers(parameters.values(), optimizer)
+    for name, parameter in trained.items():
+        low, high = torch.aminmax(parameter.detach())
+        if not torch.isfinite(low) or not torch.isfinite(high):
+            problem = "has values that are not finite (NaN or Inf); initialise it before join"
+            raise ConfigError("model", name, problem)
+
+
+_PLAIN = (
+    "only plain dense parameters of {} are exchanged, leaves with memory of their own: convert it "
+    "(to_dense, contiguous, float), shard nothing (one peer per process), or freeze it"
+)
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    is_dense = parameter.layout == torch.strided and not parameter.is_nested
+    is_kind = type(parameter.detach()) in (Tensor, nn.Parameter) and parameter.dtype in EXCHANGED
+    is_leaf = parameter.is_leaf and not parameter.is_inference()
+    return is_dense and is_kind and is_leaf and not _overlaps_itself(parameter)
+
+
+def _described(parameter: nn.Parameter) -> str:
+    kind = type(parameter.detach()).__name__
+    words = f"a {kind} of {parameter.dtype}, {'nested' if parameter.is_nested else parameter.layout}"
+    return words.replace("torch.", "") + ("" if parameter.is_leaf else ", computed")
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether one place in memory stands for several values (expanded)."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def _check_places(trained: Mapping[str, nn.Parameter]) -> None:
+    def place(tensor: Tensor) -> tuple[str, int, int]:
+        """Device, and the addresses between which its values lie."""
+        reach = 1 + sum((size - 1) * step for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+        return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+
+    by_address = sorted((place(one), name) for name, one in trained.items())
+    for ((device, _, end), name), ((next_device, start, _), next_name) in pairwise(by_address):
+        if device == next_device and start < end:
+            raise ConfigError(
+                "model", next_name,
+                f"shares memory with {name}, and both would be exchanged; make them one parameter "
+                "(head.weight = embedding.weight), or give each its own values (clone)",
+            )  # fmt: skip
+
+
+def _owned(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _check_owners(trained: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+    owned = {id(tensor) for tensor in _owned(optimizer)}
+    lacking = [name for name, parameter in trained.items() if id(parameter) not in owned]
+    if len(lacking) == len(trained):
+        raise _wrong(
+            "optimizer",
+            f"holds none of the model's parameters ({lacking[0]}, ...): it was made for another model, or "
+            "before this one was copied, sharded or quantised; make it from this model's parameters()",
+        )
+    if lacking:
+        raise ConfigError(
+            "model", lacking[0],
+            "is trained by no group of the optimizer; add it to one, or freeze it: requires_grad_(False)",
+        )  # fmt: skip
+
+
+def _check_strangers(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
+    known = {id(parameter) for parameter in parameters}
+    for tensor in _owned(optimizer):
+        if id(tensor) not in known and tensor.requires_grad:
+            raise _wrong(
+                "optimizer",
+                f"trains a parameter of shape {tuple(tensor.shape)} that is not the model's, so it is not "
+                "exchanged; make it a part of the model that you give",
+            )
+
+
+def _wrong(argument: str, problem: str) -> ConfigError:
+    return ConfigError("join", argument, problem)
+
+
+def _what(given: object) -> str:
+    return "None" if given is None else f"of type {type(given).__name__}"

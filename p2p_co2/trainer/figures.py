@@ -30,12 +30,13 @@ class Figures:
     def __init__(self, tokens: int, now: float) -> None:
         self.train_s = self.exposed_s = 0.0
         self.loss, self.tokens_per_s = math.nan, 0.0
-        self._tokens, self._unread = tokens, list[Tensor]()
-        """``_unread``: counts that lie on an accelerator, read when the sum is asked for."""
+        self._tokens, self._made_of_tokens = tokens, tokens
+        self._unread = list[Tensor]()
+        """Counts that lie on an accelerator, read when the sum is asked for."""
         self._losses = list[float | Tensor]()
         self._first_step_at: float | None = None
-        self._since = self.made_at = now
-        self._made_of_tokens = tokens
+        self.since = self.made_at = now
+        """From when on time is yet to be counted; when the figures were made."""
 
     @property
     def tokens(self) -> int:
@@ -51,38 +52,32 @@ class Figures:
         """Whether there was a step."""
         return self._first_step_at is not None
 
-    def trained(self, now: float) -> float:
-        """A step was computed until now: how long it took."""
-        step_s = now - self._since
+    def trained(self, now: float, tokens: int | Tensor, loss: float | Tensor) -> float:
+        """A step was computed until now: how long it took. ``tokens``, ``loss``: as ``tokens_of`` and
+        ``loss_of`` give them."""
+        step_s = now - self.since
         self.train_s += step_s
         if self._first_step_at is None:
-            self._first_step_at = self._since
-        self._since = now
-        return step_s
-
-    def add(self, tokens: int | Tensor, loss: float | Tensor) -> None:
-        """Of that step; as ``tokens_of`` and ``loss_of`` give them."""
+            self._first_step_at = self.since
+        self.since = now
         self._losses.append(loss)
         if isinstance(tokens, Tensor):
             self._unread.append(tokens)
         else:
             self._tokens += tokens
+        return step_s
 
     def stood_still(self, now: float, computing_s: float) -> None:
         """Since the last step, or since this was told last; ``computing_s`` of it were training's."""
         self.train_s += computing_s
-        self.exposed_s += now - self._since - computing_s
-        self._since = now
+        self.exposed_s += now - self.since - computing_s
+        self.since = now
 
     def skip(self, duration_s: float, rested: bool = False) -> None:
         """Time between two steps that was neither; in no figure at all if the peer ``rested``."""
-        self._since += duration_s
+        self.since += duration_s
         if rested and self._first_step_at is not None:
             self._first_step_at += duration_s
-
-    def begin_anew(self, now: float) -> None:
-        """What was since the last step was neither."""
-        self._since = now
 
     def make(self, now: float, keeps_rate: bool) -> None:
         """Make the loss and the rate of what came since the last time."""

@@ -12,15 +12,14 @@ fragment (``PoisonGuard``). An offer that did not reach the mean, wholly or in s
 live parameters or stays there, so that its work is offered again. Residuals of error feedback advance only
 where the offer was counted; under "co2" and "eager", where what comes back is what was sent, with the offer.
 
-Memory, in copies of the fragment in fp32: state 2 (params, momentum); in flight what ``kept`` says, at most
-a half; a residual an eighth; under "eager" an eighth for the correction at the last boundary and another for
-the counted offer. A step takes the memory of the old state, unless somebody holds it (``lend``); under "keep"
-and "blend" it needs 1 for the merge.
+Memory, in copies of the fragment in fp32: 2 for the state; in flight what ``kept`` says; an eighth for a
+residual, and under "eager" two for corrections. A step takes the old state's memory, unless somebody holds it
+(``lend``); under "keep" and "blend" it needs 1 for the merge.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,15 +27,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from p2p_co2.codec_specs import COARSE_BITS
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import EnvironmentFault, LocalProtocolError, RemoteProtocolError
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.checkpoint import Values
+from p2p_co2.tensors.checkpoint.folder import Values
 from p2p_co2.tensors.codec import Codec
 from p2p_co2.tensors.codec.base import PIECE_VALUES, pieces
-from p2p_co2.tensors.fragments.large_tensor import large_tensor
+from p2p_co2.tensors.fragments import large_tensor
 from p2p_co2.tensors.outer import Merge, OuterState, StepReport
 from p2p_co2.trainer.kept import (
     Compact,
@@ -46,14 +46,10 @@ from p2p_co2.trainer.kept import (
     StepChange,
     added,
     copied,
+    counted,
     room_of,
     spliced,
-    within,
 )
-
-COARSE_BITS = 9
-"""Codecs with fewer bits per value lose so much that live parameters under "keep" and "blend" shall not hold
-it."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ class OfferState:
     weight: float
     round: int
     gradient: Kept
-    residual: Compact | None
+    residual: Compact | None = None
 
     def is_named(self, name: bytes | float | None) -> bool:
         """Whether a contributor list means this one: by its id, or by its weight where ids are not told."""
@@ -110,8 +106,7 @@ class Departure(NamedTuple):
 
 class PoisonGuard:
     """Whether a fragment is consistent: a change that fails in its middle leaves neither the old state nor
-    the new one. From then on it is not saved, not given to anybody and no round follows it; whoever asks
-    hears why, and the peer goes on from its last checkpoint."""
+    the new one. Then it is not saved nor given away, and no round follows it; whoever asks hears why."""
 
     def __init__(self) -> None:
         self._poison: EnvironmentFault | LocalProtocolError | None = None
@@ -146,8 +141,7 @@ class FragmentState:
 
     def __init__(self, run: RunConfig, codec: Codec, peer: str, state: OuterState, index: int = 0) -> None:
         self._run, self._codec, self._peer, self._index = run, codec, peer, index
-        self.state = state
-        self.guard = PoisonGuard()
+        self.state, self.departure, self.guard = state, Departure(state.version), PoisonGuard()
         self._readers = set[str]()
         """Who the state was lent to."""
         self.residual: Compact | None = None
@@ -158,15 +152,10 @@ class FragmentState:
         self.in_doubt = False
         """Whether live parameters may hold work that is counted where this peer cannot see it: in another
         history, or offered by an earlier process. A later offer that is counted whole ends it."""
-        self.departure = Departure(state.version)
 
     @property
     def numel(self) -> int:
         return self.state.params.numel()
-
-    @property
-    def _is_delayed(self) -> bool:
-        return self._run.outer.rule in {"co2", "eager"}
 
     def lend(self, to: str = "others") -> OuterState:
         """The state, for somebody who reads it while the swarm goes on: its memory is not written to."""
@@ -193,30 +182,24 @@ class FragmentState:
         self.guard.check()
         if self.open is not None:
             raise LocalProtocolError(f"round {self.open.round} is still in flight")
-        feedback = self._run.codec
-        base_version = self.departure.version if self._is_delayed else self.state.version
-        room = lost = None
+        feedback, codec, size = self._run.codec, self._codec, self.numel
+        room = lost = merge = None
         if feedback.error_feedback:
-            lost = None if self._codec.name == "fp32" else room_of(self._codec, self.numel, 4)
-        elif not self._is_delayed and 8 * self._codec.block_bytes < COARSE_BITS * self._codec.block_values:
-            room = room_of(self._codec, self.numel, 16)
-        values = self._encoded(snapshot, room, lost)
-        payload = values.numpy().data
-        sent = Encoded(self._codec, payload, self.numel)
-        gradient: Kept = sent  # what comes back, if it does: what was sent
-        if not self._is_delayed:
-            carried = self.residual
-            gradient = room or Gradient(sent, lost, carried, feedback.error_feedback_decay)
-        residual = None if self._is_delayed else lost
-        mine = OfferState(offer_id, weight, self.state.version + 1, gradient, residual)
-        merge = None
-        if self._is_delayed:
+            lost = None if codec.name == "fp32" else room_of(codec, size, 4)
+        elif not self._run.outer.is_delayed and 8 * codec.block_bytes < COARSE_BITS * codec.block_values:
+            room = room_of(codec, size, 16)
+        payload = self._encoded(snapshot, room, lost).numpy().data
+        sent, round_, base_version = Encoded(codec, payload, size), self.state.version + 1, self.state.version
+        if self._run.outer.is_delayed:  # what comes back, if it does, is what was sent
+            base_version = self.departure.version
             # It sets the live parameters out anew: who does not hear of that must not be saved.
-            with self.guard.changing(f"setting out for round {mine.round}"):
+            with self.guard.changing(f"setting out for round {round_}"):
                 merge = self._boundary_merge(snapshot, sent)
-            self.residual = lost
-        self.open = mine
-        return EncodedOffer(mine.round, base_version, payload, merge)
+            self.residual, self.open = lost, OfferState(offer_id, weight, round_, sent)
+        else:
+            gradient = room or Gradient(sent, lost, self.residual, feedback.error_feedback_decay)
+            self.open = OfferState(offer_id, weight, round_, gradient, lost)
+        return EncodedOffer(round_, base_version, payload, merge)
 
     def _encoded(self, snapshot: Tensor, room: Compact | None, lost: Compact | None) -> Tensor:
         """The payload of ``state.params + offset - snapshot``, plus the decayed residual. ``room`` takes the
@@ -235,14 +218,12 @@ class FragmentState:
             origin = self.state.params[at]
             if self.departure.offset:
                 origin = origin + added(self.departure.offset, at)
-            values, is_done = scratch[: at.stop - at.start], False
+            values = scratch[: at.stop - at.start]
             if self.residual is None:
                 wanted = values if room is not None or lost is not None else None
-                is_done = codec.encode_difference(origin, snapshot[at], rows, wanted)
-            if not is_done:
-                torch.sub(origin, snapshot[at], out=values)
-                if self.residual is not None:
-                    values.add_(self.residual[at].mul_(decay))
+                codec.encode(snapshot[at], rows, base=origin, wanted=wanted)
+            else:
+                torch.sub(origin, snapshot[at], out=values).add_(self.residual[at].mul_(decay))
                 codec.encode(values, rows)
             if room is not None:
                 room.set_(at, values)
@@ -268,13 +249,10 @@ class FragmentState:
     def abort(self, offer_id: bytes) -> Outcome | None:
         """The open offer came to nothing: what that means, or None if it is another one that is open. Under
         "co2" and "eager" its work had been taken out of the live parameters; otherwise it never left."""
-        mine, merge = self.open, None
+        mine = self.open
         if mine is None or mine.offer_id != offer_id:
             return None
-        if self._is_delayed:
-            merge = Merge(1.0, large_tensor(self.numel))
-            for at in pieces(self.numel):
-                torch.neg(mine.gradient[at], out=merge.addend[at])
+        merge = self._plus(lambda at: mine.gradient[at].neg_()) if self._run.outer.is_delayed else None
         self.open, self._withdrawn = None, mine
         return self._outcome(merge)
 
@@ -288,7 +266,10 @@ class FragmentState:
         version."""
         if round_ != self.state.version + 1:
             raise LocalProtocolError(f"round {round_} cannot follow version {self.state.version}")
-        self._hold_offset()
+        offset = self.departure.offset
+        if any(isinstance(one, StepChange) for one in offset):  # of the momentum, which is about to move on
+            held = copied(offset, room_of(self._codec, self.numel, 16))
+            self.departure = self.departure._replace(offset=(held,))
         with self.guard.changing(f"the outer step of round {round_}"):
             mean = Encoded(self._codec, encoded, self.numel)
             return self._take_step(round_, base_version, mean, parts)
@@ -299,7 +280,7 @@ class FragmentState:
         old, refused, had_offer = self.state, "", self.open is not None
         try:
             # In the old memory where nobody needs it: "keep" and "blend" need the old parameters.
-            reuse = "" if self._readers else "all" if self._is_delayed else "momentum"
+            reuse = "" if self._readers else "all" if self._run.outer.is_delayed else "momentum"
             base_version, largest = min(base_version, old.version), mean.largest()
             new, report = outer.step(
                 self._run.outer, old, mean, base_version, largest=largest, reuse=reuse, new=large_tensor
@@ -307,10 +288,9 @@ class FragmentState:
         except RemoteProtocolError as error:
             # Every peer holds the same bits, so every peer skips this step and stays agreed.
             refused = str(error)
-            new, report = old._replace(version=round_), StepReport(1.0, float("inf"), 0.0, 0.0)
-        mine = self._mine(round_, parts)
-        missed = [slice(0, self.numel)] if refused else self._missed(parts)
-        if self._is_delayed and not refused:
+            new, report = old._replace(version=round_), StepReport(1.0, 0.0)
+        mine, missed = self._mine(round_, parts), [slice(0, self.numel)] if refused else self._missed(parts)
+        if self._run.outer.is_delayed and not refused:
             moved = StepChange(self._run.outer, mean, new.momentum, report.gap)
             self.departure = self.departure._replace(offset=(*self.departure.offset, moved))
         merge = self._merge_after(old, new, mine, missed, parts)
@@ -326,13 +306,6 @@ class FragmentState:
         lost = sum(part.stop - part.start for part in missed) / self.numel
         return self._outcome(merge, report, 0.0 if mine is None else 1.0 - lost, had_offer, refused)
 
-    def _hold_offset(self) -> None:
-        """The state is about to move on, and with it the momentum that the offset may be read from."""
-        offset = self.departure.offset
-        if any(isinstance(one, StepChange) for one in offset):
-            held = copied(offset, room_of(self._codec, self.numel, 16))
-            self.departure = self.departure._replace(offset=(held,))
-
     def _merge_after(
         self, old: OuterState, new: OuterState, mine: OfferState | None, missed: Sequence[slice],
         parts: Sequence[PartWeights],
@@ -342,7 +315,7 @@ class FragmentState:
             # count it twice; dropping it loses at most what came after that offer.
             self.departure = Departure(new.version)
             return Merge(0.0, new.params)
-        if self._is_delayed:
+        if self._run.outer.is_delayed:
             return self._work_returned(mine, missed)
         if mine is None:
             return outer.merge(self._run.outer, old, new, None, missed)
@@ -357,15 +330,20 @@ class FragmentState:
         # later offer for the same round held that work too, and comes to nothing.
         is_late = mine is not self.open
         later = self.open.gradient if is_late and self.open is not None else None
-        addend = large_tensor(self.numel)
+
+        def back(at: slice) -> Tensor:
+            values = counted(mine.gradient, at, missed)
+            if not is_late:
+                values.sub_(mine.gradient[at])
+            return values if later is None else values.sub_(later[at])
+
+        return self._plus(back)
+
+    def _plus(self, values: Callable[[slice], Tensor], addend: Tensor | None = None) -> Merge:
+        """Live parameters plus ``values``, which is asked piece by piece; in ``addend``, if there is one."""
+        addend = large_tensor(self.numel) if addend is None else addend
         for at in pieces(self.numel):
-            gradient = mine.gradient[at]
-            back = gradient.clone() if is_late else torch.zeros_like(gradient)
-            for part in missed:
-                back[within(part, at)] -= gradient[within(part, at)]
-            if later is not None:
-                back.sub_(later[at])
-            addend[at] = back
+            addend[at] = values(at)
         return Merge(1.0, addend)
 
     # ---- a donor's state
@@ -393,9 +371,8 @@ class FragmentState:
         if self.in_doubt or is_foreign:
             merge, self.in_doubt = Merge(0.0, state.params), False  # as in ``_merge_after``
         else:
-            merge = Merge(1.0, self._rebased_on(state))
+            merge = self._rebased_on(state, mine, missed)
             if mine is not None:
-                self._give_counted_work_(merge.addend, mine, missed)
                 self._advance_residual(mine, missed)
             # Of another history: a round there may count what was offered, and we may come back to it.
             self.in_doubt = not is_newer and (self.open or self._withdrawn) is not None
@@ -405,26 +382,20 @@ class FragmentState:
         self._readers = {"others"}  # its tensors may lie in one block: it goes when both have been replaced
         return merge
 
-    def _rebased_on(self, state: OuterState) -> Tensor:
-        """What is added to live parameters so that they keep all work of this peer, measured from ``state``.
-        In the old parameters' memory if nothing needs them any more."""
-        addend = large_tensor(self.numel) if self._readers else self.state.params
+    def _rebased_on(self, state: OuterState, mine: OfferState | None, missed: Sequence[slice]) -> Merge:
+        """Live parameters keep the work of this peer that is not counted, measured from ``state``; what of
+        ``mine`` was not ``missed`` is. In the old parameters' memory if nothing needs them any more."""
         gone = list(self.departure.offset)
-        if self._is_delayed and self.open is not None:
+        if self._run.outer.is_delayed and self.open is not None:
             gone.append(self.open.gradient)  # it was taken out of them, and is in flight
-        for at in pieces(self.numel):
-            torch.sub(state.params[at], self.state.params[at], out=addend[at])
-            if gone:
-                addend[at].sub_(added(gone, at))
-        return addend
 
-    def _give_counted_work_(self, addend: Tensor, mine: OfferState, missed: Sequence[slice]) -> None:
-        """Add what an offer took out of the live parameters, as an outer gradient; 0 where it was missed."""
-        for at in pieces(self.numel):
-            counted = mine.gradient[at]
-            for part in missed:
-                counted[within(part, at)] = 0.0
-            addend[at].add_(counted)
+        def moved(at: slice) -> Tensor:
+            values = state.params[at] - self.state.params[at]
+            if gone:
+                values.sub_(added(gone, at))
+            return values if mine is None else values.add_(counted(mine.gradient, at, missed))
+
+        return self._plus(moved, None if self._readers else self.state.params)
 
     def reset(self, trouble: str = "") -> Outcome:
         """Start again from the agreed state; what this peer learned since is dropped."""

@@ -8,8 +8,6 @@ in copies of the fragment in fp32:
 - "keep" and "blend" without it, with a codec of 8 bits or less: the gradient in half precision (1/2).
 - "keep" and "blend" without it, with a finer codec: nothing. What it lost stays in the live parameters.
 
-How far a step took the agreed parameters is computed again from its momentum and its mean (``StepChange``).
-
 Law: nothing here changes once it is whole, so whoever holds it reads the same values. Price: a decode for
 each piece that is read.
 """
@@ -28,7 +26,7 @@ from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import Codec, get_codec
 from p2p_co2.tensors.codec.base import PIECE_VALUES, pieces
-from p2p_co2.tensors.fragments.large_tensor import large_tensor
+from p2p_co2.tensors.fragments import large_tensor
 
 _BITS = 15
 """The largest value of a piece is kept as one below 2^_BITS: fp16 ends at 65504."""
@@ -36,18 +34,11 @@ _SMALLEST = 2.0**-100
 
 
 class Encoded:
-    """A payload as the values it stands for: fp32 [numel], read by slices. Nobody changes its bytes.
-
-    A mean is what others signed: of any size, holding anything. Read it only if ``largest`` is finite.
-    """
+    """A payload as the values it stands for: fp32 [numel], read by slices. Nobody changes its bytes. A mean
+    is what others signed, of any size, holding anything: read it only if ``largest`` is finite."""
 
     def __init__(self, codec: Codec, payload: Buffer, numel: int) -> None:
         self.codec, self._payload, self._numel = codec, memoryview(payload), numel
-
-    @property
-    def held_bytes(self) -> int:
-        """As long as nobody else needs the payload."""
-        return len(self._payload)
 
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
@@ -73,21 +64,17 @@ class Encoded:
         blocks, size = self.codec.blocks(len(values)), self.codec.block_bytes
         first = at.start // self.codec.block_values
         rows = self._payload[first * size : (first + blocks) * size]
-        if not self.codec.decode_sound(rows, values):
-            try:
-                values.copy_(self.codec.decode(self.codec.admit(rows, blocks))[: len(values)])
-            except RemoteProtocolError:
-                return False
+        try:
+            self.codec.admit(rows, values)
+        except RemoteProtocolError:
+            return False
         return True
 
 
 class Compact:
     """fp32 [numel] in a codec's code, each of the ``pieces`` scaled by a power of two: 1/2 of its size in
-    "fp16", 1/8 in "int4", exact in "fp32".
-
-    Law: values come back as near as the codec keeps them, however large or small all of them are; a piece of
-    nothing above 2^-100 as zeros.
-    """
+    "fp16", 1/8 in "int4", exact in "fp32". Values come back as near as the codec keeps them, however large or
+    small all of them are; a piece of nothing above 2^-100 as zeros."""
 
     def __init__(self, numel: int, codec: Codec) -> None:
         self._codec, self._numel = codec, numel
@@ -96,10 +83,6 @@ class Compact:
 
     def __len__(self) -> int:
         return self._numel
-
-    @property
-    def held_bytes(self) -> int:
-        return self._rows.numel()
 
     def set_(self, at: slice, values: Tensor) -> None:
         """``values``: fp32, finite, of the one piece ``at``; used up."""
@@ -113,8 +96,7 @@ class Compact:
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
         start, stop, _ = at.indices(self._numel)
-        stop = max(start, stop)
-        width = self._codec.block_values
+        stop, width = max(start, stop), self._codec.block_values
         begin = start // width * width
         values = self._codec.decode(self._rows_of(begin, stop))
         for index in range(begin // PIECE_VALUES, -(-stop // PIECE_VALUES)):
@@ -129,17 +111,10 @@ class Compact:
 
 class Gradient:
     """The outer gradient behind a payload, with what the codec lost of it: fp32 [numel], read by slices.
-
-    ``carried``: the residual that was added before, times ``decay``. Exact but for the precision of ``lost``.
-    """
+    ``carried``: the residual that was added before, times ``decay``."""
 
     def __init__(self, sent: Encoded, lost: Compact | None, carried: Compact | None, decay: float) -> None:
         self._sent, self._lost, self._carried, self._decay = sent, lost, carried, decay
-
-    @property
-    def held_bytes(self) -> int:
-        """Beyond the payload and the residual, which somebody else needs."""
-        return 0 if self._lost is None else self._lost.held_bytes
 
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
@@ -151,17 +126,12 @@ class Gradient:
 
 class StepChange:
     """How far a step took the agreed parameters back, ``old - new`` but for one rounding: fp32 [numel], read
-    by slices. ``mean``: what it applied; ``momentum``: what it left, which must not change; ``gap``: its
-    staleness gap penalty."""
+    by slices; computed again from the ``mean`` that it applied, the ``momentum`` that it left, which must not
+    change, and its staleness gap penalty ``gap``."""
 
     def __init__(self, config: OuterConfig, mean: Encoded, momentum: Tensor, gap: float) -> None:
         self._config, self._momentum, self._gap = config, momentum, gap
         self._mean = mean if config.nesterov else None
-
-    @property
-    def held_bytes(self) -> int:
-        """The momentum is the state's; the mean is the donor's as well, as long as somebody lacks it."""
-        return 0 if self._mean is None else self._mean.held_bytes
 
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
@@ -193,12 +163,19 @@ def added(values: Sequence[Kept], at: slice) -> Tensor:
     return total
 
 
+def counted(gradient: Kept, at: slice, missed: Sequence[slice]) -> Tensor:
+    """What a mean holds of an offer that it ``missed`` in these ranges: fp32, a new tensor."""
+    values = gradient[at]
+    for part in missed:
+        values[within(part, at)] = 0.0
+    return values
+
+
 def spliced(fresh: Compact, before: Compact | None, missed: Sequence[slice], room: Compact) -> Compact:
     """``fresh`` in ``room``, but in the ranges ``missed`` what was ``before``: zeros without it."""
     for at in pieces(len(fresh)):
         values = fresh[at]
-        for part in missed:
-            here = within(part, at)
+        for here in (within(part, at) for part in missed):
             values[here] = 0.0 if before is None else before[at][here]
         room.set_(at, values)
     return room

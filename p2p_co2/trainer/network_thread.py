@@ -1,8 +1,7 @@
 """The network thread: one asyncio loop that owns the network and the node, and what crosses to it.
 
-Law: the training thread reads only what ``NodeView`` publishes whole (numbers, tuples, frozen dataclasses)
-and never waits on a call into the loop, except to open, to start and to close. Closing leaves no thread,
-process, socket or file.
+Law: the training thread reads only what ``NodeView`` publishes whole and never waits on a call into the loop,
+except to open, to start and to close. Closing leaves no thread, process, socket or file.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from contextlib import ExitStack
+from typing import Any, TypeVar, cast
 
 import uvloop
 
 from p2p_co2.config import PeerConfig
-from p2p_co2.errors import LocalProtocolError, RemoteProtocolError, TransportError
+from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.node.environment import Environment
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
@@ -36,7 +36,7 @@ from p2p_co2.system.process import program
 from p2p_co2.system.socket_activation import SocketActivation
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
-from p2p_co2.trainer.buffers import ModelBuffers
+from p2p_co2.trainer.model_summary import ModelBuffers
 from p2p_co2.trainer.worker import TensorWorker
 
 CLOSE_BOUND_S = 6.0
@@ -46,8 +46,7 @@ _T = TypeVar("_T")
 
 
 class NodeView:
-    """What the training thread reads of a running node and asks of it; implements ``synchroniser.Wire``.
-    Calls into the loop do not wait."""
+    """What the training thread reads of a running node and asks of it. Calls into the loop do not wait."""
 
     def __init__(
         self,
@@ -137,32 +136,22 @@ class NodeView:
 
 
 class NetworkThread:
-    """``open`` starts the thread, ``start_node`` gives a ``NodeView``, ``close`` ends it."""
+    """``open`` starts the thread, ``start_node`` its node, ``close`` ends it."""
 
     def __init__(self, ticket: Ticket, config: PeerConfig, on_event: Callable[[ev.Event], None]) -> None:
         self._ticket, self._config, self._tell = ticket, config, on_event
+        self.network: Network = cast(Any, None)
+        """Once it is open."""
+        self.view: NodeView = cast(Any, None)
+        """Once the node has started."""
         self._reporting: ReportService | None = None
         self._board: SocketActivation | None = None
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="p2p-co2 network", daemon=True)
-        self._network: Network | None = None
-        self._view: NodeView | None = None
         self._node_task: asyncio.Task[None] | None = None
         self._positions: tuple[PositionWriter, asyncio.Task[None]] | None = None
         self._failure: BaseException | None = None
         self._closed, self._process = False, os.getpid()
-
-    @property
-    def network(self) -> Network:
-        if self._network is None:
-            raise LocalProtocolError("the network is not open")
-        return self._network
-
-    @property
-    def view(self) -> NodeView:
-        if self._view is None:
-            raise LocalProtocolError("the node is not started")
-        return self._view
 
     @property
     def board(self) -> str:
@@ -172,51 +161,51 @@ class NetworkThread:
     def open(self) -> None:
         """Join the DHT and read the manifest; errors as ``Network.open``, and ``EnvironmentFault`` if the
         board's port is taken."""
+
+        def refused(peer: str | None, error: RemoteProtocolError) -> None:
+            self._count_refusal(peer or "unknown", error.reason, error.detail)
+
         self._thread.start()
-        self._network = self.ask(Network.open(self._ticket, self._config, self._refused))
-        self._reporting = ReportService(self._network, self._loop, self._count_refusal)
+        self.network = self.ask(Network.open(self._ticket, self._config, refused))
+        self._reporting = ReportService(self.network, self._loop, self._count_refusal)
         if self._config.board:
             folder = self._config.folder.resolve()
             history, journal = folder / "board.sqlite", folder / "events.jsonl"
             command = program("monitoring", "peer", "--history", str(history), "--journal", str(journal))
-            self._board = SocketActivation("127.0.0.1", self._config.board_port, command, self.ask_report)
+            self._board = SocketActivation("127.0.0.1", self._config.board_port, command, self._ask_report)
 
     def start_node(
         self, shape: PayloadShape, state_bytes: Sequence[int], ledger: TensorWorker, model: ModelSummary
-    ) -> NodeView:
+    ) -> Node:
         """Start the machines; errors of a carrier that cannot listen come up in ``check``."""
 
         async def start() -> Node:
-            environment = Environment.of(self.network)
+            environment = Environment(self.network)
             node = Node(environment, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
 
             def where() -> tuple[Status.Phase, float, list[int]]:
                 versions = [agreed.version for agreed in node.agreed]
-                return node.state.local.phase, node.progress.position(), versions
+                return node.state.local.phase, node.progress.writer.position(), versions
 
-            def warn(text: str) -> None:
-                node.report(ev.Warned, text=text)
-
-            positions = PositionWriter(self.network, where, node.live_peers, node.now, warn)
+            positions = PositionWriter(
+                self.network.publish_position, where, node.live_peers, node.now, self.warn
+            )
             self._positions = positions, asyncio.create_task(positions.run(), name="leave word of the run")
             if self._reporting is not None:
                 await self._reporting.start(node)
             return node
 
-        self._view = NodeView(self.ask(start()), self._loop, self.report, lambda: self._failure)
-        return self._view
+        node = self.ask(start())
+        self.view = NodeView(node, self._loop, self.report, lambda: self._failure)
+        return node
 
     # ---- events
 
     def on_event(self, event: ev.Event) -> None:
-        """What happened, for the caller and for observers; from any thread.
-
-        The caller may write it to a disk, and each thing that waits or wakes a thread lets others have the
-        processor and the interpreter, which come back when they like: so other threads than the network's
-        leave it to that one, by one call.
-        """
+        """What happened, for the caller and for observers; from any thread. The caller may write it to a
+        disk, which takes its time: so other threads than the network's leave it to that one, by one call."""
         if self._closed or threading.current_thread() is self._thread or not self._thread.is_alive():
             self._see(event)
             return
@@ -266,13 +255,7 @@ class NetworkThread:
         """Whether the DHT lists no other peer. Raises ``TransportError``."""
         return not self.ask(self.network.find_peers())
 
-    def carriers_used(self) -> dict[str, str]:
-        async def read() -> dict[str, str]:
-            return self.view.node.links.carriers_used()
-
-        return self.ask(read(), CLOSE_BOUND_S)
-
-    def ask_report(self, relayed: Relayed) -> Future[Relayed]:
+    def _ask_report(self, relayed: Relayed) -> Future[Relayed]:
         """What this peer's own board asks: a peer's sealed report, or without a peer who there is (this one
         first) and the run's canonical settings. Any thread; the future is done in bounded time."""
 
@@ -281,7 +264,7 @@ class NetworkThread:
                 raise TransportError("this peer is still joining")
             if relayed.peer:
                 return Relayed(answer=await self._reporting.ask(PeerId(relayed.peer), relayed.request))
-            live = sorted(self._view.node.membership.live) if self._view is not None else []
+            live = sorted(self.view.node.membership.live) if self.view is not None else []
             peers = [self.network.identity.peer_id, *live]
             return Relayed(peers=peers, answer=self.network.run.canonical_bytes())
 
@@ -289,13 +272,19 @@ class NetworkThread:
 
     # ---- the end
 
-    def goodbye(self, reason: str, last: Mapping[str, Any]) -> None:
-        """Tell the others, and observers with ``last`` (fields of ``PeerFinished``): this peer leaves."""
-        if self._reporting is not None:
-            me = self.network.identity.peer_id
-            end = ev.PeerFinished(at=time.time(), peer=me, reason=reason, **last)
-            self._loop.call_soon_threadsafe(self._reporting.see, end)  # behind what was told before it
-        self._loop.call_soon_threadsafe(self.view.node.say_goodbye, reason)
+    def goodbye(self, reason: str, last: Mapping[str, Any]) -> dict[str, str]:
+        """Tell the others, and observers with ``last`` (fields of ``PeerFinished``), that this peer leaves.
+        Returns the carrier of each link."""
+
+        async def say() -> dict[str, str]:
+            carriers = self.view.node.links.carriers_used()
+            if self._reporting is not None:
+                me, fields = self.network.identity.peer_id, {**last, "carriers": carriers}
+                self._reporting.see(ev.PeerFinished(at=time.time(), peer=me, reason=reason, **fields))
+            self.view.node.say_goodbye(reason)
+            return carriers
+
+        return self.ask(say(), CLOSE_BOUND_S)
 
     def close(self) -> None:
         """End node, network and loop. May be called twice; in a forked child, which has no part in them, it
@@ -304,23 +293,16 @@ class NetworkThread:
             return
         self._closed = True
         if self._thread.is_alive():
-            try:
-                self._close_board()
-                self.ask(self._shut_down(), 2 * CLOSE_BOUND_S)
-            finally:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join()
+            with ExitStack() as ending:  # from the last to the first
+                ending.callback(self._thread.join)
+                ending.callback(self._loop.call_soon_threadsafe, self._loop.stop)
+                ending.callback(lambda: self.ask(self._shut_down(), 2 * CLOSE_BOUND_S))
+                if self._board is not None:  # it asks the loop
+                    ending.callback(self._board.close)
+                if self._reporting is not None:  # observers fetch the last events
+                    self.ask(self._reporting.say_last_words())
         if not self._loop.is_closed():
             self._loop.close()
-
-    def _close_board(self) -> None:
-        """Let observers fetch the last events, then end the board: it asks the loop, so it goes first."""
-        try:
-            if self._reporting is not None:
-                self.ask(self._reporting.say_last_words())
-        finally:
-            if self._board is not None:
-                self._board.close()
 
     async def _shut_down(self) -> None:
         if self._positions is not None:
@@ -329,12 +311,12 @@ class NetworkThread:
             await positions.say_last()
         if self._reporting is not None:
             await self._reporting.close()
-        if self._view is not None and self._node_task is not None:
-            self._view.node.stop()
+        if self.view is not None and self._node_task is not None:
+            self.view.node.stop()
             await asyncio.wait({self._node_task}, timeout=CLOSE_BOUND_S / 3)
             self._node_task.cancel()
-        if self._network is not None:
-            await self._network.close()
+        if self.network is not None:
+            await self.network.close()
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
@@ -345,6 +327,7 @@ class NetworkThread:
     # ---- the thread
 
     def _run(self) -> None:
+        """A method of this object: in a program that ends without ``close`` nothing of it is finalised."""
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
@@ -356,9 +339,6 @@ class NetworkThread:
             error = error.exceptions[0]
         self._failure = error
 
-    def _refused(self, peer: str | None, error: RemoteProtocolError) -> None:
-        self._count_refusal(peer or "unknown", error.reason, error.detail)
-
     def _count_refusal(self, peer: str, reason: str, detail: str) -> None:
-        if self._view is not None:
-            self._view.node.refuse(peer, reason, detail)
+        if self.view is not None:
+            self.view.node.refuse(peer, reason, detail)

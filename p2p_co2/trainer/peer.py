@@ -8,7 +8,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +19,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
 from p2p_co2.system.governor import Governor
 from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors.checkpoint import swarm_digest
+from p2p_co2.tensors.checkpoint.agreed import swarm_digest
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
 from p2p_co2.trainer.figures import loss_of, tokens_of
 from p2p_co2.trainer.network_thread import NetworkThread
@@ -37,20 +37,13 @@ class Peer:
     """
 
     def __init__(
-        self,
-        thread: NetworkThread,
-        ledger: TensorWorker,
-        plan: Plan,
-        start: Progressed,
+        self, thread: NetworkThread, ledger: TensorWorker, plan: Plan, rates: Rates, start: Progressed
     ) -> None:
         self._thread, self._ledger, self._plan = thread, ledger, plan
         self._model = ExchangedModel(plan, thread.warn)
         self._sync = Synchroniser(plan.run, self._model, ledger, thread.view, start)
         self._saver = Saver(plan, ledger, self._sync, self._model.live, thread.report)
-        is_warming_up = plan.is_warming_up if start.inner_steps else ()  # new: its rates are no saved ones
-        self._rates = Rates(plan.optimizer, plan.learning_rate, plan.base_lr, thread.warn, is_warming_up)
-        self._stopped = self._left = False
-        self._process = os.getpid()
+        self._rates, self._left, self._process = rates, False, os.getpid()
         self._stepping = threading.Lock()
         """Held by whoever trains or measures: two at once would mix their parameters."""
         self._governor = Governor(plan.config.limits.hours)
@@ -85,8 +78,7 @@ class Peer:
     @property
     def over(self) -> bool:
         """True when the run has reached its last round."""
-        rounds = self._plan.run.clock.rounds
-        return rounds > 0 and self._sync.position >= rounds
+        return self._sync.account.is_over(self._sync.position)
 
     @torch.inference_mode(False)  # what is made here is changed in other threads, which are not in it
     def step(self, tokens: int | Tensor, loss: float | Tensor) -> bool:
@@ -113,7 +105,7 @@ class Peer:
             self._rest()
             self._saver.keep_up()
             self._sync.stood_still()  # for a checkpoint
-        return not (self._stopped or self.over)
+        return not (self._sync.stopped or self.over)
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
@@ -128,7 +120,7 @@ class Peer:
 
     def stop(self) -> None:
         """Ask the loop to end: the next ``step`` returns False. Safe in a signal handler."""
-        self._stopped = self._sync.stopped = True
+        self._sync.stopped = True
 
     def pause(self) -> None:
         """Rest from the next ``step`` on, which then does not return until ``go_on`` or ``stop``: no
@@ -146,7 +138,7 @@ class Peer:
         self._governor.toggle(_minute_of_the_day())
 
     def _rest(self) -> None:
-        if self._governor.resting(_minute_of_the_day()) and not self._stopped:
+        if self._governor.resting(_minute_of_the_day()) and not self._sync.stopped:
             try:
                 self.save()  # a machine that rests may be switched off
             except EnvironmentFault as error:
@@ -197,7 +189,7 @@ class Peer:
                 loss = float(held_out(self._plan.model))
         duration_s = time.monotonic() - started_at
         self._sync.pause(duration_s)
-        fields = {"loss": loss, "position": self._sync.position, "tokens": self._sync.tokens}
+        fields = {"loss": loss, "position": self._sync.position, "tokens": self._sync.figures.tokens}
         self._thread.report(ev.AgreedMeasured, {**fields, "duration_s": duration_s})
         return duration_s
 
@@ -218,9 +210,8 @@ class Peer:
 
     def _must_be_here(self) -> None:
         if os.getpid() != self._process:
-            raise ConfigError(
-                "peer", "", "belongs to the process that joined, and this one was forked from it: step there"
-            )
+            problem = "belongs to the process that joined, and this one was forked from it: step there"
+            raise ConfigError("peer", "", problem)
 
     def leave(self, reason: str = "") -> None:
         """Leave the swarm: finish what is in flight (the whole run's last round, if it is over), save, say
@@ -234,31 +225,25 @@ class Peer:
             return
         self._left = True
         last: dict[str, Any] = {"digest": "", "versions": tuple(self._sync.versions), "carriers": {}}
-        reason = reason or ("the run is over" if self.over and not self._stopped else "stopped")
-        try:
+        reason = reason or ("the run is over" if self.over and not self._sync.stopped else "stopped")
+        with ExitStack() as ending:
+            ending.callback(self._save_and_finish, reason, last)
+            ending.callback(self._thread.close)
             if not self._model.is_changed:
-                self._sync.flush(self.over and not self._stopped)
+                self._sync.flush(self.over and not self._sync.stopped)
             agreed = self._ledger.agreed()
             last["digest"] = swarm_digest([version.digest for version in agreed]).hex()
             last["versions"] = tuple(version.version for version in agreed)
-            last["carriers"] = self._thread.carriers_used()
-            self._thread.goodbye(reason, last)
-        finally:
-            try:
-                self._thread.close()
-            finally:
-                self._save_and_finish(reason, last)
+            last["carriers"] = self._thread.goodbye(reason, last)
 
     def _save_and_finish(self, reason: str, last: Mapping[str, Any]) -> None:
+        is_saved = False
         try:
-            if self._model.is_changed:  # its parameters are not the ones that belong to the agreed state
-                reason += ", without a last checkpoint"
-            else:
+            if not self._model.is_changed:  # its parameters are the ones that belong to the agreed state
                 self._save()
-        except (EnvironmentFault, LocalProtocolError):
-            reason += ", without a last checkpoint"
-            raise
+                is_saved = True
         finally:
+            reason += "" if is_saved else ", without a last checkpoint"
             self._saver.close()
             self._ledger.close()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB

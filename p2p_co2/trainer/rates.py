@@ -1,19 +1,20 @@
 """The inner optimizer's learning rates: each group's own rate times the factor of the swarm's position.
 
 A group's own rate is the one that torch's schedulers take for it: ``initial_lr`` where a scheduler was made
-already, which may have left ``lr`` at 0 for its first step. A rate of 0 is refused: it would stay 0 whatever
-the factor, and nothing would tell. A group that is added later has its own.
+already, which may have left ``lr`` at 0 for its first step. A rate of 0 is refused: nothing would train, and
+nothing would tell. A group that is added later has its own.
 
 Without a factor the rates are the program's. But a resume puts the saved ones back, and torch's schedulers
-multiply what they find: one that is made anew, and whose own state is not loaded, warms up from the full rate
-to a multiple of it. Law: where a scheduler began below a group's own rate, its multiples stay at the larger
-of that rate and the saved one, and one line says so. Price: one step above it is seen only when it was made.
+multiply what they find: one whose own state is not loaded warms up from the full rate to a multiple of it.
+Law: where a scheduler began below a group's own rate, its multiples stay at the larger of that rate and the
+saved one, and one line says so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,58 +36,57 @@ MADE_ANEW = (
 _ROUNDING = 1 + 1e-6
 
 
-def check_factor(learning_rate: Factor | None, position: float = 0.0) -> None:
-    """Raise ``ConfigError`` unless it is a schedule: a function of the position that gives a factor."""
-    if learning_rate is None:
-        return
-    if not callable(learning_rate):
-        raise ConfigError(
-            "start", "learning_rate",
-            f"is {learning_rate!r}; give a function from the swarm's position (rounds) to a factor on the "
-            "optimizer's own rates, such as lambda position: min(1, 0.1 + position / 10)",
-        )  # fmt: skip
-    _factor_at(learning_rate, position)
+@dataclass
+class _Held:
+    """A rate that a warm-up which was made anew may not raise above ``most``. ``last``: after the last look;
+    ``rise``: what it had been multiplied by when it was put back last."""
 
-
-def base_rates(optimizer: Optimizer, is_scheduled: bool) -> tuple[float, ...]:
-    """By group. Raises ``ConfigError`` for a rate that trains nothing, and for none at all if a schedule is
-    to multiply it."""
-    return tuple(_base(group, index, is_scheduled) for index, group in enumerate(optimizer.param_groups))
-
-
-def warming_up(optimizer: Optimizer) -> tuple[bool, ...]:
-    """By group: whether a scheduler that was made already begins below the group's own rate."""
-    groups = optimizer.param_groups
-    return tuple("initial_lr" in group and bool(group["lr"] < group["initial_lr"]) for group in groups)
+    last: float
+    most: float
+    rise: float = math.inf
 
 
 class Rates:
-    """Of one optimizer; the training thread's. ``warn`` is told once if somebody else sets them too.
-    ``is_warming_up``: of a resumed peer, by group (``warming_up`` before the saved rates came back)."""
+    """Of one optimizer, by group; the training thread's. ``factor`` of the position, in rounds; None leaves
+    the rates to the program. ``warn`` is told once if somebody else sets them too.
 
-    def __init__(
-        self, optimizer: Optimizer, factor: Factor | None, base: Sequence[float], warn: Callable[[str], None],
-        is_warming_up: Sequence[bool] = (),
-    ) -> None:  # fmt: skip
+    Raises ``ConfigError`` for a ``factor`` that is no schedule, for a rate that trains nothing, and for none
+    at all if a schedule is to multiply it."""
+
+    def __init__(self, optimizer: Optimizer, factor: Factor | None, warn: Callable[[str], None]) -> None:
+        groups, is_scheduled = optimizer.param_groups, factor is not None
         self._optimizer, self._factor, self._warn = optimizer, factor, warn
-        self._base = list(base)
+        self._base = [_base(group, index, is_scheduled) for index, group in enumerate(groups)]
+        self._warming_up = [
+            index
+            for index, group in enumerate(groups)
+            if "initial_lr" in group and bool(group["lr"] < group["initial_lr"])
+        ]
+        """Groups that a scheduler which was made already begins below their own rates."""
+        self._held: dict[int, _Held] = {}
         self._given = list[float]()
         """What was set last, by group."""
-        self._last = [
-            float(group["lr"]) if is_held and getattr(group["lr"], "is_cpu", True) else math.inf
-            for group, is_held in zip(optimizer.param_groups, is_warming_up, strict=False)
-        ]
-        """By group, without a factor: the rate after the last look; inf where none is held."""
-        self._most = [max(last, own) for last, own in zip(self._last, base, strict=False)]
-        """What it is held at."""
-        self._rise = [math.inf] * len(self._most)
-        """What it had been multiplied by when it was put back last."""
         self._is_told = False
+        if factor is not None and not callable(factor):
+            raise ConfigError(
+                "start", "learning_rate",
+                f"is {factor!r}; give a function from the swarm's position (rounds) to a factor on the "
+                "optimizer's own rates, such as lambda position: min(1, 0.1 + position / 10)",
+            )  # fmt: skip
+        if factor is not None:
+            _factor_at(factor, 0.0)
+
+    def resumed(self) -> None:
+        """The saved rates are back, and no warm-up multiplies them."""
+        for index in self._warming_up:
+            rate = self._optimizer.param_groups[index]["lr"]
+            if getattr(rate, "is_cpu", True):
+                self._held[index] = _Held(float(rate), max(float(rate), self._base[index]))
 
     def set(self, position: float) -> None:
         """The rates at ``position``. A rate that is a tensor is set in place: captured graphs hold it."""
         if self._factor is None:
-            self._hold()
+            self._put_back()
             return
         groups = self._optimizer.param_groups
         # What lies in a tensor, perhaps on an accelerator, is not read step after step.
@@ -101,25 +101,25 @@ class Rates:
         for group, rate in zip(groups, self._given, strict=False):
             _put(group, rate)
 
-    def _hold(self) -> None:
-        """Put a rate above ``_most`` back. A warm-up multiplies what it finds by less each time: a rate that
-        rises by more than the last time goes on as it is, since its schedule names it, whatever it finds."""
-        for index, (group, most) in enumerate(zip(self._optimizer.param_groups, self._most, strict=False)):
-            if math.isinf(most):
+    def _put_back(self) -> None:
+        """Put a held rate back where it rose. A warm-up multiplies what it finds by less each time: a rate
+        that rises by more than the last time goes on as it is, since its schedule names it, whatever it
+        finds."""
+        for index, held in list(self._held.items()):
+            group = self._optimizer.param_groups[index]
+            rate, last = float(group["lr"]), held.last
+            held.last = min(rate, held.most)
+            if rate <= held.most * _ROUNDING:
                 continue
-            rate, last = float(group["lr"]), self._last[index]
-            self._last[index] = min(rate, most)
-            if rate <= most * _ROUNDING:
+            rise = rate / (last or held.most)
+            if rise > held.rise * _ROUNDING:
+                del self._held[index]
                 continue
-            rise = rate / (last or most)
-            if rise > self._rise[index] * _ROUNDING:
-                self._most[index] = math.inf
-                continue
-            self._rise[index] = rise
-            _put(group, most)
+            held.rise = rise
+            _put(group, held.most)
             if not self._is_told:
                 self._is_told = True
-                text = f"the learning rate rose to {rate:.3g} and was put back to {most:.3g}"
+                text = f"the learning rate rose to {rate:.3g} and was put back to {held.most:.3g}"
                 self._warn(f"{text}: {MADE_ANEW}")
 
     def _base_of_later(self, group: Mapping[str, Any]) -> float:

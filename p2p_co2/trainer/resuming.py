@@ -1,10 +1,8 @@
 """Going on from a checkpoint, also where the program that goes on is not quite the one that wrote it.
 
-Laws: the agreed state comes back whole, or there is one ``ConfigError`` that says what differs and what to
-do. What is only this peer's own, the inner optimizer and the buffers, comes back where it fits; where it does
-not, training goes on without it, and one line says so.
-
-The live parameters go on from the agreed ones. Frozen ones are where the model came from.
+Laws: the agreed state comes back whole, or one ``ConfigError`` says what differs and what to do. What is only
+this peer's own, the inner optimizer and the buffers, comes back where it fits; where it does not, training
+goes on without it, and one line says so. Frozen parameters are where the model came from.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.tensors.checkpoint import Checkpoint, InnerOptimizer, Owned
-from p2p_co2.tensors.fragments.live import LiveParameters
-from p2p_co2.tensors.fragments.names import named_modules, named_parameters
-from p2p_co2.tensors.fragments.plan import FragmentPlan
+from p2p_co2.tensors.checkpoint.folder import Checkpoint, InnerOptimizer, Owned
+from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters
+from p2p_co2.tensors.names import named_buffers, named_parameters
+from p2p_co2.trainer.exchanged_model import trained_parameters
 
 FAULTS = (
     ArithmeticError, AssertionError, AttributeError, ConfigError, LookupError, MemoryError, OSError,
@@ -33,24 +31,9 @@ CURE = "give another folder (--folder, PeerConfig.folder), or begin anew (--star
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def trained_parameters(model: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def shapes_of(model: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Plain name and shape of each parameter that is trained, in the model's order."""
-    return tuple(
-        (name, tuple(parameter.shape))
-        for name, parameter in named_parameters(model).items()
-        if parameter.requires_grad and parameter.numel()
-    )
-
-
-def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a ``state_dict`` would have, by plain name, shared ones once."""
-    found, seen = dict[str, Tensor](), set[int]()
-    for path, part in named_modules(model):
-        for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                found[f"{path}.{name}" if path else name] = buffer
-    return found
+    return tuple((name, tuple(one.shape)) for name, one in trained_parameters(model).items())
 
 
 def inner_of(optimizer: Optimizer, model: nn.Module) -> InnerOptimizer:
@@ -69,7 +52,7 @@ def check(saved: Checkpoint, run: RunConfig, model: nn.Module, plan: FragmentPla
     """Raises ``ConfigError`` if the agreed state that was saved is not one of this run and this model."""
     if RunConfig.from_canonical_bytes(saved.run_config_json.encode()).digest() != run.digest():
         raise ConfigError(where, "", f"is of another run; {CURE}")
-    theirs, ours = dict(saved.parameters), dict(trained_parameters(model))
+    theirs, ours = dict(saved.parameters), dict(shapes_of(model))
     difference = _difference(theirs, ours)
     sizes = [state.params.numel() for state in saved.states]
     if not difference and list(theirs) != list(ours):
@@ -108,7 +91,7 @@ def _difference(theirs: Shapes, ours: Shapes) -> str:
 
 
 def _restore_buffers(saved: Checkpoint, model: nn.Module) -> list[str]:
-    troubles, ours = [], kept_buffers(model)
+    troubles, ours = [], named_buffers(model, persistent=True)
     for name, buffer in ours.items():
         values = saved.buffers.get(name)
         if values is None or values.shape != buffer.shape or not torch.can_cast(values.dtype, buffer.dtype):

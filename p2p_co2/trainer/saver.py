@@ -1,18 +1,16 @@
-"""Checkpoints beside training: what of it the training thread does, and what others do.
+"""Checkpoints beside training.
 
 The saver's own thread borrows the agreed states of one moment and writes them; rounds go on meanwhile, and a
 fragment that commits before it is written takes memory of its own. What training changes, the inner
 optimizer's state and the buffers, only the training thread may read: step after step it copies a share, which
-the saver's thread writes, then the digest, the disk's sync and the renaming.
+the saver's thread writes.
 
-Laws: the agreed states are of one moment; the state of a parameter is of one step, those of two parameters
-some steps apart (they are no agreement, only the inner optimizer's acceleration). No checkpoint ends
-training: what cannot be saved is left out and told once, and a file that cannot be written is told and tried
-again when the next is due.
+Laws: the agreed states are of one moment; the inner state of a parameter is of one step, those of two some
+steps apart. No checkpoint ends training: what cannot be saved is left out and told once, and a file that
+cannot be written is told and tried again when the next is due.
 
 Price: training stands still for a copy of ``AT_ONCE_BYTES`` at a time, or of the largest parameter's state,
-and so much memory is taken until it is written. Numbers in the optimizer's state that are no tensors are
-those of the first step.
+and so much memory is taken until it is written.
 """
 
 from __future__ import annotations
@@ -28,14 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from p2p_co2.config import CHECKPOINT_BYTES_PER_DAY, CHECKPOINT_LEAST_S, DAY_S
+from p2p_co2.config import CHECKPOINT_BYTES_PER_DAY, CHECKPOINT_LEAST_S
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors.checkpoint import Checkpoint, Said, Saving, parts, say, trouble_with
-from p2p_co2.tensors.fragments.large_tensor import large_tensor
-from p2p_co2.tensors.fragments.live import LiveParameters
+from p2p_co2.tensors.checkpoint.folder import Checkpoint, Saving, parts
+from p2p_co2.tensors.checkpoint.tensorfile import trouble_with
+from p2p_co2.tensors.checkpoint.tree import Said, say
+from p2p_co2.tensors.fragments import LiveParameters, large_tensor
+from p2p_co2.tensors.names import named_buffers
 from p2p_co2.trainer.exchanged_model import Plan
-from p2p_co2.trainer.resuming import FAULTS, inner_of, kept_buffers, trained_parameters
+from p2p_co2.trainer.resuming import FAULTS, inner_of, shapes_of
 from p2p_co2.trainer.synchroniser import Synchroniser
 from p2p_co2.trainer.worker import TensorWorker
 
@@ -43,7 +43,6 @@ AT_ONCE_BYTES = 32 << 20
 """What the training thread copies between two steps, at least one parameter's state."""
 MOST_STEPS = 64
 """Over so many steps a copy is spread at the most: more is copied at once where there is more."""
-_BEAT_S = 0.02
 Part = Mapping[str, Tensor]
 
 
@@ -51,15 +50,10 @@ class Saver:
     """One per peer. Called by the training thread, but for what the other threads do."""
 
     def __init__(
-        self,
-        plan: Plan,
-        ledger: TensorWorker,
-        sync: Synchroniser,
-        live: LiveParameters,
+        self, plan: Plan, ledger: TensorWorker, sync: Synchroniser, live: LiveParameters,
         report: Callable[[type[ev.Event], Mapping[str, Any]], None],
-    ) -> None:
-        self.plan, self._ledger, self._sync, self._report = plan, ledger, sync, report
-        self._live = live
+    ) -> None:  # fmt: skip
+        self.plan, self._ledger, self._sync, self._live, self._report = plan, ledger, sync, live, report
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="p2p-co2 checkpoint")
         self.under_way: Future[None] | None = None
         """Nothing else writes to the folder meanwhile."""
@@ -75,7 +69,7 @@ class Saver:
     @property
     def every_s(self) -> float:
         """Between two checkpoints: as configured, or as often as the budget of writes allows."""
-        budget_s = DAY_S * self.size_bytes / CHECKPOINT_BYTES_PER_DAY
+        budget_s = 24 * 3600 * self.size_bytes / CHECKPOINT_BYTES_PER_DAY
         return self.plan.config.checkpoint_every_s or max(CHECKPOINT_LEAST_S, budget_s)
 
     def keep_up(self) -> None:
@@ -109,14 +103,13 @@ class Saver:
         """Wait for what is under way, if anything is."""
         while self.under_way is not None:
             if self.copies is not None:
-                self.copies.copy(_BEAT_S)
+                self.copies.copy(0.02)
             if self.under_way.done():
                 self._end()
 
     def _end(self) -> None:
-        assert self.under_way is not None
-        self._refused, ended, self.copies = None, self.under_way, None
-        self.under_way = None
+        ended, self.under_way, self.copies, self._refused = self.under_way, None, None, None
+        assert ended is not None
         try:
             ended.result()
         except EnvironmentFault as error:
@@ -129,17 +122,11 @@ class Saver:
         plan, sync = self.plan, self._sync
         said, buffers = self._look()
         checkpoint = Checkpoint(
-            run_config_json=plan.run.canonical_bytes().decode(),
-            plan_digest=plan.fragments.digest,
-            states=(),
-            buffers=buffers,
-            optimizer={},
-            position=sync.position,
-            inner_steps=sync.inner_steps,
-            tokens=sync.tokens,
-            inner=inner_of(plan.optimizer, plan.model),
-            parameters=trained_parameters(plan.model),
-        )
+            run_config_json=plan.run.canonical_bytes().decode(), plan_digest=plan.fragments.digest,
+            states=(), buffers=buffers, optimizer={}, position=sync.position, inner_steps=sync.inner_steps,
+            tokens=sync.figures.tokens, inner=inner_of(plan.optimizer, plan.model),
+            parameters=shapes_of(plan.model),
+        )  # fmt: skip
         stopped_s = time.monotonic() - began_at
         self.copies = copies = ShareQueue(parts(checkpoint, said), self._live.await_computed, stopped_s)
         self.under_way = self._thread.submit(self._write, checkpoint, said, copies, began_at)
@@ -147,7 +134,7 @@ class Saver:
     def _look(self) -> tuple[Said, dict[str, Tensor]]:
         """What of the inner optimizer's state and of the buffers can be saved. Tells, once, what cannot."""
         troubles, buffers = [], {}
-        for name, buffer in kept_buffers(self.plan.model).items():
+        for name, buffer in named_buffers(self.plan.model, persistent=True).items():
             if trouble := trouble_with(buffer):
                 troubles.append(f"the buffer {name} ({trouble})")
             else:
@@ -175,7 +162,7 @@ class Saver:
             saving = Saving(self._folder, replace(checkpoint, states=states, residuals=residuals), said)
             del states, residuals
             saving.put_agreed(self._ledger.give_back)
-            for _ in range(copies.count):
+            for _ in copies.shares:
                 saving.put(copies.take())
             path = saving.finish()
         finally:
@@ -194,9 +181,7 @@ class ShareQueue:
     def __init__(
         self, all_of_it: Sequence[Part], await_computed: Callable[[set[torch.device]], None], stopped_s: float
     ) -> None:
-        self.shares, self._await_computed = shares_of(all_of_it), await_computed
-        self.count = len(self.shares)
-        self.stopped_s = stopped_s
+        self.shares, self._await_computed, self.stopped_s = shares_of(all_of_it), await_computed, stopped_s
         """How long the training thread stood still for it."""
         self._wanted = self.given = -1
         """Numbers of shares."""
@@ -230,8 +215,9 @@ class ShareQueue:
         try:
             room = large_tensor(sum(map(_room_bytes, share.values())), torch.uint8)
             for name, tensor in share.items():
-                stop = at + tensor.numel() * tensor.element_size()
-                given[name] = room[at:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+                given[name] = (
+                    room[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+                )
                 at += _room_bytes(tensor)
         except (RuntimeError, MemoryError) as error:
             why = str(error) or type(error).__name__
@@ -247,11 +233,11 @@ class ShareQueue:
 
 def _room_bytes(tensor: Tensor) -> int:
     """So that the next one lies where its dtype asks for."""
-    return -(-tensor.numel() * tensor.element_size() // 16) * 16
+    return -(-tensor.nbytes // 16) * 16
 
 
 def size_bytes_of(part: Part) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in part.values())
+    return sum(tensor.nbytes for tensor in part.values())
 
 
 def shares_of(all_of_it: Sequence[Part]) -> list[dict[str, Tensor]]:

@@ -13,10 +13,11 @@ import os
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,46 +28,23 @@ from p2p_co2.protocol.rounds import Offer
 from p2p_co2.protocol.schedule import (
     FIRST_ROUND_BOUND_S,
     LOADS_CAP_S,
+    SETTLE_S,
     STILL_LOADS,
     Ending,
-    Stage,
     SwarmClock,
     WorkAccount,
-    settle_bound_s,
 )
 from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.exchanged_model import ExchangedModel
 from p2p_co2.trainer.figures import Figures
 from p2p_co2.trainer.fragment_state import EncodedOffer, Outcome
+from p2p_co2.trainer.network_thread import CLOSE_BOUND_S, NodeView
 from p2p_co2.trainer.worker import TensorWorker
 
-LEAVE_BOUND_S = 3.0
-"""Waiting for rounds in flight when a person stops the peer."""
 REPORT_EVERY_S = 1.0
-REST_BEAT_S, REST_REPORT_EVERY_S = 0.1, 10.0
-"""While resting: how soon a wish to go on is seen, and how often the peer tells of itself."""
-WAIT_BEAT_S = 0.01
-"""While standing still: how soon what the network thread has concluded is seen. Outcomes are at once."""
-PUT_OFF_BELOW_S = 1.0
-"""Where steps take longer, one that two fragments are due in takes both snapshots."""
-
-
-class Wire(Protocol):
-    """What the training thread asks of the network thread; the calls return at once."""
-
-    def offer(self, offer: Offer) -> None: ...
-    def show(self, progress: LocalProgress) -> None: ...
-    def swarm_position(self) -> tuple[float, float] | None: ...
-    def settled(self, versions: Sequence[int]) -> bool: ...
-    def loads(self, settled: bool) -> bool: ...
-    def tell_what_is_missing(self) -> None: ...
-    def over(self) -> frozenset[int]: ...
-    def stage(self, fragment: int) -> Stage: ...
-    def is_line_full(self) -> bool: ...
-    def traffic_bytes(self) -> tuple[int, int]: ...
-    def failure(self) -> BaseException | None: ...
-    def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None: ...
+"""How often a peer tells of itself. One that rests does so a tenth as often, and sees within a tenth of it
+that it may go on; one that stands still sees within a hundredth what the network thread has concluded."""
 
 
 @dataclass(frozen=True)
@@ -81,27 +59,13 @@ class Progressed:
 class Source(NamedTuple):
     """Where a training thread has its time from, and the random bytes that name its offers."""
 
-    now: Callable[[], float]
-    offer_id: Callable[[], bytes]
+    now: Callable[[], float] = time.monotonic
+    offer_id: Callable[[], bytes] = partial(os.urandom, 8)
 
 
-def _now() -> float:
-    return time.monotonic()
-
-
-SYSTEM = Source(_now, lambda: os.urandom(8))
-Waits = Generator[float, None, bool]
-"""Where training stands still: yields for how many seconds at most, which an outcome ends; returns whether
-what was awaited has come."""
-
-
-def stand_still(
-    waits: Iterator[float], outcomes: queue.SimpleQueue[Outcome], take: Callable[[Outcome], None]
-) -> None:
-    """Go through ``waits`` on this thread, and ``take`` outcomes as they come."""
-    for wait_s in waits:
-        with contextlib.suppress(queue.Empty):
-            take(outcomes.get(timeout=wait_s))
+SYSTEM = Source()
+Waits = Iterator[float]
+"""Where training stands still: for how many seconds at most, which an outcome ends."""
 
 
 class Activity(Enum):
@@ -126,22 +90,18 @@ class Activity(Enum):
 
 class Synchroniser:
     """One per peer; every method is called by the training thread. It looks at ``model`` before the first
-    step and before parameters are copied or merged into.
-
-    ``after_step`` and ``flush`` stand still on the thread. Who has no thread to block goes through their
-    waits, ``step_waits`` and ``flush_waits``."""
+    step and before parameters are copied or merged into. ``after_step`` and ``flush`` stand still on the
+    thread; who has no thread to block goes through ``step_waits`` and ``flush_waits``."""
 
     def __init__(
-        self, run: RunConfig, model: ExchangedModel, ledger: TensorWorker, wire: Wire, start: Progressed,
+        self, run: RunConfig, model: ExchangedModel, ledger: TensorWorker, wire: NodeView, start: Progressed,
         source: Source = SYSTEM,
     ) -> None:  # fmt: skip
-        self._run, self._model, self._ledger, self._wire = run, model, ledger, wire
-        self._source = source
+        self._run, self._model, self._ledger, self._wire, self._source = run, model, ledger, wire, source
         now = source.now()
         self.clock = SwarmClock(run.clock)
         self.clock.start(start.position, now, start.inner_steps)
-        self.position, self._advanced_at = start.position, now
-        self.inner_steps = start.inner_steps
+        self.position, self._advanced_at, self.inner_steps = start.position, now, start.inner_steps
         self.figures = Figures(start.tokens, now)
         self.account = WorkAccount(run, start.tokens, [agreed.version for agreed in ledger.agreed()])
         self._held: deque[tuple[int, Outcome]] = deque()
@@ -155,31 +115,23 @@ class Synchroniser:
         """Of the agreed states that the live parameters have met, by fragment."""
         return self.account.versions
 
-    @property
-    def tokens(self) -> int:
-        """That this peer trained on."""
-        return self.figures.tokens
-
     # ---- one inner step
 
     def after_step(self, tokens: int | Tensor, loss: float | Tensor) -> None:
         """Count an inner step, merge what is ready, send what is due; begun after the run's end, it counts
         for nothing. ``tokens``, ``loss``: as ``figures`` gives them."""
-        stand_still(self.step_waits(tokens, loss), self._ledger.outcomes, self._apply_next)
+        self._stand_still(self.step_waits(tokens, loss))
 
-    def step_waits(self, tokens: int | Tensor, loss: float | Tensor) -> Iterator[float]:
+    def step_waits(self, tokens: int | Tensor, loss: float | Tensor) -> Waits:
         """As ``after_step``."""
         now = self._source.now()
         self._check()
         if not self.figures.has_begun or not self._ledger.outcomes.empty():
             self._model.look()
-        step_s = self.figures.trained(now)
         is_too_late = self.account.is_over(self.position)  # it joined then: this is the work of no round
+        step_s = self.figures.trained(now, 0 if is_too_late else tokens, loss)
         self.inner_steps += 1
-        self.figures.add(0 if is_too_late else tokens, loss)
-        is_encoded = (
-            not self._ledger.is_encoding
-        )  # before its merge, which has the snapshot's memory, is taken
+        is_encoded = not self._ledger.is_encoding  # before its merge, in the snapshot's memory, is taken
         self.take_outcomes()
         last, self.position = self.position, self._advance(now)
         due = [] if is_too_late else self.account.due(last, self.position, self._wire.is_line_full())
@@ -195,10 +147,8 @@ class Synchroniser:
             self.report()
 
     def _advance(self, now: float) -> float:
-        others = self._wire.swarm_position()
-        if others is not None:
-            position, at = others
-            self.clock.observe(position + (now - at) / self._run.clock.round_s, now)
+        if (others := self._wire.swarm_position()) is not None:
+            self.clock.observe(others[0] + (now - others[1]) / self._run.clock.round_s, now)
         self._advanced_at = now
         return self.clock.position(now, self.inner_steps)
 
@@ -206,9 +156,9 @@ class Synchroniser:
         """Offer what is due and has its turn. Returns what was sent.
 
         A snapshot that would wait behind another (not ``is_encoded``) is taken some steps later, at most half
-        of the fragments so: one that waits for its next point has lost a round."""
+        of the fragments so: one that waits for its next point has lost a round. Long steps take several."""
         sent = list[int]()
-        one_by_one = step_s < PUT_OFF_BELOW_S and not self.account.awaited(due)
+        one_by_one = step_s < REPORT_EVERY_S and not self.account.awaited(due)
         for waiting, fragment in zip(range(len(due), 0, -1), due, strict=True):
             stage = self._wire.stage(fragment)
             if not self.account.may_send(fragment, stage == "asking"):
@@ -227,19 +177,16 @@ class Synchroniser:
         """Take a snapshot, which takes a fragment's size in fp32 until it is encoded, and offer it."""
         offer_id = self._source.offer_id()
         weight = self.account.send(
-            fragment, position=self.position, inner_steps=self.inner_steps, tokens=self.tokens,
+            fragment, position=self.position, inner_steps=self.inner_steps, tokens=self.figures.tokens,
             now=self._source.now(), offer_id=offer_id,
         )  # fmt: skip
         is_last = self.activity.is_ending or self.account.is_over(self.position)
 
         def encoded(index: int, offer: EncodedOffer, agreed: AgreedVersion) -> None:
-            base, payload = offer.base_version, offer.payload
-            self._wire.offer(
-                Offer(index, offer.round, base, agreed.digest, payload, weight, is_last, offer_id)
-            )
-            self._report(
-                ev.FragmentSent, fragment=index, round=offer.round, payload_bytes=len(payload), weight=weight
-            )  # fmt: skip
+            round_, base, payload = offer.round, offer.base_version, offer.payload
+            self._wire.offer(Offer(index, round_, base, agreed.digest, payload, weight, is_last, offer_id))
+            size = len(payload)
+            self._report(ev.FragmentSent, fragment=index, round=round_, payload_bytes=size, weight=weight)
 
         snapshot, taken = self._model.live.snapshot(fragment), self.account.taken[fragment]
         self._ledger.submit_offer(fragment, snapshot, weight, taken, encoded, offer_id)
@@ -255,8 +202,7 @@ class Synchroniser:
                 self._held.append((sent.inner_steps + delay, outcome))
             else:
                 self._apply_next(outcome)
-        while self._held and self._held[0][0] <= self.inner_steps:
-            self._apply(self._held.popleft()[1])
+        self._release_held(self.inner_steps)
 
     def _apply_next(self, outcome: Outcome) -> None:
         """Apply it; before it, what is held back of its fragment: a state that is loaded has met that."""
@@ -264,9 +210,9 @@ class Synchroniser:
             self._release_held()
         self._apply(outcome)
 
-    def _release_held(self) -> None:
-        """Apply what ``sync_delay_steps`` holds back."""
-        while self._held:
+    def _release_held(self, until: float = math.inf) -> None:
+        """Apply what ``sync_delay_steps`` holds back, up to this inner step."""
+        while self._held and self._held[0][0] <= until:
             self._apply(self._held.popleft()[1])
 
     def _apply(self, outcome: Outcome) -> None:
@@ -294,22 +240,23 @@ class Synchroniser:
             momentum_norm=outcome.report.momentum_norm, **asdict(lag),
         )  # fmt: skip
 
+    def _stand_still(self, waits: Waits) -> None:
+        for wait_s in waits:
+            with contextlib.suppress(queue.Empty):
+                self._apply_next(self._ledger.outcomes.get(timeout=wait_s))
+
     def _wait(self, done: Callable[[], bool], bound_s: float) -> Waits:
-        """Stand still until ``done`` or the bound, taking outcomes as they come; True if done."""
+        """Stand still until ``done`` or the bound, taking outcomes as they come."""
         ends_at = self._source.now() + bound_s
-        while not done():
-            left_s = ends_at - self._source.now()
+        while not done() and (left_s := ends_at - self._source.now()) > 0:
             self._check()
             if self.activity.is_ending and self._source.now() - self.figures.made_at >= REPORT_EVERY_S:
                 self.stood_still()
                 self.report()
-            if left_s <= 0:
-                return False
             if self._ledger.outcomes.empty():
-                yield min(left_s, WAIT_BEAT_S)
+                yield min(left_s, REPORT_EVERY_S / 100)
             else:
                 self._apply_next(self._ledger.outcomes.get_nowait())
-        return True
 
     def _check(self) -> None:
         failure = self._wire.failure() or self._ledger.failure
@@ -323,7 +270,7 @@ class Synchroniser:
         self.figures.skip(duration_s)
         self._model.live.take_computing_s()  # is in it
 
-    def rest(self, reason: Callable[[], str], beat_s: float = REST_BEAT_S) -> None:
+    def rest(self, reason: Callable[[], str], beat_s: float = REPORT_EVERY_S / 10) -> None:
         """Stand still as long as ``reason`` gives one, and say so; what comes in is merged, nothing is sent.
         Its time is in no figure; the work done before goes into the next offers."""
         began_at, why = self._source.now(), reason()
@@ -335,7 +282,7 @@ class Synchroniser:
         while reason() and not self.stopped:
             self._check()
             self.take_outcomes()
-            if self._source.now() - self.figures.made_at >= REST_REPORT_EVERY_S:
+            if self._source.now() - self.figures.made_at >= 10 * REPORT_EVERY_S:
                 self.report()
             time.sleep(beat_s)
         rested_s = self._source.now() - began_at
@@ -354,19 +301,19 @@ class Synchroniser:
 
     def flush(self, finished: bool) -> None:
         """Await what is in flight; if the run is over, offer what is left and wait until all agree."""
-        stand_still(self.flush_waits(finished), self._ledger.outcomes, self._apply_next)
+        self._stand_still(self.flush_waits(finished))
 
-    def flush_waits(self, finished: bool) -> Iterator[float]:
+    def flush_waits(self, finished: bool) -> Waits:
         """As ``flush``."""
-        self.figures.begin_anew(self._source.now())
+        self.figures.since = self._source.now()
         self._release_held()
         if not finished:
-            yield from self._wait(lambda: not self.account.in_flight, LEAVE_BOUND_S)
+            yield from self._wait(lambda: not self.account.in_flight, CLOSE_BOUND_S / 2)
         else:
             self.activity, bound_s = Activity.OFFERING_THE_REST, self.account.flush_bound_s
-            settle_s = settle_bound_s(bound_s)
+            settle_s = bound_s + SETTLE_S
             self._report(
-                ev.TrainingEnded, fragments=tuple(self.account.uncounted(self.tokens)),
+                ev.TrainingEnded, fragments=tuple(self.account.uncounted(self.figures.tokens)),
                 offers_within_s=bound_s, settles_within_s=settle_s,
             )  # fmt: skip
             yield from self._offer_the_rest(bound_s)
@@ -390,7 +337,7 @@ class Synchroniser:
             self._show()
         return self.stopped or self._wire.settled(self.versions)
 
-    def _offer_the_rest(self, bound_s: float) -> Iterator[float]:
+    def _offer_the_rest(self, bound_s: float) -> Waits:
         """Offer what this peer learned since its last contributions until it is counted, or time is up."""
 
         def has_room() -> bool:  # the last snapshot's memory is free again
@@ -399,7 +346,7 @@ class Synchroniser:
         ending, open_ = Ending(len(self.versions), self._source.now(), bound_s), self.account.in_flight
         yield from self._wait(has_room, bound_s)
         while not self.stopped:
-            uncounted = [f for f in self.account.uncounted(self.tokens) if f not in self._wire.over()]
+            uncounted = [f for f in self.account.uncounted(self.figures.tokens) if f not in self._wire.over()]
             self._show()
             todo = ending.next(uncounted, open_.keys(), self._source.now())
             if todo is None:
@@ -415,7 +362,7 @@ class Synchroniser:
         if not self.activity.is_ending:
             return frozenset()
         offers_on = self.activity is Activity.OFFERING_THE_REST
-        return self.account.finished(self.account.uncounted(self.tokens) if offers_on else ())
+        return self.account.finished(self.account.uncounted(self.figures.tokens) if offers_on else ())
 
     # ---- figures
 
@@ -428,20 +375,17 @@ class Synchroniser:
         phase = Status.DRAINING if self.activity.is_ending else self.activity.phase
         self._report(
             ev.Progress, phase=Status.Phase.Name(phase).lower(), position=self.position,
-            inner_steps=self.inner_steps, tokens=self.tokens, tokens_per_s=figures.tokens_per_s,
+            inner_steps=self.inner_steps, tokens=figures.tokens, tokens_per_s=figures.tokens_per_s,
             loss=figures.loss, train_s=figures.train_s, exposed_s=figures.exposed_s,
             wall_s=figures.wall_s(now), up_bytes=up_bytes, down_bytes=down_bytes,
             versions=tuple(self.versions),
         )  # fmt: skip
 
     def _show(self) -> None:
-        loss = self.figures.loss if math.isfinite(self.figures.loss) else 0.0
         finished = self._told_finished = self._finished()
-        at, work = self._advanced_at, (self.inner_steps, self.tokens)
-        activity = self.activity
-        self._wire.show(
-            LocalProgress(activity.phase, self.position, at, *work, loss, finished, activity.is_ending)
-        )
+        where = self.position, self._advanced_at, self.inner_steps
+        phase, is_ending = self.activity.phase, self.activity.is_ending
+        self._wire.show(LocalProgress(phase, *where, finished, is_ending))
 
     def _report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type
         self._wire.report(kind, fields)

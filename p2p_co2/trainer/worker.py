@@ -1,33 +1,40 @@
-"""The tensor side of a node: all fragments' states on one worker thread, with an asyncio face for the network
-thread.
+"""The tensor side of a node: all fragments' states on one worker thread, which works in the order of asking.
 
-Three threads meet here, and only snapshots, bytes and merges cross between them: the training thread hands
-over snapshots (``submit_offer``) and takes ``Outcome`` values from ``outcomes``; the network thread awaits
-the ``Ledger`` methods; the worker does all tensor work, in the order in which it was asked.
+Only snapshots, bytes and merges cross between threads: the training thread hands over snapshots
+(``submit_offer``) and takes ``Outcome`` values from ``outcomes``; the network thread awaits the ``Ledger``
+methods.
 """
 
 from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced, SliceRefused
-from p2p_co2.protocol.catchup import chunk_bytes_of
+from p2p_co2.protocol.catchup.goals import chunk_bytes_of
 from p2p_co2.system.memory import Buffer, Joined, return_holes
 from p2p_co2.tensors.aggregation import HostileSlice, Rule, reduce_slices, weighted_mean
-from p2p_co2.tensors.checkpoint import Values, state_digest, state_from_bytes, state_size_bytes, state_view
+from p2p_co2.tensors.checkpoint.agreed import (
+    state_digest,
+    state_from_bytes,
+    state_size_bytes,
+    state_view,
+)
+from p2p_co2.tensors.checkpoint.folder import Values
 from p2p_co2.tensors.codec import Codec
 from p2p_co2.tensors.outer import OuterState
 from p2p_co2.trainer.fragment_state import EncodedOffer, FragmentState, Outcome
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 Encoded = Callable[[int, EncodedOffer, AgreedVersion], None]
 """What is called on the worker when an offer is encoded: (fragment, offer, where the fragment is)."""
 
@@ -38,17 +45,26 @@ def _compute_as_all_do() -> None:
     torch.set_flush_denormal(False)
 
 
+def _on_worker(
+    work: Callable[Concatenate[TensorWorker, _P], _T],
+) -> Callable[Concatenate[TensorWorker, _P], Coroutine[Any, Any, _T]]:
+    """What the network thread awaits and the worker does."""
+
+    async def ask(self: TensorWorker, /, *asked: _P.args, **named: _P.kwargs) -> _T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.thread, partial(work, self, *asked, **named))
+
+    return ask
+
+
 class TensorWorker:
     """Implements ``node.ledger.Ledger``. ``rule``: how slices are averaged. ``thread``: where the work is
     done, one thing after the other, if not on a thread of its own. ``close`` ends it."""
 
     def __init__(
-        self,
-        codec: Codec,
-        fragments: Sequence[FragmentState],
-        rule: Rule = weighted_mean,
+        self, codec: Codec, fragments: Sequence[FragmentState], rule: Rule = weighted_mean,
         thread: ThreadPoolExecutor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._codec, self._rule = codec, rule
         self.fragments = list(fragments)
         self.thread = thread or ThreadPoolExecutor(
@@ -64,7 +80,6 @@ class TensorWorker:
         self._digests = [state_digest(fragment.state, self.chunk_bytes) for fragment in self.fragments]
         self._is_closed = False
         self._encoding: Future[None] | None = None
-        """Of the last snapshot."""
 
     def close(self) -> None:
         """End the worker; the agreed states stay, and change no more."""
@@ -85,8 +100,7 @@ class TensorWorker:
         return self.thread.submit(read).result()
 
     def states(self) -> list[OuterState]:
-        """The agreed states, consistent with each other. Waits for the worker; after ``close`` the last
-        ones."""
+        """The agreed states of one moment. Waits for the worker; after ``close`` the last ones."""
 
         def read() -> list[OuterState]:
             return [fragment.lend() for fragment in self.fragments]
@@ -97,11 +111,11 @@ class TensorWorker:
         """The agreed states and the residuals of one moment, for a checkpoint: not written to until each is
         given back. Waits for the worker. Raises as ``PoisonGuard.check``."""
 
-        def work() -> tuple[list[OuterState], dict[int, Values]]:
+        def read() -> tuple[list[OuterState], dict[int, Values]]:
             states = [fragment.lend("saver") for fragment in self.fragments]
             return states, {i: one.residual for i, one in enumerate(self.fragments) if one.residual}
 
-        return self.thread.submit(work).result()
+        return self.thread.submit(read).result()
 
     def give_back(self, fragment: int, version: int) -> None:
         """What was borrowed of it at ``version`` is read."""
@@ -110,10 +124,10 @@ class TensorWorker:
     def restore(self, residuals: Mapping[int, Values]) -> None:
         """Go on from a checkpoint, before the node runs: put saved residuals back. What the process before
         had offered is in doubt from now on."""
-        for index, residual in residuals.items():
-            self.fragments[index].set_residual(residual)
-        for fragment in self.fragments:
+        for index, fragment in enumerate(self.fragments):
             fragment.in_doubt = True
+            if index in residuals:
+                fragment.set_residual(residuals[index])
 
     def submit_offer(
         self, fragment: int, snapshot: Tensor, weight: float, outcomes_taken: int, done: Encoded,
@@ -134,10 +148,8 @@ class TensorWorker:
                 return
             try:
                 offer = mine.offer(snapshot, weight, offer_id)
-            except ValueError:
-                # NaN or Inf: this peer's own training has diverged. It starts again from the agreed state.
-                trouble = "this peer's parameters were not finite; took over the agreed ones"
-                self._tell(mine.reset(trouble))
+            except ValueError:  # NaN or Inf: this peer's own training has diverged
+                self._tell(mine.reset("this peer's parameters were not finite; took over the agreed ones"))
                 return
             if offer.merge is not None:
                 self._tell(Outcome(fragment, agreed.version, offer.merge, ends_offer=False))
@@ -155,80 +167,60 @@ class TensorWorker:
 
     # ---- the Ledger protocol, awaited on the network thread
 
-    async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> Reduced:
-        def work() -> Reduced:
-            try:
-                return Reduced(*reduce_slices(self._rule, self._codec, slices))
-            except HostileSlice as hostile:
-                raise SliceRefused(hostile.peer, str(hostile.cause)) from None
+    @_on_worker
+    def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> Reduced:
+        try:
+            return Reduced(*reduce_slices(self._rule, self._codec, slices))
+        except HostileSlice as hostile:
+            raise SliceRefused(hostile.peer, str(hostile.cause)) from None
 
-        return await self._ask(work)
+    @_on_worker
+    def commit(self, mean: AgreedMean) -> AgreedVersion:
+        return_holes()
+        before = self._agreed(mean.fragment)
+        if before != AgreedVersion(mean.round - 1, mean.state_digest):
+            return before
+        fragment = self.fragments[mean.fragment]
+        return self._moved(fragment.commit(mean.round, mean.base_version, mean.mean, mean.parts))
 
-    async def commit(self, mean: AgreedMean) -> AgreedVersion:
-        def work() -> AgreedVersion:
-            return_holes()
-            before = self._agreed(mean.fragment)
-            if before != AgreedVersion(mean.round - 1, mean.state_digest):
-                return before
-            fragment = self.fragments[mean.fragment]
-            return self._moved(
-                mean.fragment, fragment.commit(mean.round, mean.base_version, mean.mean, mean.parts)
-            )
+    @_on_worker
+    def abort(self, fragment: int, offer_id: bytes) -> None:
+        if (outcome := self.fragments[fragment].abort(offer_id)) is not None:
+            self._tell(outcome)
 
-        return await self._ask(work)
+    @_on_worker
+    def doubt(self, fragment: int) -> None:
+        self.fragments[fragment].in_doubt = True
 
-    async def abort(self, fragment: int, offer_id: bytes) -> None:
-        def work() -> None:
-            outcome = self.fragments[fragment].abort(offer_id)
-            if outcome is not None:
-                self._tell(outcome)
+    @_on_worker
+    def export(self, fragment: int) -> tuple[AgreedVersion, Joined]:
+        return self._agreed(fragment), state_view(self.fragments[fragment].lend())
 
-        await self._ask(work)
-
-    async def doubt(self, fragment: int) -> None:
-        def work() -> None:
-            self.fragments[fragment].in_doubt = True
-
-        await self._ask(work)
-
-    async def export(self, fragment: int) -> tuple[AgreedVersion, Joined]:
-        def work() -> tuple[AgreedVersion, Joined]:
-            return self._agreed(fragment), state_view(self.fragments[fragment].lend())
-
-        return await self._ask(work)
-
-    async def adopt(
-        self,
-        fragment: int,
-        data: Buffer,
-        agreed: AgreedVersion,
-        parts: Sequence[PartWeights] | None = None,
-        goes_back: bool = False,
-    ) -> AgreedVersion:
-        def work() -> AgreedVersion:
-            mine = self.fragments[fragment]
-            if agreed == self._agreed(fragment):
-                return agreed
-            state = state_from_bytes(data, mine.numel)
-            is_older = state.version < mine.state.version and not goes_back
-            if state.version != agreed.version or is_older:
-                raise RemoteProtocolError("bad state", f"version {state.version}, not {agreed.version}")
-            if state_digest(state, self.chunk_bytes) != agreed.digest:
-                raise DigestMismatch(
-                    f"the state of fragment {fragment} does not have the digest its donor promised"
-                )
-            return self._moved(fragment, mine.adopt(state, parts))
-
-        return await self._ask(work)
+    @_on_worker
+    def adopt(
+        self, fragment: int, data: Buffer, agreed: AgreedVersion,
+        parts: Sequence[PartWeights] | None = None, goes_back: bool = False,
+    ) -> AgreedVersion:  # fmt: skip
+        mine = self.fragments[fragment]
+        if agreed == self._agreed(fragment):
+            return agreed
+        state = state_from_bytes(data, mine.numel)
+        is_older = state.version < mine.state.version and not goes_back
+        if state.version != agreed.version or is_older:
+            raise RemoteProtocolError("bad state", f"version {state.version}, not {agreed.version}")
+        if state_digest(state, self.chunk_bytes) != agreed.digest:
+            problem = f"the state of fragment {fragment} does not have the digest its donor promised"
+            raise DigestMismatch(problem)
+        return self._moved(mine.adopt(state, parts))
 
     # ---- the worker thread
 
     def _agreed(self, fragment: int) -> AgreedVersion:
         return AgreedVersion(self.fragments[fragment].state.version, self._digests[fragment])
 
-    def _moved(self, fragment: int, outcome: Outcome) -> AgreedVersion:
+    def _moved(self, outcome: Outcome) -> AgreedVersion:
         # The training thread need not wait for the digest: its next offer queues up behind this work.
-        mine = self.fragments[fragment]
+        fragment, mine = outcome.fragment, self.fragments[outcome.fragment]
         with mine.guard.changing(f"telling of version {outcome.version}"):
             self._tell(outcome)
             self._digests[fragment] = state_digest(mine.state, self.chunk_bytes)
@@ -241,6 +233,3 @@ class TensorWorker:
     def _note_failure(self, future: Future[None]) -> None:
         if not future.cancelled() and future.exception() is not None:
             self.failure = self.failure or future.exception()
-
-    async def _ask(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self.thread, work)

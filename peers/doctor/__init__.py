@@ -10,52 +10,38 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.ticket import Ticket
-from peers.doctor.findings import Diagnosis, Finding, MeasuredLink, State, line_of
+from peers.doctor.findings import Diagnosis, Finding, Outcome, State, line_of
 from peers.doctor.machine import look_at_machine, look_at_needs
 
-__all__ = ["DoctorOptions", "look_at_machine", "run_doctor"]
 
+def run_doctor(
+    config: PeerConfig, ticket_text: str, as_json: bool, say: Callable[[str], None] = print
+) -> int:
+    """Say each finding as it comes; returns 0 (all well), 1 (works with limits) or 2 (cannot work).
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """``ticket``: of the run to look at, "" for this machine alone. ``config``: as the peer is to be started
-    with."""
-
-    config: PeerConfig
-    ticket: str = ""
-    as_json: bool = False
-
-
-def run_doctor(options: DoctorOptions, say: Callable[[str], None] = print) -> int:
-    """Say each finding as it comes; returns 0 (all well), 1 (works with limits) or 2 (cannot work). Raises
-    ``TicketError``."""
-    ticket = Ticket.parse(options.ticket) if options.ticket else None
+    ``config``: as the peer is to be started with. ``ticket_text``: of the run to look at, "" for this machine
+    alone. Raises ``TicketError``."""
+    ticket = Ticket.parse(ticket_text) if ticket_text else None
     findings: list[Finding] = []
 
     def tell(finding: Finding) -> None:
         findings.append(finding)
-        if not options.as_json:
+        if not as_json:
             say(line_of(finding))
 
-    for finding in look_at_machine(options.config):
+    for finding in look_at_machine(config):
         tell(finding)
-    is_reachable, link = None, MeasuredLink()
-    is_hopeless = any(f.name in {"torch", "platform"} and f.state == State.CANNOT for f in findings)
-    if not is_hopeless:
-        from peers.doctor.network import look_at_network, look_without_ticket
+    outcome = Outcome()
+    if not any(f.name in {"torch", "platform"} and f.state == State.CANNOT for f in findings):
+        from peers.doctor.network import look_at_network
 
-        if ticket is None:
-            asyncio.run(look_without_ticket(options.config, tell))
-        else:
-            outcome = asyncio.run(look_at_network(ticket, options.config, tell))
-            is_reachable, link = outcome.is_reachable, outcome.link
-            if outcome.run is not None:
-                for finding in look_at_needs(outcome.run, options.config, outcome.peers, link):
-                    tell(finding)
-    diagnosis = Diagnosis(tuple(findings), is_reachable, asked=ticket is not None, link=link)
-    say(json.dumps(diagnosis.table(), indent=2) if options.as_json else f"role: {diagnosis.role}")
+        outcome = asyncio.run(look_at_network(ticket, config, tell))
+        if outcome.run is not None:
+            for finding in look_at_needs(outcome.run, config, outcome.peers, outcome.link):
+                tell(finding)
+    diagnosis = Diagnosis(findings, outcome, asked=ticket is not None)
+    say(json.dumps(diagnosis.table(), indent=2) if as_json else f"role: {diagnosis.role}")
     return diagnosis.exit_status

@@ -6,12 +6,13 @@ limits it or, once a swarm was asked, is not known, else 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-FULL, LIMITED, CANNOT = 0, 1, 2
-"""Exit statuses."""
+from p2p_co2.config import RunConfig
+
 NOTHING_TO_DO = "nothing to do"
 
 
@@ -52,31 +53,41 @@ class MeasuredLink:
     round_trip_s: float | None = None
 
 
+@dataclass
+class Outcome:
+    """What a look at the network found beside its findings. ``run``: the swarm's, None if nobody told.
+    ``peers``: how many there are. ``is_reachable``: whether a seed could dial us; None if none was asked."""
+
+    run: RunConfig | None = None
+    peers: int = 0
+    is_reachable: bool | None = None
+    link: MeasuredLink = MeasuredLink()
+
+
 @dataclass(frozen=True)
 class Diagnosis:
-    """``is_reachable``: whether a seed could dial us; None if none was asked. ``asked``: whether a ticket was
-    given."""
+    """``asked``: whether a ticket was given."""
 
-    findings: tuple[Finding, ...]
-    is_reachable: bool | None
+    findings: Sequence[Finding]
+    outcome: Outcome
     asked: bool
-    link: MeasuredLink = MeasuredLink()
 
     @property
     def exit_status(self) -> int:
+        """0: all well; 1: works with limits, or nobody knows; 2: cannot work."""
         states = {finding.state for finding in self.findings}
         if State.CANNOT in states:
-            return CANNOT
-        is_unsure = self.asked and (State.UNKNOWN in states or not self.is_reachable)
-        return LIMITED if State.LIMITED in states or is_unsure else FULL
+            return 2
+        is_unsure = self.asked and (State.UNKNOWN in states or not self.outcome.is_reachable)
+        return int(State.LIMITED in states or is_unsure)
 
     @property
     def role(self) -> Role:
-        if self.exit_status == CANNOT:
+        if self.exit_status == 2:
             return Role.NONE
         if not self.asked:
             return Role.UNKNOWN
-        return Role.DIRECT if self.is_reachable else Role.DIAL_OUT
+        return Role.DIRECT if self.outcome.is_reachable else Role.DIAL_OUT
 
     def table(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -84,7 +95,7 @@ class Diagnosis:
             "findings": [asdict(finding) for finding in self.findings],
             "role": self.role.name.lower(),
             "exit_status": self.exit_status,
-            "link": asdict(self.link),
+            "link": asdict(self.outcome.link),
         }
 
 

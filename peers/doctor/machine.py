@@ -16,7 +16,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from p2p_co2.config import PeerConfig, RunConfig
@@ -24,19 +24,12 @@ from p2p_co2.errors import EnvironmentFault
 from p2p_co2.system.process import require_supported_platform
 from peers.doctor.findings import Finding, MeasuredLink, State
 
-LEAST_TORCH = (2, 6)
 BASE_BYTES = 450e6
 """What a peer holds before its model: torch, the network libraries, their threads (measured: 530 MB with a
 model of 1.3 million parameters)."""
-LEAST_DISK_BYTES = 200e6
-"""A small model's checkpoint, and a journal of some days."""
-LEAST_FILES, ENOUGH_FILES = 128, 1024
-"""Open files: about 40 at rest, and some four for each link."""
-TRAINING_BYTES_PER_VALUE = 16
-"""Weights, gradients and AdamW's two moments in fp32."""
-CHECKPOINT_BYTES_PER_VALUE = 16
-"""Agreed parameters and momentum, AdamW's two moments."""
-_ASSUMED_PEERS = 4
+BYTES_PER_VALUE = 16
+"""Weights, gradients and AdamW's two moments in fp32; and as much in a checkpoint: agreed parameters and
+momentum, AdamW's two moments."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -52,29 +45,30 @@ def look_at_machine(config: PeerConfig) -> Iterator[Finding]:
         yield check_kernels(bool(passes.libraries()), passes.kernel is not None)
     yield check_threads(config.limits.threads, len(os.sched_getaffinity(0)), cpu_quota())
     yield check_memory(available_memory_bytes(), BASE_BYTES)
-    yield check_disk(config.folder, LEAST_DISK_BYTES)
+    yield check_disk(config.folder, 200e6)  # a small model's checkpoint, and a journal of some days
     yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_ports(config)
 
 
-def check_platform(system: str = sys.platform, machine: str = platform.machine()) -> Finding:
+def check_platform() -> Finding:
+    here = f"{sys.platform} on {platform.machine()}"
     try:
-        require_supported_platform(system, machine)
+        require_supported_platform()
     except EnvironmentFault as error:
-        return Finding("platform", State.CANNOT, f"{system} on {machine}", str(error))
-    return Finding("platform", State.OK, f"{system} on {machine}")
+        return Finding("platform", State.CANNOT, here, str(error))
+    return Finding("platform", State.OK, here)
 
 
-def check_torch(load: Callable[[str], object] = importlib.import_module) -> Finding:
+def check_torch() -> Finding:
     """Whether torch is there, new enough and can be imported; leaves it imported."""
     try:
-        version = str(getattr(load("torch"), "__version__", "0"))
+        version = str(importlib.import_module("torch").__version__)
     except (ImportError, OSError, RuntimeError) as error:
         words = f"cannot be imported: {str(error).partition(chr(10))[0][:200]}"
         advice = "install it again: pip install --force-reinstall torch"
         return Finding("torch", State.CANNOT, words, advice)
     parts = version.partition("+")[0].split(".")
-    if tuple(int(part) for part in parts[:2] if part.isdigit()) >= LEAST_TORCH:
+    if tuple(int(part) for part in parts[:2] if part.isdigit()) >= (2, 6):
         return Finding("torch", State.OK, version)
     return Finding("torch", State.CANNOT, version, "2.6 or later is needed: pip install --upgrade torch")
 
@@ -88,7 +82,8 @@ def check_device(name: str) -> Finding:
     except RuntimeError:
         return Finding("device", State.CANNOT, f"torch knows no device {name!r}", "use --device cpu or cuda")
     if device.type == "cpu":
-        return Finding("device", State.OK, f"cpu, {_processor()}")
+        processor = _field_of("/proc/cpuinfo", "model name") or platform.machine()
+        return Finding("device", State.OK, f"cpu, {processor}")
     if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
         advice = "use --device cpu, or install a build of torch for it and its driver; they count from cuda:0"
         return Finding("device", State.CANNOT, f"torch sees no {name} here", advice)
@@ -158,11 +153,11 @@ def check_disk(folder: Path, needed_bytes: float, name: str = "disk") -> Finding
 
 
 def check_files(soft: int) -> Finding:
-    if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
+    """Of the limit of open files: a peer has about 40 at rest, and some four for each link."""
+    if soft == resource.RLIM_INFINITY or soft >= 1024:
         return Finding("open files", State.OK, f"limit {soft}")
-    advice = f"raise the limit in this shell: ulimit -n {4 * ENOUGH_FILES}"
-    state = State.CANNOT if soft < LEAST_FILES else State.LIMITED
-    return Finding("open files", state, f"limit {soft}", advice)
+    state = State.CANNOT if soft < 128 else State.LIMITED
+    return Finding("open files", state, f"limit {soft}", "raise the limit in this shell: ulimit -n 4096")
 
 
 def check_ports(config: PeerConfig) -> Finding:
@@ -210,10 +205,6 @@ def cpu_quota() -> float:
         return float("inf")
 
 
-def _processor() -> str:
-    return _field_of("/proc/cpuinfo", "model name") or platform.machine()
-
-
 def _field_of(path: str, name: str) -> str:
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith(name):
@@ -245,7 +236,8 @@ def parameters_of(run: RunConfig) -> int | None:
 
 def look_at_needs(run: RunConfig, config: PeerConfig, peers: int, link: MeasuredLink) -> Iterator[Finding]:
     """Memory, disk and link against what ``run`` needs among ``peers`` other peers."""
-    from p2p_co2.planning import Link, even_fragments, forecast, setting_of
+    from p2p_co2.planning.exchange import Link
+    from p2p_co2.planning.forecast import even_fragments, forecast, setting_of
 
     parameters = parameters_of(run)
     if parameters is None:
@@ -257,12 +249,12 @@ def look_at_needs(run: RunConfig, config: PeerConfig, peers: int, link: Measured
         down_bytes_per_s=link.down_bytes_per_s or 1.0,
         round_trip_s=link.round_trip_s or 0.0,
     )
-    links = [line] * (peers + 1 if peers else _ASSUMED_PEERS)
-    train_bytes = BASE_BYTES + TRAINING_BYTES_PER_VALUE * parameters
+    links = [line] * (peers + 1 if peers else 4)  # four where nobody is there to count
+    train_bytes = BASE_BYTES + BYTES_PER_VALUE * parameters
     fragments = even_fragments(parameters, run.fragments)
     shown = forecast(setting_of(run, fragments, step_s=1.0, links=links, train_bytes=train_bytes))
     yield check_memory(available_memory_bytes(), shown.memory_bytes, "run's memory")
-    yield check_disk(config.folder, 3 * CHECKPOINT_BYTES_PER_VALUE * parameters + 50e6, "run's disk")
+    yield check_disk(config.folder, 3 * BYTES_PER_VALUE * parameters + 50e6, "run's disk")
     if link.up_bytes_per_s and link.down_bytes_per_s and run.clock.mode == "time":
         yield check_link(shown.floor_s, run.clock.round_s)
 

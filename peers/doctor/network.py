@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
-from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from p2p_co2.config import PeerConfig, RunConfig
@@ -29,25 +29,18 @@ from p2p_co2.net.transport.addresses import address_of
 from p2p_co2.net.transport.libp2p.control import own_maddrs
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
-from p2p_co2.net.transport.probe import (
-    GREETING,
-    Look,
-    Passed,
-    Prober,
-    judge_clock,
-    open_prober,
-)
+from p2p_co2.net.transport.probe import GREETING, Look, Passed, Prober, judge_clock, open_prober
 from p2p_co2.peer_options import listening
 from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.ticket import Ticket, by_peer
-from peers.doctor.findings import Finding, MeasuredLink, State
+from peers.doctor.findings import Finding, MeasuredLink, Outcome, State
 from peers.doctor.machine import cannot_listen
 
 NETWORK_S = 22.0
 """Bound on everything here."""
 STARTUP_S, OPEN_S = 6.0, 5.0
 MAX_PEERS_ASKED, MAX_MEASURED, LOOKS = 4, 3, 3
-SLOW_BYTES_PER_S = 125_000.0
 FIRST_BYTES, SECOND_BYTES, QUICK_S = 128 << 10, 1 << 20, 0.5
 """A rate is measured on the first; on the second where that took less than ``QUICK_S``."""
 AFTER_SEEDS = ("clock", "nat", "reachability", "upload", "download")
@@ -59,62 +52,32 @@ Place = tuple[str, int]
 
 
 @dataclass
-class Outcome:
-    """What the stages found beside their findings."""
-
-    run: RunConfig | None = None
-    peers: int = 0
-    is_reachable: bool | None = None
-    link: MeasuredLink = field(default_factory=MeasuredLink)
-
-
-@dataclass
 class Target:
-    """Somebody to ask. ``looks``: what it answered."""
+    """Somebody to ask. ``looks``: what it answered; ``trouble``: why it did not."""
 
     name: str
-    peer: PeerId
-    maddrs: list[str]
     is_seed: bool
+    prober: Callable[[], AbstractAsyncContextManager[Prober]]
     looks: list[Look] = field(default_factory=list)
     trouble: str = ""
 
     @property
-    def round_trip_s(self) -> float:
-        return min(look.round_trip_s for look in self.looks)
+    def best(self) -> Look:
+        """The quickest answer, whose clock is the surest."""
+        return min(self.looks, key=lambda look: look.round_trip_s)
 
-    @property
-    def offset_s(self) -> float:
-        """Of the quickest answer, which is the surest."""
-        return min(self.looks, key=lambda look: look.round_trip_s).offset_s
-
-    @property
-    def observed(self) -> Place | None:
-        return self.looks[0].observed
-
-
-@dataclass(frozen=True)
-class Swarm:
-    """What the questions below need: our daemon, the run's digest, and who answered."""
-
-    p2p: P2P
-    run: bytes
-    answering: tuple[Target, ...]
-
-    def prober(self, target: Target) -> AbstractAsyncContextManager[Prober]:
-        return open_prober(self.p2p, target.peer, target.maddrs, self.run, OPEN_S)
+    async def look(self) -> None:
+        try:
+            async with asyncio.timeout(OPEN_S), self.prober() as prober:
+                for _ in range(LOOKS):
+                    self.looks.append(await prober.look())
+        except (TransportError, TimeoutError) as error:
+            self.trouble = str(error) or "did not answer in time"
 
 
-async def look_without_ticket(config: PeerConfig, tell: Tell) -> None:
-    """What can be said of the network with nobody to ask."""
-    async with AsyncExitStack() as stack, asyncio.timeout(NETWORK_S):
-        await _daemon(config, tell, stack)
-    for name in ("seeds", *AFTER_SEEDS):
-        tell(Finding(name, State.UNKNOWN, "no ticket, nobody to ask"))
-
-
-async def look_at_network(ticket: Ticket, config: PeerConfig, tell: Tell) -> Outcome:
-    """All stages; findings go to ``tell`` as they come. Never raises for what the network does."""
+async def look_at_network(ticket: Ticket | None, config: PeerConfig, tell: Tell) -> Outcome:
+    """All stages; findings go to ``tell`` as they come. Without a ticket there is nobody to ask. Never raises
+    for what the network does."""
     outcome = Outcome()
     try:
         async with AsyncExitStack() as stack, asyncio.timeout(NETWORK_S):
@@ -126,35 +89,41 @@ async def look_at_network(ticket: Ticket, config: PeerConfig, tell: Tell) -> Out
 
 
 async def _stages(
-    ticket: Ticket, config: PeerConfig, tell: Tell, outcome: Outcome, stack: AsyncExitStack
+    ticket: Ticket | None, config: PeerConfig, tell: Tell, outcome: Outcome, stack: AsyncExitStack
 ) -> None:
     started = await _daemon(config, tell, stack)
-    if started is None:
+    if ticket is None:
+        for name in ("seeds", *AFTER_SEEDS):
+            tell(Finding(name, State.UNKNOWN, "no ticket, nobody to ask"))
+    if started is None or ticket is None:
         return
     p2p, identity = started
-    targets = [
-        Target(f"seed {number}", peer, known, is_seed=True)
-        for number, (peer, known) in enumerate(by_peer(ticket.seeds).items(), 1)
-    ]
-    await asyncio.gather(*(_look(ticket, p2p, target) for target in targets))
+
+    def target(name: str, peer: str, maddrs: Sequence[str], is_seed: bool) -> Target:
+        return Target(name, is_seed, partial(open_prober, p2p, PeerId(peer), maddrs, ticket.run, OPEN_S))
+
+    known = by_peer(ticket.seeds).items()
+    seeds = [target(f"seed {n}", peer, maddrs, is_seed=True) for n, (peer, maddrs) in enumerate(known, 1)]
+    await asyncio.gather(*(seed.look() for seed in seeds))
     # A forged record in the DHT is refused there, and no business of somebody who only looks.
     discovery = Discovery(p2p, identity, ticket.run, lambda peer, error: None)
     stack.push_async_callback(discovery.close)
-    tell(await _meet(ticket, discovery, targets, outcome))
-    await asyncio.gather(*(_look(ticket, p2p, target) for target in targets if not target.is_seed))
-    swarm = Swarm(p2p, ticket.run, tuple(target for target in targets if target.looks))
-    if not swarm.answering:
+    finding, records = await _meet(ticket, discovery, seeds, outcome)
+    tell(finding)
+    asked = random.Random().sample(records, min(MAX_PEERS_ASKED, len(records)))
+    peers = [target(f"peer {one.peer[-6:]}", one.peer, list(one.maddrs), is_seed=False) for one in asked]
+    await asyncio.gather(*(peer.look() for peer in peers))
+    answering = [target for target in (*seeds, *peers) if target.looks]
+    if not answering:
         for name in AFTER_SEEDS:
             tell(Finding(name, State.UNKNOWN, "nobody answered who could be asked", "see seeds"))
         return
-    tell(clock_finding([target.offset_s for target in swarm.answering]))
-    seen = [target.observed for target in swarm.answering if target.observed]
-    tell(nat_finding(nat_kind(seen), seen[0] if seen else None, ports_in_words(config)))
-    finding, outcome.is_reachable = await look_at_reachability(swarm, config)
+    clock = judge_clock([target.best.offset_s for target in answering])
+    tell(Finding("clock", State[clock.state.upper()], clock.measured, clock.advice))
+    tell(nat_finding([target.best.observed for target in answering if target.best.observed], config))
+    finding, outcome.is_reachable = await look_at_reachability(p2p, answering, config)
     tell(finding)
-    findings, outcome.link = await look_at_rates(swarm)
-    for rate in findings:
-        tell(rate)
+    outcome.link = await look_at_rates(answering, tell)
 
 
 async def _daemon(config: PeerConfig, tell: Tell, stack: AsyncExitStack) -> tuple[P2P, Identity] | None:
@@ -174,8 +143,10 @@ async def _daemon(config: PeerConfig, tell: Tell, stack: AsyncExitStack) -> tupl
     return p2p, identity
 
 
-async def _meet(ticket: Ticket, discovery: Discovery, targets: list[Target], outcome: Outcome) -> Finding:
-    """Join the DHT, read the settings, find peers: some of them join ``targets``."""
+async def _meet(
+    ticket: Ticket, discovery: Discovery, seeds: Sequence[Target], outcome: Outcome
+) -> tuple[Finding, list[PeerRecord]]:
+    """Join the DHT, read the settings, find peers."""
     try:
         await discovery.start(ticket.seeds)
         manifest = await discovery.fetch_manifest(ticket.run_key)
@@ -183,76 +154,41 @@ async def _meet(ticket: Ticket, discovery: Discovery, targets: list[Target], out
         records = await discovery.find_peers()
     except P2PCo2Error as error:
         advice = "ask the organiser whether a seed of this run is up, and check this machine's network"
-        return Finding("seeds", State.CANNOT, str(error)[:300], advice)
-    seeds, lost = len(targets), [f"{target.name}: {target.trouble}" for target in targets if not target.looks]
+        return Finding("seeds", State.CANNOT, str(error)[:300], advice), []
     outcome.peers = len(records)
-    for record in random.Random().sample(records, min(MAX_PEERS_ASKED, len(records))):
-        name = f"peer {record.peer[-6:]}"
-        targets.append(Target(name, PeerId(record.peer), list(record.maddrs), is_seed=False))
-    words = f'{seeds - len(lost)} of {seeds} answer; run "{outcome.run.name}", recipe {outcome.run.recipe}'
+    lost = [f"{seed.name}: {seed.trouble}" for seed in seeds if not seed.looks]
+    words = f"{len(seeds) - len(lost)} of {len(seeds)} answer; "
+    words += f'run "{outcome.run.name}", recipe {outcome.run.recipe}'
     if not lost:
-        return Finding("seeds", State.OK, words)
+        return Finding("seeds", State.OK, words), records
     advice = "tell the organiser; those that answer are enough"
-    return Finding("seeds", State.LIMITED, f"{words} ({'; '.join(lost)[:200]})", advice)
-
-
-async def _look(ticket: Ticket, p2p: P2P, target: Target) -> None:
-    swarm = Swarm(p2p, ticket.run, ())
-    try:
-        async with asyncio.timeout(OPEN_S), swarm.prober(target) as prober:
-            for _ in range(LOOKS):
-                target.looks.append(await prober.look())
-    except (TransportError, TimeoutError) as error:
-        target.trouble = str(error) or "did not answer in time"
-
-
-def clock_finding(offsets_s: Sequence[float]) -> Finding:
-    """``offsets_s``: the others' clocks minus ours."""
-    judged = judge_clock(offsets_s)
-    return Finding("clock", State[judged.state.upper()], judged.measured, judged.advice)
+    return Finding("seeds", State.LIMITED, f"{words} ({'; '.join(lost)[:200]})", advice), records
 
 
 # ---- what stands between: after STUN's behaviour discovery (RFC 5780), over the connections there are anyway
 
 
-class NatKind(StrEnum):
-    NONE = "none"
-    CONE = "one mapping for all (cone)"
-    SYMMETRIC = "a mapping of its own for each destination (symmetric)"
-    SOME = "some, of unknown kind"
-    UNKNOWN = "unknown"
-
-
-def nat_kind(seen: Sequence[Place]) -> NatKind:
+def nat_finding(seen: Sequence[Place], config: PeerConfig) -> Finding:
     """By the places at which observers see our daemon, which dials all of them from its own port. Seen alike
     by two is a mapping that hole punching can use, seen differently it is not; one alone cannot tell."""
     if not seen:
-        return NatKind.UNKNOWN
+        return Finding("nat", State.UNKNOWN, "unknown", "nobody saw this machine directly: see reachability")
+    where = f"seen at {seen[0][0]}"
     if any(not cannot_listen(address, 0) for address, _ in seen):  # it is this machine's
-        return NatKind.NONE
+        return Finding("nat", State.OK, f"none, {where}")
     if len(seen) == 1:
-        return NatKind.SOME
-    return NatKind.CONE if len(set(seen)) == 1 else NatKind.SYMMETRIC
-
-
-def nat_finding(kind: NatKind, observed: Place | None, ports: str) -> Finding:
-    """``ports``: what to forward, in words."""
-    words = f"{kind}, seen at {observed[0]}" if observed else str(kind)
-    forward = f"to be dialled, let the router forward {ports} to this machine"
-    how = {
-        NatKind.CONE: "hole punching works through it",
-        NatKind.SYMMETRIC: "hole punching does not work through it, others meet this peer by relays",
-        NatKind.SOME: "a second seed could tell which",
-    }
-    if kind in how:
-        return Finding("nat", State.LIMITED, words, f"{how[kind]}; {forward}")
-    if kind == NatKind.NONE:
-        return Finding("nat", State.OK, words)
-    return Finding("nat", State.UNKNOWN, words, "nobody saw this machine directly: see reachability")
+        kind, how = "some, of unknown kind", "a second seed could tell which"
+    elif len(set(seen)) == 1:
+        kind, how = "one mapping for all (cone)", "hole punching works through it"
+    else:
+        kind = "a mapping of its own for each destination (symmetric)"
+        how = "hole punching does not work through it, others meet this peer by relays"
+    forward = f"to be dialled, let the router forward {ports_in_words(config)} to this machine"
+    return Finding("nat", State.LIMITED, f"{kind}, {where}", f"{how}; {forward}")
 
 
 def ports_in_words(config: PeerConfig) -> str:
-    """What to forward, as options of ``join``."""
+    """What to forward, in words and as options of ``join``."""
     ports = [f"--libp2p-port {config.libp2p_port or 31338}"]
     if config.carrier != "libp2p":
         ports.append(f"--grpc-port {config.grpc_port or 31339}")
@@ -263,16 +199,18 @@ def ports_in_words(config: PeerConfig) -> str:
 # ---- whether we can be dialled
 
 
-async def look_at_reachability(swarm: Swarm, config: PeerConfig) -> tuple[Finding, bool | None]:
+async def look_at_reachability(
+    p2p: P2P, answering: Sequence[Target], config: PeerConfig
+) -> tuple[Finding, bool | None]:
     """Ask a seed to connect to us: to the daemon, and to a listener where gRPC will listen. The second value
     says whether one of them was reached; None if that could not be found out."""
-    seed = next((target for target in swarm.answering if target.observed), None)
+    seed = next((target for target in answering if target.best.observed), None)
     if seed is None:
         return Finding("reachability", State.LIMITED, "met through a relay only", "see nat"), False
     reached: dict[str, bool] = {}
     try:
-        async with swarm.prober(seed) as prober:
-            for port in await _daemon_ports(swarm.p2p, seed.observed):
+        async with seed.prober() as prober:
+            for port in await _daemon_ports(p2p, seed.best.observed):
                 reached[f"libp2p port {port}"] = await prober.dial_back(port, GREETING)
             if config.carrier != "libp2p":
                 port, answer = await _dial_back_to_listener(prober, config)
@@ -320,41 +258,37 @@ async def _dial_back_to_listener(prober: Prober, config: PeerConfig) -> tuple[in
 # ---- rates
 
 
-async def look_at_rates(swarm: Swarm) -> tuple[list[Finding], MeasuredLink]:
+async def look_at_rates(answering: Sequence[Target], tell: Tell) -> MeasuredLink:
     """Up, then down: with a few at once, peers first, since one of them may be the slower end."""
-    chosen = sorted(swarm.answering, key=lambda target: target.is_seed)[:MAX_MEASURED]
-    up, up_finding = await _rate("upload", swarm, chosen, Prober.upload)
-    down, down_finding = await _rate("download", swarm, chosen, Prober.download)
-    round_trip_s = statistics.median(target.round_trip_s for target in swarm.answering)
-    link = MeasuredLink(up_bytes_per_s=up, down_bytes_per_s=down, round_trip_s=round_trip_s)
-    return [up_finding, down_finding], link
+    chosen = sorted(answering, key=lambda target: target.is_seed)[:MAX_MEASURED]
+    up, down = await _rate("upload", chosen, Prober.upload), await _rate("download", chosen, Prober.download)
+    for _, finding in (up, down):
+        tell(finding)
+    round_trip_s = statistics.median(target.best.round_trip_s for target in answering)
+    return MeasuredLink(up_bytes_per_s=up[0], down_bytes_per_s=down[0], round_trip_s=round_trip_s)
 
 
 async def _rate(
-    name: str, swarm: Swarm, chosen: Sequence[Target], measure: Callable[[Prober, int], Awaitable[Passed]]
+    name: str, chosen: Sequence[Target], measure: Callable[[Prober, int], Awaitable[Passed]]
 ) -> tuple[float | None, Finding]:
     """Bytes per second of all at once: on a few bytes, and on more where those were quick."""
     known: dict[str, Passed] = {}
     troubles: list[str] = []
+
+    async def pass_bytes(target: Target, size: int, passed: dict[str, Passed]) -> None:
+        try:
+            async with target.prober() as prober:
+                passed[target.name] = await measure(prober, size)
+        except TransportError as error:
+            troubles.append(f"{target.name}: {error}")
+
     for size in (FIRST_BYTES, SECOND_BYTES):
-        found = await asyncio.gather(*(_passed(swarm, target, measure, size) for target in chosen))
-        troubles = [result for result in found if isinstance(result, str)]
-        now = {t.name: result for t, result in zip(chosen, found, strict=True) if isinstance(result, Passed)}
+        now: dict[str, Passed] = {}
+        await asyncio.gather(*(pass_bytes(target, size, now) for target in chosen))
         known = now or known
         if not now or max(passed.duration_s for passed in now.values()) > QUICK_S:
             break
     return together(known.values()), rate_finding(name, known, troubles)
-
-
-async def _passed(
-    swarm: Swarm, target: Target, measure: Callable[[Prober, int], Awaitable[Passed]], size: int
-) -> Passed | str:
-    """What came through, or why there is no figure."""
-    try:
-        async with swarm.prober(target) as prober:
-            return await measure(prober, size)
-    except TransportError as error:
-        return f"{target.name}: {error}"
 
 
 def together(passed: Iterable[Passed]) -> float | None:
@@ -377,7 +311,7 @@ def rate_finding(name: str, known: Mapping[str, Passed], troubles: Sequence[str]
     if len(known) > 1:
         each = (f"{8e-6 * passed.bytes_per_s:.3g} with {who}" for who, passed in known.items())
         words += f" ({', '.join(each)})"
-    if total < SLOW_BYTES_PER_S:
+    if total < 125_000:
         advice = "answers will be stale: spare this link, use a cable and not Wi-Fi"
         return Finding(name, State.LIMITED, words, advice)
     return Finding(name, State.OK, words)

@@ -12,7 +12,6 @@ import asyncio
 import sys
 from collections import Counter
 
-from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import Envelope
@@ -105,14 +104,9 @@ def check_bounds(trainer: Trainer) -> None:
     assert node.life.bug is None, node.life.bug
     assert trainer.ledger.failure is None
     assert not node.life.stopping.is_set()
-    for name, (held, most) in node.router.held().items():
-        assert held <= most, name
-    for index, fragment in enumerate(node.rounds._fragments):
-        held = sum(fragment._early._bytes.values())
-        assert held <= max(bounds.EARLY_FLOOR_BYTES, 2 * trainer.shape.payload_bytes(index))
-        assert len(fragment.history._commits) <= bounds.KEEP_DECISIONS
-        assert len(fragment.history._ended) <= bounds.KEEP_ATTEMPTS
-    assert len(node.rounds._coordination._gatherings) <= 8
+    for holder in (node.router, node.rounds, node.membership, node.catchup):
+        for name, (held, most) in holder.held().items():
+            assert held <= most, name
     assert len(node.membership.live) <= 4
     assert size_of(node.rounds) + size_of(node.membership) + size_of(node.catchup) < MOST_HELD_BYTES
 

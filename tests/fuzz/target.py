@@ -4,7 +4,7 @@
     python -m tests.fuzz.target CORPUS_FOLDER -max_total_time=600 -max_len=600 -rss_limit_mb=3000
     python -m tests.fuzz.target --games CORPUS_FOLDER ...
 
-An input is a tape for ``scenes`` (some hundred a second: one peer's machines behind the decoding), or with
+An input is a tape for ``scenes`` (some ten a second: three simulated peers), or with
 ``--games`` for ``play`` (some a second: three real nodes that train). One that breaks a law ends the fuzzer
 with the input that did it; the last line says how many there were.
 """

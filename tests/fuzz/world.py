@@ -22,8 +22,7 @@ from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, Ru
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.node.environment import Clock, Environment
-from p2p_co2.node.lanes import Piece
-from p2p_co2.node.links import LinkTraffic
+from p2p_co2.node.links import LinkTraffic, Piece
 from p2p_co2.node.node import Node
 from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.rounds import Offer, PayloadShape
@@ -32,10 +31,9 @@ from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.telemetry.events import Event, MessageRefused
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.checkpoint import state_size_bytes
+from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.tensors.fragments.live import LiveParameters
-from p2p_co2.tensors.fragments.plan import plan_fragments
+from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
 from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
@@ -188,7 +186,7 @@ class Trainer:
             self.events.append,
         )
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        setup = Plan(RUN, PeerConfig(), plan, self.model, optimizer, None, (0.1,))
+        setup = Plan(RUN, PeerConfig(), plan, self.model, optimizer)
         self.exchanged = ExchangedModel(setup, lambda text: None)
         self.sync = Synchroniser(RUN, self.exchanged, self.ledger, self, Progressed())
         self.sync.report()
@@ -260,7 +258,7 @@ class World:
         """What a peer of this world stands on."""
         loop = asyncio.get_running_loop()
         clock = Clock(loop.time, lambda: 1.7e9 + loop.time())
-        return Environment.of(Beside(self, identity), clock, lambda *_: MemoryLinks(self, identity.peer_id))
+        return Environment(Beside(self, identity), clock, lambda *_: MemoryLinks(self, identity.peer_id))
 
     def add(self, name: str) -> None:
         """One more peer, at version 0; ``start`` brings it up."""

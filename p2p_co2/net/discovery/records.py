@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S, OnRefused
 from p2p_co2.net.transport.libp2p.hivemind import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
 from p2p_co2.protocol.wire.identity import PeerId, unseal
 from p2p_co2.protocol.wire.limits import (
@@ -38,16 +39,8 @@ PEER_CONTEXT = b"p2p-co2 peer record"
 MANIFEST_CONTEXT = b"p2p-co2 run manifest"
 POSITION_CONTEXT = b"p2p-co2 run position"
 PEER_SHARDS = 8
-MAX_ENTRIES = MAX_PEERS // PEER_SHARDS
-"""Writers under one key of the DHT."""
-MAX_LIFETIME_S = 48 * 3600.0
-CLOCK_SLACK_S = 2 * HELLO_WINDOW_S
-POSITION_LIFETIME_S = 15 * MAX_LIFETIME_S
-"""A position is asked for when everybody is gone, which may be long ago."""
-POSITION_RENEWED_S = 60.0
-NOBODY = PeerId("")
-OnForged = Callable[[PeerId, RemoteProtocolError], None]
-"""(``NOBODY``, what is wrong): the DHT does not say who handed over a record."""
+MAX_LIFETIME_S = 30 * 86400.0
+"""Of any record: where a run is is asked for when everybody is gone, which may be long ago."""
 _PACKED_STRING, _PACKED_BYTES = frozenset((*range(0xA0, 0xC0), 0xD9, 0xDA)), frozenset((0xC4, 0xC5))
 """First bytes of a msgpack string and of a msgpack byte string of less than 64 KiB."""
 
@@ -62,12 +55,14 @@ def shard_of(peer: PeerId) -> int:
     return hashlib.sha256(peer.encode()).digest()[0] % PEER_SHARDS
 
 
-def peers_key(run: bytes, shard: int) -> str:
-    return f"p2p-co2/{run.hex()}/peers/{shard}"
+def peers_keys(run: bytes) -> list[str]:
+    """By shard."""
+    return [f"p2p-co2/{run.hex()}/peers/{shard}" for shard in range(PEER_SHARDS)]
 
 
-def position_key(run: bytes, shard: int) -> str:
-    return f"p2p-co2/{run.hex()}/position/{shard}"
+def position_keys(run: bytes) -> list[str]:
+    """By shard."""
+    return [f"p2p-co2/{run.hex()}/position/{shard}" for shard in range(PEER_SHARDS)]
 
 
 def manifest_key(run: bytes) -> str:
@@ -76,9 +71,10 @@ def manifest_key(run: bytes) -> str:
 
 def run_position(said: Sequence[RunPosition], now: float) -> RunPosition | None:
     """What at least half of those claim, or more, that were there last: whose word is not much older than the
-    newest; None if nobody was. ``now``: unix seconds; what is dated later counts as of now."""
+    newest; None if nobody was. ``now``: unix seconds; what is dated later counts as of now. Peers write every
+    minute, at the latest at their end."""
     newest_at = min(now, max((one.written_at for one in said), default=0.0))
-    last = [one for one in said if one.written_at >= newest_at - 3 * POSITION_RENEWED_S]
+    last = [one for one in said if one.written_at >= newest_at - 3 * MESSAGE_TIMEOUT_S]
     return sorted(last, key=lambda one: one.position)[len(last) // 2] if last else None
 
 
@@ -89,15 +85,16 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
     only one that may write the manifest, once it is known. ``clock`` gives unix seconds.
     """
 
-    def __init__(self, run: bytes, on_refused: OnForged, clock: Callable[[], float]) -> None:
+    def __init__(self, run: bytes, on_refused: OnRefused, clock: Callable[[], float]) -> None:
         self._run, self._on_refused, self._clock = run, on_refused, clock
         self.run_key: PeerId | None = None
         self.stored_under: Callable[[bytes], Collection[str]] = lambda _: ()
-        self._checks = {_key_id(manifest_key(run)): (self._ends_of_manifest, -1)}
-        for shard in range(PEER_SHARDS):
-            self._checks[_key_id(peers_key(run, shard))] = self._ends_of_peer, shard
-            self._checks[_key_id(position_key(run, shard))] = self._ends_of_position, shard
-        """By key: what checks a record and says when it ends at the latest, and whose it may be."""
+        self._checks: dict[bytes, tuple[Callable[[str, bytes], Any], int]] = {
+            _key_id(manifest_key(run)): (self.manifest, -1)
+        }
+        """By key: what checks a record, and the shard that it is of."""
+        for read, keys in ((self.peer_record, peers_keys(run)), (self.position, position_keys(run))):
+            self._checks |= {_key_id(key): (read, shard) for shard, key in enumerate(keys)}
         self._unseal = lru_cache(maxsize=MAX_PEERS)(unseal)  # a record is met many times and checked once
 
     def validate(self, record: DHTRecord) -> bool:
@@ -106,18 +103,18 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
             writer = _unpack(record.subkey, _PACKED_STRING)
             sealed = _unpack(record.value, _PACKED_BYTES)
             stored = self.stored_under(record.key)
-            if writer not in stored and len(stored) >= MAX_ENTRIES:
+            if writer not in stored and len(stored) >= MAX_PEERS // PEER_SHARDS:
                 raise RemoteProtocolError("too many records", f"{len(stored)} under one key")
             if record.key not in self._checks:
                 raise RemoteProtocolError("unknown record", "under no key of this run")
-            latest_of, shard = self._checks[record.key]
-            latest = latest_of(writer, sealed)
+            read, shard = self._checks[record.key]
+            latest = self._ends_at(read(writer, sealed))
             if shard not in (-1, shard_of(PeerId(writer))):
                 raise RemoteProtocolError("wrong record", f"of peer {writer}: wrong shard")
             if not record.expiration_time <= latest:  # written so that NaN is refused
                 raise RemoteProtocolError("wrong record", f"of peer {writer}: lives too long")
         except RemoteProtocolError as error:
-            self._on_refused(NOBODY, error)
+            self._on_refused(None, error)
             return False
         return True
 
@@ -154,25 +151,18 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
             or len(said.versions) > MAX_FRAGMENTS
             or len(said.software) > MAX_STRING
             or not 0 <= said.position < math.inf  # written so that NaN is refused
-            or not said.written_at <= self._clock() + CLOCK_SLACK_S
+            or not said.written_at <= self._clock() + HELLO_WINDOW_S
         ):
             raise RemoteProtocolError("wrong record", f"position by {writer}: out of bounds")
         return said
 
-    def _ends_of_peer(self, writer: str, sealed: bytes) -> float:
-        """So an old record cannot be kept alive by others."""
-        return min(self.peer_record(writer, sealed).expires_at + 1.0, self._ends_at_most())
-
-    def _ends_of_manifest(self, writer: str, sealed: bytes) -> float:
-        self.manifest(writer, sealed)
-        return self._ends_at_most()
-
-    def _ends_of_position(self, writer: str, sealed: bytes) -> float:
-        """It follows from what it says: who keeps an old one alive cannot outlast a newer one."""
-        return self.position(writer, sealed).written_at + POSITION_LIFETIME_S + 1.0
-
-    def _ends_at_most(self) -> float:
-        return self._clock() + MAX_LIFETIME_S + CLOCK_SLACK_S
+    def _ends_at(self, said: PeerRecord | RunManifest | RunPosition) -> float:
+        """The latest end of a record. That of a position follows from what it says, so an old one that others
+        keep alive cannot outlast a newer one; a peer's own word bounds that of its record."""
+        if isinstance(said, RunPosition):
+            return said.written_at + MAX_LIFETIME_S + 1.0
+        latest = self._clock() + MAX_LIFETIME_S + HELLO_WINDOW_S
+        return min(said.expires_at + 1.0, latest) if isinstance(said, PeerRecord) else latest
 
     def _open(self, content: _Content, context: bytes, writer: str, sealed: bytes) -> _Content:
         """``content`` as ``writer`` has sealed it for this run."""

@@ -58,13 +58,6 @@ def is_relayed(maddr: str) -> bool:
     return "/p2p-circuit" in maddr
 
 
-def is_public_maddr(maddr: str) -> bool:
-    """Whether a multiaddr is a direct one that the world can see."""
-    fields = maddr.split("/")
-    is_direct = len(fields) > 4 and fields[1] in {"ip4", "ip6"} and not is_relayed(maddr)
-    return is_direct and not is_near(fields[2])
-
-
 def multiaddr_of(host: str, port: int) -> str:
     """The libp2p address of an IP address or DNS name and a TCP port."""
     try:
@@ -84,6 +77,12 @@ def address_of(maddr: str) -> tuple[str, int] | None:
     except ValueError:
         return None
     return (str(address), port) if 0 < port < 65536 else None
+
+
+def is_public_maddr(maddr: str) -> bool:
+    """Whether it is of a direct TCP connection from anywhere in the world."""
+    place = address_of(maddr)
+    return place is not None and not is_near(place[0])
 
 
 def network_of(address: str) -> str:
@@ -113,27 +112,26 @@ class Resolver:
             return [str(ipaddress.ip_address(host))]
         if not self._places.acquire(blocking=False):
             raise TransportError(f"{host[:64]}: too many names are being looked up; addresses need none")
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[str]] = loop.create_future()
-        threading.Thread(target=self._look_up, args=(host, loop, answer), daemon=True).start()
+        loop, found, ready = asyncio.get_running_loop(), list[str](), asyncio.Event()
+
+        def look_up() -> None:
+            try:
+                with suppress(OSError, UnicodeError):
+                    found.extend(self._resolve(host))
+            finally:
+                self._places.release()
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(ready.set)
+
+        threading.Thread(target=look_up, daemon=True).start()
         try:
             async with asyncio.timeout(timeout_s):
-                found = await answer
+                await ready.wait()
         except TimeoutError:
             raise TransportError(f"{host[:64]}: its name servers do not answer") from None
         if not found:
             raise TransportError(f"{host[:64]}: no such name")
         return found
-
-    def _look_up(self, host: str, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[list[str]]) -> None:
-        found: list[str] = []
-        try:
-            with suppress(OSError, UnicodeError):
-                found = self._resolve(host)
-        finally:
-            self._places.release()
-        with suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(lambda: None if answer.done() else answer.set_result(found))
 
 
 def _resolve(host: str) -> list[str]:

@@ -4,10 +4,10 @@ The dialler signs who it is, whom it wants, which run, which TLS certificate it 
 So a hello cannot be forged, shown to another peer, carried into another run, passed on by somebody in the
 middle, or used twice. Within ``HELLO_WINDOW_S`` its nonce is remembered; after that it is too old.
 
-Identities are free to make, so places are shared out by network (``network_of``; all that come by relays are
-one, this machine is none). Some places are kept for peers that work (``is_known``), some for neighbourhoods
-(256 IPv4 addresses, 48 bits of IPv6) that hold few. Everything remembered is bounded. Price: clocks must
-agree to two minutes, and newcomers may find no place while somebody in many neighbourhoods holds them all.
+Identities are free to make, so places are shared out by neighbourhood: 256 IPv4 addresses, 48 bits of IPv6,
+all that come by relays; this machine is none. One holds no more places than it leaves to all others, or a
+few. Some places are kept for peers that work (``is_known``). Everything remembered is bounded. Price: clocks
+must agree to two minutes, and newcomers may find no place while somebody in many neighbourhoods holds them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.net.transport.addresses import is_loopback, network_of
+from p2p_co2.net.transport.addresses import is_loopback
 from p2p_co2.protocol.wire.identity import Identity, PeerId, unseal
 from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S
 from p2p_co2.protocol.wire.messages_pb2 import LinkHello
@@ -29,49 +29,26 @@ from p2p_co2.protocol.wire.messages_pb2 import LinkHello
 _Key = TypeVar("_Key")
 HELLO_CONTEXT = b"p2p-co2 link hello"
 MAX_HELLO_BYTES = 1024
-MAX_INBOUND_LINKS, MAX_INBOUND_LINKS_PER_PEER, MAX_LINKS_PER_NETWORK = 256, 4, 96
-KEPT_LINKS = 64
-"""Of ``MAX_INBOUND_LINKS``, places for peers that we have worked with."""
-SPREAD_LINKS, SPREAD_STRANGERS, FEW = 64, 24, 4
-"""The last places for strangers are for neighbourhoods that hold fewer than ``FEW``."""
-MAX_STRANGERS, MAX_STRANGERS_PER_NETWORK = 64, 24
-"""Those that have opened a link and have not said hello."""
+MAX_INBOUND_LINKS, KEPT_LINKS, MAX_INBOUND_LINKS_PER_PEER = 256, 64, 4
+"""Of all links so many are places for peers that we have worked with."""
+MAX_STRANGERS, FEW = 64, 4
+"""Those that have opened a link and have not said hello; and what any neighbourhood may hold."""
 RELAYED = "relays"
-"""The network of all that do not come directly."""
+"""The neighbourhood of all that do not come directly."""
 MAX_NONCES, MAX_NONCES_PER_PEER = 16384, 64
 
 
 class _Places:
-    """Places that are taken, by network and by neighbourhood; the last ``spread`` of ``most`` are for those
-    whose neighbourhood holds few."""
+    """At most ``most`` places, and those that are taken, by neighbourhood."""
 
-    def __init__(self, most: int, per_network: int, spread: int) -> None:
-        self._most, self._per_network, self._spread = most, per_network, spread
-        self._networks: Counter[str] = Counter()
-        self._around: Counter[str] = Counter()
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.taken: Counter[str] = Counter()
 
-    @property
-    def taken(self) -> int:
-        return self._networks.total()
-
-    def of(self, network: str) -> int:
-        return self._networks[network]
-
-    def has_room(self, network: str) -> bool:
-        left = self._most - self.taken
-        is_crowded = bool(network) and (
-            self._networks[network] >= self._per_network
-            or (left <= self._spread and self._around[_neighbourhood(network)] >= FEW)
-        )
-        return left > 0 and not is_crowded
-
-    def take(self, network: str) -> None:
-        self._networks[network] += 1
-        self._around[_neighbourhood(network)] += 1
-
-    def give_back(self, network: str) -> None:
-        _take_off(self._networks, network)
-        _take_off(self._around, _neighbourhood(network))
+    def has_room(self, neighbourhood: str) -> bool:
+        left = self._most - self.taken.total()
+        may_hold = max(left, FEW) if neighbourhood else self._most
+        return left > 0 and self.taken[neighbourhood] < may_hold
 
 
 class Admission:
@@ -82,8 +59,8 @@ class Admission:
         self._identity, self._run, self._clock = identity, run, clock
         self.is_known: Callable[[PeerId], bool] = lambda peer: False
         """Whether a peer has worked with us of late."""
-        self._strangers = _Places(MAX_STRANGERS, MAX_STRANGERS_PER_NETWORK, SPREAD_STRANGERS)
-        self._links = _Places(MAX_INBOUND_LINKS - KEPT_LINKS, MAX_LINKS_PER_NETWORK, SPREAD_LINKS)
+        self._strangers = _Places(MAX_STRANGERS)
+        self._links = _Places(MAX_INBOUND_LINKS - KEPT_LINKS)
         self._inside: Counter[PeerId] = Counter()
         self._nonces: OrderedDict[tuple[PeerId, bytes], float] = OrderedDict()
         self._nonces_of: Counter[PeerId] = Counter()
@@ -106,15 +83,15 @@ class Admission:
         return self._identity.seal(HELLO_CONTEXT, hello.SerializeToString())
 
     def knock(self, network: str = "") -> None:
-        """A stranger dialled from ``network`` (empty for this machine); ``forget`` follows. Raises
+        """A stranger dialled from ``network`` (see ``network_at``); ``forget`` follows. Raises
         ``RemoteProtocolError`` when full."""
         if not self._strangers.has_room(network):
             raise RemoteProtocolError("too many links", "too many have dialled and not said hello")
-        self._strangers.take(network)
+        self._strangers.taken[network] += 1
 
     def forget(self, network: str = "") -> None:
         """The stranger has been admitted or is gone."""
-        self._strangers.give_back(network)
+        _take_off(self._strangers.taken, network)
 
     def admit(self, sealed: bytes, certificate_digest: bytes, network: str = "") -> PeerId:
         """The peer behind a hello that passed every check; ``leave`` follows. Raises
@@ -131,18 +108,19 @@ class Admission:
         if self._inside.get(signer, 0) >= MAX_INBOUND_LINKS_PER_PEER:
             raise RemoteProtocolError("too many links", f"{signer} holds {self._inside[signer]}")
         taken = self._links.taken
-        if not self._links.has_room(network) and (taken >= MAX_INBOUND_LINKS or not self.is_known(signer)):
-            detail = f"{taken} are open, {self._links.of(network)} from there"
-            raise RemoteProtocolError("too many links", detail)
+        if not self._links.has_room(network) and (
+            self.links >= MAX_INBOUND_LINKS or not self.is_known(signer)
+        ):
+            raise RemoteProtocolError("too many links", f"{self.links} are open, {taken[network]} from there")
         self._remember(signer, hello.nonce)
         self._inside[signer] += 1
-        self._links.take(network)
+        taken[network] += 1
         return signer
 
     def leave(self, peer: PeerId, network: str = "") -> None:
         """A link of an admitted peer ended."""
         _take_off(self._inside, peer)
-        self._links.give_back(network)
+        _take_off(self._links.taken, network)
 
     def _check(self, hello: LinkHello, signer: PeerId, certificate_digest: bytes) -> None:
         age_s = self._clock() - hello.sent_at
@@ -179,16 +157,11 @@ class Admission:
 
 
 def network_at(address: str) -> str:
-    """The network of an address at which we see somebody: empty for this machine itself."""
-    return "" if is_loopback(address) else network_of(address)
-
-
-def _neighbourhood(network: str) -> str:
-    """Addresses that one customer may have."""
-    if not network or network == RELAYED:
-        return network
-    parsed = ipaddress.ip_network(network)
-    return str(parsed.supernet(new_prefix=24 if parsed.version == 4 else 48))
+    """The neighbourhood of an address at which we see somebody: empty for this machine itself."""
+    if is_loopback(address):
+        return ""
+    bits = 24 if ipaddress.ip_address(address).version == 4 else 48
+    return str(ipaddress.ip_network((address, bits), strict=False))
 
 
 def _take_off(counter: Counter[_Key], key: _Key) -> None:

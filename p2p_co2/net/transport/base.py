@@ -3,8 +3,8 @@
 Laws. A link carries messages of 1 to ``MAX_MESSAGE_BYTES`` bytes from the peer that dialled, in the order of
 ``send``, each at most once and unchanged. ``on_message`` of one link is awaited before its next message is
 read, so a slow receiver slows its senders and nobody's memory grows. A link that brings no whole message
-within ``MESSAGE_TIMEOUT_S`` is dropped. The sender is proved by a signature (``admission``) on a channel that
-cannot be changed under way. Both ends notice at once when the other process dies.
+within ``MESSAGE_TIMEOUT_S`` is dropped. Every link begins with the same signed hello (``admission``), on a
+channel that cannot be changed under way. Both ends notice at once when the other process dies.
 
 Price: two links for a conversation. In return there is no question of who closes what, and each direction
 may use another carrier.
@@ -12,12 +12,15 @@ may use another carrier.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
-from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.errors import LocalProtocolError, PeerLost, RemoteProtocolError, TransportError
+from p2p_co2.net.transport.admission import Admission
 from p2p_co2.net.transport.flow import Acknowledged, Seen
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
@@ -39,30 +42,41 @@ OnRefused = Callable[[PeerId | None, RemoteProtocolError], None]
 """(sender if it was proved, what it did): for counting and for the log."""
 
 
-class Link(Protocol):
-    """One way to one peer, ready to send."""
+class Link:
+    """One way to one peer. ``way``: how the bytes travel, in words. ``gone`` is called once it has ended.
 
-    @property
-    def peer(self) -> PeerId: ...
+    A carrier's own link says how a message is put on its way (``_put``, which raises ``ConnectionError``),
+    how a goodbye is said, how the link is cut off, and when and why it ended (``_watch``, in words).
+    """
 
-    @property
-    def carrier(self) -> str: ...
+    carrier = ""
+    is_far = False
+    """Whether it is a connection of its own over a far way, whose bulk takes turns on our line."""
+    acknowledged: Acknowledged | None = None
+    """What the peer says that it has of what was sent; None where ``send`` itself returns when the line takes
+    a message, or where the peer does not say."""
 
-    @property
-    def way(self) -> str:
-        """How the bytes travel, in words: "direct", or what is between."""
-
-    @property
-    def is_far(self) -> bool:
-        """Whether it is a connection of its own over a far way, whose bulk takes turns on our line."""
+    def __init__(self, peer: PeerId, gone: Callable[[Link], None]) -> None:
+        self.peer, self.way = peer, DIRECT
+        self._gone = gone
+        self._writing = asyncio.Lock()
+        self._closing = ""
+        """Why we end it; empty while we do not."""
+        self._watcher = asyncio.create_task(self._watch(), name=f"{self.carrier} link to {peer}")
 
     def look(self) -> Seen:
         """What the kernel knows of the way."""
+        return Seen()
 
-    @property
-    def acknowledged(self) -> Acknowledged | None:
-        """What the peer says that it has of what was sent; None where ``send`` itself returns when the line
-        takes a message, or where the peer does not say."""
+    async def open(self, hello: bytes, where: str) -> None:
+        """Say hello and wait for the welcome. Raises ``TransportError``, which names ``where``."""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self._write(hello)
+                if not await self._is_welcome():
+                    raise TransportError(f"{where}: {await self.wait_closed()}")
+        except TimeoutError:
+            raise TransportError(f"{where} did not welcome us within {CONNECT_TIMEOUT_S:.0f} s") from None
 
     async def send(self, data: bytes) -> None:
         """Hand over one message; returns when there is room for the next.
@@ -71,27 +85,100 @@ class Link(Protocol):
         ``PeerLost`` when the link is gone (what was sent before may be lost with it), ``LocalProtocolError``
         for a message that is empty or over ``MAX_MESSAGE_BYTES``.
         """
+        if not 0 < len(data) <= MAX_MESSAGE_BYTES:
+            raise LocalProtocolError(
+                f"a message of {len(data)} bytes; carriers take 1 to {MAX_MESSAGE_BYTES}"
+            )
+        async with self._writing:
+            await self._write(data)
 
-    async def close(self) -> None:
+    async def close(self, why: str = "closed by us") -> None:
         """Say goodbye, wait up to ``CLOSE_TIMEOUT_S`` until the peer has taken all messages, give everything
         back."""
+        if not self._watcher.done():
+            self._closing = why
+            with suppress(TimeoutError, ConnectionError):  # slow or gone: it is dropped
+                async with asyncio.timeout(CLOSE_TIMEOUT_S), self._writing:
+                    await self._say_goodbye()
+                    await asyncio.shield(self._watcher)
+        await self.drop(why)
 
     async def wait_closed(self) -> str:
         """Wait until the link is gone; returns the cause in words. Safe to cancel."""
+        return await asyncio.shield(self._watcher)
+
+    def on_end(self, ended: Callable[[], None]) -> None:
+        """Call ``ended`` when the link has ended and we did not close it."""
+        self._watcher.add_done_callback(lambda _: None if self._closing else ended())
+
+    async def drop(self, cause: str) -> None:
+        """End the link without a goodbye."""
+        self._closing = self._closing or cause
+        await self._cut_off()
+        self._gone(self)
+
+    async def _write(self, data: bytes) -> None:
+        if self._watcher.done() or self._closing:
+            raise PeerLost(self._closing or self._watcher.result())
+        try:
+            await self._put(data)
+        except asyncio.CancelledError:
+            self._closing = "a send was cancelled"
+            raise
+        except ConnectionError:
+            raise PeerLost(await self.wait_closed()) from None
+
+    async def _put(self, data: bytes) -> None:
+        raise NotImplementedError
+
+    async def _is_welcome(self) -> bool:
+        raise NotImplementedError
+
+    async def _say_goodbye(self) -> None:
+        raise NotImplementedError
+
+    async def _cut_off(self) -> None:
+        raise NotImplementedError
+
+    async def _watch(self) -> str:
+        raise NotImplementedError
 
 
-class Carrier(Protocol):
-    """A way to reach peers and to be reached."""
+class Line(Protocol):
+    """What slows a carrier down; see ``slow``."""
 
-    @property
-    def name(self) -> str:
-        """ "grpc" or "libp2p"."""
+    def taking(self, on_message: OnMessage) -> OnMessage: ...
+    async def carrying(self, link: Link) -> Link: ...
 
-    async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
-        """Begin to listen. Raises ``EnvironmentFault`` with the fix when this machine does not let us."""
+
+class Carrier:
+    """A way to reach peers and to be reached. ``run``: the digest of the run; ``clock``: unix seconds.
+
+    A carrier's own half says how it listens and ends (``_listen``, ``_stop``), and how it reaches an address
+    (``_dial``).
+    """
+
+    name = ""
+    """ "grpc" or "libp2p"."""
+    line: Line | None = None
+    """Set before ``start``, for rehearsals."""
+
+    def __init__(self, identity: Identity, run: bytes, clock: Callable[[], float]) -> None:
+        self.admission = Admission(identity, run, clock)
+        self.links: set[Link] = set()
+        """Those that we opened."""
+        self.on_message: OnMessage
+        self.on_refused: OnRefused
 
     def keep_places(self, is_known: Callable[[PeerId], bool]) -> None:
         """Keep some places for peers of whom ``is_known`` says that they have worked with us."""
+        self.admission.is_known = is_known
+
+    async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
+        """Begin to listen. Raises ``EnvironmentFault`` with the fix when this machine does not let us."""
+        self.on_message = on_message if self.line is None else self.line.taking(on_message)
+        self.on_refused = on_refused
+        await self._listen()
 
     async def connect(self, record: PeerRecord) -> Link:
         """Open a link to the peer of ``record``, in bounded time.
@@ -99,16 +186,51 @@ class Carrier(Protocol):
         Raises ``TransportError`` with the cause in words: nobody there, somebody else there, or refused. Safe
         to cancel.
         """
+        link = await self._dial(record)
+        return link if self.line is None else await self.line.carrying(link)
 
     async def close(self) -> None:
         """Drop all links, stop listening; no task, thread or socket of this carrier is left. May be called
         twice."""
+        await asyncio.gather(*(link.close() for link in list(self.links)))
+        await self._stop()
 
+    async def _listen(self) -> None:
+        raise NotImplementedError
 
-def check_outgoing(data: bytes) -> None:
-    """Raise ``LocalProtocolError`` for a message that no carrier may send."""
-    if not 0 < len(data) <= MAX_MESSAGE_BYTES:
-        raise LocalProtocolError(f"a message of {len(data)} bytes; carriers take 1 to {MAX_MESSAGE_BYTES}")
+    async def _dial(self, record: PeerRecord) -> Link:
+        raise NotImplementedError
+
+    async def _stop(self) -> None:
+        raise NotImplementedError
+
+    async def _open(self, link: Link, certificate_digest: bytes, where: str) -> None:
+        """Return once a link is welcome. Raises ``TransportError``; nothing is left then."""
+        self.links.add(link)
+        try:
+            await link.open(self.admission.hello(link.peer, certificate_digest), where)
+        except BaseException:
+            await link.drop("never opened")
+            raise
+
+    @asynccontextmanager
+    async def _admitted(
+        self, read_hello: Callable[[], Awaitable[bytes]], certificate_digest: bytes, network: str
+    ) -> AsyncIterator[PeerId]:
+        """The peer that dialled from ``network``, while its link lasts. Raises ``RemoteProtocolError``."""
+        self.admission.knock(network)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                sealed = await read_hello()
+        except TimeoutError:
+            raise RemoteProtocolError("no hello", f"silent for {CONNECT_TIMEOUT_S:.0f} s") from None
+        finally:
+            self.admission.forget(network)
+        peer = self.admission.admit(sealed, certificate_digest, network)
+        try:
+            yield peer
+        finally:
+            self.admission.leave(peer, network)
 
 
 def check_incoming(length_bytes: int) -> None:

@@ -8,38 +8,33 @@ that a library opened for us (``TCP_NOTSENT_LOWAT``, Linux, tcp(7)), and asks it
 
 from __future__ import annotations
 
+import ctypes
+import ipaddress
 import math
 import os
 import socket
 import stat
 import struct
-from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple
 
 from p2p_co2.errors import RemoteProtocolError
 
-_T = TypeVar("_T")
 WAITING_S = 0.25
 """So much longer than the way takes may what is under way keep the next message waiting."""
 LEAST_BYTES, MOST_BYTES = 32 << 10, 32 << 20
 """Room that there always is, and that there is at most."""
-MOST_MESSAGES = 4096
-"""Told apart under way."""
 UNSENT_BYTES, MOST_UNSENT_BYTES, UNSENT_S = 32 << 10, 1 << 20, 0.1
 """A connection may hold unsent what it carries in so long, from the first to the second: a core may be busy
 meanwhile."""
 NEAR_S = 0.002
 """Round trips below this are of this machine or its network: such a connection is left alone."""
-_MAX_DIGITS = 18
 _INFO = struct.Struct("=B15xI8xI24xI8xI48xQ20xI8xQ")
-"""Of ``struct tcp_info`` (linux/tcp.h): ``state``, ``snd_mss``, ``sacked``, ``last_ack_recv`` (milliseconds),
-``rtt``, ``bytes_acked``, ``min_rtt`` (microseconds) and ``delivery_rate``."""
-_ESTABLISHED = 1
-
-OpenFile = tuple[int, tuple[int, int]]
-"""(descriptor, device and inode): a descriptor alone may be another file's by now."""
+"""Of ``struct tcp_info`` (linux/tcp.h): ``state`` (1 while established), ``snd_mss``, ``sacked``,
+``last_ack_recv`` (milliseconds), ``rtt``, ``bytes_acked``, ``min_rtt`` (microseconds) and
+``delivery_rate``."""
+_LIBC = ctypes.CDLL(None)
+"""Asked by descriptor: a ``socket`` object could change or close what is not ours."""
 
 
 class Seen(NamedTuple):
@@ -55,8 +50,9 @@ class Acknowledged:
     """What the other end of one link says that it has, from the link's first message on.
 
     The room for what is under way is found as LEDBAT finds it (RFC 6817): it grows by what arrives sooner
-    and shrinks by what arrives later. Law: nobody has more than was sent, nor less than before; a receiver
-    that lies can hold up what goes to itself, and seem no faster than we hand over.
+    and shrinks by what arrives later. One message at a time is timed. Law: nobody has more than was sent, nor
+    less than before; a receiver that lies can hold up what goes to itself, and seem no faster than we hand
+    over.
     """
 
     def __init__(self) -> None:
@@ -65,8 +61,10 @@ class Acknowledged:
         self.room_bytes = float(LEAST_BYTES)
         self.on_news: Callable[[], None] = lambda: None
         """Called when more has arrived."""
-        self._messages: deque[tuple[int, float, bool]] = deque()
-        """Under way: bytes sent up to its end, when it was sent, whether the room was used."""
+        self._timed: tuple[int, float, bool] | None = None
+        """One that is under way: bytes sent up to its end, when it was sent, whether the room was used."""
+        self._counted_bytes = 0
+        """What had arrived when the last one had."""
         self._quickest_s = math.inf
         """The shortest way so far: what is more is waiting."""
 
@@ -75,41 +73,35 @@ class Acknowledged:
         """Whether bulk may be handed over."""
         return self.sent_bytes - self.arrived_bytes < self.room_bytes
 
-    @property
-    def under_way(self) -> int:
-        """Messages that are told apart, at most ``MOST_MESSAGES``."""
-        return len(self._messages)
-
     def sent(self, size_bytes: int, now: float) -> None:
         """A message is handed over."""
         self.sent_bytes += size_bytes
-        was_used = 2 * (self.sent_bytes - self.arrived_bytes) >= self.room_bytes
-        if len(self._messages) == MOST_MESSAGES:
-            self._messages.pop()  # its bytes are there when this one's are
-        self._messages.append((self.sent_bytes, now, was_used))
+        if self._timed is None:
+            was_used = 2 * (self.sent_bytes - self.arrived_bytes) >= self.room_bytes
+            self._timed = self.sent_bytes, now, was_used
 
     def hear(self, said: bytes, now: float) -> None:
         """Take the other end's word, decimal digits. Raises ``RemoteProtocolError`` if it cannot be true."""
-        if not said.isdigit() or len(said) > _MAX_DIGITS:
-            raise RemoteProtocolError("wrong acknowledgement", "not a number of bytes")
+        if not said.isdigit() or len(said) > len(str(self.sent_bytes)):
+            raise RemoteProtocolError("wrong acknowledgement", "not a number of bytes that were sent")
         total_bytes = int(said)
         if not self.arrived_bytes <= total_bytes <= self.sent_bytes:
             detail = f"{total_bytes} bytes; {self.sent_bytes} were sent and {self.arrived_bytes} there before"
             raise RemoteProtocolError("wrong acknowledgement", detail)
         if total_bytes == self.arrived_bytes:
             return
-        while self._messages and self._messages[0][0] <= total_bytes:
-            end_bytes, sent_at, was_used = self._messages.popleft()
-            self._adjust(end_bytes - self.arrived_bytes, now - sent_at, was_used)
-            self.arrived_bytes = end_bytes
         self.arrived_bytes = total_bytes
+        if self._timed is not None and self._timed[0] <= total_bytes:
+            self._adjust(now - self._timed[1], self._timed[2])
         self.on_news()
 
-    def _adjust(self, size_bytes: int, took_s: float, was_used: bool) -> None:
+    def _adjust(self, took_s: float, was_used: bool) -> None:
+        size_bytes = self.arrived_bytes - self._counted_bytes
+        self._timed, self._counted_bytes = None, self.arrived_bytes
         self._quickest_s = min(self._quickest_s, took_s)
         early = max(-1.0, 1 - (took_s - self._quickest_s) / WAITING_S)
-        if early < 0 or was_used:
-            self.room_bytes = min(MOST_BYTES, max(LEAST_BYTES, self.room_bytes + early * size_bytes))
+        if early < 0 or was_used:  # by half: it stands for a whole round trip
+            self.room_bytes = min(MOST_BYTES, max(LEAST_BYTES, self.room_bytes + early * size_bytes / 2))
 
 
 class SendBuffer:
@@ -120,11 +112,10 @@ class SendBuffer:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        bound = partial(_bound_far, host, port)
-        newest_first = sorted(_open_sockets(), reverse=True)  # as a rule: an older one may end any moment
-        self._file = next((file for file in newest_first if _on_copy(file, bound)), None)
+        self._descriptor, self._file = _far_connection(host, port)
         self.bound_bytes = UNSENT_BYTES
         """What it may hold unsent, if it is far."""
+        self._bound()
 
     @property
     def is_far(self) -> bool:
@@ -132,15 +123,22 @@ class SendBuffer:
 
     def look(self) -> Seen:
         """See ``Link.look``. A connection that turns out to be fast may hold more from then on."""
-        info = None if self._file is None else _on_copy(self._file, _info)
-        if self._file is None or info is None:
-            return Seen()
-        seen, bytes_per_s = seen_in(info)
+        if self._file is None or _socket_at(self._descriptor) != self._file:
+            return Seen()  # closed, and its number may be another file's by now
+        seen, bytes_per_s = seen_in(_tcp_info(self._descriptor))
         wanted = min(MOST_UNSENT_BYTES, max(UNSENT_BYTES, int(UNSENT_S * bytes_per_s)))
         if not self.bound_bytes / 1.5 < wanted < self.bound_bytes * 1.5:
             self.bound_bytes = wanted
-            _on_copy(self._file, lambda connection: _bound(connection, wanted))
+            self._bound()
         return seen
+
+    def _bound(self) -> None:
+        if self._file is not None:
+            value = ctypes.c_int(self.bound_bytes)
+            size = ctypes.sizeof(value)
+            _LIBC.setsockopt(
+                self._descriptor, socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, ctypes.byref(value), size
+            )
 
 
 def seen_in(info: bytes) -> tuple[Seen, int]:
@@ -150,71 +148,44 @@ def seen_in(info: bytes) -> tuple[Seen, int]:
     if len(info) < _INFO.size:
         return Seen(), 0
     state, segment_bytes, sacked, heard_ms_ago, now_us, there_bytes, least_us, rate = _INFO.unpack(info)
-    is_known = state == _ESTABLISHED and heard_ms_ago / 1e3 <= WAITING_S  # older is what it was
+    is_known = state == 1 and heard_ms_ago / 1e3 <= WAITING_S  # older is what it was
     queued_s = max(0, now_us - least_us) / 1e6 if is_known else None
     return Seen(queued_s, there_bytes + sacked * segment_bytes), rate
 
 
-def _bound_far(host: str, port: int, connection: socket.socket) -> bool:
-    """Whether it is a far connection to ``host:port``, which is bounded then."""
-    there = connection.getpeername()
-    if not isinstance(there, tuple) or (str(there[0]).removeprefix("::ffff:"), there[1]) != (host, port):
+def _far_connection(host: str, port: int) -> tuple[int, tuple[int, int] | None]:
+    """The descriptor of our far connection to there, with the file behind it: None if there is none. Of
+    several the newest as a rule: an older one may end any moment."""
+    address = ipaddress.ip_address(host).packed
+    for number in sorted(map(int, os.listdir("/proc/self/fd")), reverse=True):
+        file = _socket_at(number)
+        if file is not None and _leads_to(number, address, port):
+            info = _tcp_info(number)
+            if len(info) == _INFO.size and _INFO.unpack(info)[4] / 1e6 >= NEAR_S:
+                return number, file
+    return -1, None
+
+
+def _socket_at(descriptor: int) -> tuple[int, int] | None:
+    """Device and inode of an open socket; None if it is none."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino) if stat.S_ISSOCK(found.st_mode) else None
+
+
+def _leads_to(descriptor: int, address: bytes, port: int) -> bool:
+    """Whether a connection's other end (``sockaddr_in``, ``sockaddr_in6``) is there; IPv4 may be mapped."""
+    there, size = ctypes.create_string_buffer(28), ctypes.c_uint(28)
+    if _LIBC.getpeername(descriptor, there, ctypes.byref(size)):
         return False
-    round_trip_us = _INFO.unpack(_info(connection).ljust(_INFO.size, b"\0"))[4]
-    return round_trip_us / 1e6 >= NEAR_S and _bound(connection, UNSENT_BYTES)
+    (family,) = struct.unpack_from("=H", there)
+    found = {socket.AF_INET: there.raw[4:8], socket.AF_INET6: there.raw[8:24]}.get(family, b"")
+    return found[-len(address) :] == address and int.from_bytes(there.raw[2:4]) == port
 
 
-def _bound(connection: socket.socket, most_bytes: int) -> bool:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, most_bytes)
-    return True
-
-
-def _info(connection: socket.socket) -> bytes:
-    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-
-
-def _open_sockets() -> Iterator[OpenFile]:
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found = os.fstat(int(name))
-        except OSError:
-            continue  # closed meanwhile
-        if stat.S_ISSOCK(found.st_mode):
-            yield int(name), (found.st_dev, found.st_ino)
-
-
-def _on_copy(file: OpenFile, use: Callable[[socket.socket], _T]) -> _T | None:
-    """What ``use`` makes of a socket, on a copy of its descriptor: ours would keep it open. None where it is
-    another file's by now, has broken, or is of another kind.
-
-    No other file is copied: to close the copy of one that is locked (fcntl(2)) would unlock it. A default
-    timeout of the user's would change the original with the copy; where there is none nothing is set, since
-    another thread may be making it non-blocking at this moment.
-    """
-    number, key = file
-    try:
-        if _key(number) != key:
-            return None
-        copy = os.dup(number)
-    except OSError:
-        return None
-    try:
-        if _key(copy) != key:
-            return None  # another thread has opened a file by that number
-        blocks = socket.getdefaulttimeout() is not None and os.get_blocking(copy)
-        connection = socket.socket(fileno=copy)
-        try:
-            if blocks:
-                os.set_blocking(copy, True)
-            return use(connection)
-        finally:
-            connection.detach()
-    except OSError:
-        return None
-    finally:
-        os.close(copy)
-
-
-def _key(descriptor: int) -> tuple[int, int]:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino
+def _tcp_info(descriptor: int) -> bytes:
+    info, size = ctypes.create_string_buffer(_INFO.size), ctypes.c_uint(_INFO.size)
+    failed = _LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(size))
+    return b"" if failed else info.raw[: size.value]

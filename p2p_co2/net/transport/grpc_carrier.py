@@ -2,8 +2,12 @@
 
 One streaming call is one link: the request stream carries the messages, the initial metadata of the answer
 says "welcome", the final status says why it ended. No generated stubs: messages are the bytes of the call.
-The certificate's digest is in the signed peer record (``tls``), and the signed hello is bound to it
-(``admission``). HTTP/2 flow control is the backpressure.
+HTTP/2 flow control is the backpressure.
+
+A certificate authenticates nobody by itself: it is self-signed, made anew at every start, and its private key
+never leaves memory. What counts is its digest, in the owner's signed ``PeerRecord``: the dialler compares,
+then trusts exactly this certificate and no authority (pinning, RFC 7858 section 4.2 in spirit). The signed
+hello is bound to it (``admission``). Price: one extra handshake per link.
 
 Law of death: a killed process resets its connection and both ends know at once; a host that falls silent is
 given up after 20 s. Price: 1.5 to 4 CPU seconds per GB, much of it TLS; each link is a TCP connection of its
@@ -13,59 +17,63 @@ own, so that one slow peer never stands in another's way.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import datetime
+import hashlib
+import os
+import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 import grpc
 import grpc.aio
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from p2p_co2.errors import EnvironmentFault, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.addresses import Resolver, is_near
-from p2p_co2.net.transport.admission import MAX_INBOUND_LINKS, RELAYED, network_at
+from p2p_co2.net.transport.admission import MAX_INBOUND_LINKS, MAX_STRANGERS, RELAYED, network_at
 from p2p_co2.net.transport.base import (
     CLOSE_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
     MESSAGE_TIMEOUT_S,
-    OnMessage,
-    OnRefused,
+    Carrier,
+    Link,
     check_incoming,
 )
 from p2p_co2.net.transport.flow import Seen, SendBuffer
-from p2p_co2.net.transport.signed import SignedCarrier, SignedLink
-from p2p_co2.net.transport.tls import TARGET_NAME, fetch_certificate, make_certificate
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.system.process import left_to_others, shut_in_forks_at
 
-METHOD = f"/p2p_co2.v{PROTOCOL_VERSION}/Link"
+SERVICE = f"p2p_co2.v{PROTOCOL_VERSION}"
+METHOD = f"/{SERVICE}/Link"
 WELCOME = ("p2p-co2", "welcome")
-MAX_NUMBERS = 4
-"""Addresses of one host name that are tried."""
-MAX_CONNECTIONS = MAX_INBOUND_LINKS + 64
-"""TCP connections to us: the links, and those that are shaking hands or only read our certificate."""
-_HARD_LIMIT_BYTES = 2 * MAX_MESSAGE_BYTES
-"""gRPC drops larger messages unread, and does not say so; between this and the limit we can name the
-offence."""
-
+TARGET_NAME = "peer.p2p-co2.invalid"
+"""The name inside every certificate (RFC 2606 top-level domain): TLS wants one, and ours means nothing."""
+_TIMEOUT_MS = int(CONNECT_TIMEOUT_S * 1000)
 _COMMON_OPTIONS: list[tuple[str, int | str]] = [
-    ("grpc.keepalive_time_ms", int(CONNECT_TIMEOUT_S * 1000)),
-    ("grpc.keepalive_timeout_ms", int(CONNECT_TIMEOUT_S * 1000)),
-    ("grpc.http2.ping_timeout_ms", int(CONNECT_TIMEOUT_S * 1000)),  # else a minute, in spite of the above
+    ("grpc.keepalive_time_ms", _TIMEOUT_MS),
+    ("grpc.keepalive_timeout_ms", _TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", _TIMEOUT_MS),  # else a minute, in spite of the above
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.max_frame_size", 1 << 20),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", _HARD_LIMIT_BYTES),
+    # Larger ones gRPC drops unread, and does not say so; between this and the limit we can name the offence.
+    ("grpc.max_receive_message_length", 2 * MAX_MESSAGE_BYTES),
 ]
 SERVER_OPTIONS: list[tuple[str, int | str]] = [
     *_COMMON_OPTIONS,
     ("grpc.so_reuseport", 0),  # two peers on one port must be an error, not a lottery
-    ("grpc.server_handshake_timeout_ms", int(CONNECT_TIMEOUT_S * 1000)),
-    ("grpc.http2.min_ping_interval_without_data_ms", int(CONNECT_TIMEOUT_S * 500)),
+    ("grpc.server_handshake_timeout_ms", _TIMEOUT_MS),
+    ("grpc.http2.min_ping_interval_without_data_ms", _TIMEOUT_MS // 2),
     ("grpc.max_concurrent_streams", 1),
-    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    # The links, and those that are shaking hands or only read our certificate.
+    ("grpc.max_allowed_incoming_connections", MAX_INBOUND_LINKS + MAX_STRANGERS),
 ]
 _CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     *_COMMON_OPTIONS,
@@ -78,7 +86,7 @@ _SERVER_STOPS = "Cancelling all calls"
 """What gRPC says to the links of a server that is being stopped: a peer that leaves, and no fault."""
 
 
-class GrpcCarrier(SignedCarrier):
+class GrpcCarrier(Carrier):
     """Listens on ``host:port`` (0 picks a free one, see ``port`` after ``start``); ``run`` is the digest of
     the run."""
 
@@ -98,11 +106,10 @@ class GrpcCarrier(SignedCarrier):
         """sha256 of our certificate, for our peer record."""
         return self._certificate.digest
 
-    async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
-        """See ``Carrier``."""
-        self.on_message, self.on_refused = on_message, on_refused
+    async def _listen(self) -> None:
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        server.add_generic_rpc_handlers((_Handler(self._serve),))
+        method = grpc.stream_unary_rpc_method_handler(self._serve)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Link": method}),))
         credentials = grpc.ssl_server_credentials(
             ((self._certificate.key_pem, self._certificate.certificate_pem),)
         )
@@ -121,8 +128,8 @@ class GrpcCarrier(SignedCarrier):
         self._server, self.port = server, bound
         shut_in_forks_at(bound)
 
-    async def connect(self, record: PeerRecord) -> GrpcLink:
-        """See ``Carrier``; tries the record's addresses one after the other."""
+    async def _dial(self, record: PeerRecord) -> GrpcLink:
+        """Tries the record's addresses one after the other."""
         if not record.grpc_addresses:
             raise TransportError("it offers no address for gRPC")
         causes = []
@@ -133,10 +140,8 @@ class GrpcCarrier(SignedCarrier):
                 causes.append(str(error))
         raise TransportError("; ".join(causes))
 
-    async def close(self) -> None:
-        """See ``Carrier``."""
+    async def _stop(self) -> None:
         server, self._server = self._server, None
-        await self._close_links()
         if server is not None:
             await server.stop(None)
             left_to_others(self.port)
@@ -145,16 +150,23 @@ class GrpcCarrier(SignedCarrier):
         host, port = _split_address(address)
         # An address of somebody's home network is ours too, or nobody answers.
         timeout_s = CLOSE_TIMEOUT_S if is_near(host) else CONNECT_TIMEOUT_S
-        numbers = (await self._resolver.addresses_of(host, timeout_s))[:MAX_NUMBERS]
-        pem, number = await _certificate_at(numbers, port, record.certificate_digest, timeout_s)
+        numbers = (await self._resolver.addresses_of(host, timeout_s))[:4]
+        for number in numbers:  # of one host: the first that shows its certificate
+            try:
+                pem = await fetch_certificate(number, port, record.certificate_digest, timeout_s)
+                break
+            except TransportError:
+                if number is numbers[-1]:
+                    raise
         channel = grpc.aio.secure_channel(
             _joined(number, port),
             grpc.ssl_channel_credentials(root_certificates=pem),
             options=_CLIENT_OPTIONS,
         )
         link = GrpcLink(PeerId(record.peer), channel, self.links.discard)
-        await self._opened(link, record.certificate_digest, address)
+        await self._open(link, record.certificate_digest, address)
         link.send_buffer = SendBuffer(number, port)
+        link.is_far = link.send_buffer.is_far
         return link
 
     async def _serve(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
@@ -173,22 +185,16 @@ class GrpcCarrier(SignedCarrier):
         return b""
 
 
-class GrpcLink(SignedLink):
+class GrpcLink(Link):
     """See ``Link``. The kernel holds little that is unsent, so ``send`` returns at the line's speed."""
 
     carrier = "grpc"
 
-    def __init__(self, peer: PeerId, channel: grpc.aio.Channel, gone: Callable[[SignedLink], None]) -> None:
+    def __init__(self, peer: PeerId, channel: grpc.aio.Channel, gone: Callable[[Link], None]) -> None:
         self._channel = channel
         self._call: grpc.aio.StreamUnaryCall = channel.stream_unary(METHOD)()
         self.send_buffer: SendBuffer | None = None
-        """Set once the connection is known."""
         super().__init__(peer, gone)
-
-    @property
-    def is_far(self) -> bool:
-        """See ``Link``."""
-        return self.send_buffer is not None and self.send_buffer.is_far
 
     def look(self) -> Seen:
         """See ``Link``."""
@@ -228,16 +234,6 @@ def how_it_ended(code: grpc.StatusCode, details: str | None) -> str:
     return f"the link broke ({code.name.lower()}: {details})"
 
 
-class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no annotations
-    """Routes our one method; everything else is answered with "unimplemented" by gRPC."""
-
-    def __init__(self, serve: Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], object]) -> None:
-        self._method = grpc.stream_unary_rpc_method_handler(serve)
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        return self._method if handler_call_details.method == METHOD else None
-
-
 async def _hello(context: grpc.aio.ServicerContext) -> bytes:
     sealed = await context.read()
     if sealed is grpc.aio.EOF:
@@ -253,16 +249,6 @@ async def _next_message(context: grpc.aio.ServicerContext) -> bytes:
             return data
     except TimeoutError:
         raise RemoteProtocolError("too slow", f"no whole message in {MESSAGE_TIMEOUT_S:.0f} s") from None
-
-
-async def _certificate_at(
-    numbers: Sequence[str], port: int, digest: bytes, timeout_s: float
-) -> tuple[bytes, str]:
-    """The certificate, and which of one host's addresses shows it."""
-    for number in numbers[:-1]:
-        with contextlib.suppress(TransportError):
-            return await fetch_certificate(number, port, digest, timeout_s), number
-    return await fetch_certificate(numbers[-1], port, digest, timeout_s), numbers[-1]
 
 
 def _network_of(seen: str) -> str:
@@ -284,3 +270,71 @@ def _split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise TransportError(f"{address[:64]!r} is no host:port")
     return host.strip("[]"), int(port)
+
+
+# ---- certificates
+
+
+@dataclass(frozen=True)
+class ServerCertificate:
+    """``key_pem`` is secret. ``digest`` is sha256 of the DER certificate, 32 bytes."""
+
+    key_pem: bytes = field(repr=False)
+    certificate_pem: bytes
+    digest: bytes
+
+
+def make_certificate(now: float) -> ServerCertificate:
+    """A new key and its self-signed certificate; ``now`` in unix seconds."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, TARGET_NAME)])
+    at = datetime.datetime.fromtimestamp(now, datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        # Volunteers' clocks are wrong; the signed record's expiry bounds the use of a certificate, not this.
+        .not_valid_before(at - datetime.timedelta(days=30))
+        .not_valid_after(at + datetime.timedelta(days=3650))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(TARGET_NAME)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return ServerCertificate(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ),
+        certificate.public_bytes(serialization.Encoding.PEM),
+        hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).digest(),
+    )
+
+
+async def fetch_certificate(host: str, port: int, digest: bytes, timeout_s: float) -> bytes:
+    """The certificate (PEM) shown at ``host:port`` if it has this digest.
+
+    Raises ``TransportError``: nobody there, no TLS there, or another certificate (the peer restarted and its
+    record is old, or somebody else answers). Safe to cancel.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # the digest below is the verification
+    context.set_alpn_protocols(["h2"])
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=TARGET_NAME)
+    except TimeoutError:
+        raise TransportError(f"{host}:{port} did not answer within {timeout_s:.0f} s") from None
+    except ssl.SSLError as error:
+        raise TransportError(f"{host}:{port} does not speak TLS as we do: {error.reason}") from None
+    except OSError as error:
+        number = error.errno or 0  # asyncio and the resolver put other words into strerror
+        raise TransportError(f"{host}:{port}: {os.strerror(number) if number > 0 else error}") from None
+    shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.transport.abort()  # nothing was said, so nothing needs an orderly end
+    if hashlib.sha256(shown).digest() != digest:
+        raise TransportError(
+            f"{host}:{port} shows another certificate than the peer's record names; the peer restarted, or "
+            "somebody else answers there"
+        )
+    return ssl.DER_cert_to_PEM_cert(shown).encode()

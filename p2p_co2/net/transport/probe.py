@@ -2,13 +2,11 @@
 
 Seeds and peers serve it (``ProbeServer``), ``doctor`` asks (``open_prober``), and who joins compares clocks.
 Four questions (``Probe`` in the schema): how do I look from there and what is your clock; connect to my own
-address; send me bytes; take these. A rate is what a question or an answer of many bytes took longer than a
-short one, so it is a lower bound.
+address; send me bytes; take these. A rate is a lower bound: what many bytes took longer than few.
 
-There is no signed hello as on a link: it needs clocks that agree, and a wrong clock is one of the things to
-find out. libp2p proves both identities, the run's digest shows a ticket. Laws: a connection back goes to the
-address at which the asker is seen and to no other; what anybody gets is bounded (``Allowances``). Price: a
-stream through the Go daemon measures at most some 100 MB/s.
+There is no signed hello, which needs clocks that agree. libp2p proves both identities, the run's digest shows
+a ticket. Laws: a connection back goes to the address at which the asker is seen and to no other; what anybody
+gets is bounded (``Allowances``). Price: a stream through the Go daemon measures at most some 100 MB/s.
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ import math
 import os
 import statistics
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -39,52 +36,42 @@ from p2p_co2.protocol.wire.messages_pb2 import DialBackProbe, LookProbe, Probe, 
 PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/probe"
 GREETING = b"\x13/multistream/1.0.0\n"
 """What a libp2p listener says first (multistream-select): proof that one answers at an address."""
-MAX_BULK_BYTES = 1 << 20
-MAX_FRAME_BYTES = 2048
-"""Of a question or answer, beside its bulk."""
+MAX_BULK_BYTES, MAX_FRAME_BYTES = 1 << 20, 2048
+"""Of a question or answer, and what is beside its bulk."""
 MOST_BYTES, MOST_BYTES_IN_ALL, DIAL_BYTES = 24 << 20, 96 << 20, 3 << 20
 """What one network, and all together, may use in ``MESSAGE_TIMEOUT_S``; and what a connection back counts."""
-MAX_NETWORKS = 1024
-MAX_EXPECT_BYTES = 32
 CLOCK_OK_S, CLOCK_CANNOT_S = 5.0, 45.0
 """Records in the DHT live for 60 s of everybody's clock: who is further off finds nobody."""
 
 
 class Allowances:
     """What networks may ask of a prober, so that probes can neither load it nor be turned against somebody
-    else: so many bytes, which come back evenly. Price: behind one shared router many share one."""
+    else: so many bytes a minute. Price: behind one shared router many share one."""
 
     def __init__(self) -> None:
-        self._used: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """By network, "" for all of them: bytes that were used by then, and when."""
+        self._used, self._ends_at = Counter[str](), 0.0
 
     def left_bytes(self, network: str, now: float) -> float:
         """What ``network`` may use now."""
-        return min(MOST_BYTES - self._of(network, now), MOST_BYTES_IN_ALL - self._of("", now))
+        if now >= self._ends_at:
+            self._used.clear()
+            self._ends_at = now + MESSAGE_TIMEOUT_S
+        return min(MOST_BYTES - self._used[network], MOST_BYTES_IN_ALL - self._used.total())
 
     def take(self, network: str, size_bytes: int, now: float) -> None:
-        """Count it. Raises ``RemoteProtocolError`` where too little is left."""
+        """Count it, and a frame for the question. Raises ``RemoteProtocolError`` where too little is left."""
         if size_bytes > self.left_bytes(network, now):
             raise RemoteProtocolError("busy", "asked too often; try again in a minute")
-        for one in (network, ""):
-            self._used[one] = self._of(one, now) + size_bytes, now
-            self._used.move_to_end(one)
-        while len(self._used) > MAX_NETWORKS:
-            self._used.popitem(last=False)
-
-    def _of(self, network: str, now: float) -> float:
-        used_bytes, at = self._used.get(network, (0.0, now))
-        most_bytes = MOST_BYTES if network else MOST_BYTES_IN_ALL
-        return max(0.0, used_bytes - (now - at) / MESSAGE_TIMEOUT_S * most_bytes)
+        self._used[network] += size_bytes + MAX_FRAME_BYTES
 
 
 def check_dial_back(port: int, expect: bytes, observed: str) -> str:
     """The address that a connection back may go to. Raises ``RemoteProtocolError``."""
     place = address_of(observed)
     if place is None:
-        trouble = "seen through a relay only, so there is no address to connect to"
-        raise RemoteProtocolError("relayed", trouble)
-    if not 0 < port < 65536 or not 0 < len(expect) <= MAX_EXPECT_BYTES:
+        detail = "seen through a relay only, so there is no address to connect to"
+        raise RemoteProtocolError("relayed", detail)
+    if not 0 < port < 65536 or not 0 < len(expect) <= 32:
         raise RemoteProtocolError("wrong question", "port or expected bytes out of bounds")
     return place[0]
 
@@ -117,10 +104,10 @@ class ProbeServer:
 
     async def _fill_in(self, answer: ProbeAnswer, probe: Probe, asker: Asker) -> None:
         """Do what is asked. Raises ``RemoteProtocolError`` with the reason in words."""
-        what, is_dial = probe.WhichOneof("what"), probe.HasField("dial_back")
+        is_dial = probe.HasField("dial_back")
         if probe.run != self._run:
             raise RemoteProtocolError("other run", "this is another run")
-        if what is None:
+        if probe.WhichOneof("what") is None:
             raise RemoteProtocolError("unknown question", "this version does not know the question")
         if probe.send_bytes > MAX_BULK_BYTES:
             raise RemoteProtocolError("too large", f"{probe.send_bytes} bytes; at most {MAX_BULK_BYTES}")
@@ -186,8 +173,7 @@ def _network(asker: Asker) -> str:
 # ---- asking
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """``observed``: (address, port) at which the other end sees us, None if through a relay. ``offset_s``:
     its clock minus ours. ``round_trip_s``: of this very question."""
 
@@ -196,8 +182,7 @@ class Look:
     round_trip_s: float
 
 
-@dataclass(frozen=True)
-class Passed:
+class Passed(NamedTuple):
     """What came through in one measurement. ``ended_at``: by our monotonic clock."""
 
     size_bytes: int
@@ -295,40 +280,34 @@ def judge_clock(offsets_s: Sequence[float]) -> ClockJudged:
     The median counts, so one liar among three moves nothing. Where they disagree nobody knows who is right,
     and nobody is refused.
     """
+    from_there = f"from {CLOCK_CANNOT_S:.0f} s"
     if not offsets_s:
-        advice = f"from {CLOCK_CANNOT_S:.0f} s off on the others do not hear this peer; look at it: date -u"
+        advice = f"{from_there} off on the others do not hear this peer; look at it: date -u"
         return ClockJudged("unknown", "nobody answered what time it is", advice)
     middle = statistics.median(offsets_s)
     others = f"{len(offsets_s)} other{'s' * (len(offsets_s) > 1)}"
-    words = f"{-middle:+.2f} s against {others}"
-    near = sum(abs(offset - middle) <= CLOCK_OK_S for offset in offsets_s)
-    if 2 * near <= len(offsets_s):
-        spread = max(offsets_s) - min(offsets_s)
-        advice = "somebody's clock is wrong; look at this machine's: date -u"
-        return ClockJudged("unknown", f"{others} differ by {spread:.0f} s", advice)
-    fix = "set it by the network: timedatectl set-ntp true"
+    if 2 * sum(abs(offset - middle) <= CLOCK_OK_S for offset in offsets_s) <= len(offsets_s):
+        measured = f"{others} differ by {max(offsets_s) - min(offsets_s):.0f} s"
+        return ClockJudged("unknown", measured, "somebody's clock is wrong; look at this machine's: date -u")
+    measured, fix = f"{-middle:+.2f} s against {others}", "set it by the network: timedatectl set-ntp true"
     if abs(middle) > CLOCK_CANNOT_S:
-        return ClockJudged("cannot", words, f"the others do not list or hear this peer; {fix}")
+        return ClockJudged("cannot", measured, f"the others do not list or hear this peer; {fix}")
     if abs(middle) > CLOCK_OK_S:
-        advice = f"from {CLOCK_CANNOT_S:.0f} s on the others do not hear this peer; {fix}"
-        return ClockJudged("limited", words, advice)
-    return ClockJudged("ok", words)
+        advice = f"{from_there} on the others do not hear this peer; {fix}"
+        return ClockJudged("limited", measured, advice)
+    return ClockJudged("ok", measured)
 
 
 async def clock_offsets_s(p2p: P2P, run: bytes, contacts: Mapping[PeerId, Sequence[str]]) -> list[float]:
     """The clocks of those ``contacts`` (addresses by peer) that answer soon, minus ours. All are asked at
     once."""
-    within_s = CONNECT_TIMEOUT_S / 2
+    offsets_s = list[float]()
 
-    async def ask(peer: PeerId, maddrs: Sequence[str]) -> float | None:
-        try:
-            async with (
-                asyncio.timeout(within_s),
-                open_prober(p2p, peer, maddrs, run, within_s) as prober,
-            ):
-                return (await prober.look()).offset_s
-        except (TransportError, TimeoutError):
-            return None  # it is away, or serves no probes
+    async def ask(peer: PeerId, maddrs: Sequence[str]) -> None:
+        with contextlib.suppress(TransportError, TimeoutError):  # it is away, or serves no probes
+            async with asyncio.timeout(CONNECT_TIMEOUT_S / 2):
+                async with open_prober(p2p, peer, maddrs, run, CONNECT_TIMEOUT_S / 2) as prober:
+                    offsets_s.append((await prober.look()).offset_s)
 
-    answers = await asyncio.gather(*(ask(peer, maddrs) for peer, maddrs in contacts.items()))
-    return [answer for answer in answers if answer is not None]
+    await asyncio.gather(*(ask(peer, maddrs) for peer, maddrs in contacts.items()))
+    return offsets_s

@@ -11,16 +11,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from p2p_co2.errors import ConfigError, PeerLost
-from p2p_co2.net.transport.base import Carrier, Link, OnMessage, OnRefused, check_outgoing
-from p2p_co2.net.transport.flow import Acknowledged, Seen
+from p2p_co2.net.transport.base import Link, OnMessage
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 
 MAX_UNDER_WAY = 64
-PACKET_BYTES = 1448
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,28 @@ class SlowLine:
 
 
 class Line:
-    """One process's line, which all of its carriers share: in each direction one message after the other."""
+    """One process's line, which all of its carriers share: in each direction one message after the other. See
+    ``Carrier.line``."""
 
     def __init__(self, line: SlowLine, seed: int) -> None:
         self.line, self._chance = line, random.Random(seed)
         self._up_free_at = self._down_free_at = 0.0
+
+    def taking(self, on_message: OnMessage) -> OnMessage:
+        """``on_message`` when a message has been taken in."""
+
+        async def slowly(sender: PeerId, data: bytes) -> None:
+            now = time.monotonic()
+            self._down_free_at = max(now, self._down_free_at) + 8 * len(data) / self.line.down_bits_per_s
+            await asyncio.sleep(self._down_free_at - now)
+            await on_message(sender, data)
+
+        return slowly
+
+    async def carrying(self, link: Link) -> Link:
+        """``link`` over this line, after TCP's handshake and TLS's, a round trip each."""
+        await asyncio.sleep(4 * self.line.latency_s)
+        return SlowLink(link, self.pass_up, self.latency_s)
 
     async def pass_up(self, size_bytes: int) -> None:
         """Return when a message of this size has left."""
@@ -61,84 +76,50 @@ class Line:
         self._up_free_at = max(now, self._up_free_at) + 8 * size_bytes / self.line.up_bits_per_s
         await asyncio.sleep(self._up_free_at - now)
 
-    async def pass_down(self, size_bytes: int) -> None:
-        """Return when a message of this size has been taken in."""
-        now = time.monotonic()
-        self._down_free_at = max(now, self._down_free_at) + 8 * size_bytes / self.line.down_bits_per_s
-        await asyncio.sleep(self._down_free_at - now)
-
     def latency_s(self, size_bytes: int) -> float:
         """Of one message: what jitter and lost packets make of the line's."""
         late_s = max(0.0, self.line.latency_s + self._chance.gauss(0.0, self.line.jitter_s))
-        packets = -(-size_bytes // PACKET_BYTES)
+        packets = -(-size_bytes // 1448)
         is_hit = self._chance.random() < 1 - (1 - self.line.loss) ** packets
         return late_s + 2 * self.line.latency_s * is_hit
 
 
-class SlowCarrier:
-    """See ``Carrier``: ``carrier`` on ``line``."""
-
-    def __init__(self, carrier: Carrier, line: Line) -> None:
-        self._carrier, self._line = carrier, line
-        self.name, self.keep_places, self.close = carrier.name, carrier.keep_places, carrier.close
-
-    async def start(self, on_message: OnMessage, on_refused: OnRefused) -> None:
-        async def slowly(sender: PeerId, data: bytes) -> None:
-            await self._line.pass_down(len(data))
-            await on_message(sender, data)
-
-        await self._carrier.start(slowly, on_refused)
-
-    async def connect(self, record: PeerRecord) -> Link:
-        link = await self._carrier.connect(record)
-        await asyncio.sleep(4 * self._line.line.latency_s)  # TCP's handshake and TLS's, a round trip each
-        return SlowLink(link, self._line)
-
-
-class SlowLink:
+class SlowLink(Link):
     """See ``Link``. All links of this process share one line: nothing is known of a way of its own, and
-    ``send`` returns at the line's speed, whatever lies under it."""
+    ``send`` returns at the line's speed, whatever lies under it. What is under way is lost as it closes.
+    ``pass_up`` and ``latency_s``: of the ``Line``."""
 
-    is_far = False
-    acknowledged: Acknowledged | None = None
-
-    def __init__(self, link: Link, line: Line) -> None:
-        self._link, self._line = link, line
-        self.peer, self.carrier, self.way = link.peer, link.carrier, link.way
-        self.wait_closed = link.wait_closed
+    def __init__(
+        self, link: Link, pass_up: Callable[[int], Awaitable[None]], latency_s: Callable[[int], float]
+    ) -> None:
+        self._link, self.carrier = link, link.carrier
+        self._pass_up, self._latency_s = pass_up, latency_s
         self._under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_UNDER_WAY)
-        self._writing, self._latest_at = asyncio.Lock(), 0.0
-        self._carrying = asyncio.create_task(self._carry(), name=f"slow line to {link.peer}")
+        self._latest_at = 0.0
+        super().__init__(link.peer, lambda _: None)
+        self.way, self.wait_closed = link.way, link.wait_closed  # type: ignore[method-assign]
 
-    def look(self) -> Seen:
-        return Seen()
-
-    async def send(self, data: bytes) -> None:
-        check_outgoing(data)
-        async with self._writing:
-            if self._carrying.done():
-                raise PeerLost(await self._link.wait_closed())
-            await self._line.pass_up(len(data))
-            self._latest_at = max(self._latest_at, time.monotonic() + self._line.latency_s(len(data)))
-            putting = asyncio.create_task(self._under_way.put((self._latest_at, data)))
-            try:
-                await asyncio.wait({putting, self._carrying}, return_when=asyncio.FIRST_COMPLETED)
-                if not putting.done():  # nobody will make room
-                    raise PeerLost(await self._link.wait_closed())
-            finally:
-                putting.cancel()
-
-    async def close(self) -> None:
-        """What is under way is lost with the line."""
-        self._carrying.cancel()
-        await asyncio.gather(self._carrying, return_exceptions=True)
+    async def close(self, why: str = "closed by us") -> None:
+        """See ``Link``."""
+        self._closing = why
+        self._watcher.cancel()
+        await asyncio.gather(self._watcher, return_exceptions=True)
         await self._link.close()
 
-    async def _carry(self) -> None:
+    async def _put(self, data: bytes) -> None:
+        await self._pass_up(len(data))
+        self._latest_at = max(self._latest_at, time.monotonic() + self._latency_s(len(data)))
+        await self._under_way.put((self._latest_at, data))
+        if self._watcher.done():
+            raise ConnectionError
+
+    async def _watch(self) -> str:
         try:
             while True:
                 arrives_at, data = await self._under_way.get()
                 await asyncio.sleep(arrives_at - time.monotonic())
                 await self._link.send(data)
-        except PeerLost:
-            return  # `send` and `wait_closed` tell of it
+        except PeerLost as error:
+            if not self._under_way.empty():
+                self._under_way.get_nowait()  # room for a send that waits, which looks at the watcher then
+            return str(error)

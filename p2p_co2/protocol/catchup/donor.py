@@ -14,28 +14,26 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.catchup.goals import ROUND, STATE, ExportWanted, Outbox, Shape
+from p2p_co2.protocol.catchup.goals import PATIENCE_S, ROUND, STATE, ExportWanted, Outbox, Shape
 from p2p_co2.protocol.catchup.history import HISTORY_ROUNDS_KEPT, History
 from p2p_co2.protocol.catchup.manifest import chunk_at, make_manifest
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 from p2p_co2.system.memory import Buffer, Joined
 
-EXPORT_KEPT_S = 60.0
-"""An export that nobody asks for is dropped after this long: over a slow line the next chunk is asked for
-late."""
-EXPORT_LONGEST_S, EXPORT_SLOWEST_BYTES_PER_S = 600.0, 250e3
-"""It is dropped in any case after the first, and the time that its bytes take at the second."""
-CHOOSING_S = 4.0
-"""A newcomer asks for its first chunk within so long: it compares what several donors promise."""
-LOADS_S = 15.0
-"""And for the next chunk within so long, or others may have its room."""
-REPLAYED_WITHIN_S = 60.0
-"""So long after an export that somebody loaded has gone, the rounds since are kept, of one fragment."""
+EXPORT_SLOWEST_BYTES_PER_S = 250e3
+"""An export is dropped after the time that its bytes take at this and ten times ``PATIENCE_S``, or once that
+if nobody asks for it. So long after one that somebody loaded has gone, the rounds since are kept."""
+LOADS_S = PATIENCE_S / 4
+"""A newcomer asks for the next chunk within so long, or others may have its room."""
+CHOOSING_BEATS = 4
+"""Heartbeats within which it asks for the first one: it compares what several donors promise."""
 EXPORT_REST = 3.0
 """How many times as long as an export took no other is begun, if all states together are large."""
 MAX_WAITING = 64
@@ -62,7 +60,7 @@ class Export:
             self.users.popitem(last=False)
 
     def dropped_at(self) -> float:
-        return min(self.asked_at + EXPORT_KEPT_S, self.ends_at)
+        return min(self.asked_at + PATIENCE_S, self.ends_at)
 
     def is_in_use(self, now: float, but_for: PeerId) -> bool:
         """By anybody else."""
@@ -70,13 +68,16 @@ class Export:
 
 
 class Donor:
-    """Holds the last rounds' means and the states that somebody is loading now. ``versions``: where every
-    fragment of this peer is. ``gave_at``: when anybody was sent a chunk last; other threads look at it."""
+    """Holds the last rounds' means and the states that somebody is loading now. ``gave_at``: when anybody was
+    sent a chunk last; other threads look at it."""
 
-    def __init__(self, identity: Identity, run: bytes, shape: Shape, out: Outbox) -> None:
-        self._identity, self._run, self._shape, self._out = identity, run, shape, out
-        self.versions = [0] * len(shape.state_bytes)
-        self.history = History(shape)
+    def __init__(
+        self, identity: Identity, run: bytes, shape: Shape, out: Outbox,
+        is_everywhere: Callable[[int, int], bool],
+    ) -> None:  # fmt: skip
+        self._identity, self._run, self.shape, self._out = identity, run, shape, out
+        self._versions = [0] * len(shape.state_bytes)
+        self.history = History(shape, is_everywhere)
         self.exports: OrderedDict[tuple[int, int], Export] = OrderedDict()
         self._replayed: tuple[int, int, float] | None = None
         """Fragment, version and end of the last loaded export that has gone: the rounds since are kept."""
@@ -86,8 +87,8 @@ class Donor:
         self.gave_at = -math.inf
 
     def held(self) -> dict[str, tuple[int, int]]:
-        """As ``CatchUp.held``."""
-        kept = HISTORY_ROUNDS_KEPT * len(self.versions)
+        """What is held for others: (now, at most) by the name of the bound."""
+        kept = HISTORY_ROUNDS_KEPT * len(self._versions)
         users = [len(export.users) for export in self.exports.values()]
         return {
             "HISTORY_ROUNDS_KEPT": (len(self.history), kept),
@@ -102,10 +103,10 @@ class Donor:
         self, fragment: int, version: int, data: bytes | Joined, digest: bytes, chunk_digests: list[bytes],
         now: float,
     ) -> None:  # fmt: skip
-        """The answer to ``ExportWanted``."""
-        shape, size, place = self._shape, len(data), Fetch(what=STATE, fragment=fragment, version=version)
+        """The answer to ``ExportWanted``; ``chunk_digests`` of ``data``'s chunks, in order."""
+        shape, size, place = self.shape, len(data), Fetch(what=STATE, fragment=fragment, version=version)
         manifest = self._sign(place, size, chunk_digests, digest=digest)
-        longest_s = EXPORT_LONGEST_S + size * shape.scale / EXPORT_SLOWEST_BYTES_PER_S
+        longest_s = 10 * PATIENCE_S + size * shape.scale / EXPORT_SLOWEST_BYTES_PER_S
         export = Export(data, now, now + longest_s, manifest)
         self.exports[fragment, version] = export
         self._exports_changed()
@@ -113,13 +114,17 @@ class Donor:
             self._rests_until = now + EXPORT_REST * (now - self._began_at.pop(fragment, now))
         for peer, fetch in self._waiting.pop(fragment, []):
             if _suits(fetch, version):
-                export.is_asked_for(peer, now, now + CHOOSING_S)
+                export.is_asked_for(peer, now, now + CHOOSING_BEATS * HEARTBEAT_S)
                 self._answer(fetch, peer, manifest)
             else:
                 self._refuse_version(fetch, peer, version)
 
+    def moved(self, fragment: int, version: int) -> None:
+        """This peer's state of a fragment is at ``version`` now."""
+        self._versions[fragment] = version
+
     def turned_back(self, fragment: int) -> None:
-        """As ``CatchUp.turned_back``."""
+        """This peer goes on from a state of another history: what it holds of its own is given no more."""
         self.history.drop(fragment)
         if self._replayed is not None and self._replayed[0] == fragment:
             self._replayed = None
@@ -129,8 +134,8 @@ class Donor:
 
     def receive(self, fetch: Fetch, sender: PeerId, now: float) -> None:
         """Answer a peer that is behind; raises ``RemoteProtocolError`` for a chunk that cannot be."""
-        size = self._shape.bytes_of(fetch.what, fetch.fragment)
-        if fetch.want_chunk and chunk_at(fetch.chunk, size, self._shape.chunk_bytes).start >= size:
+        size = self.shape.bytes_of(fetch.what, fetch.fragment)
+        if fetch.want_chunk and chunk_at(fetch.chunk, size, self.shape.chunk_bytes).start >= size:
             raise RemoteProtocolError("unknown chunk", f"{fetch.chunk} of {size} bytes")
         if fetch.what == ROUND:
             self._serve_round(fetch, sender, now)
@@ -160,15 +165,15 @@ class Donor:
     def _serve_round(self, fetch: Fetch, peer: PeerId, now: float) -> None:
         kept = self.history.find(fetch.fragment, fetch.version)
         if kept is None:
-            early = self.versions[fetch.fragment] < fetch.version
+            early = self._versions[fetch.fragment] < fetch.version
             reason = "round not applied yet" if early else "round not kept"
-            self._refuse(fetch, peer, reason, newest=self.history.newest(fetch.fragment), again=early)
+            self._refuse(fetch, peer, reason, again=early)
         elif fetch.want_chunk:
             self._send_chunk(fetch, peer, kept.mean)
             self.gave_at = now
         else:
             if kept.manifest is None:
-                digests = kept.chunk_digests(self._shape.chunk_bytes)
+                digests = kept.chunk_digests(self.shape.chunk_bytes)
                 kept.manifest = self._sign(fetch, len(kept.mean), digests, decision=kept.decision)
             self._answer(fetch, peer, kept.manifest)
 
@@ -177,7 +182,7 @@ class Donor:
     def _serve_chunk(self, fetch: Fetch, peer: PeerId, now: float) -> None:
         export = self.exports.get((fetch.fragment, fetch.version))
         if export is None:
-            self._refuse(fetch, peer, "that state is no longer kept", newest=self.versions[fetch.fragment])
+            self._refuse(fetch, peer, "that state is no longer kept", newest=self._versions[fetch.fragment])
             return
         self._send_chunk(fetch, peer, export.data)
         export.is_asked_for(peer, now, now + LOADS_S)
@@ -186,7 +191,7 @@ class Donor:
 
     def _serve_manifest(self, fetch: Fetch, peer: PeerId, now: float) -> None:
         """The newest state, if there is room for it; else one that is there already; else come again."""
-        fragment, current = fetch.fragment, self.versions[fetch.fragment]
+        fragment, current = fetch.fragment, self._versions[fetch.fragment]
         export = self.exports.get((fragment, current))
         if export is None or not _suits(fetch, current):
             if _suits(fetch, current) and (fragment in self._waiting or self._has_room(fragment, peer, now)):
@@ -195,7 +200,7 @@ class Donor:
             older = [its for key, its in self.exports.items() if key[0] == fragment and _suits(fetch, key[1])]
             export = max(older, key=lambda known: known.manifest.version, default=None)
         if export is not None:
-            export.is_asked_for(peer, now, now + CHOOSING_S)
+            export.is_asked_for(peer, now, now + CHOOSING_BEATS * HEARTBEAT_S)
             self._answer(fetch, peer, export.manifest)
         elif _suits(fetch, current):
             self._refuse(fetch, peer, "busy with another newcomer", again=True)
@@ -206,13 +211,13 @@ class Donor:
         """Drop exports that nobody else uses, as far as it takes; False if those in use leave no room."""
         if now < self._rests_until:
             return False
-        wanted = self._shape.state_bytes[fragment]
-        pending = sum(self._shape.state_bytes[waited] for waited in self._waiting)
+        wanted = self.shape.state_bytes[fragment]
+        pending = sum(self.shape.state_bytes[waited] for waited in self._waiting)
         idle = [key for key, export in self.exports.items() if not export.is_in_use(now, peer)]
         idle.sort(key=lambda key: self.exports[key].asked_at)
         for key in (*idle, None):
             held = self.exported_bytes() + pending
-            if not held or self._shape.is_free(held + wanted):
+            if not held or self.shape.is_free(held + wanted):
                 return True
             if key is not None:
                 self._drop(key, now)
@@ -222,7 +227,7 @@ class Donor:
     def _drop(self, key: tuple[int, int], now: float) -> None:
         """An export has gone; the rounds after one that was loaded are kept for a while."""
         if self.exports.pop(key).is_taken:
-            self._replayed = *key, now + REPLAYED_WITHIN_S
+            self._replayed = *key, now + PATIENCE_S
 
     def _wait(self, fetch: Fetch, peer: PeerId, now: float) -> None:
         waiting = self._waiting.setdefault(fetch.fragment, [])
@@ -244,7 +249,7 @@ class Donor:
     # ---- answers
 
     def _sign(self, place: Fetch, size: int, digests: list[bytes], **more: Any) -> Manifest:
-        chunk_bytes = self._shape.chunk_bytes
+        chunk_bytes = self.shape.chunk_bytes
         return make_manifest(self._identity, self._run, place, size, digests, chunk_bytes=chunk_bytes, **more)
 
     def _answer(self, fetch: Fetch, peer: PeerId, signed: Manifest) -> None:
@@ -256,7 +261,7 @@ class Donor:
     def _send_chunk(self, fetch: Fetch, peer: PeerId, data: Buffer | Joined) -> None:
         chunk = Chunk(
             request=fetch.request, what=fetch.what, fragment=fetch.fragment, version=fetch.version,
-            chunk=fetch.chunk, data=bytes(data[chunk_at(fetch.chunk, len(data), self._shape.chunk_bytes)]),
+            chunk=fetch.chunk, data=bytes(data[chunk_at(fetch.chunk, len(data), self.shape.chunk_bytes)]),
         )  # fmt: skip
         self._out.send(peer, chunk)
 

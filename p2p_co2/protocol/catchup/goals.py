@@ -14,6 +14,9 @@ from p2p_co2.system.memory import Buffer
 ROUND, STATE, BUFFERS = Fetch.ROUND, Fetch.STATE, Fetch.BUFFERS
 CatchUpMessage = Fetch | Manifest | Chunk | Refusal
 
+PATIENCE_S = 60.0
+"""A donor that owes a chunk, and a newcomer that had one, are waited for so long: the largest takes 52 s over
+a line of 10 kB/s. Twice that: for a load that gets nothing, and until a donor that lied is asked again."""
 EXPORTS_FREE_BYTES = 16 << 20
 """States up to this much together are given, and loaded, side by side. Larger ones go one after the other,
 so that a donor never holds more than one of them."""
@@ -22,8 +25,8 @@ CHUNKS_OF_A_STATE, LEAST_CHUNK_BYTES = 128, 64 << 10
 
 
 def chunk_bytes_of(state_bytes: Sequence[int]) -> int:
-    """Bytes of a chunk where the fragments' states have so many. Small models get small chunks: a line of
-    10 kB/s needs 52 s for the largest, and what says that a peer lives would wait behind it."""
+    """Bytes of a chunk where the fragments' states have so many. Small models get small chunks: what says
+    that a peer lives waits behind one."""
     return min(MAX_DATA_BYTES, max(LEAST_CHUNK_BYTES, -(-max(state_bytes) // CHUNKS_OF_A_STATE)))
 
 
@@ -74,8 +77,7 @@ otherwise (False); None if nobody else says anything."""
 @dataclass(frozen=True)
 class Fetched:
     """All bytes of a goal, every chunk checked against the manifest. ``decision`` is the signed outcome of a
-    ROUND, ``digest`` of a STATE. ``donors``: who signed the manifest, the one that gave most first.
-    ``chunks_wasted`` came and were thrown away."""
+    ROUND, ``digest`` of a STATE. ``donors``: who signed the manifest, the one that gave most first."""
 
     goal: Goal
     version: int
@@ -84,26 +86,19 @@ class Fetched:
     digest: bytes
     donors: tuple[PeerId, ...]
     duration_s: float
-    chunks_wasted: int
-
-    @property
-    def donor(self) -> PeerId:
-        """The one that gave most."""
-        return self.donors[0]
 
 
 @dataclass(frozen=True)
 class FetchFailed:
-    """No donor could serve the goal. ``newest_version``: the highest that a refusing donor named."""
+    """No donor could serve the goal."""
 
     goal: Goal
     reason: str
-    newest_version: int
 
 
 @dataclass(frozen=True)
 class ExportWanted:
-    """Somebody asks for a state: the tensor side should serialise it and call ``exported``."""
+    """Somebody asks for a state: the tensor side should serialise it and call ``Donor.exported``."""
 
     fragment: int
 

@@ -46,23 +46,18 @@ class KeptRound:
 class History:
     """Kept rounds by (fragment, version), oldest first."""
 
-    def __init__(self, shape: Shape) -> None:
-        self._shape = shape
+    def __init__(self, shape: Shape, is_everywhere: Callable[[int, int], bool]) -> None:
+        """``is_everywhere``: whether nobody who is live lacks a fragment's version any more."""
+        self._shape, self._is_everywhere = shape, is_everywhere
         self._rounds: OrderedDict[tuple[int, int], KeptRound] = OrderedDict()
         self._held: dict[int, int] = {}
         self.held_bytes = 0
-        self.is_everywhere: Callable[[int, int], bool] = lambda fragment, version: False
-        """Whether nobody who is live lacks a fragment's version any more."""
 
     def __len__(self) -> int:
         return len(self._rounds)
 
     def find(self, fragment: int, version: int) -> KeptRound | None:
         return self._rounds.get((fragment, version))
-
-    def newest(self, fragment: int) -> int:
-        """The newest version of a fragment whose round is kept; 0 if none is."""
-        return max((version for known, version in self._rounds if known == fragment), default=0)
 
     def remember(self, fragment: int, version: int, decision: Decision, mean: Buffer) -> None:
         """Keep a committed round."""
@@ -96,7 +91,7 @@ class History:
             if self.held_bytes <= bound:
                 return
             is_held = version > self._held.get(fragment, version)
-            if not is_held and (version < newest[fragment] or self.is_everywhere(fragment, version)):
+            if not is_held and (version < newest[fragment] or self._is_everywhere(fragment, version)):
                 self._forget((fragment, version))
 
     def _forget(self, key: tuple[int, int]) -> None:

@@ -15,30 +15,29 @@ from enum import Enum
 from typing import NamedTuple
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.catchup.goals import ROUND, STATE, Fetched, FetchFailed, Goal, Shape, Vouch
-from p2p_co2.protocol.catchup.manifest import (
-    Content,
-    check_chunk,
-    check_manifest,
-    chunk_at,
-    content_of,
+from p2p_co2.protocol.catchup.goals import (
+    PATIENCE_S,
+    ROUND,
+    STATE,
+    Fetched,
+    FetchFailed,
+    Goal,
+    Shape,
+    Vouch,
 )
+from p2p_co2.protocol.catchup.manifest import Content, check_chunk, check_manifest, chunk_at, content_of
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 from p2p_co2.system.memory import zeros
 
-MOST_DONORS = 8
-"""Asked at once for one goal."""
+MOST_AT_ONCE = 8
+"""Donors asked for one goal, and small states that are loaded."""
+ATTEMPTS = 8
+"""So often a load is begun anew, and a donor asked for what it says it has not reached yet: nobody may ever
+reach it."""
 PROMISE_FLOOR_S, EXPORT_BYTES_PER_S = 3.0, 100e6
 """A manifest is waited for so long, and for the time in which a donor surely writes its state out."""
-CHOOSE_S = 1.0
-"""After the first manifest the others are waited for so long, where none is known to be right."""
-AGAIN_S = 0.5
-"""A donor that said "again" is asked after so long."""
-STALLED_S = 120.0
-"""A load for which nothing comes for so long is given up: twice what a chunk is waited for."""
-EARLY_AGAINS = 10
-"""What a donor says it has not reached yet is asked for so often: nobody may ever reach it."""
 
 
 class Unasked(Enum):
@@ -123,7 +122,7 @@ class Load:
         self.goal, self.request, self._terms = goal, request, terms
         self._started_at = self.moved_at = now
         self.dealt_at, self._choose_at = -math.inf, math.inf
-        self.attempts = self.wasted = self._newest = 0
+        self.attempts = 0
         self.donors: dict[PeerId, Standing] = dict.fromkeys(goal.donors, Unasked.LISTED)
         self.chunks: Chunks | None = None
         self.is_chosen = False
@@ -153,7 +152,7 @@ class Load:
 
     def stalled_at(self, came_at: float) -> float:
         """When it is given up. Where its donors gave to our other loads (``came_at``), it waits its turn."""
-        return max(self.moved_at, came_at if self.givers else -math.inf) + STALLED_S
+        return max(self.moved_at, came_at if self.givers else -math.inf) + 2 * PATIENCE_S
 
     # ---- donors
 
@@ -178,7 +177,7 @@ class Load:
         at_it = len(self.givers if self.is_chosen else promised)
         at_it += sum(isinstance(its, Asked) for its in self.donors.values())
         listed = [peer for peer, its in self.donors.items() if its is Unasked.LISTED]
-        due += listed[: max(0, MOST_DONORS - at_it - len(due))]
+        due += listed[: max(0, MOST_AT_ONCE - at_it - len(due))]
         return [(peer, self._ask(peer, now)) for peer in due]
 
     def _ask(self, peer: PeerId, now: float) -> Fetch:
@@ -202,17 +201,17 @@ class Load:
         if terms.vouched(sender, manifest) is False:
             raise RemoteProtocolError("bad state", f"the others know none like that of {manifest.version}")
         self.donors[sender], self.moved_at = Promised(content_of(manifest), manifest), now
-        self._choose_at = min(self._choose_at, now + CHOOSE_S)
+        self._choose_at = min(self._choose_at, now + HEARTBEAT_S)
 
     def take_refusal(self, refusal: Refusal, sender: PeerId, now: float) -> bool:
         """The donor cannot help, or not now, or no longer. Whether it may be asked once more."""
-        known, self._newest = self.donors[sender], max(self._newest, refusal.newest_version)
+        known = self.donors[sender]
         self.reason = f"{sender[-6:]}: {refusal.reason[:200] or 'refused without a reason'}"
         if not isinstance(known, Asked) or not refusal.again:
             return False
-        self.donors[sender] = Again(now + AGAIN_S, known.times + 1)
+        self.donors[sender] = Again(now + HEARTBEAT_S / 2, known.times + 1)
         is_early = self.goal.what == ROUND or refusal.newest_version > 0
-        return known.times < EARLY_AGAINS or not is_early
+        return known.times < ATTEMPTS or not is_early
 
     # ---- what is loaded
 
@@ -267,8 +266,8 @@ class Load:
         donors = tuple(sorted(given, key=lambda peer: (-given[peer], peer)))
         return Fetched(
             self.goal, promise.version, self.chunks.data, promise.decision, promise.digest, donors,
-            now - self._started_at, self.wasted,
+            now - self._started_at,
         )  # fmt: skip
 
     def failed(self) -> FetchFailed:
-        return FetchFailed(self.goal, self.reason, self._newest)
+        return FetchFailed(self.goal, self.reason)

@@ -23,11 +23,6 @@ Content = bytes
 """What a manifest promises, as bytes: equal for equal promises."""
 
 
-def chunk_digest(data: bytes | bytearray | memoryview) -> bytes:
-    """The digest of one chunk, 32 bytes."""
-    return digest_of(data)
-
-
 def chunk_count(total_bytes: int, chunk_bytes: int = MAX_DATA_BYTES) -> int:
     return -(-total_bytes // chunk_bytes)
 
@@ -98,7 +93,9 @@ def check_chunk(chunk: Chunk, manifest: Manifest) -> None:
     """Raise ``RemoteProtocolError`` unless ``chunk`` is what ``manifest`` promises."""
     place = chunk_at(chunk.chunk, manifest.total_bytes, manifest.chunk_bytes)
     what = f"chunk {chunk.chunk} of fragment {manifest.fragment}"
+    if chunk.chunk >= len(manifest.chunk_digests):
+        raise RemoteProtocolError("unasked chunk", what)
     if len(chunk.data) != place.stop - place.start:
         raise RemoteProtocolError("wrong size", f"{what} has {len(chunk.data)} bytes")
-    if chunk_digest(chunk.data) != manifest.chunk_digests[chunk.chunk]:
+    if digest_of(chunk.data) != manifest.chunk_digests[chunk.chunk]:
         raise RemoteProtocolError("wrong digest", f"of {what}")

@@ -21,14 +21,13 @@ from enum import Enum
 from typing import NamedTuple
 
 from p2p_co2.protocol.catchup.goals import split_donors
+from p2p_co2.protocol.heartbeat import SLOWEST_HEARTBEAT_S
 from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Status
 
 NOTICE_AFTER_S = 3.0
 """What heartbeats say is waited for so long: the round's own messages usually bring it."""
-FINISHED_AFTER_S = 8.0
-"""The same where all have finished in several states: last rounds that are on their way come first."""
 MOVING = (Status.TRAINING, Status.DRAINING)
 
 
@@ -195,4 +194,6 @@ def _other_history(view: View, mine: Mine) -> Move | None:
         ours = 1 + sum(said.held.version <= here.version and said.held not in against for said in moving)
     if (ours, here) >= (theirs, best):
         return None
-    return Move(Why.OTHER, *best, FINISHED_AFTER_S if is_over else NOTICE_AFTER_S)
+    # Last rounds that are on their way come first.
+    wait_s = NOTICE_AFTER_S + SLOWEST_HEARTBEAT_S * is_over
+    return Move(Why.OTHER, *best, wait_s)

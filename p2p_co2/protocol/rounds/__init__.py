@@ -10,7 +10,6 @@ from p2p_co2.protocol.rounds.certificate import (
 )
 from p2p_co2.protocol.rounds.events import (
     Aborted,
-    AgreedPart,
     Began,
     Committed,
     Distrusted,
@@ -18,7 +17,6 @@ from p2p_co2.protocol.rounds.events import (
     FellBehind,
     Offer,
     OutcomeWithoutBytes,
-    Overheard,
     PayloadShape,
     PeerView,
     ReduceJob,
@@ -33,7 +31,6 @@ from p2p_co2.protocol.rounds.machine import Rounds
 __all__ = [
     "DECISION_CONTEXT",
     "Aborted",
-    "AgreedPart",
     "Began",
     "Committed",
     "Distrusted",
@@ -41,7 +38,6 @@ __all__ = [
     "FellBehind",
     "Offer",
     "OutcomeWithoutBytes",
-    "Overheard",
     "PayloadShape",
     "PeerView",
     "ReduceJob",

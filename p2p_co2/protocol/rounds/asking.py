@@ -2,10 +2,9 @@
 
 Laws: one READY is outstanding at a time; it is repeated to the same coordinator before the next one is asked,
 because a lost message is likelier than a lost peer and two coordinators for one round cost a round; where
-one does not begin within the time that it promised and another comes first by now, all go there, or each may
-wait for a majority that half of them keep from the other; every wait has a timer; after ``READY_CAP_S`` the
-offer is given up, whatever coordinators promise; if our round is heard to have begun without us, when that
-must be decided.
+another appears that comes first, all go there, or each may wait for a majority that half of them keep from
+the other; every wait has a timer; after ``READY_CAP_S`` the offer is given up, whatever coordinators promise;
+if our round is heard to have begun without us, when that must be decided.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Offer
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, named
 from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import Ready, Waiting
 
 TRIES = 3
@@ -36,12 +36,11 @@ class Asking:
         self._swarm, self._outlet, self._receipts = swarm, outlet, receipts
         self._began_at = self._sent_at = self._timer_at = now
         self._give_up_at = now + bounds.READY_CAP_S
-        self._tries = self._sent_on = 0
-        """How often in a row the present one was asked, and has promised nothing."""
-        self._blameless: set[PeerId] = set()
-        """Those that were asked and went, or trained no more, or let another come first: may be asked
-        again."""
-        self._trained: frozenset[PeerId] = frozenset()
+        self._tries = 0
+        """How often in a row the present one was asked, and has not answered."""
+        self._in_vain: set[PeerId] = set()
+        """Those that were asked and begin nothing: they are not asked again."""
+        self._known: frozenset[PeerId] = frozenset()
         """Who trained when the present one was asked."""
         # Built once: a coordinator takes a READY that changed for another offer's.
         self._ready = Ready(
@@ -56,25 +55,22 @@ class Asking:
     # ---- answers
 
     def waiting(self, message: Waiting, sender: PeerId, now: float) -> None:
-        """A receipt: BEGIN will come within the time it names, or another one comes first, or none begins."""
+        """A receipt: BEGIN will come within the time it names, or none begins."""
         if sender != self.asked[-1]:
             return  # an earlier coordinator that we gave up on woke up; its BEGIN would still be welcome
         if message.refusal:
-            self.failure = message.refusal[: bounds.MAX_REASON]
+            self.failure = message.refusal[:MAX_STRING]
             self._swarm.refused(sender, self.offer.fragment, "it begins no round", now)
             return
         if self._tries == 1:
             self._receipts.add(now - self._sent_at)
         self._tries = 0
         self._timer_at = now + message.begins_within_s + bounds.GRACE_S
-        self._sent_on = 0 if message.begins_within_s else self._sent_on + 1
-        if self._sent_on >= TRIES:  # it trains no more, says it, and we have not heard so
-            self._ask_next(now)
 
-    def round_began(self, attempt: Attempt, now: float) -> None:
-        """We hear ``attempt``. If it is at our round, it is waited for: given up before it is decided, all
-        that was heard of it would be fetched."""
-        if attempt.round == self.offer.round:
+    def began_without_us(self, attempt: Attempt, now: float) -> None:
+        """The round that one we asked has begun is waited for: what it commits is where we go on."""
+        mine = self.offer.round, self.offer.state_digest
+        if (attempt.round, attempt.state_digest) == mine and attempt.coordinator in self.asked:
             decided_at = min(now + attempt.result_within_s, self._began_at + self._swarm.shape.round_cap_s)
             self._give_up_at = max(self._give_up_at, decided_at + bounds.GRACE_S)
 
@@ -96,6 +92,7 @@ class Asking:
         """A coordinator sends us where nobody is: ask the next one."""
         self._swarm.failed(sender, self.offer.fragment, why, now)
         if sender == self.asked[-1]:
+            self._in_vain.add(sender)
             self._ask_next(now)
 
     def poke(self, now: float) -> None:
@@ -114,11 +111,11 @@ class Asking:
     # ---- time and the swarm
 
     def peers_changed(self, now: float) -> None:
-        """Another one is asked when this one is lost, or has stopped to train: the others, who offer for the
-        same round, ask among those that still do."""
-        asked = self.asked[-1]
-        if not self._swarm.is_live(asked) or (asked in self._trained and not self._swarm.is_training(asked)):
-            self._blameless.add(asked)
+        """Another one is asked when this one is lost, or has stopped to train, or when one appears that comes
+        first: the others, who offer for the same round, ask it as well."""
+        asked, order = self.asked[-1], self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
+        may_ask = order and not self._swarm.is_missed(order[0]) and order[0] not in self._in_vain
+        if not self._swarm.is_training(asked) or (may_ask and order[0] not in self._known):
             self._ask_next(now)
 
     def get_timer(self) -> float:
@@ -129,26 +126,10 @@ class Asking:
             self.failure = f"no round began within {self._give_up_at - self._began_at:.0f} s"
             self._swarm.failed(self.asked[-1], self.offer.fragment, "it let no round begin", now)
         elif now >= self._timer_at:
-            first = self._comes_first_now(now) if not self._tries else self.asked[-1]
-            if first != self.asked[-1]:
-                self._blameless |= {self.asked[-1], first}
-                self._ask_next(now)
-            elif self._tries < TRIES:
+            if self._tries < TRIES:
                 self._send(now)
             else:
-                why = "it gave no answer when it was to coordinate"
-                self._swarm.failed(self.asked[-1], self.offer.fragment, why, now)
-                self._ask_next(now)
-
-    def _comes_first_now(self, now: float) -> PeerId:
-        """Which one is asked by those who offer now, ``asked[-1]`` if none is."""
-        order = self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
-        first = order[0] if order and not self._swarm.is_missed(order[0]) else self.asked[-1]
-        has_room = len(self.asked) < bounds.MAX_ASKED or first in self.asked
-        return first if has_room and (self._sent_on or self._may_ask(first)) else self.asked[-1]
-
-    def _may_ask(self, peer: PeerId) -> bool:
-        return peer not in self.asked or peer in self._blameless
+                self.mistrust(self.asked[-1], "it gave no answer when it was to coordinate", now)
 
     def _ask_next(self, now: float, is_retry: bool = False) -> None:
         order = self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
@@ -159,18 +140,16 @@ class Asking:
         ]
         if not self.asked and (is_retry or 2 * len(ahead) >= len(order)):
             order = ahead + order
-        left = [peer for peer in order if self._may_ask(peer)]
-        again = bool(left) and left[0] in self.asked
-        if not left or (len(self.asked) >= bounds.MAX_ASKED and not again):
+        left = [peer for peer in order if peer not in self._in_vain]
+        if not left or len(self._in_vain) >= bounds.MAX_ASKED:
             self.failure = f"no coordinator answered (asked {named(self.asked)})"
             return
         self.leave()
-        if again:
+        if left[0] in self.asked:
             self.asked.remove(left[0])
-        self._blameless.discard(left[0])
         self.asked.append(left[0])
-        self._trained = frozenset(self._swarm.training())
-        self._tries = self._sent_on = 0
+        self._known = frozenset(self._swarm.training())
+        self._tries = 0
         self._send(now)
 
     def _ahead(self, order: list[PeerId]) -> list[PeerId]:

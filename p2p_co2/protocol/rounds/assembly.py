@@ -14,9 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.protocol.rounds import bounds
+from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
+from p2p_co2.protocol.wire.messages_pb2 import Mean, Part
 from p2p_co2.system.memory import Buffer, large_buffer
 
+Piece = Part | Mean
 PIECE_UNIT_BYTES = 16 << 10
 PIECE_S, LAST_PIECE_S = 0.25, 0.07
 """A piece should not keep a link busy for longer; the second where others wait for the last of them, which a
@@ -89,3 +93,45 @@ class Assembly:
         aligned = offset % PIECE_UNIT_BYTES == 0 and (stop == total or size % PIECE_UNIT_BYTES == 0)
         if not aligned or not 0 < size <= MAX_PIECE_BYTES or stop > total:
             raise RemoteProtocolError("wrong piece", f"{size} bytes at offset {offset} of {total}")
+
+
+class ReorderBuffer:
+    """Pieces of one fragment that overtook the message that explains them, in order of arrival.
+
+    A quick member's PART often arrives before the coordinator's BEGIN, and an heir's MEAN before its receiver
+    knows that it is one. They are held, up to a bound in bytes and number, with at most half for one sender,
+    so that one peer cannot crowd the others out.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = max(bounds.EARLY_FLOOR_BYTES, limit_bytes)
+        self._held: list[tuple[PeerId, Piece]] = []
+        self._bytes: dict[PeerId, int] = {}
+
+    def hold(self, piece: Piece, sender: PeerId) -> None:
+        """Keep a piece, or raise ``RemoteProtocolError("too much held")``."""
+        size = piece.ByteSize()
+        mine = self._bytes.get(sender, 0) + size
+        full = (
+            sum(self._bytes.values()) + size > self._limit_bytes or len(self._held) >= bounds.EARLY_MESSAGES
+        )
+        if full or 2 * mine > self._limit_bytes:
+            raise RemoteProtocolError("too much held", "pieces of a round that has not begun here")
+        self._bytes[sender] = mine
+        self._held.append((sender, piece))
+
+    def release(self) -> list[tuple[PeerId, Piece]]:
+        """All pieces, and forget them."""
+        held = self._held
+        self.clear()
+        return held
+
+    def held(self) -> dict[str, tuple[int, int]]:
+        """As ``Rounds.held``."""
+        return {
+            "EARLY_MESSAGES": (len(self._held), bounds.EARLY_MESSAGES),
+            "EARLY_BYTES": (sum(self._bytes.values()), self._limit_bytes),
+        }
+
+    def clear(self) -> None:
+        self._held, self._bytes = [], {}

@@ -20,7 +20,7 @@ from p2p_co2.protocol.rounds.events import Offer, PayloadShape
 from p2p_co2.protocol.rounds.parts import BlockRange, covers
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS
+from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_PEER_ID, MAX_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import (
     Begin,
     Behind,
@@ -119,7 +119,7 @@ def check_place(fragment: int, round_: int, shape: PayloadShape) -> None:
     """Raise ``RemoteProtocolError`` unless the fragment exists and the round number is possible."""
     if fragment >= len(shape.blocks):
         raise RemoteProtocolError("unknown fragment", f"{fragment} of {len(shape.blocks)}")
-    if not 1 <= round_ <= bounds.MAX_ROUND:
+    if not 1 <= round_ <= MAX_VERSION:
         raise RemoteProtocolError("unknown round", str(round_))
 
 
@@ -136,9 +136,9 @@ def check_duration(duration_s: float, cap_s: float) -> None:
 def check_behind(message: Behind) -> None:
     """Raise ``RemoteProtocolError`` unless it may say where others are and who gives that."""
     check_digest(message.state_digest)
-    if len(message.donors) > MAX_MEMBERS or any(len(donor) > bounds.MAX_PEER_ID for donor in message.donors):
+    if len(message.donors) > MAX_MEMBERS or any(len(donor) > MAX_PEER_ID for donor in message.donors):
         raise RemoteProtocolError("too large", "donors")
-    if not message.round - 1 <= message.version <= bounds.MAX_ROUND:
+    if not message.round - 1 <= message.version <= MAX_VERSION:
         raise RemoteProtocolError("impossible version", f"{message.version} for round {message.round}")
 
 
@@ -176,7 +176,7 @@ def read_members(members: Sequence[Member], round_: int) -> dict[PeerId, Share]:
     for member in members:
         check_weight(member.weight)
         check_offer_id(member.offer_id)
-        if member.peer <= last or len(member.peer) > bounds.MAX_PEER_ID or member.base_version >= round_:
+        if member.peer <= last or len(member.peer) > MAX_PEER_ID or member.base_version >= round_:
             raise RemoteProtocolError(
                 "wrong group", "members must be sorted, distinct and measured before the round"
             )
@@ -265,7 +265,7 @@ def read_begin(message: Begin, sender: PeerId, shape: PayloadShape) -> Attempt:
     check_digest(message.state_digest)
     check_duration(message.parts_within_s, shape.parts_cap_s)
     check_duration(message.result_within_s, shape.round_cap_s)
-    if not 1 <= len(message.parts) <= bounds.MAX_PARTS:
+    if not 1 <= len(message.parts) <= MAX_MEMBERS:
         raise RemoteProtocolError("wrong parts", f"{len(message.parts)} parts for {len(shares)} members")
     ranges = tuple(BlockRange(part.start_block, part.stop_block) for part in message.parts)
     owners = tuple(PeerId(part.owner) for part in message.parts)

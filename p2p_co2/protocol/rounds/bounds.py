@@ -5,9 +5,6 @@ Law: no list, buffer or wait in ``rounds`` grows with what a peer sends beyond o
 
 from __future__ import annotations
 
-from p2p_co2.protocol.wire import limits
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_VERSION
-
 DIGEST_BYTES = 32
 ATTEMPT_BYTES = 16
 
@@ -19,8 +16,6 @@ KEEP_DECISIONS = 8
 """Commits kept per fragment, to answer ASK_OUTCOME and a late READY or RESULT."""
 KEEP_ATTEMPTS = 64
 """Attempts that ended, remembered so that their stragglers are ignored and not counted against anybody."""
-MAX_PARTS = MAX_MEMBERS
-"""Parts of one round; a large group has one for each member, a small one may cut finer."""
 OWNED_PAYLOADS, MAX_OWNED_PAYLOADS = 8.0, 16.0
 """Slices that one owner is given to hold by an honest coordinator, and that it holds by anybody's BEGIN, in
 payloads."""
@@ -29,27 +24,15 @@ MAX_GENERATION = 3
 OFFER_ID_BYTES = 8
 MAX_ASKED = 4
 """Coordinators asked for one round before the offer is given up."""
-MAX_LISTENERS, MEMBERS_PER_LISTENER = 4, 4
-"""Peers that an owner sends its means to beside the members: one for so many members, at least one; others
-fetch the round."""
-MAX_HEARD = 4
-"""Attempts at one round that a peer asks to hear: each asks all owners, and whoever coordinates may begin as
-many as it likes."""
 AHEAD_AT_MOST = 4
 """Versions that one peer may be ahead of what the last heartbeats of most peers said."""
-MAX_UPLOAD_BYTES_PER_S = 1e12
-MAX_ROUND = MAX_VERSION
 MAX_WEIGHT = 1e15
-MAX_PEER_ID = limits.MAX_PEER_ID
-MAX_REASON = 300
-"""Characters of an abort's reason as we write it; ``MAX_STRING`` is what we take from others."""
 MAX_NAMED = 5
 """Peers that a reason names; the rest is counted."""
 
 GATHER_DEFAULT_S, GATHER_FLOOR_S, GATHER_CAP_S = 10.0, 0.3, 30.0
-"""From the first READY to BEGIN: before anything was measured, at the least, at the most."""
-LAST_GATHER_S = 10.0
-"""The same for the last rounds of a run: who is left out of one costs everybody another one."""
+"""From the first READY to BEGIN: before anything was measured, at the least, at the most. Nothing else is
+waited for by default for longer than that, either."""
 RECEIPT_FLOOR_S, RECEIPT_CAP_S = 1.0, 10.0
 """From READY to its receipt."""
 PARTS_FLOOR_S, PARTS_CAP_S = 2.0, 300.0
@@ -62,14 +45,10 @@ GATHER_SHARE = 1 / 4
 GATHER_SHARE_BY_STEPS = 3 / 4
 """The same where rounds count inner steps. Peers have no common clock there: their points lie as far apart as
 they started and as their speeds took them; with a quarter of a round whoever is further off is missing."""
-COMPLETE_FLOOR_S, COMPLETE_DEADLINES = 30.0, 4.0
-"""How long means may go on coming after the decision: at the least, and in times of ``parts_within_s``."""
 ASSUMED_UPLOAD_BYTES_PER_S = 1e6
 """A home link, where nobody has measured one yet."""
 GRACE_S = 2.0
 """What the network may add to a time that another peer promised."""
-SOON_S = 0.1
-"""The least that a coordinator promises: who promises nothing leaves the round to others."""
 READY_CAP_S = 150.0
 """An offer that has not begun by then is given up, whatever the coordinators promise; if it hears a round
 that it is late for, when that must be decided."""

@@ -30,14 +30,11 @@ from p2p_co2.protocol.rounds.events import PayloadShape
 from p2p_co2.protocol.rounds.parts import BlockRange, covers
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire.identity import PeerId, verify
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_MESSAGE_BYTES
+from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_MESSAGE_BYTES, MAX_PEER_ID
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, PartOutcome
 
 DECISION_CONTEXT = b"p2p-co2 decision"
-OUTCOMES_KEPT = 16
-"""Opened outcomes, and what is derived of them, that are remembered."""
 TELLERS = 2
-SIGNATURES_KEPT = 4 * MAX_MEMBERS
 _T = TypeVar("_T")
 
 
@@ -50,7 +47,7 @@ def outcome_of(attempt: Attempt, run: bytes, parts: Collection[PartOutcome]) -> 
     return outcome.SerializeToString(deterministic=True)
 
 
-@lru_cache(SIGNATURES_KEPT)
+@lru_cache(4 * MAX_MEMBERS)
 def check_signature(peer: str, outcome: bytes, signature: bytes) -> None:
     """Raise ``RemoteProtocolError`` unless ``peer`` signed this outcome. Peers of one process share it."""
     verify(peer, DECISION_CONTEXT, outcome, signature)
@@ -66,7 +63,7 @@ def open_decision(decision: Decision, run: bytes, shape: PayloadShape) -> Outcom
     return _open(decision.outcome, votes, run, shape)
 
 
-@lru_cache(OUTCOMES_KEPT)
+@lru_cache(2 * bounds.KEEP_DECISIONS)
 def _open(content: bytes, votes: tuple[tuple[int, bytes], ...], run: bytes, shape: PayloadShape) -> Outcome:
     outcome = check_certificate(content, votes, run)
     _check_outcome(outcome, shape)
@@ -99,7 +96,7 @@ def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
     fragment, round_, _ = read_key(outcome.key, shape)
     check_digest(outcome.state_digest)
     weights = capped(read_members(outcome.members, round_), shape.weight_cap)
-    if len(outcome.coordinator) > bounds.MAX_PEER_ID or len(outcome.parts) > MAX_MEMBERS:
+    if len(outcome.coordinator) > MAX_PEER_ID or len(outcome.parts) > MAX_MEMBERS:
         raise RemoteProtocolError("too large", "coordinator or parts of an outcome")
     if not covers([BlockRange(p.start_block, p.stop_block) for p in outcome.parts], shape.blocks[fragment]):
         raise RemoteProtocolError("wrong parts", "they do not cover the fragment's blocks once, in order")
@@ -134,7 +131,7 @@ class Derived(Generic[_T]):
             return known[1]
         value = self._make(outcome)
         self._known[id(outcome)] = outcome, value  # as long as it is held, nobody else has its id
-        for oldest in list(self._known)[:-OUTCOMES_KEPT]:  # another thread may do the same
+        for oldest in list(self._known)[: -2 * bounds.KEEP_DECISIONS]:  # another thread may do the same
             self._known.pop(oldest, None)
         return value
 

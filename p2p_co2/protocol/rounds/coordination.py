@@ -8,25 +8,26 @@ sender occupies one gathering for each fragment, so what is held is bounded by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
-from p2p_co2.protocol.rounds.attempt import check_ready
-from p2p_co2.protocol.rounds.deadline import Cadence, Durations, ReadyHistory
-from p2p_co2.protocol.rounds.events import Began
-from p2p_co2.protocol.rounds.gathering import Gathering, attempt_nonce, behind_message
+from p2p_co2.protocol.rounds.attempt import Attempt, check_ready
+from p2p_co2.protocol.rounds.deadline import SAFETY, Cadence, Durations, ReadyHistory, parts_deadline_s
+from p2p_co2.protocol.rounds.events import Began, PeerView
+from p2p_co2.protocol.rounds.gathering import Gathering, Roster, attempt_nonce, behind_message, divided
 from p2p_co2.protocol.rounds.history import History
-from p2p_co2.protocol.rounds.roster import Roster
+from p2p_co2.protocol.rounds.parts import Rates
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Begin, Decision, Listen, Outcome, Ready, Waiting
+from p2p_co2.protocol.wire.limits import MAX_STRING
+from p2p_co2.protocol.wire.messages_pb2 import Begin, Ready, Waiting
 
 Place = tuple[int, int]
 """(fragment, round)"""
 BEGUN_KEPT = 2
-"""Of one fragment: BEGIN is repeated to members that missed it, and told to those that listen."""
+"""Of one fragment: BEGIN is repeated to those that missed it."""
 
 
 @dataclass
@@ -52,31 +53,28 @@ class _Begun:
 
 
 class Coordination:
-    """The coordinator's side of all fragments. ``known(place)``: the commit of a round that we have heard of;
-    ``joined_until(place)``: when to look again at an attempt of a round that we are in, None if in none."""
+    """The coordinator's side of all fragments. ``histories``: by fragment; ``joined_until(place)``: when to
+    look again at an attempt of a round that we are in, None if in none."""
 
     def __init__(
-        self, swarm: Swarm, outlet: Outlet, fragments: int,
-        known: Callable[[Place], tuple[Decision, Outcome] | None],
+        self, swarm: Swarm, outlet: Outlet, histories: Sequence[History],
         joined_until: Callable[[Place], float | None],
     ) -> None:  # fmt: skip
         self._swarm, self._outlet = swarm, outlet
         self._gatherings: dict[Place, Gathering] = {}
         self._begun: dict[Place, _Begun] = {}
-        self._history = [ReadyHistory() for _ in range(fragments)]
-        self.observed = [Durations() for _ in range(fragments)]
+        self._histories = histories
+        self._readies = [ReadyHistory() for _ in histories]
+        self.observed = [Durations() for _ in histories]
         """Per fragment, from BEGIN to the last slice, as the parts that we own have seen it."""
         share = bounds.GATHER_SHARE_BY_STEPS if swarm.shape.counts_steps else bounds.GATHER_SHARE
-        self.cadences = [Cadence(swarm.shape.round_s, share) for _ in range(fragments)]
-        self._moved: list[tuple[int, frozenset[PeerId]]] = [(0, frozenset())] * fragments
+        self.cadences = [Cadence(swarm.shape.round_s, share) for _ in histories]
         self._counter = 0
-        self._known, self._joined_until = known, joined_until
+        self._joined_until = joined_until
 
     # ---- READYs
 
-    def on_ready(
-        self, message: Ready, sender: PeerId, history: History, mine: tuple[int | None, bytes], now: float
-    ) -> None:
+    def on_ready(self, message: Ready, sender: PeerId, mine: tuple[int | None, bytes], now: float) -> None:
         """A peer wants to be in a round. ``mine`` is our own version and digest. Raises
         ``RemoteProtocolError``."""
         check_ready(message, self._swarm.shape)
@@ -86,28 +84,21 @@ class Coordination:
         if message.withdrawn:
             self.withdraw(place, sender)
             return
-        if self._answer_decided(message, sender, history, mine):
+        if self._answer_decided(message, sender, mine):
             return
         if self._answer_begun(place, message, sender, now) or self._is_elsewhere(place, [sender], now):
             return
-        if self._leaves_it_to_others():
-            self._outlet.send(sender, Waiting(fragment=place[0], round=place[1]))
-            return
         for other in [key for key in self._gatherings if key[0] == message.fragment and key != place]:
             self.withdraw(other, sender)
-        before = history.commit(message.round - 1)
-        if before is not None:
-            members = frozenset(PeerId(member.peer) for member in before[1].members)
-            self._moved[message.fragment] = message.round - 1, members
         gathering = self._gathering(place, now)
         if sender not in gathering.roster.readies:
-            self._history[place[0]].arrived(place[1], now)
+            self._readies[place[0]].arrived(place[1], now)
         gathering.ready(message, sender, now)
 
     def _gathering(self, place: Place, now: float) -> Gathering:
         known = self._gatherings.get(place)
         if known is None:
-            past, cadence = self._history[place[0]], self.cadences[place[0]]
+            past, cadence = self._readies[place[0]], self.cadences[place[0]]
             past.forget(place[1])
             adaptive_s = past.deadline_s(place[1], cadence.gather_cap_s(place[1]), self._swarm.my_step_s())
             roster = Roster(*place, self._swarm)
@@ -117,14 +108,8 @@ class Coordination:
             self._gatherings[place] = known
         return known
 
-    def _leaves_it_to_others(self) -> bool:
-        """Whether this peer trains no more and others do: as soon as those who ask it hear of that they ask
-        one of these, and a round that began here would lack them."""
-        return not self._swarm.is_training(self._swarm.me) and bool(self._swarm.training())
-
-    def _answer_decided(
-        self, message: Ready, sender: PeerId, history: History, mine: tuple[int | None, bytes]
-    ) -> bool:
+    def _answer_decided(self, message: Ready, sender: PeerId, mine: tuple[int | None, bytes]) -> bool:
+        history = self._histories[message.fragment]
         known, newest = history.commit(message.round), history.newest_commit()
         version, digest = mine
         fragment, round_ = message.fragment, message.round
@@ -145,7 +130,7 @@ class Coordination:
 
     def _answer_begun(self, place: Place, message: Ready, sender: PeerId, now: float) -> bool:
         """A READY for a round that we began: BEGIN again to a member that missed it, and to one that is too
-        late, which may listen. A member that is ready anew says that the attempt is over."""
+        late and waits for its end. A member that is ready anew says that the attempt is over."""
         begun = self._begun.get(place)
         if begun is None:
             return False
@@ -157,35 +142,26 @@ class Coordination:
                 del self._begun[place]
             return False
         if sender not in begun.late and now <= begun.in_time_until:
-            self._history[place[0]].arrived(place[1], now)
+            self._readies[place[0]].arrived(place[1], now)
             self._swarm.readies.came(sender)
         begun.late.add(sender)
-        self._let_listen(begun, message.state_digest, sender, now)
-        within_s = begun.left(now).result_within_s
+        left = begun.left(now)
+        if message.state_digest == left.state_digest:
+            self._outlet.send(sender, left)
+        within_s = left.result_within_s
         if within_s <= 0 and self._joined_until(place) is None:
             del self._begun[place]
             return False
-        waiting = Waiting(fragment=place[0], round=place[1], begins_within_s=max(bounds.SOON_S, within_s))
+        waiting = Waiting(fragment=place[0], round=place[1], begins_within_s=max(0.0, within_s))
         self._outlet.send(sender, waiting)
         return True
 
-    def on_listen(self, message: Listen, sender: PeerId, now: float) -> None:
-        """A peer wants to hear a round that it is not in, if it has begun."""
-        begun = self._begun.get((message.key.fragment, message.key.round))
-        if begun is not None:
-            self._let_listen(begun, message.state_digest, sender, now)
-
-    def _let_listen(self, begun: _Begun, state_digest: bytes, peer: PeerId, now: float) -> None:
-        """Tell ``peer``, which is too late, who owns what. A member knows."""
-        if not begun.is_member(peer) and state_digest == begun.begin.state_digest:
-            self._outlet.send(peer, begun.left(now))
-
     def _is_elsewhere(self, place: Place, peers: Iterable[PeerId], now: float) -> bool:
         """Whether an attempt of the round has committed or we are in one; ``peers``, who asked, are told."""
-        known, until = self._known(place), self._joined_until(place)
+        known, until = self._histories[place[0]].commit(place[1]), self._joined_until(place)
         if known is None and until is None:
             return False
-        within_s = max(bounds.SOON_S, (until or now) - now)
+        within_s = max(0.0, (until or now) - now)
         for peer in peers:
             waiting = Waiting(fragment=place[0], round=place[1], begins_within_s=within_s)
             self._outlet.send(peer, waiting if known is None else known[0])
@@ -213,13 +189,13 @@ class Coordination:
 
     def _moved_to(self, place: Place) -> frozenset[PeerId]:
         """Peers known to have made the round before."""
-        version, moved = self._moved[place[0]]
-        return moved if version == place[1] - 1 else frozenset()
+        before = self._histories[place[0]].commit(place[1] - 1)
+        return frozenset(PeerId(member.peer) for member in before[1].members) if before else frozenset()
 
     def _close(self, place: Place, gathering: Gathering, now: float) -> None:
         shortage = gathering.shortage(now)
         if shortage:
-            gathering.refuse(shortage[: bounds.MAX_REASON])
+            gathering.refuse(shortage[:MAX_STRING])
             return
         gathering.note_punctuality(self._moved_to(place))
         self._counter += 1
@@ -232,14 +208,27 @@ class Coordination:
         self._begun[place] = begun
         for old in [key for key in self._begun if key[0] == place[0]][:-BEGUN_KEPT]:
             del self._begun[old]
-        waited_s = now - gathering.first_at
-        self._outlet.emit(Began(*place, group, waited_s, gathering.deadline_s, begin.parts_within_s))
+        self._outlet.emit(Began(*place, group))
         for peer in group:
             self._outlet.send(peer, begin)
 
+    def clamped(self, attempt: Attempt) -> Attempt:
+        """``attempt`` with no more time than a few times what we would have given it: a coordinator that
+        lies may say half an hour."""
+        place = attempt.fragment, attempt.round
+        views = {peer: self._swarm.live.get(peer, PeerView()) for peer in attempt.shares}
+        rates = {
+            peer: Rates(view.upload_bytes_per_s, view.download_bytes_per_s) for peer, view in views.items()
+        }
+        transfer_s = divided(self._swarm, self.cadences[place[0]], place, rates).transfer_s
+        mine_s = parts_deadline_s(transfer_s, self.observed[place[0]], self._swarm.shape.parts_cap_s)
+        parts_s = min(attempt.parts_within_s, SAFETY * SAFETY * mine_s)
+        result_s = min(attempt.result_within_s, 2 * SAFETY * SAFETY * mine_s + bounds.GRACE_S)
+        return replace(attempt, parts_within_s=parts_s, result_within_s=result_s)
+
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``. One sender occupies one gathering per fragment."""
-        fragments = len(self._history)
+        fragments = len(self._histories)
         return {
             "GATHERINGS": (len(self._gatherings), fragments * len(self._swarm.live)),
             "BEGUN": (len(self._begun), BEGUN_KEPT * fragments),
@@ -248,11 +237,6 @@ class Coordination:
     # ---- time and the swarm
 
     def peers_changed(self) -> None:
-        if self._leaves_it_to_others():
-            for place, gathering in self._gatherings.items():
-                for peer in filter(self._swarm.is_live, gathering.roster.readies):
-                    self._outlet.send(peer, Waiting(fragment=place[0], round=place[1]))
-            self._gatherings.clear()
         for place, gathering in list(self._gatherings.items()):
             for peer in [peer for peer in gathering.roster.readies if not self._swarm.is_live(peer)]:
                 self.withdraw(place, peer)

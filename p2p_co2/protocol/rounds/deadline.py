@@ -4,12 +4,10 @@ Laws: every deadline lies between its floor and its cap; it grows when arrivals 
 too late to be used (a late arrival is a measurement); one outlier among many moves it little (median and MAD,
 Hampel 1974).
 
-The READY deadline looks at the *last* arrival of each past round, not at all arrivals: with three quick peers
-and one that is always five seconds late the median of all arrivals would shut the late one out for ever, and
-waiting is cheap here because the answer is one step stale anyway. It stays cheap: nobody is waited for longer
-than a share of the time between two rounds (``Cadence``), and who was late for a whole deadline twice running
-is not waited for at all until it has been in time again (``Punctuality``). Such a peer loses nothing but
-time: what comes before the others are done counts, the rest carries over.
+The READY deadline looks at the *last* arrival of each past round: the median of all arrivals would shut one
+late peer among quick ones out for ever. Nobody is waited for longer than a share of the time between two
+rounds (``Cadence``). A peer that was late for a whole deadline twice running is not waited for until it has
+been in time again (``Punctuality``): what it brings before the others are done counts, the rest carries over.
 """
 
 from __future__ import annotations
@@ -33,10 +31,9 @@ GATHER_LEAST, GATHER_LEAST_CAP_S = 1 / 4, 2.0
 """Of their cap, READYs are waited for at least this share, and so for a sixteenth of the time between two
 rounds, which costs nobody anything, at most so many seconds; or as long as an inner step takes, where that is
 more: offers come at the ends of steps."""
-BEHIND_SHARE, BEHIND_LEAST = 1 / 2, 1 / 8
-"""Peers that are one round behind are waited for as long as this share of the time between two rounds, if
-they are at least this share of those who work: they replay that round as the others train, are ready soon
-after them, and would trail for good. Of many, a few cost the others more than they bring."""
+BEHIND_SHARE = 1 / 2
+"""Peers that are one round behind are waited for as long as this share of the time between two rounds: they
+replay that round as the others train, are ready soon after them, and would trail for good."""
 MISSES = 2
 """Deadlines that a peer may miss in a row and still be waited for."""
 
@@ -126,7 +123,7 @@ class Cadence:
     @property
     def last_gather_s(self) -> float:
         """The same for the last rounds of a run: as long as a round of training, at most."""
-        return min(bounds.LAST_GATHER_S, self.period_s or bounds.LAST_GATHER_S)
+        return min(bounds.GATHER_DEFAULT_S, self.period_s or bounds.GATHER_DEFAULT_S)
 
     @property
     def behind_s(self) -> float:

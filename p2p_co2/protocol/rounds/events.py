@@ -142,34 +142,22 @@ class ReduceWanted:
     job: ReduceJob
 
 
-class AgreedPart(NamedTuple):
-    """Blocks of the mean, and whose slices are in it with which weight (sorted by peer)."""
-
-    start_block: int
-    stop_block: int
-    contributors: tuple[tuple[PeerId, float], ...]
-
-
 @dataclass(frozen=True)
 class Committed:
     """The round stands and we hold its bytes. ``mean`` is the whole fragment's encoded mean, ``decision`` a
-    serialised ``Decision``, ``base_version`` that of our own offer, ``contributed`` says per part whether our
-    slice is in it. ``duration_s`` counts from our offer."""
+    serialised ``Decision``. ``duration_s`` counts from our offer."""
 
     fragment: int
     round: int
     decision: bytes
     mean: Buffer
-    parts: tuple[AgreedPart, ...]
-    base_version: int
     group: tuple[PeerId, ...]
     coordinator: PeerId
     duration_s: float
-    contributed: tuple[bool, ...]
-    begun_s: float = 0.0
+    begun_s: float
     """From our offer to BEGIN, ``parts_s`` to the last reduction of ours, ``means_s`` to the last mean."""
-    parts_s: float = 0.0
-    means_s: float = 0.0
+    parts_s: float
+    means_s: float
 
 
 @dataclass(frozen=True)
@@ -178,23 +166,17 @@ class Aborted:
 
     fragment: int
     round: int
-    weight: float
     reason: str
-    duration_s: float
-    offer_id: bytes = b""
+    offer_id: bytes
 
 
 @dataclass(frozen=True)
 class Began:
-    """Written by the coordinator: it waited ``waited_s`` of at most ``deadline_s`` for ``group``. Slices will
-    be waited for at most ``parts_deadline_s``."""
+    """Written by the coordinator: a round of ``group`` begins."""
 
     fragment: int
     round: int
     group: tuple[PeerId, ...]
-    waited_s: float
-    deadline_s: float
-    parts_deadline_s: float
 
 
 @dataclass(frozen=True)
@@ -217,20 +199,6 @@ class OutcomeWithoutBytes:
     round: int
     decision: bytes
     donors: tuple[PeerId, ...]
-    ends_offer: bool
-
-
-@dataclass(frozen=True)
-class Overheard:
-    """The round that follows our state was committed without us, and we heard its means: replay it as one
-    that was fetched. ``owners`` sent them; ``ends_offer``: an offer of ours has ended by it."""
-
-    fragment: int
-    round: int
-    decision: bytes
-    mean: Buffer
-    owners: tuple[PeerId, ...]
-    duration_s: float
     ends_offer: bool
 
 
@@ -276,7 +244,6 @@ RoundsEvent = (
     | Began
     | FellBehind
     | OutcomeWithoutBytes
-    | Overheard
     | Stale
     | Refused
     | Distrusted

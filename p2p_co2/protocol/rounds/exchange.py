@@ -10,13 +10,13 @@ under way, and is sent once more only when it must be lost, since it would make 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 
 from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
-from p2p_co2.protocol.rounds.assembly import LAST_PIECE_S, Assembly, pieces
+from p2p_co2.protocol.rounds.assembly import Assembly, pieces
 from p2p_co2.protocol.rounds.attempt import Attempt, read_contributors
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Offer, ReduceJob
@@ -29,13 +29,10 @@ from p2p_co2.protocol.rounds.owner import (
     send_mean,
 )
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
-from p2p_co2.protocol.wire.bulk import with_data
+from p2p_co2.protocol.wire.envelope import with_data
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Mean, Part, PartOutcome
 from p2p_co2.system.memory import Buffer, large_buffer
-
-MEANS_COME = 1 / 4
-"""Of all parts: when the means of so many have come from other owners, our own slices have left."""
 
 
 class PartState:
@@ -87,7 +84,6 @@ class Exchange:
         self._here_at: dict[int, float] = {}
         """When a part's mean was here, from its first owner."""
         self._room = Room(int(bounds.MAX_OWNED_PAYLOADS * len(self._payload)))
-        self._audience = Audience(attempt)
 
     def start(self, now: float) -> None:
         """Send the slices to their owners, a piece to each in turn, so that all links are busy at once."""
@@ -112,7 +108,7 @@ class Exchange:
 
     def _slice_messages(self, part: int) -> Iterator[tuple[PeerId, Part]]:
         state, view = self.parts[part], self._slice(part, self._payload)
-        for offset, data in pieces(view, self._swarm.piece_bytes(self.attempt.shares, LAST_PIECE_S)):
+        for offset, data in pieces(view, self._swarm.piece_bytes(self.attempt.shares)):
             head = Part(
                 key=self.attempt.key(), part=part, generation=state.generation, offset=offset,
                 total=len(view),
@@ -210,8 +206,8 @@ class Exchange:
 
     @property
     def brings_means(self) -> bool:
-        """Whether our slices have left, as the means of others tell."""
-        return len(self._here_at) >= MEANS_COME * len(self.parts)
+        """Whether our slices have left: a quarter of the means have come from other owners."""
+        return 4 * len(self._here_at) >= len(self.parts)
 
     # ---- lost owners
 
@@ -281,24 +277,6 @@ class Exchange:
             for peer, piece in self._slice_messages(part):
                 self._outlet.send(peer, piece)
 
-    # ---- those that listen
-
-    def listen(self, peer: PeerId) -> bool:
-        """A peer that is not in the round wants to hear the means of our parts; whether it will."""
-        has_joined = self._audience.joined(peer)
-        self.play()
-        return has_joined
-
-    def play(self) -> None:
-        """Send our means to those that listen, when the members have been sent all of them."""
-        for peer in self._audience.waiting(self.is_whole):
-            for part, state in enumerate(self.parts):
-                if (state.owner, state.generation) == (self._swarm.me, 0) and state.contributors is not None:
-                    send_mean(
-                        self.attempt, part, 0, state.place, state.contributors,
-                        swarm=self._swarm, outlet=self._outlet, to=(peer,),
-                    )  # fmt: skip
-
     # ---- time and the swarm
 
     def check(self, now: float) -> None:
@@ -328,28 +306,3 @@ def _send_next(stream: Iterator[tuple[PeerId, Part]], outlet: Outlet) -> bool:
     if item is not None:
         outlet.send(*item)
     return item is not None
-
-
-class Audience:
-    """Who listens to one owner in one attempt."""
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._most = min(bounds.MAX_LISTENERS, max(1, len(attempt.shares) // bounds.MEMBERS_PER_LISTENER))
-        self._members = attempt.shares.keys()
-        self._known: set[PeerId] = set()
-        self._waiting: list[PeerId] = []
-
-    def joined(self, peer: PeerId) -> bool:
-        """``peer`` wants to hear; False if it is a member, is known, or finds no room."""
-        if peer in self._members or peer in self._known or len(self._known) >= self._most:
-            return False
-        self._known.add(peer)
-        self._waiting.append(peer)
-        return True
-
-    def waiting(self, is_ready: bool) -> Iterable[PeerId]:
-        """Whom to send the means to now: each once, when they all ``is_ready``."""
-        if not is_ready:
-            return ()
-        waiting, self._waiting = self._waiting, []
-        return waiting

@@ -14,17 +14,15 @@ from math import inf
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.protocol.rounds.asking import Asking
+from p2p_co2.protocol.rounds.assembly import Piece, ReorderBuffer
 from p2p_co2.protocol.rounds.attempt import Attempt, check_behind, check_duration, read_begin
 from p2p_co2.protocol.rounds.certificate import open_decision, signers_of, tellers_of
-from p2p_co2.protocol.rounds.completing import Completing, without_bytes
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.deadline import Durations
-from p2p_co2.protocol.rounds.events import Aborted, Doubted, FellBehind, Offer, Overheard, Refused
+from p2p_co2.protocol.rounds.events import Aborted, Doubted, FellBehind, Offer, Refused
 from p2p_co2.protocol.rounds.exchange import Exchange
-from p2p_co2.protocol.rounds.history import History
-from p2p_co2.protocol.rounds.listening import Ear
-from p2p_co2.protocol.rounds.member import Member
-from p2p_co2.protocol.rounds.reorder_buffer import Piece, ReorderBuffer
+from p2p_co2.protocol.rounds.history import History, is_in_all
+from p2p_co2.protocol.rounds.member import Completion, Member, without_bytes
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import Identity, PeerId
@@ -56,9 +54,8 @@ class FragmentRounds:
         nothing."""
         self._withdrawn: Offer | None = None
         """The last offer that we ended ourselves: what still answers its READY is nobody's fault."""
-        self._completing: Completing | None = None
+        self._completing: Completion | None = None
         """Set once our attempt has committed and some of its means are still on their way to us."""
-        self.ear = Ear(fragment, swarm, outlet, history)
         self.on_begun: Callable[[], None] = lambda: None
         """See ``Rounds.when_begun``."""
         self._receipts, self._observed = Durations(), coordination.observed[fragment]
@@ -90,9 +87,6 @@ class FragmentRounds:
         if (version, digest) != (self.version, self.digest):
             self._sent_behind = None
         self.version, self.digest = version, digest
-        self.ear.moved(version, digest)
-        if self.member is None and self.ear.listening is None:
-            self._completing = None
         if self.offer is not None and (self.offer.round, self.offer.state_digest) != (version + 1, digest):
             healed = self.offer.round == version + 1
             how = "was replaced by another state" if healed else "is the agreed state now"
@@ -103,8 +97,6 @@ class FragmentRounds:
             self._end_without_bytes(*known)
         elif known is not None:
             self.history.forget(version + 1)
-        elif self.offer is None:
-            self.ear.ask(version, digest, now)
 
     def forget(self, round_: int, now: float) -> None:
         """Nobody holds the bytes of a commit, or the state that a coordinator sent us after."""
@@ -123,14 +115,14 @@ class FragmentRounds:
             raise LocalProtocolError(f"a payload of {len(offer.payload)} bytes for fragment {offer.fragment}")
         self.offer, self.offered_at = offer, now
         known = self.history.commit(offer.round)
-        if known is not None and self._completing is None:  # else the round that we hear ends this offer
+        if known is not None:
             self._end_without_bytes(*known)
         self._ask(now)
 
     def _ask(self, now: float) -> None:
         """Ask to be taken in, once nothing keeps our offer from it."""
         offer = self.offer
-        if offer is None or self.asking or self.member or self._completing:
+        if offer is None or self.asking or self.member:
             return
         if self.leaving is None or self.leaving.attempt.round != offer.round:
             is_retry = offer.round == self._aborted_round
@@ -144,7 +136,7 @@ class FragmentRounds:
         if self.member is not None and self._completing is None and not self.member.attempt.is_alone:
             self.leaving = self.member
             self.leaving.leave(reason, now)
-        self._abort(reason, now, is_over=False)
+        self._abort(reason, is_over=False)
         return True
 
     def waiting(self) -> tuple[float, float] | None:
@@ -157,7 +149,7 @@ class FragmentRounds:
 
     # ---- time and the swarm
 
-    def _roles(self) -> list[Asking | Member | Completing]:
+    def _roles(self) -> list[Asking | Member | Completion]:
         mine = self.asking or self._completing or self.member
         return [role for role in (mine, self.leaving) if role is not None]
 
@@ -196,7 +188,7 @@ class FragmentRounds:
                 member.exchange.note_duration(member.begun_at, now)
                 coordinator, fragment = member.attempt.coordinator, member.attempt.fragment
                 self._swarm.failed(coordinator, fragment, "its rounds came to nothing", now)
-            self._abort(role.failure, now, is_over=True)
+            self._abort(role.failure, is_over=True)
             return True
         return False
 
@@ -211,8 +203,10 @@ class FragmentRounds:
         attempt = read_begin(message, sender, self._swarm.shape)
         if self.history.has_ended(attempt.id) or self.attempt(attempt.id) is not None:
             return  # doubled
+        attempt = self._coordination.clamped(attempt)
         if self._swarm.me not in attempt.shares:
-            self._hear_of(attempt, now)
+            if self.asking is not None:
+                self.asking.began_without_us(attempt, now)
             return
         asking = self.asking
         if asking is None or asking.offer.round != attempt.round:
@@ -247,15 +241,6 @@ class FragmentRounds:
             if peer != self._swarm.me and self._swarm.is_live(peer):
                 self._outlet.send(peer, gone)
 
-    def _hear_of(self, attempt: Attempt, now: float) -> None:
-        """Listen to an attempt that began without us, if we are in none and do not have its outcome."""
-        asking = self.asking
-        is_free = self.member is None and self._completing is None
-        if is_free and self.history.commit(attempt.round) is None:
-            asked = asking.asked if asking is not None else ()
-            if self.ear.begins(attempt, asked, self.version, self.digest, now) and asking is not None:
-                asking.round_began(attempt, now)
-
     def on_behind(self, message: wire.Behind, sender: PeerId, now: float) -> None:
         check_behind(message)
         asking = self.asking
@@ -282,8 +267,6 @@ class FragmentRounds:
         """PART or MEAN: for the attempt we are in, or held until we follow what it is of. False if it came
         for nothing."""
         round_, member = message.key.round, self.member
-        if self.ear.hears(message.key.attempt):
-            return isinstance(message, wire.Mean) and self._came(self.ear.mean(message, sender), now)
         ends = self._completing is not None and isinstance(message, wire.Mean)  # what was on its way to us
         if self.history.has_ended(message.key.attempt) and not (ends and self.attempt(message.key.attempt)):
             return False
@@ -308,15 +291,11 @@ class FragmentRounds:
         if isinstance(message, wire.Part):
             return member.exchange.part(message, sender, now)
         is_new = member.exchange.mean_came(message, sender, now)
-        if is_new and self._completing is None:
-            member.mean_came(now)
-        return self._came(is_new, now)
-
-    def _came(self, is_new: bool, now: float) -> bool:
-        """A piece of a mean is in its place, if it ``is_new``."""
         if is_new and self._completing is not None:
             self._completing.came(now)
             self._complete(now)
+        elif is_new:
+            member.mean_came(now)
         return is_new
 
     def _replay(self, now: float) -> None:
@@ -373,14 +352,6 @@ class FragmentRounds:
             return False
         return True
 
-    def on_listen(self, message: wire.Listen, sender: PeerId) -> None:
-        """LISTEN: of a peer that is not in our attempt, or the promise of an owner in one that we hear."""
-        attempt, member = message.key.attempt, self.member
-        self.ear.promised(attempt, sender)
-        if member is not None and member.attempt.id == attempt and member.exchange.listen(sender):
-            self.history.join(member.attempt.round, attempt, member.offer.offer_id)
-            self._outlet.send(sender, message)
-
     # ---- outcomes
 
     def on_decision(self, decision: wire.Decision, outcome: wire.Outcome, sender: PeerId, now: float) -> None:
@@ -408,13 +379,7 @@ class FragmentRounds:
         else:
             self._cadence.committed(round_, now)
             self.history.keep(decision, outcome)
-            listening = self.ear.listening
-            if listening is None or not self.ear.hears(outcome.key.attempt) or member is not None:
-                self._end_without_bytes(decision, outcome)
-                return
-            self.asking = None
-            self._completing = Completing(listening, decision, outcome, self._swarm, now)
-            self._complete(now)
+            self._end_without_bytes(decision, outcome)
 
     def _fall_behind(self, outcome: wire.Outcome, signers: list[PeerId]) -> None:
         """Most others have made a round that does not follow our state."""
@@ -431,26 +396,22 @@ class FragmentRounds:
         member.exchange.note_duration(member.begun_at, now)
         self._cadence.committed(outcome.key.round, now)
         self.history.keep(decision, outcome)
-        self._completing = Completing(member, decision, outcome, self._swarm, now)
+        self._completing = Completion(member, decision, outcome, self._swarm, now)
         self._complete(now)
 
     def _complete(self, now: float) -> None:
         """Our attempt has committed: end the offer if we hold all means."""
         assert self._completing is not None
-        outcome = self._completing.outcome
-        event = self._completing.committed(self.offered_at, self.offer is not None, now)
-        if event is None:
-            return
-        self._end()
-        self._outlet.emit(event)
-        self.ear.is_behind = isinstance(event, Overheard)
-        if isinstance(event, Overheard) or not all(event.contributed):
-            self.doubt(outcome)
+        outcome, event = self._completing.outcome, self._completing.committed(self.offered_at, now)
+        if event is not None:
+            self._end()
+            self._outlet.emit(event)
+            if not is_in_all(outcome, self._swarm.me):
+                self.doubt(outcome)
 
     def _end_without_bytes(self, decision: wire.Decision, outcome: wire.Outcome) -> None:
         self.doubt(outcome)
-        self.ear.is_behind, self._completing = True, None
-        self.ear.stop()
+        self._completing = None
         ended = self.offer is not None and self.offer.round == outcome.key.round
         if ended:
             self._end()
@@ -461,15 +422,12 @@ class FragmentRounds:
         if self.history.was_elsewhere(outcome):
             self._outlet.emit(Doubted(outcome.key.fragment))
 
-    def _abort(self, reason: str, now: float, *, is_over: bool) -> None:
+    def _abort(self, reason: str, *, is_over: bool) -> None:
         offer = self.offer
         assert offer is not None
         self._aborted_round = offer.round
         self._end(is_over=is_over)
-        lasted_s = now - self.offered_at
-        self._outlet.emit(
-            Aborted(offer.fragment, offer.round, offer.weight, reason, lasted_s, offer.offer_id)
-        )
+        self._outlet.emit(Aborted(offer.fragment, offer.round, reason, offer.offer_id))
 
     def _end(self, *, is_over: bool = True) -> None:
         """Forget the open offer and all that was held for it."""
@@ -481,5 +439,4 @@ class FragmentRounds:
         if self.offer is not None:
             self._coordination.withdraw((self.offer.fragment, self.offer.round), self._swarm.me)
         self.offer = self.asking = self.member = self._completing = None
-        self.ear.stop()
         self._early.clear()

@@ -2,9 +2,9 @@
 
 Laws: who may begin is the ``Roster``'s question. The group closes when everybody who can come is there, or
 at the adaptive deadline; a majority that is missing then is waited for, up to the cap, and peers one round
-behind for longer than the deadline, if they are not few of many. The answer is always a BEGIN or a reason in
-words. "Live" is what membership says: where views differ widely two groups can still begin, and the digests
-of the next READYs show and heal it.
+behind for longer than the deadline. The answer is always a BEGIN or a reason in
+words. "Live" is what membership says: where views differ widely two groups can still begin, and digests show
+it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import seal_begin, write_senders
 from p2p_co2.protocol.rounds.bounds import DIGEST_BYTES
 from p2p_co2.protocol.rounds.deadline import (
-    BEHIND_LEAST,
     SAFETY,
     Cadence,
     Durations,
@@ -23,46 +22,131 @@ from p2p_co2.protocol.rounds.deadline import (
     gather_least_s,
     parts_deadline_s,
 )
-from p2p_co2.protocol.rounds.parts import Rates, divide
+from p2p_co2.protocol.rounds.parts import Division, Rates, divide
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.rounds.roster import Roster
-from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, named
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.protocol.wire.messages_pb2 import Begin, Behind, Member, PartSpec, Ready, RoundKey, Waiting
 
-SENT_ON_AFTER_S = 2.0
-"""Who does not come first, by what it hears, and does not have most after so long sends on those who are
-ready: two with half of them each would wait for as long as they promised."""
 
+class Roster:
+    """The READYs of one round, by peer, and whether they may begin it: questions, without time or messages.
 
-class Referral:
-    """Which of those that are ready were told to look who comes first: each once, it may not hear what we
-    hear."""
+    Those that start from equal states are a camp. Laws: a round begins only with a majority of the live
+    training peers that agree on the state they start from, so two halves of a split swarm cannot both go on;
+    half of it is enough only for the peer that is first by rendezvous hash, in its own half. None begins that
+    as many others have made already, though they are done.
+    """
 
-    def __init__(self, roster: Roster, now: float) -> None:
-        self.looks_at = now + SENT_ON_AFTER_S
-        self.has_looked = False
-        self._roster = roster
-        self._sent: set[PeerId] = set()
-        self._had_most = False
-        """Since somebody was sent on."""
+    def __init__(self, fragment: int, round_: int, swarm: Swarm) -> None:
+        self.fragment, self.round = fragment, round_
+        self.readies: dict[PeerId, Ready] = {}
+        self._swarm = swarm
 
-    def send(self, peers: set[PeerId], now: float) -> list[PeerId]:
-        """Those of ``peers`` that are to be sent on now."""
-        left = sorted(peers - self._sent) if now >= self.looks_at else []
-        if not left or not self._roster.is_second(now):
-            return []
-        self._had_most = False
-        self._sent.update(left)
-        return left
+    # ---- who is there
 
-    def kept(self) -> list[PeerId]:
-        """Where most are here by now, those who were sent on stay: they would go in a moment."""
-        if not self._sent or self._had_most or not self._roster.has_most():
-            return []
-        self._had_most = True
-        return sorted(self._sent & self._roster.readies.keys())
+    @property
+    def is_last(self) -> bool:
+        """Whether most of those who are ready train no more: one peer's word alone makes nobody wait."""
+        return 2 * sum(ready.last for ready in self.readies.values()) > len(self.readies)
+
+    def heard(self) -> list[PeerId]:
+        """Those who are ready and not missed since: who may be gone would keep a round from its end for as
+        long as all its deadlines together."""
+        return [peer for peer in sorted(self.readies) if not self._swarm.is_missed(peer)]
+
+    def live(self) -> list[PeerId]:
+        """Whose majority counts; with those who are done where the last one may make no round alone."""
+        done = self._swarm.done_with(self.fragment)
+        return sorted({*self._swarm.working_on(self.fragment), *self.readies, *done})
+
+    def live_count(self, size: int) -> int:
+        """Of how many peers a quorum of a group of ``size`` must sign. One more where half of them do not
+        decide by hash."""
+        live = {*self.live(), *self._here()} if size == 2 else set(self.live())
+        count = max(size, len(live))
+        if count % 2 == 0 and coordination_order(live, self.fragment, self.round)[0] != self._swarm.me:
+            count += 1
+        return min(count, 2 * size)  # of two that work, among others that are done: both
+
+    def _here(self) -> list[PeerId]:
+        """Who trains, or did so and is done with the fragment."""
+        views = self._swarm.live.items()
+        return [peer for peer, view in views if view.training or self.fragment in view.finished]
+
+    def _is_past(self, peer: PeerId) -> bool:
+        """Whether ``peer`` says that it has made this round."""
+        return (self._swarm.version_of(peer, self.fragment) or 0) >= self.round
+
+    def is_too_late(self) -> bool:
+        """Whether too many are done with the fragment for another round of it."""
+        done = set(self._swarm.done_with(self.fragment)) - self.readies.keys()
+        return bool(done) and len({*self._swarm.working_on(self.fragment), *self.readies}) <= len(done)
+
+    # ---- camps
+
+    def agreeing(self) -> tuple[bytes, list[PeerId]]:
+        """The state digest that most READYs start from, and its peers, sorted. Of equal camps the one that
+        may begin with half of the swarm comes first (``shortage``), then the heavier one, then the larger
+        digest."""
+        camps: dict[bytes, list[PeerId]] = {}
+        for peer in self.heard() or sorted(self.readies):
+            camps.setdefault(self.readies[peer].state_digest, []).append(peer)
+
+        def strength(digest: bytes) -> tuple[int, bool, float, bytes]:
+            weight = sum(self.readies[peer].weight for peer in camps[digest])
+            return len(camps[digest]), self._swarm.me in camps[digest], weight, digest
+
+        best = max(camps, key=strength)
+        return best, camps[best]
+
+    def alike(self, digest: bytes) -> list[PeerId]:
+        """Who is ready from this state, also those who are missed."""
+        return [peer for peer in sorted(self.readies) if self.readies[peer].state_digest == digest]
+
+    # ---- whether a camp may begin
+
+    def _suffices(self, camp: list[PeerId], now: float) -> bool:
+        """Whether most of the swarm is in ``camp``. Half of it is enough where we are in that half and first
+        by hash: no other half can say so. Not if the other half has made this round already: then it is we
+        who are late."""
+        live, size, me = self.live(), min(len(camp), MAX_MEMBERS), self._swarm.me
+        if 2 * size != len(live) or me not in camp:
+            return 2 * size > len(live)
+        return coordination_order(live, self.fragment, self.round)[0] == me and not self.is_late(camp, now)
+
+    def is_late(self, camp: list[PeerId], now: float) -> bool:
+        """Whether somebody of the other half of the swarm says that it has made this round."""
+        live = self.live()
+        others = [peer for peer in live if peer not in camp] if 2 * len(camp) == len(live) else []
+        others = [peer for peer in others if not self._swarm.repute.is_passed_over(peer, self.fragment, now)]
+        return any(map(self._is_past, others))
+
+    def _is_made(self, camp: list[PeerId], now: float) -> bool:
+        """Whether as many as ``camp`` has say that they made this round, though they are done with the
+        fragment: who makes a run's last round once more makes another state of its version. Where they are
+        more, even those who are passed over: who could not give their bytes in time are."""
+        past = [p for p in self._here() if p not in camp and self._is_past(p)]
+        believed = [peer for peer in past if not self._swarm.repute.is_passed_over(peer, self.fragment, now)]
+        return len(past) > len(camp) or len(believed) >= len(camp)
+
+    def shortage(self, now: float, waited_s: float) -> str:
+        """Why the strongest camp may not begin; empty if it may."""
+        camp, live = self.agreeing()[1], self.live()
+        if self.is_too_late():
+            return "most peers have nothing more to offer"
+        if not self.heard():
+            return "the links of all who were ready are broken"
+        if self._is_made(camp, now):
+            return "as many others have made this round already"
+        if self._suffices(camp, now):
+            return ""
+        waited = f"within {waited_s:.1f} s"
+        if len(self.readies) > len(camp):
+            return f"only {len(camp)} of {len(live)} live peers were ready with equal states {waited}"
+        missing = named([peer for peer in live if peer not in camp])
+        return f"only {len(camp)} of {len(live)} live peers were ready {waited} (missing {missing})"
 
 
 class Gathering:
@@ -80,8 +164,7 @@ class Gathering:
         self._behind: set[PeerId] = set()
         """Peers one round behind that are worth waiting for."""
         self.give_up_at = now + max(adaptive_s, bounds.GATHER_CAP_S)
-        self._is_overdue = self._awaits_most = False
-        self._referral = Referral(roster, now)
+        self._is_overdue = False
         self._least_s = gather_least_s(cap_s, swarm.my_step_s())
         self._enough_at: float | None = None
         """Since when those who are ready may begin."""
@@ -91,22 +174,9 @@ class Gathering:
         self.roster.readies[sender] = message
         if self._enough_at is None and not self.shortage(now):
             self._enough_at = now
-        if self._referral.send({sender}, now):
-            self._tell_waiting(sender, 0.0)
-        else:
-            self._promise(sender, now)
-        self._keep_most(now)
-
-    def _keep_most(self, now: float) -> None:
-        for peer in self._referral.kept():
-            self._promise(peer, now)
-
-    def _promise(self, peer: PeerId, now: float) -> None:
-        self._tell_waiting(peer, max(bounds.SOON_S, self._next_at() - now))
-
-    def _tell_waiting(self, peer: PeerId, within_s: float) -> None:
-        fragment, round_ = self.roster.fragment, self.roster.round
-        self._outlet.send(peer, Waiting(fragment=fragment, round=round_, begins_within_s=within_s))
+        fragment, round_, within_s = self.roster.fragment, self.roster.round, self.get_timer() - now
+        receipt = Waiting(fragment=fragment, round=round_, begins_within_s=max(0.0, within_s))
+        self._outlet.send(sender, receipt)
 
     def shortage(self, now: float) -> str:
         """Why no round may begin; empty if one may."""
@@ -115,30 +185,16 @@ class Gathering:
     # ---- time
 
     @property
-    def deadline_s(self) -> float:
-        """From the first READY: how long the others are waited for."""
-        least_s = self._cadence.behind_s if self._behind else 0.0
-        return max(self._adaptive_s, least_s, self._cadence.last_gather_s if self.roster.is_last else 0.0)
-
-    @property
     def close_at(self) -> float:
-        return self.first_at + self.deadline_s
-
-    @property
-    def _heals_until(self) -> float:
-        period_s = self._cadence.period_s
-        return self.first_at + min(bounds.GATHER_CAP_S, period_s or bounds.GATHER_CAP_S)
+        """Until when the others are waited for."""
+        least_s = self._cadence.behind_s if self._behind else 0.0
+        last_s = self._cadence.last_gather_s if self.roster.is_last else 0.0
+        return self.first_at + max(self._adaptive_s, least_s, last_s)
 
     def get_timer(self) -> float:
-        next_at = self._next_at()
-        return next_at if self._referral.has_looked else min(next_at, self._referral.looks_at)
-
-    def _next_at(self) -> float:
         """The deadline; once that has passed without a majority, the end of all patience."""
         if not self._is_overdue:
             return self.close_at
-        if self._awaits_most:
-            return min(self._heals_until, self.give_up_at)
         return self.give_up_at if self._enough_at is None else min(self._grace_until, self.give_up_at)
 
     @property
@@ -149,42 +205,22 @@ class Gathering:
         return 0.0 if self._enough_at is None else self._enough_at + self._least_s
 
     def may_close(self, moved: frozenset[PeerId], now: float) -> bool:
-        """Whether to begin, or to give up; if neither, who is ready may be sent on. ``moved``: peers known to
-        have reached ``round - 1``."""
-        if self._is_over(moved, now):
-            return True
-        if now >= self._referral.looks_at:
-            self._referral.has_looked = True
-            for peer in self._referral.send(set(self.roster.readies), now):
-                self._tell_waiting(peer, 0.0)
-        self._keep_most(now)
-        return False
-
-    def _is_over(self, moved: frozenset[PeerId], now: float) -> bool:
-        """As ``may_close``. A majority that is missing is waited for up to the cap: an abort
-        would cost the early ones a whole round, and waiting costs nobody a training step."""
+        """Whether to begin, or to give up. ``moved``: peers known to have reached ``round - 1``. A majority
+        that is missing is waited for up to the cap: an abort would cost the early ones a whole round, and
+        waiting costs nobody a training step."""
         if self.roster.is_too_late():
             return True
         self._look_behind(moved)
         self._is_overdue = now >= self.close_at
         is_complete = self._is_complete(moved)
-        if self._is_overdue or is_complete:
-            late = self.roster.is_late(self.roster.agreeing()[1], now)
-            # After the abort we ask them: waiting is no help.
-            if late or now >= self.give_up_at or self._is_hopeless(now):
-                return True
-            if not self.shortage(now):
-                return is_complete or now >= self._grace_until
-            self._enough_at = None
+        if not self._is_overdue and not is_complete:
+            return False
+        if now >= self.give_up_at or self.roster.is_late(self.roster.agreeing()[1], now):
+            return True  # to ask those that have made it
+        if not self.shortage(now):
+            return is_complete or now >= self._grace_until
+        self._enough_at = None
         return False
-
-    def _is_hopeless(self, now: float) -> bool:
-        """Whether no camp can begin whoever still comes: the states differ, and only ``heal`` helps. That
-        takes most of the swarm, which is waited for as long as between two rounds: their READYs may always be
-        further apart than the deadline."""
-        may_begin, may_heal = self.roster.prospects(now)
-        self._awaits_most = not may_begin and may_heal and now < self._heals_until
-        return not may_begin and not self._awaits_most
 
     # ---- who else comes
 
@@ -197,8 +233,7 @@ class Gathering:
         missing = [peer for peer in working if peer not in self.roster.readies and peer not in moved]
         versions = ((peer, self._swarm.version_of(peer, fragment)) for peer in missing)
         late = [p for p, at in versions if at == before or (at == before + 1 and p in was_behind)]
-        behind = set(filter(self._swarm.replays.is_awaited, late))
-        self._behind = behind if len(behind) >= BEHIND_LEAST * len(working) else set()
+        self._behind = set(filter(self._swarm.replays.is_awaited, late))
 
     def _is_complete(self, moved: frozenset[PeerId]) -> bool:
         """Whether nobody is left to wait for. A peer known to be elsewhere, or to be always late, is not
@@ -241,16 +276,13 @@ class Gathering:
         fragment, round_ = self.roster.fragment, self.roster.round
         group = sorted(coordination_order(camp, fragment, round_)[:MAX_MEMBERS])
         self._tell_behind(digest, camp)
-        shape = self._swarm.shape
-        own_upload, assumed = self._swarm.my_upload_bytes_per_s(), shape.assumed_upload_bytes_per_s
-        division = divide(
-            shape.blocks[fragment], shape.block_bytes, {peer: self._rates(peer) for peer in group},
-            (fragment, round_), self._cadence.cheap_s, own_upload, assumed,
-        )  # fmt: skip
-        parts_s = parts_deadline_s(division.transfer_s, observed, shape.parts_cap_s)
+        rates = {peer: self._rates(peer) for peer in group}
+        division = divided(self._swarm, self._cadence, (fragment, round_), rates)
+        parts_cap_s = self._swarm.shape.parts_cap_s
+        parts_s = parts_deadline_s(division.transfer_s, observed, parts_cap_s)
         live = self.roster.live_count(len(group))
         if 2 * len(group) <= live + 1:  # no round comes of it if the means are late anywhere
-            parts_s = min(SAFETY * parts_s, shape.parts_cap_s)
+            parts_s = min(SAFETY * parts_s, parts_cap_s)
         parts = zip(division.owners, division.ranges, division.senders, strict=True)
         begin = Begin(
             key=RoundKey(fragment=fragment, round=round_),
@@ -276,14 +308,8 @@ class Gathering:
         )
 
     def refuse(self, reason: str) -> None:
-        """No round begins. If most of the swarm is here, it holds several histories and none has a majority:
-        the others are told to adopt the state of the strongest camp, or nobody would ever begin again."""
-        told = sorted(self.roster.readies)
-        if self.roster.may_heal():
-            digest, camp = self.roster.agreeing()
-            self._tell_behind(digest, camp)
-            told = self.roster.alike(digest)
-        for peer in told:
+        """No round begins."""
+        for peer in sorted(self.roster.readies):
             fragment, round_ = self.roster.fragment, self.roster.round
             self._outlet.send(peer, Waiting(fragment=fragment, round=round_, refusal=reason))
 
@@ -291,6 +317,15 @@ class Gathering:
         fragment, round_ = self.roster.fragment, self.roster.round
         for peer in sorted(self.roster.readies.keys() - set(self.roster.alike(digest))):
             self._outlet.send(peer, behind_message(fragment, round_, round_ - 1, digest, camp))
+
+
+def divided(swarm: Swarm, cadence: Cadence, place: tuple[int, int], rates: dict[PeerId, Rates]) -> Division:
+    """How the round at ``place`` (fragment, round) is divided among the members of ``rates``."""
+    shape, upload = swarm.shape, swarm.my_upload_bytes_per_s()
+    return divide(
+        shape.blocks[place[0]], shape.block_bytes, rates, place, cadence.cheap_s, upload,
+        shape.assumed_upload_bytes_per_s,
+    )  # fmt: skip
 
 
 def attempt_nonce(me: PeerId, fragment: int, round_: int, counter: int, now: float) -> bytes:

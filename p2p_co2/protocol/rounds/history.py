@@ -21,13 +21,16 @@ def _workers(outcome: Outcome) -> frozenset[str]:
     return frozenset(one.peer for part in outcome.parts for one in part.contributors)
 
 
+def is_in_all(outcome: Outcome, me: PeerId) -> bool:
+    """Whether a slice of ours is in every part of a committed mean."""
+    return all(any(one.peer == me for one in part.contributors) for part in outcome.parts)
+
+
 class History:
     """The last ``KEEP_DECISIONS`` commits of one fragment, and the attempts that ended."""
 
     def __init__(self) -> None:
         self._commits: OrderedDict[int, tuple[Decision, Outcome]] = OrderedDict()
-        self._workers: dict[int, frozenset[str]] = {}
-        """Of each kept commit, whose slices are in its mean."""
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         self._joined: deque[tuple[int, bytes, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         """Attempts that we were in, and in which others may have counted us: round, id, and which offer
@@ -41,8 +44,6 @@ class History:
             self._commits[outcome.key.round] = (decision, outcome)
             while len(self._commits) > bounds.KEEP_DECISIONS:
                 self._commits.pop(min(self._commits))
-            counted = _workers(outcome)
-            self._workers = {round_: self._workers.get(round_, counted) for round_ in self._commits}
 
     def end(self, attempt: bytes) -> None:
         """Remember an attempt that is over, so that its stragglers are recognised."""
@@ -73,11 +74,8 @@ class History:
         self._left.extend(later)
 
     def join(self, round_: int, attempt: bytes, offer_id: bytes) -> None:
-        """We are in an attempt, and not alone, or somebody listens: what we offer there may be counted,
-        whatever we hear of it."""
-        joined = (round_, attempt, offer_id)
-        if joined not in self._joined:  # each of those that listen calls this
-            self._joined.append(joined)
+        """We are in an attempt, and not alone: what we offer there may be counted, whatever we hear of it."""
+        self._joined.append((round_, attempt, offer_id))
 
     def was_elsewhere(self, outcome: Outcome) -> bool:
         """Whether we were in another attempt at the round of a commit."""
@@ -89,9 +87,8 @@ class History:
         heard of it, or all that we offered last is in it. (Earlier offers for its round held no more.)"""
         offered = [offer_id for round_, _, offer_id in self._joined if round_ == outcome.key.round]
         asked = next((member.offer_id for member in outcome.members if member.peer == me), None)
-        is_whole = all(any(one.peer == me for one in part.contributors) for part in outcome.parts)
         is_known = self.commit(outcome.key.round) is not None
-        return is_known or (bool(offered) and is_whole and asked == offered[-1])
+        return is_known or (bool(offered) and is_in_all(outcome, me) and asked == offered[-1])
 
     def forget(self, round_: int) -> None:
         """Drop a commit and all after it: its bytes are nowhere to be had, or it is of another history."""
@@ -103,7 +100,7 @@ class History:
 
     def has_worked(self, peer: PeerId) -> bool:
         """Whether a slice of ``peer`` is in one of the kept commits."""
-        return any(peer in workers for workers in self._workers.values())
+        return any(peer in _workers(outcome) for _, outcome in list(self._commits.values()))
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``."""

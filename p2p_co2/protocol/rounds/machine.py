@@ -46,7 +46,7 @@ from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.system.memory import Buffer
 
-_Keyed = wire.Begin | wire.Part | wire.Mean | wire.Result | wire.Listen | wire.AskOutcome
+_Keyed = wire.Begin | wire.Part | wire.Mean | wire.Result | wire.AskOutcome
 
 
 class Rounds:
@@ -66,8 +66,7 @@ class Rounds:
         self._swarm.repute.emit = self._outlet.emit
         histories = [History() for _ in shape.blocks]
         self._coordination = Coordination(
-            self._swarm, self._outlet, len(shape.blocks),
-            known=lambda place: histories[place[0]].commit(place[1]),
+            self._swarm, self._outlet, histories,
             joined_until=lambda place: self._fragments[place[0]].joined_until(place[1]),
         )  # fmt: skip
         self._fragments = [
@@ -231,10 +230,6 @@ class Rounds:
         offers = ((index, fragment.waiting()) for index, fragment in enumerate(self._fragments))
         return [OpenOffer(index, *waiting) for index, waiting in offers if waiting is not None]
 
-    def offered_at(self) -> list[float | None]:
-        """By fragment, since when our offer waits; None where there is none."""
-        return [None if f.offer is None else f.offered_at for f in self._fragments]
-
     def held(self) -> dict[str, tuple[int, int]]:
         """What is held of the kinds that strangers can make grow: (now, at most) by the name of the bound;
         of the fragment that has least room left."""
@@ -279,7 +274,7 @@ class Rounds:
             case wire.Ready():
                 fragment = self._place(message)
                 mine = (fragment.version, fragment.digest)
-                self._coordination.on_ready(message, sender, fragment.history, mine, now)
+                self._coordination.on_ready(message, sender, mine, now)
             case wire.Waiting():
                 self._place(message).on_waiting(message, sender, now)
             case wire.Behind():
@@ -292,8 +287,6 @@ class Rounds:
                 self._keyed(message).on_result(message, sender, now)
             case wire.AskOutcome():
                 self._keyed(message).on_ask(message, sender)
-            case wire.Listen():
-                self._on_listen(message, sender, now)
             case wire.Decision():
                 outcome = open_decision(message, self._run, self._shape)
                 self._fragments[outcome.key.fragment].on_decision(message, outcome, sender, now)
@@ -307,12 +300,3 @@ class Rounds:
 
     def _keyed(self, message: _Keyed) -> FragmentRounds:
         return self._fragments[read_key(message.key, self._shape)[0]]
-
-    def _on_listen(self, message: wire.Listen, sender: PeerId, now: float) -> None:
-        check_place(message.key.fragment, message.key.round, self._shape)
-        if not self._swarm.is_live(sender):
-            raise RemoteProtocolError("unknown peer", "LISTEN")
-        if not message.key.attempt:
-            self._coordination.on_listen(message, sender, now)
-        else:
-            self._keyed(message).on_listen(message, sender)

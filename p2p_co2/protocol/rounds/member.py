@@ -28,16 +28,16 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.ballot import Ballot
-from p2p_co2.protocol.rounds.certificate import DECISION_CONTEXT, TELLERS, outcome_of, tellers_of
-from p2p_co2.protocol.rounds.events import Offer, Refused
+from p2p_co2.protocol.rounds.certificate import DECISION_CONTEXT, TELLERS, outcome_of, signers_of, tellers_of
+from p2p_co2.protocol.rounds.deadline import SAFETY
+from p2p_co2.protocol.rounds.events import Committed, Offer, OutcomeWithoutBytes, Refused
 from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.limits import MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import AskOutcome, Decision, LostPart, Outcome, Result
 
-RESEND_S = 2.0
-"""A RESULT is repeated after this, then after twice as long and so on."""
-SPEAK_S = 0.5
+SPEAK_S = bounds.GRACE_S / 4
 """Once somebody lacks the mean of a lost owner, all that lack or hold it say so within this."""
 
 
@@ -65,7 +65,7 @@ class Member:
         self._outcome = b""
         self._told: Result | None = None
         self._ends_at = now + attempt.result_within_s + bounds.GRACE_S
-        self._again_at, self._again_s = now + RESEND_S, RESEND_S
+        self._again_at, self._again_s = now + bounds.GRACE_S, bounds.GRACE_S
         self._settles_at: float | None = None
         """When lost parts are given away, after the first was told of."""
         self._has_settled = False
@@ -104,7 +104,6 @@ class Member:
                 self._tell_lost(now)
         if self._settle_lost(now):
             self._tell_lost(now)
-        self.exchange.play()
         if self._ballot.leading() and self.certificate is None:
             self.certificate = self._ballot.certificate(self._outcome) if self._outcome else None
             if self.certificate is None and self._again_s > SPEAK_S:  # others have it: ask soon
@@ -136,7 +135,7 @@ class Member:
     def _tell(self, message: Result, now: float) -> None:
         self._told = message
         self._ballot.hear(message, self._swarm.me)
-        self._again_s, self._again_at = RESEND_S, now + RESEND_S
+        self._again_s, self._again_at = bounds.GRACE_S, now + bounds.GRACE_S
         for peer in self.attempt.shares:
             if peer != self._swarm.me:
                 self._outlet.send(peer, message)
@@ -157,7 +156,7 @@ class Member:
         if handed_on:
             self._ends_at = max(self._ends_at, now + within_s)
         else:  # somebody holds what is late: it comes over a slower line than was thought
-            late_s = bounds.COMPLETE_DEADLINES * self.attempt.parts_within_s + bounds.GRACE_S
+            late_s = SAFETY * self.attempt.parts_within_s + bounds.GRACE_S
             self._ends_at = max(self._ends_at, self.begun_at + within_s + late_s)
         return handed_on
 
@@ -165,7 +164,7 @@ class Member:
         """Give the attempt up: it is over once all live members have."""
         if self.phase is Phase.LEAVING:
             return
-        self.phase, self.reason = Phase.LEAVING, reason[: bounds.MAX_REASON]
+        self.phase, self.reason = Phase.LEAVING, reason[:MAX_STRING]
         self._ends_at = now + self.attempt.result_within_s + 2 * bounds.GRACE_S
         self._tell(Result(key=self.attempt.key(), gave_up=True), now)
         self.check(now)
@@ -243,3 +242,65 @@ class Member:
                 self._outlet.send(peer, AskOutcome(key=self.attempt.key()))
         self._again_s *= 2
         self._again_at = now + self._again_s
+
+
+def without_bytes(decision: Decision, outcome: Outcome, swarm: Swarm, ended: bool) -> OutcomeWithoutBytes:
+    """A commit that we lack the mean of. ``ended``: whether it ends our offer. Those who signed it
+    hold the bytes."""
+    donors = tuple(peer for peer in signers_of(decision, outcome) if peer != swarm.me)
+    key = outcome.key
+    return OutcomeWithoutBytes(key.fragment, key.round, decision.SerializeToString(), donors, ended)
+
+
+class Completion:
+    """A member whose round has committed before all means had come: a slow link is not waited for, but what
+    is on its way to it is not thrown away either.
+
+    Law: it waits as long as pieces keep coming and their owners live, at most ``SAFETY``
+    times as long as owners waited for slices, and then says so: the bytes are fetched from donors instead. So
+    an owner that sends its mean a drop at a time keeps nobody from the swarm's next versions.
+    """
+
+    def __init__(
+        self, member: Member, decision: Decision, outcome: Outcome, swarm: Swarm, now: float
+    ) -> None:
+        self.decision, self.outcome = decision, outcome
+        self.has_stalled = not member.may_complete(outcome)
+        self._member, self._swarm = member, swarm
+        within_s = member.attempt.parts_within_s
+        self._patience_s = max(bounds.GRACE_S, within_s)
+        most_s = max(bounds.GATHER_CAP_S, SAFETY * within_s)
+        self._give_up_at = now + min(most_s, swarm.shape.round_cap_s)
+        self.came(now)
+
+    def committed(self, offered_at: float, now: float) -> Committed | None:
+        """How the round ended, once all means are here and are what was committed."""
+        member, attempt = self._member, self._member.attempt
+        mean = member.agreed_mean(self.outcome)
+        if mean is None:
+            return None
+        return Committed(
+            fragment=attempt.fragment, round=attempt.round, decision=self.decision.SerializeToString(),
+            mean=mean, group=tuple(attempt.shares), coordinator=attempt.coordinator,
+            duration_s=now - offered_at, begun_s=member.begun_at - offered_at,
+            parts_s=member.exchange.parts_at - offered_at, means_s=member.means_at - offered_at,
+        )  # fmt: skip
+
+    def came(self, now: float) -> None:
+        """A piece of a mean has come."""
+        self._stalls_at = now + self._patience_s
+
+    def overtaken(self, now: float) -> None:
+        """The next round has committed: its members send no more of this one's means than is on its way."""
+        self._patience_s = bounds.GRACE_S
+        self.came(now)
+
+    def peers_changed(self, now: float) -> None:
+        if any(not self._swarm.is_live(owner) for owner in self._member.exchange.owners_of_missing()):
+            self._stalls_at = min(self._stalls_at, now + bounds.GRACE_S)
+
+    def get_timer(self) -> float:
+        return min(self._stalls_at, self._give_up_at)
+
+    def handle_timer(self, now: float) -> None:
+        self.has_stalled = self.has_stalled or now >= self.get_timer()

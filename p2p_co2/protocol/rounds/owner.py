@@ -13,19 +13,18 @@ from collections.abc import Collection
 from functools import lru_cache
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
-from p2p_co2.protocol.rounds.assembly import LAST_PIECE_S, Assembly, pieces
+from p2p_co2.protocol.rounds import bounds
+from p2p_co2.protocol.rounds.assembly import Assembly, pieces
 from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import ReduceJob, ReduceWanted, Slice
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
-from p2p_co2.protocol.wire.bulk import with_data
+from p2p_co2.protocol.wire.envelope import with_data
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Contributor, Mean, Part
 from p2p_co2.system.memory import Buffer
 
 Contributors = tuple[tuple[PeerId, float], ...]
-LISTS_KEPT = 16
-"""Lists of contributors that are kept as messages name them: nearly always all parts of a round have one."""
 
 
 class Room:
@@ -212,9 +211,9 @@ class PartJob:
         return contributors
 
 
-@lru_cache(LISTS_KEPT)
+@lru_cache(2 * bounds.KEEP_DECISIONS)
 def list_contributors(contributors: Contributors) -> list[Contributor]:
-    """As messages name them; never written to."""
+    """As messages name them, never written to: nearly always all parts of a round have one list."""
     return [Contributor(peer=peer, weight=weight) for peer, weight in contributors]
 
 
@@ -225,7 +224,7 @@ def send_mean(
     """The encoded mean of a part, in pieces, to all other members, or ``to`` others."""
     listed = list_contributors(contributors)
     others = to or [peer for peer in attempt.shares if peer != outlet.me]
-    for offset, data in pieces(memoryview(mean), swarm.piece_bytes(others, LAST_PIECE_S)):
+    for offset, data in pieces(memoryview(mean), swarm.piece_bytes(others)):
         head = Mean(
             key=attempt.key(), part=part, generation=generation, offset=offset, total=len(mean),
             contributors=[] if offset else listed,

@@ -9,8 +9,7 @@ as a linear programme). What a slower member cannot avoid is its own payload: on
 round. So a link ten times slower brings a tenth of its work to each round and holds nobody up.
 
 An owner's share is cut into several parts where it is large enough, and each is averaged and sent back as
-soon as its slices are there: means travel while later slices do, so a link has something to carry from BEGIN
-to the end. With one part to each owner it would stand idle between the two, for as long as the slowest slice.
+soon as its slices are there: means travel while later slices do, so no link stands idle between the two.
 
 Laws: the parts are the whole, every block is in exactly one part, in order; every owner sends all its slices;
 over the rounds a slow member's parts go through the whole fragment, evenly but at random. Unknown rates count
@@ -18,7 +17,7 @@ as the mean of the known ones, and a boast as ``FASTEST_SHARE`` times the median
 ``FASTEST_BYTES_PER_S``. What one member says of its
 link can make the others wait for a link of that kind, and no longer.
 
-Price: more parts make votes longer and messages more; ``PIPELINED_PARTS`` and ``MAX_PARTS`` bound that, and
+Price: more parts make votes longer and messages more; ``PIPELINED_PARTS`` and ``MAX_MEMBERS`` bound that, and
 nobody's claim to be slow makes parts smaller than ``FINEST_BYTES``, whose messages would cost the others more
 than their bytes. What is too little for such a part is brought now and then, as one.
 """
@@ -35,11 +34,10 @@ from typing import NamedTuple
 
 from p2p_co2.protocol.rounds.bounds import (
     ASSUMED_UPLOAD_BYTES_PER_S,
-    MAX_PARTS,
     OWNED_PAYLOADS,
 )
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
+from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_PIECE_BYTES
 
 FASTEST_SHARE = 16.0
 FASTEST_BYTES_PER_S = 25e6
@@ -75,7 +73,7 @@ class Rates(NamedTuple):
     upload: float
     download: float = 0.0
     owning: float = 1.0
-    """Of the upload, what is believed where it averages for others (``lateness``)."""
+    """Of the upload, what is believed where it averages for others (``repute``)."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,7 @@ def parts_each(payload_bytes: float, members: int, uploads_bytes_per_s: Sequence
 def _pipelined_bytes(payload_bytes: float, members: int, uploads_bytes_per_s: Sequence[float]) -> float:
     """How large the parts are that a pipeline wants. Unknown rates (0) are counted: few boasts make no parts
     coarser."""
-    most = min(PIPELINED_PARTS, max(1, MAX_PARTS - members))
+    most = min(PIPELINED_PARTS, max(1, MAX_MEMBERS - members))
     typical = median_low(uploads_bytes_per_s or [0.0])
     return max(PIPELINED_BYTES, payload_bytes / most, min(MAX_PIECE_BYTES, PIPELINED_S * typical))
 
@@ -235,14 +233,14 @@ def _cut(
     block_bytes: int,
     pipelined_bytes: float,
 ) -> tuple[tuple[BlockRange, ...], tuple[PeerId, ...]]:
-    """Ranges and their owners, in blocks: no part larger than ``finest`` where ``MAX_PARTS`` and
+    """Ranges and their owners, in blocks: no part larger than ``finest`` where ``MAX_MEMBERS`` and
     ``FINEST_BYTES`` allow it, and a share in as many parts of ``pipelined_bytes`` as there are."""
     whole = [
         (owner, part)
         for owner, part in zip(members, _edges(blocks, shares), strict=True)
         if part.stop > part.start
     ]
-    most = max(1, MAX_PARTS - len(whole))
+    most = max(1, MAX_MEMBERS - len(whole))
     size = max(1.0, finest, blocks / most)
     pipelined = max(1.0, pipelined_bytes / block_bytes)
     ranges: list[BlockRange] = []

@@ -1,31 +1,39 @@
-"""Coordinators whose rounds came to nothing are asked last for a while.
-
-A coordinator can only fail to form a group; what is committed is proved by its members. So one number for
-each peer is enough: after the second time in a row it is passed over for ``FIRST_S``, then twice as long each
-time, until a round of its own is committed. Each fragment counts for itself: a liar about one may serve the
-others well. Price: each peer judges by what it sees; an honest coordinator with a bad line is passed over,
-too.
-"""
+"""What a peer remembers of the others: coordinators whose rounds came to nothing, owners that were late."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from statistics import median_low
 
+from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.events import Distrusted
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 
 FIRST_S, LONGEST_S = 60.0, 3600.0
+LATE = 2.0
+"""Times as long as the middle one of the owners: links differ, and slices reach one owner sooner."""
+HARDEST, LEAST = 1 / 4, 1 / 64
+"""What one round, and all rounds, may leave of an owner's claim."""
+FORGIVING = 1.1
+"""For each round without being late."""
 
 
 class Repute:
-    """What this peer remembers of the others: by (peer, fragment), (times, until when)."""
+    """Coordinators whose rounds came to nothing: they are asked last for a while.
+
+    A coordinator can only fail to form a group; what is committed is proved by its members. So one number for
+    each peer is enough: after the second time in a row it is passed over for ``FIRST_S``, then twice as long
+    each time, until a round of its own is committed. Each fragment counts for itself: a liar about one may
+    serve the others well. Price: an honest coordinator with a bad line is passed over, too.
+    """
 
     def __init__(self) -> None:
         self.emit: Callable[[Distrusted], None] = lambda news: None
         """Hears when somebody is asked last from now on, and why."""
         self._failed: OrderedDict[tuple[PeerId, int], tuple[int, float]] = OrderedDict()
+        """By (peer, fragment): times, until when."""
 
     def failed(self, peer: PeerId, fragment: int, why: str, now: float) -> None:
         times, until = self._failed.pop((peer, fragment), (0, now))
@@ -49,3 +57,43 @@ class Repute:
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``."""
         return {"MAX_REMEMBERED": (len(self._failed), MAX_PEERS)}
+
+
+class Lateness:
+    """What is believed of each peer's claim to be a fast owner, from 1 (all of it) down to ``LEAST``.
+
+    A round is divided so that all owners are done at about the same time (``parts``). An owner whose last
+    mean comes much later than the others' has a slower link than it claims, or works against the round. So
+    every member measures each owner from BEGIN to its last mean, and when it coordinates it gives a late one
+    a smaller share. Laws: only shares of the averaging follow from this, never whose slices count. Time is
+    compared with the other owners' of the same round, so a slow swarm blames nobody; only where there is no
+    other owner, with the deadline for slices. Price: a late owner is tried again in the end, since links get
+    better, and costs a late round then, one in about fifteen.
+    """
+
+    def __init__(self) -> None:
+        self._believed: dict[PeerId, float] = {}
+        """Of those that were late."""
+
+    def of_claim(self, peer: PeerId) -> float:
+        return self._believed.get(peer, 1.0)
+
+    def owners_took(self, took_s: Mapping[PeerId, float], parts_within_s: float) -> None:
+        """A round is over. ``took_s``: by owner, this peer too if it was one, seconds from BEGIN to its last
+        mean; what has not come counts up to now. ``parts_within_s``: as in BEGIN."""
+        self._forgive()
+        fair_s = median_low(took_s.values()) if len(took_s) > 1 else parts_within_s
+        late_s = LATE * fair_s if len(took_s) > 1 else fair_s
+        for peer, owner_s in took_s.items():
+            if owner_s > late_s and owner_s - fair_s > bounds.CHEAP_S:
+                share = max(HARDEST, fair_s / owner_s)
+                self._believed[peer] = max(LEAST, self.of_claim(peer) * share)
+
+    def keep(self, live: Collection[PeerId]) -> None:
+        """Forget peers that are gone."""
+        if self._believed:
+            self._believed = {peer: share for peer, share in self._believed.items() if peer in live}
+
+    def _forgive(self) -> None:
+        believed = {peer: share * FORGIVING for peer, share in self._believed.items()}
+        self._believed = {peer: share for peer, share in believed.items() if share < 1}

@@ -13,13 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from google.protobuf.message import Message
 
-from p2p_co2.protocol.rounds.assembly import FINEST_PIECES, PIECE_S, piece_bytes
-from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST, MAX_NAMED, MAX_UPLOAD_BYTES_PER_S
+from p2p_co2.protocol.rounds.assembly import FINEST_PIECES, LAST_PIECE_S, piece_bytes
+from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST, MAX_NAMED
 from p2p_co2.protocol.rounds.deadline import Punctuality
 from p2p_co2.protocol.rounds.events import PayloadShape, PeerView, RoundsEvent
-from p2p_co2.protocol.rounds.lateness import Lateness
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.rounds.repute import Repute
+from p2p_co2.protocol.rounds.repute import Lateness, Repute
 from p2p_co2.protocol.wire.identity import PeerId
 
 
@@ -53,8 +52,8 @@ class Swarm:
         self.lateness = Lateness()
         """Of owners."""
         self.repute = Repute()
-        self._pieces_of: tuple[object, object, float, float, int] = (None, None, 0.0, 0.0, 0)
-        """What ``piece_bytes`` was asked last (receivers, ``live``, upload, time), and said."""
+        self._pieces_of: tuple[object, object, float, int] = (None, None, 0.0, 0)
+        """What ``piece_bytes`` was asked last (receivers, ``live``, upload), and said."""
         self.last_readies = Punctuality()
         """The same at the end of a run, where everybody is waited for longer."""
         self.replays = Punctuality()
@@ -156,20 +155,19 @@ class Swarm:
         view = self.live.get(peer)
         return view.digests[fragment] if view is not None and fragment < len(view.digests) else None
 
-    def piece_bytes(self, receivers: Collection[PeerId], within_s: float = PIECE_S) -> int:
-        """How large the pieces of what goes to all ``receivers`` at once may be, each to be gone
-        ``within_s``."""
+    def piece_bytes(self, receivers: Collection[PeerId]) -> int:
+        """How large the pieces of what goes to all ``receivers`` at once may be."""
         upload = self.my_upload_bytes_per_s() or self.shape.assumed_upload_bytes_per_s
         known = self._pieces_of
-        if known[0] is receivers and known[1] is self.live and known[2:4] == (upload, within_s):
-            return known[4]  # asked for each part of a round
+        if known[0] is receivers and known[1] is self.live and known[2] == upload:
+            return known[3]  # asked for each part of a round
         views = [self.live[peer] for peer in receivers if peer in self.live and peer != self.me]
         rates = [upload / max(1, len(views)), *(view.download_bytes_per_s for view in views)]
-        size, coarse = piece_bytes(rates, within_s), piece_bytes(rates)
+        size, coarse = piece_bytes(rates, LAST_PIECE_S), piece_bytes(rates)
         payload_bytes = min(self.shape.blocks) * self.shape.block_bytes
         while size < coarse and 2 * size * FINEST_PIECES <= payload_bytes:
             size = min(2 * size, coarse)
-        self._pieces_of = receivers, self.live, upload, within_s, size
+        self._pieces_of = receivers, self.live, upload, size
         return size
 
     def my_download_bytes_per_s(self) -> float:
@@ -181,7 +179,7 @@ class Swarm:
         return self.live[self.me].step_s
 
     def my_upload_bytes_per_s(self) -> float:
-        return min(max(self.live[self.me].upload_bytes_per_s, 0.0), MAX_UPLOAD_BYTES_PER_S)
+        return max(self.live[self.me].upload_bytes_per_s, 0.0)
 
 
 class Outlet:

@@ -42,7 +42,7 @@ class Cost(Enum):
 
 
 class Role(Enum):
-    """What a piece is a piece of: it has ``data``, which lies beside the message (``bulk``)."""
+    """What a piece is a piece of: its ``data`` lies beside the message (``envelope``)."""
 
     SLICE = auto()
     MEAN = auto()
@@ -99,7 +99,6 @@ _TABLE = (
     Kind(wire.Decision, Machine.ROUNDS),
     Kind(wire.AskOutcome, Machine.ROUNDS),
     Kind(wire.Behind, Machine.ROUNDS),
-    Kind(wire.Listen, Machine.ROUNDS),
     Kind(wire.Fetch, Machine.CATCHUP, Cost.QUESTION),
     Kind(wire.Manifest, Machine.CATCHUP, is_asked_for=True),
     Kind(wire.Chunk, Machine.CATCHUP, Cost.BULK, is_asked_for=True),

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Envelope(_message.Message):
-    __slots__ = ("version", "run", "ping", "pong", "leave", "ready", "waiting", "begin", "part", "mean", "result", "decision", "ask_outcome", "behind", "listen", "fetch", "manifest", "chunk", "refusal", "model_table", "neighbour", "forward", "backward", "declined", "dropped")
+    __slots__ = ("version", "run", "ping", "pong", "leave", "ready", "waiting", "begin", "part", "mean", "result", "decision", "ask_outcome", "behind", "fetch", "manifest", "chunk", "refusal", "model_table", "neighbour", "forward", "backward", "declined", "dropped")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -23,7 +23,6 @@ class Envelope(_message.Message):
     DECISION_FIELD_NUMBER: _ClassVar[int]
     ASK_OUTCOME_FIELD_NUMBER: _ClassVar[int]
     BEHIND_FIELD_NUMBER: _ClassVar[int]
-    LISTEN_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
@@ -48,7 +47,6 @@ class Envelope(_message.Message):
     decision: Decision
     ask_outcome: AskOutcome
     behind: Behind
-    listen: Listen
     fetch: Fetch
     manifest: Manifest
     chunk: Chunk
@@ -59,10 +57,10 @@ class Envelope(_message.Message):
     backward: Backward
     declined: Declined
     dropped: Dropped
-    def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., listen: _Optional[_Union[Listen, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., model_table: _Optional[_Union[ModelTable, _Mapping]] = ..., neighbour: _Optional[_Union[Neighbour, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., run: _Optional[bytes] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., mean: _Optional[_Union[Mean, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., ask_outcome: _Optional[_Union[AskOutcome, _Mapping]] = ..., behind: _Optional[_Union[Behind, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., model_table: _Optional[_Union[ModelTable, _Mapping]] = ..., neighbour: _Optional[_Union[Neighbour, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("phase", "position", "inner_steps", "tokens", "loss", "versions", "digests", "upload_bytes_per_s", "software", "download_bytes_per_s", "settled", "heartbeat_s", "finished", "process", "model")
+    __slots__ = ("phase", "position", "versions", "digests", "upload_bytes_per_s", "download_bytes_per_s", "settled", "heartbeat_s", "finished", "process", "model")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         JOINING: _ClassVar[Status.Phase]
@@ -75,13 +73,9 @@ class Status(_message.Message):
     PAUSED: Status.Phase
     PHASE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
-    INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LOSS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
-    SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     DOWNLOAD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
@@ -90,20 +84,16 @@ class Status(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     phase: Status.Phase
     position: float
-    inner_steps: int
-    tokens: int
-    loss: float
     versions: _containers.RepeatedScalarFieldContainer[int]
     digests: _containers.RepeatedScalarFieldContainer[bytes]
     upload_bytes_per_s: float
-    software: str
     download_bytes_per_s: float
     settled: bool
     heartbeat_s: float
     finished: bytes
     process: int
     model: int
-    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., position: _Optional[float] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., upload_bytes_per_s: _Optional[float] = ..., software: _Optional[str] = ..., download_bytes_per_s: _Optional[float] = ..., settled: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., finished: _Optional[bytes] = ..., process: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
+    def __init__(self, phase: _Optional[_Union[Status.Phase, str]] = ..., position: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[bytes]] = ..., upload_bytes_per_s: _Optional[float] = ..., download_bytes_per_s: _Optional[float] = ..., settled: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., finished: _Optional[bytes] = ..., process: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("nonce", "sent_at", "status")
@@ -116,16 +106,14 @@ class Ping(_message.Message):
     def __init__(self, nonce: _Optional[int] = ..., sent_at: _Optional[float] = ..., status: _Optional[_Union[Status, _Mapping]] = ...) -> None: ...
 
 class Pong(_message.Message):
-    __slots__ = ("nonce", "ping_sent_at", "answered_at", "status")
+    __slots__ = ("nonce", "ping_sent_at", "status")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     PING_SENT_AT_FIELD_NUMBER: _ClassVar[int]
-    ANSWERED_AT_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     ping_sent_at: float
-    answered_at: float
     status: Status
-    def __init__(self, nonce: _Optional[int] = ..., ping_sent_at: _Optional[float] = ..., answered_at: _Optional[float] = ..., status: _Optional[_Union[Status, _Mapping]] = ...) -> None: ...
+    def __init__(self, nonce: _Optional[int] = ..., ping_sent_at: _Optional[float] = ..., status: _Optional[_Union[Status, _Mapping]] = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("reason",)
@@ -367,14 +355,6 @@ class AskOutcome(_message.Message):
     key: RoundKey
     def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ...) -> None: ...
 
-class Listen(_message.Message):
-    __slots__ = ("key", "state_digest")
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    key: RoundKey
-    state_digest: bytes
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., state_digest: _Optional[bytes] = ...) -> None: ...
-
 class Behind(_message.Message):
     __slots__ = ("fragment", "round", "version", "state_digest", "donors")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
@@ -456,18 +436,16 @@ class Chunk(_message.Message):
     def __init__(self, request: _Optional[int] = ..., what: _Optional[_Union[Fetch.What, str]] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., chunk: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Refusal(_message.Message):
-    __slots__ = ("request", "reason", "newest_version", "again", "serving")
+    __slots__ = ("request", "reason", "newest_version", "again")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
-    SERVING_FIELD_NUMBER: _ClassVar[int]
     request: int
     reason: str
     newest_version: int
     again: bool
-    serving: int
-    def __init__(self, request: _Optional[int] = ..., reason: _Optional[str] = ..., newest_version: _Optional[int] = ..., again: _Optional[bool] = ..., serving: _Optional[int] = ...) -> None: ...
+    def __init__(self, request: _Optional[int] = ..., reason: _Optional[str] = ..., newest_version: _Optional[int] = ..., again: _Optional[bool] = ...) -> None: ...
 
 class PeerRecord(_message.Message):
     __slots__ = ("peer", "run", "maddrs", "grpc_addresses", "certificate_digest", "software", "expires_at")
@@ -488,20 +466,18 @@ class PeerRecord(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., maddrs: _Optional[_Iterable[str]] = ..., grpc_addresses: _Optional[_Iterable[str]] = ..., certificate_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., expires_at: _Optional[float] = ...) -> None: ...
 
 class RunManifest(_message.Message):
-    __slots__ = ("run", "config", "recipe_digest", "software", "published_at", "protocol")
+    __slots__ = ("run", "config", "recipe_digest", "software", "protocol")
     RUN_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     RECIPE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
-    PUBLISHED_AT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     config: bytes
     recipe_digest: bytes
     software: str
-    published_at: float
     protocol: int
-    def __init__(self, run: _Optional[bytes] = ..., config: _Optional[bytes] = ..., recipe_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., published_at: _Optional[float] = ..., protocol: _Optional[int] = ...) -> None: ...
+    def __init__(self, run: _Optional[bytes] = ..., config: _Optional[bytes] = ..., recipe_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class RunPosition(_message.Message):
     __slots__ = ("peer", "run", "position", "versions", "software", "written_at")

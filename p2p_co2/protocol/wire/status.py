@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS, MAX_STRING, MAX_VERSION
+from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS, MAX_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import Status
 
 _DIGEST_LENGTHS = frozenset({32})
@@ -61,6 +61,6 @@ def read_status(status: Status) -> PeerStatus:
         raise RemoteProtocolError("bad status", "versions and digests do not belong together")
     if versions and max(versions) > MAX_VERSION:
         raise RemoteProtocolError("bad status", f"a version of {max(versions)}")
-    if not _DIGEST_LENGTHS.issuperset(map(len, digests)) or len(status.software) > MAX_STRING:
+    if not _DIGEST_LENGTHS.issuperset(map(len, digests)):
         raise RemoteProtocolError("bad status", "a digest has the wrong length")
     return read

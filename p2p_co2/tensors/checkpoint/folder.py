@@ -20,7 +20,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ _FORMAT = "p2p-co2 checkpoint 2"
 _KEPT, _SET_ASIDE = 2, ".set-aside"
 _PIECE = 1 << 18
 """Values that are read at once of what is not a tensor."""
-_Loaded = TypeVar("_Loaded")
 
 
 class Values(Protocol):
@@ -71,9 +70,10 @@ class Checkpoint:
     those that are trained, in order. ``position`` in rounds. ``residuals``: error feedback per fragment.
     Names are plain: without wrappers' prefixes.
 
-    Set by ``load``: ``passed_over``, newer files that were damaged, and how.
+    Set by ``load``: ``path``, the file, and ``passed_over``, newer ones that were damaged, and how.
 
-    Tensors are held, not copied.
+    To sample or evaluate: rebuild the module with the recipe of ``run``, plan its fragments, compare
+    ``plan_digest``, and load ``states[i].params`` as fragment i. Tensors are held, not copied.
     """
 
     run_config_json: str
@@ -87,26 +87,13 @@ class Checkpoint:
     inner: InnerOptimizer = InnerOptimizer("", ())
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
     residuals: Mapping[int, Values] = field(default_factory=dict)
+    path: Path = Path()
     passed_over: tuple[str, ...] = ()
 
-
-@dataclass(frozen=True)
-class Agreed:
-    """What the swarm agreed on, enough to sample or evaluate; as ``Checkpoint``. ``path``: the file.
-
-    Rebuild the module with the recipe, plan its fragments, compare ``plan_digest``, and load
-    ``states[i].params`` as fragment i.
-    """
-
-    run: RunConfig
-    plan_digest: bytes
-    states: tuple[OuterState, ...]
-    buffers: Mapping[str, Tensor]
-    position: float
-    inner_steps: int
-    tokens: int
-    path: Path
-    passed_over: tuple[str, ...] = ()
+    @property
+    def run(self) -> RunConfig:
+        """Raises ``ConfigError`` if the run's settings are of another version."""
+        return RunConfig.from_canonical_bytes(self.run_config_json.encode())
 
 
 class Saving:
@@ -215,59 +202,41 @@ def load(folder: Path) -> Checkpoint:
     Raises ``ConfigError`` if there is none, ``EnvironmentFault`` if there is none that this machine would
     read.
     """
-
-    def build(path: Path, passed_over: tuple[str, ...]) -> Checkpoint:
-        tensors, metadata = tensorfile.read(path, lambda name: True)
-        shared = _shared(tensors, metadata)
-        optimizer_tensors = [
-            tensors[f"optimizer.{index}"] for index in range(len(_of(tensors, "optimizer.")))
-        ]
-        return Checkpoint(
-            run_config_json=metadata["run"],
-            optimizer=_optimizer(metadata, optimizer_tensors),
-            inner=_inner(metadata),
-            parameters=tuple((name, tuple(shape)) for name, shape in json.loads(metadata["parameters"])),
-            residuals={int(index): value for index, value in _of(tensors, "residual.").items()},
-            passed_over=passed_over,
-            **shared,
-        )
-
-    return _newest(folder, build, ", or begin anew (--start-over, start_over=True)")
+    return _newest(folder, lambda name: True, ", or begin anew (--start-over, start_over=True)")
 
 
-def load_agreed(folder: Path) -> Agreed:
-    """The agreed parameters of the newest whole checkpoint in ``folder``, or of the one file that
-    ``folder`` names.
-
-    Memory: the agreed state only. Raises as ``load``, and ``ConfigError`` if the run's settings are of
-    another version.
-    """
-
-    def build(path: Path, passed_over: tuple[str, ...]) -> Agreed:
-        tensors, metadata = tensorfile.read(path, lambda name: name.startswith(("agreed.", "buffer.")))
-        shared = _shared(tensors, metadata)
-        run = RunConfig.from_canonical_bytes(metadata["run"].encode())
-        return Agreed(run=run, path=path, passed_over=passed_over, **shared)
-
-    return _newest(folder, build)
+def load_agreed(folder: Path) -> Checkpoint:
+    """The agreed state and the buffers alone, of the newest whole checkpoint in ``folder`` or of the one file
+    that ``folder`` names: no more than they takes memory. Raises as ``load``."""
+    return _newest(folder, lambda name: name.startswith(("agreed.", "buffer.")))
 
 
-def _shared(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that ``Checkpoint`` and ``Agreed`` share."""
+def _read(path: Path, wanted: Callable[[str], bool], passed_over: tuple[str, ...]) -> Checkpoint:
+    tensors, metadata = tensorfile.read(path, wanted)
     if metadata.get("format") != _FORMAT:
         raise tensorfile.Damaged("not a checkpoint of this version; p2p-co2 of its time goes on from it")
     headers = [bytes.fromhex(header) for header in json.loads(metadata["states"])]
-    return {
-        "states": tuple(
+    optimizer = _of(tensors, "optimizer.")
+    return Checkpoint(
+        run_config_json=metadata["run"],
+        plan_digest=bytes.fromhex(metadata["plan"]),
+        states=tuple(
             state_from_header(header, tensors[f"agreed.{index}.params"], tensors[f"agreed.{index}.momentum"])
             for index, header in enumerate(headers)
         ),
-        "plan_digest": bytes.fromhex(metadata["plan"]),
-        "buffers": _of(tensors, "buffer."),
-        "position": float.fromhex(metadata["position"]),
-        "inner_steps": int(metadata["inner_steps"]),
-        "tokens": int(metadata["tokens"]),
-    }
+        buffers=_of(tensors, "buffer."),
+        optimizer=_optimizer(metadata, [optimizer[str(index)] for index in range(len(optimizer))])
+        if wanted("optimizer.")
+        else {},
+        position=float.fromhex(metadata["position"]),
+        inner_steps=int(metadata["inner_steps"]),
+        tokens=int(metadata["tokens"]),
+        inner=_inner(metadata),
+        parameters=tuple((name, tuple(shape)) for name, shape in json.loads(metadata["parameters"])),
+        residuals={int(index): value for index, value in _of(tensors, "residual.").items()},
+        path=path,
+        passed_over=passed_over,
+    )
 
 
 def _optimizer(metadata: Mapping[str, str], tensors: Sequence[Tensor]) -> Mapping[str, Any]:
@@ -289,13 +258,13 @@ def _of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _newest(folder: Path, build: Callable[[Path, tuple[str, ...]], _Loaded], otherwise: str = "") -> _Loaded:
+def _newest(folder: Path, wanted: Callable[[str], bool], otherwise: str = "") -> Checkpoint:
     """The newest whole checkpoint; ``otherwise``: what else there is to do, in the words of the error."""
     passed_over: list[str] = []
     refused: EnvironmentFault | None = None
     for path in _candidates(folder):
         try:
-            return build(path, tuple(passed_over))
+            return _read(path, wanted, tuple(passed_over))
         except EnvironmentFault as error:  # a bad sector need not have hit the one before it, too
             refused = refused or error
             passed_over.append(f"{path.name}: {error}")

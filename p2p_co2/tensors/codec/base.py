@@ -64,11 +64,15 @@ class Codec(ABC):
         """Bytes of the payload of ``numel`` values."""
         return self.blocks(numel) * self.block_bytes
 
-    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        """Encode ``values`` (fp32 [n]) into uint8 [blocks(n) * block_bytes].
+    def encode(
+        self, values: Tensor, out: Tensor | None = None, *, base: Tensor | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Encode ``values``, or ``base - values`` (fp32 [n]), into uint8 [blocks(n) * block_bytes].
 
-        ``out`` takes the payload if given (same shape and dtype, contiguous). Raises ``ValueError`` if a
-        value is NaN or Inf (training has diverged), ``LocalProtocolError`` for another dtype or shape.
+        ``out`` takes the payload if given (same shape and dtype, contiguous), ``wanted`` the difference (fp32
+        [n]). Raises ``ValueError`` if a value is NaN or Inf (training has diverged), ``LocalProtocolError``
+        for another dtype or shape.
         """
         if (values.dtype, values.dim(), values.device.type) != (torch.float32, 1, "cpu"):
             what = f"{values.dtype} {tuple(values.shape)} on {values.device}"
@@ -78,25 +82,29 @@ class Codec(ABC):
         if out is None:
             out = torch.empty(self.payload_bytes(numel), dtype=torch.uint8, device="cpu")
         must_fit(out, torch.uint8, self.payload_bytes(numel))
-        rows, whole = out.view(-1, self.block_bytes), numel // width
-        if (kernel := self._kernel(values)) is not None:
-            if kernel.encode(None, values, None, out, whole) < whole:
+        rows, end = out.view(-1, self.block_bytes), numel // width * width
+        if (kernel := self._kernel(values, *(() if base is None else (base,)))) is not None:
+            if kernel.encode(base, values, wanted, out, end // width) < end // width:
                 raise ValueError(_NOT_FINITE)
+            left = values[end:] if base is None else base[end:] - values[end:]
+            if wanted is not None:
+                wanted[end:] = left
         else:
-            blocks = values[: whole * width].view(whole, width)
-            for start, stop in _chunks(whole):
+            values = values if base is None else torch.sub(base, values, out=wanted)
+            blocks, left = values[:end].view(-1, width), values[end:]
+            for start, stop in _chunks(len(blocks)):
                 self._encode_blocks(blocks[start:stop], rows[start:stop])
-        if whole * width < numel:
+        if end < numel:
             last = torch.zeros(1, width, dtype=torch.float32, device="cpu")
-            last[0, : numel - whole * width] = values[whole * width :]
-            self._encode_blocks(last, rows[whole:])
+            last[0, : numel - end] = left
+            self._encode_blocks(last, rows[-1:])
         return out
 
     def decode(self, payload: Tensor, out: Tensor | None = None) -> Tensor:
         """Decode ``payload`` (uint8 [k * block_bytes]) into fp32 [k * block_values].
 
-        ``out`` takes the values if given. The payload's bytes must have passed ``check`` if a peer sent
-        them. Raises ``RemoteProtocolError`` if it is not whole blocks.
+        ``out`` takes the values if given. What a peer sent is for ``admit``. Raises ``LocalProtocolError`` if
+        it is not whole blocks.
         """
         rows = self._rows(payload)
         if out is None:
@@ -110,66 +118,36 @@ class Codec(ABC):
             self._decode_blocks(rows[start:stop], blocks[start:stop])
         return out
 
-    def check(self, payload: Tensor) -> None:
-        """Refuse hostile bytes (uint8 [any]): what passes decodes to finite values only.
+    def admit(self, payload: Buffer, values: Tensor) -> None:
+        """Decode what a peer sent into ``values`` (fp32 [n]): exactly its blocks, of finite values only.
 
-        Raises ``RemoteProtocolError`` with reason "wrong size" (not whole blocks) or "not finite" (a scale
-        or value that is NaN, Inf, or a scale that is negative or so large that a value would overflow).
+        Raises ``RemoteProtocolError`` with reason "wrong size", or "not finite" (a value that is NaN or Inf,
+        or a scale that is, or is negative, or so large that a value would overflow); ``values`` are spoilt.
         """
-        rows = self._rows(payload)
-        for start, stop in _chunks(len(rows)):
-            if not self._finite(rows[start:stop]):
-                raise RemoteProtocolError(
-                    "not finite", f"in blocks {start} to {stop} of a {self.name} payload"
-                )
-
-    def admit(self, payload: Buffer, blocks: int) -> Tensor:
-        """Check a peer's bytes before anything uses them: exactly ``blocks`` blocks of finite values.
-
-        Returns them as uint8 [blocks * block_bytes] for ``decode``: without a copy if the buffer is writable
-        (and then tied to it). Raises ``RemoteProtocolError`` with reason "wrong size" or "not finite".
-        """
-        view = memoryview(payload).cast("B")
+        view, blocks = memoryview(payload).cast("B"), self.blocks(len(values))
         if len(view) != blocks * self.block_bytes:
             size = f"{len(view)} bytes for {blocks} {self.name} blocks of {self.block_bytes} bytes"
             raise RemoteProtocolError("wrong size", size)
-        if not blocks:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        # torch has no read-only tensors and warns about read-only memory.
-        tensor = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
-        self.check(tensor)
-        return tensor
+        if blocks and not self._take(view, values, blocks):
+            raise RemoteProtocolError("not finite", f"in {blocks} {self.name} blocks")
 
-    def encode_difference(
-        self, base: Tensor, values: Tensor, rows: Tensor, wanted: Tensor | None = None
-    ) -> bool:
-        """Encode ``base - values`` (fp32 [n] each) in one pass: False, and nothing done, where there is none
-        for this codec. ``wanted`` (fp32 [n]) takes what was encoded. Raises ``ValueError`` as ``encode``."""
-        kernel, whole = self._kernel(base, values), len(values) // self.block_values
-        if kernel is None:
-            return False
-        if kernel.encode(base, values, wanted, rows, whole) < whole:
-            raise ValueError(_NOT_FINITE)
-        if (at := whole * self.block_values) < len(values):
-            last = base[at:] - values[at:]
-            self.encode(last, rows[whole * self.block_bytes :])
-            if wanted is not None:
-                wanted[at:] = last
-        return True
-
-    def decode_sound(self, payload: Buffer, values: Tensor) -> bool:
-        """Decode what a peer sent into ``values`` (fp32 [n]) in one pass. False, with ``values``
-        spoilt, if that cannot be: there is no such pass, the size is another, or a value is not finite."""
+    def _take(self, view: memoryview, values: Tensor, blocks: int) -> bool:
+        """Decode all ``blocks``; whether they hold finite values only."""
         whole, left = divmod(len(values), self.block_values)
-        kernel = self._kernel(values)
-        if kernel is None or len(payload) != self.payload_bytes(len(values)):
+        if (kernel := self._kernel(values)) is not None:
+            sound = kernel.decode(view, values, whole)
+            if left:
+                last = torch.empty(self.block_values, dtype=torch.float32, device="cpu")
+                sound += kernel.decode(view[whole * self.block_bytes :], last, 1)
+                values[-left:] = last[:left]
+            return sound == blocks
+        # torch has no read-only tensors and warns about read-only memory.
+        payload = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+        rows = self._rows(payload)
+        if not all(self._finite(rows[start:stop]) for start, stop in _chunks(blocks)):
             return False
-        sound = kernel.decode(payload, values, whole)
-        if left:
-            last = torch.empty(self.block_values, dtype=torch.float32, device="cpu")
-            sound += kernel.decode(memoryview(payload)[whole * self.block_bytes :], last, 1)
-            values[-left:] = last[:left]
-        return sound == self.blocks(len(values))
+        values.copy_(self.decode(payload)[: len(values)])
+        return True
 
     def mean(
         self, slices: Sequence[Buffer], shares: Sequence[float], blocks: int, rows: Tensor
@@ -184,7 +162,7 @@ class Codec(ABC):
         fits = all(tensor.is_contiguous() for tensor in tensors)
         if passes.kernel is None or self.in_passes is None or not fits:
             return None
-        return passes.kernel.of(self.in_passes, self.scale_limit_bits)
+        return CodecPasses(passes.kernel, self.in_passes, self.scale_limit_bits)
 
     @abstractmethod
     def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
@@ -204,10 +182,7 @@ class Codec(ABC):
                 f"a payload is a flat uint8 tensor, not {payload.dtype} {tuple(payload.shape)}"
             )
         if payload.numel() % self.block_bytes:
-            raise RemoteProtocolError(
-                "wrong size",
-                f"{payload.numel()} bytes are not whole {self.name} blocks of {self.block_bytes}",
-            )
+            raise LocalProtocolError(f"{payload.numel()} bytes are not whole {self.name} blocks")
         payload = payload.contiguous()
         if payload.storage_offset() % SCALE_BYTES:
             payload = payload.clone()  # a view as another dtype must start at a multiple of its size

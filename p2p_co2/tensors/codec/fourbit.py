@@ -1,17 +1,21 @@
-"""Four bits per value in plain torch operations: what int4 and e3m0 share, and e3m0.
+"""Four bits per value in plain torch operations: e3m0 and int4.
 
 ``e3m0`` (Streaming DiLoCo, arXiv 2501.18512: sign, three exponent bits, no mantissa): scale = absmax / 16 per
-block, magnitudes 0, 1/4, 1/2, 1, 2, 4, 8, 16 scales, rounded to nearest. ``int4`` has a file of its own.
+block, magnitudes 0, 1/4, 1/2, 1, 2, 4, 8, 16 scales, rounded to nearest.
+
+``int4``: the integers -7..7 times a scale, absmax / 7 per block, rounded to nearest. A block is 64 bytes of
+codes (the integer plus 8, the first one in the low nibble), then a scale and a bias of -8 scales, both fp16:
+a row of torch's own 4-bit embedding tables. With a scale of 11 bits ``code * scale + bias`` is exact in fp32
+however it is computed. Price: fp16's range. Decoded values are multiples of 2**-24 (6e-8): blocks whose
+largest value is below 1e-6 are sent coarsely, below 3e-8 as zeros. Values beyond 57316 saturate there.
 
 A decoded value is a small integer times the scale: exact but for the one rounding of that product. ``passes``
 does it in one. Where those were not built, two bytes are looked up at once, in a table of 65536 times four
 8-bit integers, which are turned into fp32 and multiplied by the scales.
 
-Law: encoding what was decoded gives the same bytes. For e3m0 this is plain, since its scales divide by a
-power of two.
-
-Price: without ``passes`` about ten passes of elementwise work to encode and four to decode, five times
-slower. The table is 256 KiB.
+Law: encoding what was decoded gives the same bytes: e3m0's scales divide by a power of two, and 7 scales of
+int4 divided by 7 are the scale again. Price: without ``passes`` about ten passes of elementwise work to
+encode and four to decode, five times slower. The table is 256 KiB.
 """
 
 from __future__ import annotations
@@ -22,8 +26,15 @@ import torch
 from torch import Tensor
 
 from p2p_co2.codec_specs import CodecSpec
+from p2p_co2.tensors.codec import passes
 from p2p_co2.tensors.codec.base import SMALLEST, ScaledCodec, absmax
-from p2p_co2.tensors.codec.passes import E3M0 as E3M0_PASSES
+
+_ROUNDER = 1.5 * 2.0**23 + 8.0
+"""Added to a small fp32 value it leaves the nearest integer (ties to even) plus 8 in the low bits."""
+_LARGEST_SCALE = 8188.0
+"""The largest one whose bias is finite in fp16."""
+_UNIT = 2.0**-24
+"""The smallest fp16 and the distance of those below 2**-14."""
 
 
 class FourBitCodec(ScaledCodec):
@@ -65,7 +76,7 @@ class E3M0(FourBitCodec):
     of two itself.
     """
 
-    in_passes = E3M0_PASSES
+    in_passes = passes.E3M0
     steps_of_codes = (0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64)
     unit = 0.25
 
@@ -85,6 +96,56 @@ class E3M0(FourBitCodec):
         signs = codes.copy_(torch.bitwise_right_shift(bits, 28, out=shifted)).bitwise_and_(8)
         signs.mul_(magnitudes.clamp_max(1))  # zero has no sign
         self._pack(magnitudes.bitwise_or_(signs), rows)
+
+
+class Int4(FourBitCodec):
+    """Codes 1..15 for -7..7. The code 0 is never written; it decodes as -8."""
+
+    in_passes = passes.INT4
+    steps_of_codes = tuple(range(-8, 8))
+
+    def _encode_blocks(self, values: Tensor, rows: Tensor) -> None:
+        scratch = torch.empty_like(values)
+        most = absmax(values, scratch)
+        half = _scale_of(most)
+        self._write_scales(rows, _field(half))
+        scale = half.float()
+        # A block without a scale is divided by 1: its values are so small that they round to 0.
+        torch.div(values, scale.masked_fill(scale == 0.0, 1.0), out=scratch)
+        if bool((most >= 7.5 * _LARGEST_SCALE).any()):
+            scratch.clamp_(-7.0, 7.0)
+        integers = scratch.add_(_ROUNDER).view(torch.int32)
+        codes = torch.empty(values.shape, dtype=torch.uint8, device="cpu").copy_(integers)
+        self._pack(codes, rows)
+
+    def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
+        super()._decode_blocks(rows, values)
+        values.add_(0.0)  # no negative zeros, which hostile codes make of a scale of 0
+
+    def _finite(self, rows: Tensor) -> bool:
+        field = super().scales(rows)
+        half = field.view(torch.float16)[:, :1]
+        as_written = _field(half).view(torch.int32) == field.view(torch.int32)
+        return bool((as_written & (half.view(torch.int16) >= 0) & (half <= _LARGEST_SCALE)).all())
+
+    def scales(self, rows: Tensor) -> Tensor:
+        return super().scales(rows).view(torch.float16)[:, :1].float()
+
+
+def _scale_of(most: Tensor) -> Tensor:
+    """The scales of blocks with these largest magnitudes, fp32 to fp16 [b, 1].
+
+    Below 8 units rounding would cut values off, or not settle: such a scale goes up to a power of two.
+    """
+    scale = most.div(7.0).clamp_(max=_LARGEST_SCALE)
+    power = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+    scale = torch.where(scale < 8.0 * _UNIT, power.clamp_(min=_UNIT), scale)
+    return scale.masked_fill_(most <= 0.5 * _UNIT, 0.0).half()
+
+
+def _field(half: Tensor) -> Tensor:
+    """Scales, fp16 [b, 1], and their biases, as the bits of fp32 [b, 1]."""
+    return torch.cat([half, half * -8.0], dim=1).view(torch.float32)
 
 
 @cache

@@ -26,7 +26,7 @@ enum codec { FP16 = 0, INT8 = 1, INT4 = 2, E3M0 = 3 };
 #define EIGHTS (BLOCK / 8)
 #define INT8_BYTES (BLOCK + 4)
 #define FOURBIT_BYTES (BLOCK / 2 + 4) /* the last four are a scale: int4's and its bias, fp16; e3m0's, fp32 */
-#define LARGEST_INT4_SCALE 8188.0f /* this and the next are int4.py's */
+#define LARGEST_INT4_SCALE 8188.0f /* this and the next are fourbit.py's */
 #define INT4_ROUNDER (0x1.8p23f + 8.0f)
 #define SMALLEST_HALF 0x1p-24f
 /* From this many blocks on (16 MiB of values) the result does not stay in a cache anyway: it goes past the
@@ -271,6 +271,15 @@ INLINE double total_of(__m256d sum) {
 
 /* ---- codecs */
 
+/* Each codec by name, so that the compiler makes a loop for each. */
+#define OF_CODEC(work, ...)                                                                                   \
+    switch (codec) {                                                                                          \
+    case FP16: return work(FP16, __VA_ARGS__);                                                                \
+    case INT8: return work(INT8, __VA_ARGS__);                                                                \
+    case INT4: return work(INT4, __VA_ARGS__);                                                                \
+    default: return work(E3M0, __VA_ARGS__);                                                                  \
+    }
+
 /* Encode `blocks` blocks of `base - values` (of `values` where `base` is null). `wanted`, if not null, takes
    what was encoded. Returns the number of blocks done: less than `blocks` if the next one is not finite. */
 INLINE ptrdiff_t encode(int codec, const float *base, const float *values, ptrdiff_t blocks, float *wanted,
@@ -295,13 +304,7 @@ INLINE ptrdiff_t encode(int codec, const float *base, const float *values, ptrdi
 
 VECTORS ptrdiff_t encode_rows(int codec, const float *base, const float *values, ptrdiff_t blocks,
                               float *wanted, uint8_t *rows, int32_t limit_bits) {
-    if (codec == FP16)
-        return encode(FP16, base, values, blocks, wanted, rows, limit_bits);
-    if (codec == INT8)
-        return encode(INT8, base, values, blocks, wanted, rows, limit_bits);
-    if (codec == INT4)
-        return encode(INT4, base, values, blocks, wanted, rows, limit_bits);
-    return encode(E3M0, base, values, blocks, wanted, rows, limit_bits);
+    OF_CODEC(encode, base, values, blocks, wanted, rows, limit_bits)
 }
 
 INLINE ptrdiff_t decode(int codec, const uint8_t *rows, ptrdiff_t blocks, float *values, int32_t limit_bits) {
@@ -326,13 +329,7 @@ INLINE ptrdiff_t decode(int codec, const uint8_t *rows, ptrdiff_t blocks, float 
 /* Decode `blocks` blocks; returns how many of them hold only finite values. */
 VECTORS ptrdiff_t decode_blocks(int codec, const uint8_t *rows, ptrdiff_t blocks, float *values,
                                 int32_t limit_bits) {
-    if (codec == FP16)
-        return decode(FP16, rows, blocks, values, limit_bits);
-    if (codec == INT8)
-        return decode(INT8, rows, blocks, values, limit_bits);
-    if (codec == INT4)
-        return decode(INT4, rows, blocks, values, limit_bits);
-    return decode(E3M0, rows, blocks, values, limit_bits);
+    OF_CODEC(decode, rows, blocks, values, limit_bits)
 }
 
 INLINE ptrdiff_t mean(int codec, const uint8_t *const *slices, const float *shares, ptrdiff_t count,
@@ -360,13 +357,7 @@ INLINE ptrdiff_t mean(int codec, const uint8_t *const *slices, const float *shar
    finite, or -1. `count` is at least 1. */
 VECTORS ptrdiff_t mean_of_blocks(int codec, const uint8_t *const *slices, const float *shares, ptrdiff_t count,
                                  ptrdiff_t blocks, uint8_t *rows, int32_t limit_bits) {
-    if (codec == FP16)
-        return mean(FP16, slices, shares, count, blocks, rows, limit_bits);
-    if (codec == INT8)
-        return mean(INT8, slices, shares, count, blocks, rows, limit_bits);
-    if (codec == INT4)
-        return mean(INT4, slices, shares, count, blocks, rows, limit_bits);
-    return mean(E3M0, slices, shares, count, blocks, rows, limit_bits);
+    OF_CODEC(mean, slices, shares, count, blocks, rows, limit_bits)
 }
 
 /* ---- fp32 values */
@@ -435,7 +426,6 @@ struct step {
     float beta, inverse, lr;
     int nesterov;
     double bound; /* the magnitude at which momentum is clipped, infinite for never */
-    int64_t clipped;
     double energy;
 };
 
@@ -458,10 +448,8 @@ INLINE int32_t change_of_piece(struct step *it, const float *old, const float *m
     for (ptrdiff_t at = 0; at < count; at += 8) {
         __m256 new = some(momentum, at, count);
         if (clips) {
-            const __m256 free = new;
             new = clamped(new, -bound, bound);
             put(momentum, at, count, new);
-            it->clipped += __builtin_popcount(_mm256_movemask_ps(_mm256_cmp_ps(new, free, _CMP_NEQ_UQ)));
         }
         __m256 step = nesterov ? _mm256_add_ps(_mm256_mul_ps(new, beta), some(change, at, count)) : new;
         step = _mm256_mul_ps(step, lr);
@@ -476,8 +464,8 @@ INLINE int32_t change_of_piece(struct step *it, const float *old, const float *m
 /* The new momentum, and the change that the parameters lose; outer.py has the equations. `change` may be
    `mean`, `momentum` may be `old`; `piece` values are worked on at once. Returns the largest magnitude of the
    change, as bits. */
-VECTORS int32_t change_of(struct step *it, const float *old, const float *mean, ptrdiff_t count,
-                          ptrdiff_t piece, float *momentum, float *change) {
+VECTORS int32_t step_of(struct step *it, const float *old, const float *mean, ptrdiff_t count, ptrdiff_t piece,
+                        float *momentum, float *change) {
     int32_t largest = 0;
     for (ptrdiff_t at = 0; at < count; at += piece) {
         const ptrdiff_t size = count - at < piece ? count - at : piece;

@@ -38,8 +38,6 @@ _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_ssize_t
 class Changed(NamedTuple):
     """What an outer step says of the new momentum and of the change that the parameters lose."""
 
-    clipped: int
-    """Momentum values that were clipped."""
     energy: float
     """About the sum of the squares of the new momentum: for people, not for the maths."""
     largest_change: float
@@ -50,8 +48,7 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         ("beta", ctypes.c_float), ("inverse", ctypes.c_float), ("lr", ctypes.c_float),
-        ("nesterov", ctypes.c_int), ("bound", ctypes.c_double),
-        ("clipped", ctypes.c_int64), ("energy", ctypes.c_double),
+        ("nesterov", ctypes.c_int), ("bound", ctypes.c_double), ("energy", ctypes.c_double),
     ]  # fmt: skip
 
 
@@ -64,18 +61,20 @@ class Passes:
         native = ctypes.CDLL(str(library))
         if native.codecs_in_passes() != E3M0 + 1:
             raise OSError("this processor has no AVX2 or no F16C, or the library is of another version")
-        number, bits = ctypes.c_float, ctypes.c_int32
-        self._native = native
+        number, bits, whole = ctypes.c_float, ctypes.c_int32, ctypes.c_int
+        self.encode = _function(
+            native.encode_rows, _SIZE, whole, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, bits
+        )
+        self.decode = _function(native.decode_blocks, _SIZE, whole, _POINTER, _SIZE, _POINTER, bits)
+        self.mean = _function(
+            native.mean_of_blocks, _SIZE, whole, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, bits
+        )
         self._largest = _function(native.largest_bits, bits, _POINTER, _SIZE)
         self._squares = _function(native.whole_square_sum, ctypes.c_int64, _POINTER, _SIZE, number)
         self._change = _function(
-            native.change_of, bits, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER
+            native.step_of, bits, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER
         )
         self._take = _function(native.take_change, bits, _POINTER, _POINTER, _SIZE, number, _POINTER)
-
-    def of(self, codec: int, limit_bits: int) -> CodecPasses:
-        """Of one codec; ``limit_bits``: the largest scale of int8 or e3m0 as the bits of an fp32."""
-        return CodecPasses(self._native, codec, limit_bits)
 
     # ---- fp32 values, [n]
 
@@ -92,13 +91,13 @@ class Passes:
         self, old: Tensor, mean: Tensor, momentum: Tensor, change: Tensor, *, beta: float, inverse: float,
         lr: float, nesterov: bool, bound: float, piece: int,
     ) -> Changed:  # fmt: skip
-        """``outer.step.change_of`` in one call."""
-        it = _Step(beta, inverse, lr, nesterov, bound, 0, 0.0)
+        """``outer.change_of`` in one call."""
+        it = _Step(beta, inverse, lr, nesterov, bound, 0.0)
         largest = self._change(
             ctypes.byref(it), old.data_ptr(), mean.data_ptr(), mean.numel(), piece,
             momentum.data_ptr(), change.data_ptr(),
         )  # fmt: skip
-        return Changed(it.clipped, it.energy, _magnitude(largest))
+        return Changed(it.energy, _magnitude(largest))
 
     def take_change_(self, change: Tensor, params: Tensor, scale: float) -> tuple[int, float]:
         """Turn ``change`` into ``params - change``: ``square_sum`` of the change, and the largest new
@@ -111,19 +110,13 @@ class Passes:
         return total, _magnitude(largest)
 
 
-class CodecPasses:
-    """What a codec does in one pass, as ``Passes``."""
+class CodecPasses(NamedTuple):
+    """What a codec does in one pass. ``limit_bits``: the largest scale of int8 or e3m0 as the bits of an
+    fp32."""
 
-    def __init__(self, native: ctypes.CDLL, codec: int, limit_bits: int) -> None:
-        self._codec, self._limit_bits = codec, limit_bits
-        whole, bits = ctypes.c_int, ctypes.c_int32
-        self._encode = _function(
-            native.encode_rows, _SIZE, whole, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, bits
-        )
-        self._decode = _function(native.decode_blocks, _SIZE, whole, _POINTER, _SIZE, _POINTER, bits)
-        self._mean = _function(
-            native.mean_of_blocks, _SIZE, whole, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER, bits
-        )
+    kernel: Passes
+    codec: int
+    limit_bits: int
 
     def encode(
         self, base: Tensor | None, values: Tensor, wanted: Tensor | None, rows: Tensor, blocks: int
@@ -131,15 +124,17 @@ class CodecPasses:
         """Encode ``base - values`` (``values`` without a base), fp32 [blocks * 128], into ``rows``, uint8;
         ``wanted`` takes what was encoded. How many blocks were done: fewer than ``blocks`` if the next one is
         not finite."""
-        done: int = self._encode(
-            self._codec, None if base is None else base.data_ptr(), values.data_ptr(), blocks,
-            None if wanted is None else wanted.data_ptr(), rows.data_ptr(), self._limit_bits,
+        done: int = self.kernel.encode(
+            self.codec, None if base is None else base.data_ptr(), values.data_ptr(), blocks,
+            None if wanted is None else wanted.data_ptr(), rows.data_ptr(), self.limit_bits,
         )  # fmt: skip
         return done
 
     def decode(self, payload: Buffer | Tensor, values: Tensor, blocks: int) -> int:
         """Decode whole blocks into ``values``, fp32; how many of them hold only finite values."""
-        sound: int = self._decode(self._codec, _address(payload), blocks, values.data_ptr(), self._limit_bits)
+        sound: int = self.kernel.decode(
+            self.codec, _address(payload), blocks, values.data_ptr(), self.limit_bits
+        )
         return sound
 
     def mean(self, slices: Sequence[Buffer], shares: Sequence[float], blocks: int, rows: Tensor) -> int:
@@ -148,8 +143,8 @@ class CodecPasses:
         count = len(slices)
         places = (_POINTER * count)(*map(_address, slices))
         factors = (ctypes.c_float * count)(*shares)
-        found: int = self._mean(
-            self._codec, places, factors, count, blocks, rows.data_ptr(), self._limit_bits
+        found: int = self.kernel.mean(
+            self.codec, places, factors, count, blocks, rows.data_ptr(), self.limit_bits
         )
         return found
 

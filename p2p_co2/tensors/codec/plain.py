@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from p2p_co2.codec_specs import CodecSpec
-from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors.codec import passes
 from p2p_co2.tensors.codec.base import LARGEST, Codec, absmax
 from p2p_co2.tensors.codec.passes import FP16
@@ -33,10 +32,10 @@ class PlainCodec(Codec):
         self._limit = torch.finfo(self._dtype).max
         self.in_passes = FP16 if spec.name == "fp16" else None
 
-    def decode_sound(self, payload: Buffer, values: Tensor) -> bool:
-        if self.name != "fp32" or passes.kernel is None or len(payload) != self.payload_bytes(len(values)):
-            return super().decode_sound(payload, values)
-        sent = np.frombuffer(payload, "<f4")
+    def _take(self, view: memoryview, values: Tensor, blocks: int) -> bool:
+        if self.name != "fp32" or passes.kernel is None:
+            return super()._take(view, values, blocks)
+        sent = np.frombuffer(view, "<f4")
         np.copyto(values.numpy(), sent[: len(values)])
         is_padded_well = bool(np.isfinite(sent[len(values) :]).all())
         return is_padded_well and math.isfinite(passes.kernel.magnitude(values))

@@ -2,7 +2,7 @@
 
 hivemind's client has them, but leaves its socket open when the daemon says no, and reads streams in pieces of
 64 KiB. Here each socket is closed on every path, a failure is a ``TransportError`` in words, and a stream
-reads in pieces of ``STREAM_BUFFER_BYTES``. The protocol is go-libp2p-daemon's: length-prefixed protobuf.
+reads a whole message at once. The protocol is go-libp2p-daemon's: length-prefixed protobuf.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -26,14 +27,19 @@ from p2p_co2.net.transport.libp2p.hivemind import (
     write_pbmsg,
 )
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_STRING
+from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, MAX_STRING
 
 DAEMON_GONE = "the libp2p daemon of this process is gone"
-STREAM_BUFFER_BYTES = 1 << 20
 _P2P_CODE, _CIRCUIT_CODE = b"\xa5\x03", b"\xa2\x02"
 """421 and 290 as varints (multiaddr's table of protocols)."""
 
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+class Stream(NamedTuple):
+    """``way``: the multiaddr that it goes to, empty if it is of a kind that hivemind does not know."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    way: str = ""
 
 
 async def reach(p2p: P2P, peer: PeerId, maddrs: Sequence[str], timeout_s: float) -> None:
@@ -54,9 +60,8 @@ async def hang_up_on(p2p: P2P, peer: PeerId, timeout_s: float) -> None:
 
 async def ways_to_peers(p2p: P2P, timeout_s: float) -> dict[str, list[str]]:
     """Multiaddrs of the daemon's connections, by peer. Raises ``TransportError``."""
-    with daemon_errors(f"the libp2p daemon did not answer within {timeout_s:.0f} s"):
-        async with asyncio.timeout(timeout_s):
-            peers = await p2p.list_peers()
+    async with daemon_call(timeout_s):
+        peers = await p2p.list_peers()
     ways: dict[str, list[str]] = {}
     for info in peers:
         ways.setdefault(info.peer_id.to_base58(), []).extend(str(address) for address in info.addrs)
@@ -65,22 +70,23 @@ async def ways_to_peers(p2p: P2P, timeout_s: float) -> dict[str, list[str]]:
 
 async def own_maddrs(p2p: P2P, timeout_s: float) -> list[str]:
     """Where the daemon has learned by now that we can be reached; may be empty. Raises ``TransportError``."""
-    with daemon_errors(f"the libp2p daemon did not answer within {timeout_s:.0f} s"):
-        async with asyncio.timeout(timeout_s):
-            try:
-                return [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
-            except ValueError:  # hivemind's word for "none yet"
-                return []
+    async with daemon_call(timeout_s):
+        with contextlib.suppress(ValueError):  # hivemind's word for "none yet"
+            return [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
+    return []
 
 
-@contextlib.contextmanager
-def daemon_errors(timed_out: str) -> Iterator[None]:
-    """What hivemind raises when our daemon fails, as ``TransportError``; ``timed_out`` says what took too
-    long."""
+@contextlib.asynccontextmanager
+async def daemon_call(
+    timeout_s: float, trouble: str = "the libp2p daemon did not answer"
+) -> AsyncIterator[None]:
+    """Bound what our daemon is asked, and give what hivemind raises when it fails as ``TransportError``;
+    ``trouble`` says what took too long."""
     try:
-        yield
+        async with asyncio.timeout(timeout_s):
+            yield
     except TimeoutError:  # an OSError too, so it comes first
-        raise TransportError(timed_out) from None
+        raise TransportError(f"{trouble} within {timeout_s:.0f} s") from None
     except (OSError, asyncio.IncompleteReadError, P2PDaemonError, DecodeError):
         raise TransportError(DAEMON_GONE) from None
 
@@ -88,19 +94,9 @@ def daemon_errors(timed_out: str) -> Iterator[None]:
 async def open_stream(p2p: P2P, peer: PeerId, protocol: str, timeout_s: float) -> Stream:
     """A raw stream to the handler of ``protocol`` at ``peer``; end it with ``hang_up``. Raises
     ``TransportError``."""
-    return (await open_stream_by(p2p, peer, protocol, timeout_s))[0]
-
-
-async def open_stream_by(p2p: P2P, peer: PeerId, protocol: str, timeout_s: float) -> tuple[Stream, str]:
-    """``open_stream``, and the multiaddr that it goes to."""
     wanted = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol])
     request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=wanted)
-    stream, response = await _ask(p2p, request, timeout_s)
-    try:
-        way = str(Multiaddr(response.streamInfo.addr)) if response.streamInfo.addr else ""
-    except (MultiaddrError, ValueError):
-        way = ""  # an address of a kind that this library does not know
-    return stream, way
+    return await _ask(p2p, request, timeout_s)
 
 
 async def hang_up(writer: asyncio.StreamWriter) -> None:
@@ -111,31 +107,30 @@ async def hang_up(writer: asyncio.StreamWriter) -> None:
 
 
 async def _tell(p2p: P2P, request: p2pd_pb2.Request, timeout_s: float) -> None:
-    (_, writer), _ = await _ask(p2p, request, timeout_s)
-    await hang_up(writer)
+    await hang_up((await _ask(p2p, request, timeout_s)).writer)
 
 
-async def _ask(p2p: P2P, request: p2pd_pb2.Request, timeout_s: float) -> tuple[Stream, p2pd_pb2.Response]:
-    """The daemon's answer. Errors are the cause alone: whoever shows them has named the peer already."""
+async def _ask(p2p: P2P, request: p2pd_pb2.Request, timeout_s: float) -> Stream:
+    """Our connection to the daemon once it has said yes. Errors are the cause alone: whoever shows them has
+    named the peer already."""
     writer: asyncio.StreamWriter | None = None
     response = p2pd_pb2.Response()
     try:
-        async with asyncio.timeout(timeout_s):
+        async with daemon_call(timeout_s, "it did not answer"):
             path = p2p.daemon_listen_maddr["unix"]
-            reader, writer = await asyncio.open_unix_connection(path, limit=STREAM_BUFFER_BYTES)
+            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_MESSAGE_BYTES)
             await write_pbmsg(writer, request)
             await read_pbmsg_safe(reader, response)
         if response.type == p2pd_pb2.Response.ERROR:
             raise TransportError(_cause(response.error.msg))
         answered, writer = writer, None
-        return (reader, answered), response
-    except TimeoutError:
-        raise TransportError(f"it did not answer within {timeout_s:.0f} s") from None
-    except (OSError, asyncio.IncompleteReadError, DecodeError):
-        raise TransportError(DAEMON_GONE) from None
     finally:
         if writer is not None:
             await hang_up(writer)
+    way = ""
+    with contextlib.suppress(MultiaddrError, ValueError):
+        way = str(Multiaddr(response.streamInfo.addr)) if response.streamInfo.addr else ""
+    return Stream(reader, answered, way)
 
 
 def _address_bytes(maddr: str) -> bytes | None:

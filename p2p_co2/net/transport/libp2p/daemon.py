@@ -1,9 +1,8 @@
-"""The libp2p daemon of this process: started with cause and fix in every failure, started again when it dies,
-stopped without a trace.
+"""The libp2p daemon of this process: started, started again when it dies, stopped without a trace.
 
 hivemind's own start hides why the daemon died. So we start its binary, read what it prints, and hand hivemind
-the running daemon (``P2P.replicate``). A daemon that ends is started again under the ``P2P`` that used it:
-same identity, port and handlers, in hivemind's client (1.1.12). Its links and places are lost.
+(1.1.12) the running daemon. One that ends is started again under the ``P2P`` that used it: same identity,
+port and handlers. Its links and places are lost.
 
 Laws: one daemon per process, with our identity. It ends when its control connection does, even after a
 SIGKILL (within 2 s). Its control socket lies in a folder of mode 700. Price: a Go program in the hivemind
@@ -26,26 +25,22 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
 from p2p_co2.net.transport.addresses import address_of, is_loopback, is_own, multiaddr_of
-from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S
+from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S, MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import DAEMON_GONE
 from p2p_co2.net.transport.libp2p.hivemind import P2P, Multiaddr, P2PDaemonError, quiet_stream_ends
 from p2p_co2.system.process import shut_in_forks_at
 
 logger = logging.getLogger(__name__)
 
-STARTUP_TIMEOUT_S = 60.0
-"""A daemon that dies again sooner than that is still the same trouble."""
 TRIES = 8
-"""In a row; the wait before each is twice that before the last, from half a second on."""
+"""Starts in a row; the wait before each is twice that before the last, from half a second on."""
 _PUBLIC, _LISTEN, _PREFIX = "-forceReachabilityPublic", "-hostAddrs=", "p2p-co2-"
-_SOCKET_PATH_BYTES = 100
-"""Unix sockets take a path of 107 bytes at most."""
 _FAULTS = {
     "address already in use": "the port is in use; choose another one (libp2p_port, 0 for any free one)",
     "cannot assign requested": "the address is not this machine's; choose another one to listen on (host)",
@@ -78,8 +73,8 @@ class DaemonP2P(P2P):  # type: ignore[misc]  # hivemind has no annotations
 class Daemon:
     """The daemon's process, its folder, and the last lines that it printed; made in the loop that uses it.
 
-    A thread waits for its end, and no signal handler does: SIGCHLD is the whole process's, and a DataLoader
-    or the user may take it.
+    Threads read what it prints and wait for its end, and no signal handler does: SIGCHLD is the whole
+    process's, and a DataLoader or the user may take it.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -87,12 +82,11 @@ class Daemon:
         self.output: deque[str] = deque(maxlen=30)
         self._loop = asyncio.get_running_loop()
         self._ready, self._ended = asyncio.Event(), asyncio.Event()
-        self._rest = b""
-        assert process.stdout is not None
-        self._printed = process.stdout
-        os.set_blocking(self._printed.fileno(), False)
-        self._loop.add_reader(self._printed.fileno(), self._read)
-        self._waiting = threading.Thread(target=self._wait, name="p2p-co2 libp2p daemon", daemon=True)
+        self._reading, self._waiting = (
+            threading.Thread(target=run, name="p2p-co2 libp2p daemon", daemon=True)
+            for run in (self._read, self._wait)
+        )
+        self._reading.start()
         self._waiting.start()
 
     @property
@@ -140,31 +134,22 @@ class Daemon:
 
     def _wait(self) -> None:
         self.process.wait()
-        with suppress(RuntimeError):  # the loop was closed before
-            self._loop.call_soon_threadsafe(self._end)
-
-    def _end(self) -> None:
-        self._read()  # all that it printed: who else has the pipe, as a forked child may, prints nothing
-        self._loop.remove_reader(self._printed.fileno())
-        self._printed.close()
-        self._ended.set()
-        self._ready.set()
+        self._reading.join(CLOSE_TIMEOUT_S)  # who else has the pipe, as a forked child may, prints nothing
+        self._tell(self._ended, self._ready)
 
     def _read(self) -> None:
-        data: bytes | None = b""
-        with suppress(OSError):
-            while data := self._printed.read():
-                *lines, self._rest = (self._rest + data).split(b"\n")
-                for line in lines:
-                    self._heard(line.decode(errors="replace").rstrip())
-        if data is not None:
-            self._loop.remove_reader(self._printed.fileno())  # it is at its end: ready for ever
+        assert self.process.stdout is not None
+        with self.process.stdout as printed:
+            for line in printed:
+                self.output.append(line.decode(errors="replace").rstrip())
+                logger.debug("libp2p daemon: %s", self.output[-1])
+                if line.startswith(b"Peer ID:"):
+                    self._tell(self._ready)
 
-    def _heard(self, line: str) -> None:
-        self.output.append(line)
-        logger.debug("libp2p daemon: %s", line)
-        if line.startswith("Peer ID:"):
-            self._ready.set()
+    def _tell(self, *events: asyncio.Event) -> None:
+        for event in events:
+            with suppress(RuntimeError):  # the loop was closed before
+                self._loop.call_soon_threadsafe(event.set)
 
 
 async def start_p2p(
@@ -175,7 +160,7 @@ async def start_p2p(
     announce_host: str = "",
     public: bool = False,
     relay: bool = True,
-    startup_timeout_s: float = STARTUP_TIMEOUT_S,
+    startup_timeout_s: float = MESSAGE_TIMEOUT_S,
 ) -> P2P:
     """Start the daemon and hivemind's client to it; end it with ``stop_p2p``.
 
@@ -188,21 +173,8 @@ async def start_p2p(
     arguments = _arguments(identity_path, host, port, announce_host, public, relay)
     _require_free(host, port)
     asyncio.get_running_loop().set_exception_handler(quiet_stream_ends)
-    daemon = _launch(arguments)
-    try:
-        async with asyncio.timeout(startup_timeout_s):
-            await daemon.wait_ready()
-            p2p = await DaemonP2P.replicate(Multiaddr(f"/unix{daemon.socket}"))
-    except BaseException as error:
-        await daemon.stop()
-        if isinstance(error, TimeoutError):
-            raise EnvironmentFault(
-                f"the libp2p daemon was not up after {startup_timeout_s:.0f} s: this machine is very busy, "
-                "or a security program holds the daemon back; stop other work or allow the program p2pd"
-            ) from None
-        if isinstance(error, OSError | asyncio.IncompleteReadError | P2PDaemonError):
-            raise daemon.fault() from None
-        raise
+    async with _launched(arguments, startup_timeout_s) as daemon:
+        p2p = await DaemonP2P.replicate(Multiaddr(f"/unix{daemon.socket}"))
     p2p.daemon, p2p.arguments = daemon, tuple(arguments)
     shut_in_forks_at(str(p2p._client_listen_maddr).removeprefix("/unix"))
     return p2p
@@ -216,15 +188,14 @@ async def stop_p2p(p2p: P2P) -> None:
         await p2p.shutdown()
         await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
     finally:  # also when cancelled
-        if isinstance(p2p, DaemonP2P) and p2p.daemon is not None:
-            daemon, p2p.daemon = p2p.daemon, None
+        daemon, p2p.daemon = p2p.daemon, None
+        if daemon is not None:
             await daemon.stop()
 
 
 def require_daemon(p2p: P2P) -> None:
     """Raise ``TransportError`` if the daemon of ``p2p`` has ended: hivemind takes that for silent peers."""
-    daemon = p2p.daemon if isinstance(p2p, DaemonP2P) else None
-    if daemon is not None and daemon.has_ended:
+    if p2p.daemon is not None and p2p.daemon.has_ended:
         raise TransportError(DAEMON_GONE)
 
 
@@ -232,11 +203,11 @@ async def keep_alive(p2p: P2P, revived: Callable[[str], Awaitable[None]]) -> str
     """Start the daemon of ``p2p`` again whenever it ends; ``revived`` hears the old one's last words.
     Returns why it is given up, in words. Safe to cancel."""
     failures, began_at = 0, time.monotonic()
-    while isinstance(p2p, DaemonP2P) and p2p.daemon is not None:
-        words = await p2p.daemon.wait_exit()
+    while p2p.daemon is not None:
+        words: str = await p2p.daemon.wait_exit()
         if p2p.daemon is None:
             return words  # it was stopped by us
-        if time.monotonic() - began_at > STARTUP_TIMEOUT_S:
+        if time.monotonic() - began_at > MESSAGE_TIMEOUT_S:  # sooner it is still the same trouble
             failures = 0
         while p2p.daemon.has_ended:
             if failures == TRIES:
@@ -259,11 +230,9 @@ async def _revive(p2p: DaemonP2P) -> None:
     was, and may be revived later. Safe to cancel."""
     control = p2p._client.control
     await _part(p2p)
-    daemon = _launch(_same_port(p2p))
     unary = dict(control.unary_handlers)
     try:
-        async with asyncio.timeout(STARTUP_TIMEOUT_S):
-            await daemon.wait_ready()
+        async with _launched(_same_port(p2p), MESSAGE_TIMEOUT_S) as daemon:
             p2p.point_to(daemon)
             await control._ensure_persistent_conn()
             for protocol, handler in list(control.handlers.items()):
@@ -272,11 +241,6 @@ async def _revive(p2p: DaemonP2P) -> None:
             for protocol, answer in unary.items():
                 await control.add_unary_handler(protocol, answer)
             await p2p._ping_daemon()
-    except BaseException as error:
-        await daemon.stop()
-        if isinstance(error, OSError | asyncio.IncompleteReadError | P2PDaemonError):  # a timeout too
-            raise EnvironmentFault(f"the libp2p daemon did not start again: {error or 'it hangs'}") from None
-        raise
     finally:
         control.unary_handlers.update(unary)
     p2p.daemon = daemon
@@ -310,6 +274,27 @@ def _same_port(p2p: DaemonP2P) -> list[str]:
     ]
 
 
+@asynccontextmanager
+async def _launched(arguments: Sequence[str], timeout_s: float) -> AsyncIterator[Daemon]:
+    """A daemon that listens; it ends if what is done with it fails, or is not done in time. Raises
+    ``EnvironmentFault``."""
+    daemon = _launch(arguments)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await daemon.wait_ready()
+            yield daemon
+    except BaseException as error:
+        await daemon.stop()
+        if isinstance(error, TimeoutError):
+            raise EnvironmentFault(
+                f"the libp2p daemon was not up after {timeout_s:.0f} s: this machine is very busy, or a "
+                "security program holds the daemon back; stop other work or allow the program p2pd"
+            ) from None
+        if isinstance(error, OSError | asyncio.IncompleteReadError | P2PDaemonError):
+            raise daemon.fault() from None
+        raise
+
+
 def _launch(arguments: Sequence[str]) -> Daemon:
     binary = Path(str(importlib.resources.files("hivemind.hivemind_cli") / "p2pd"))
     folder = _make_folder()
@@ -327,7 +312,6 @@ def _launch(arguments: Sequence[str]) -> Daemon:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            bufsize=0,
             env=environment,
         )
     except OSError as error:
@@ -340,19 +324,16 @@ def _launch(arguments: Sequence[str]) -> Daemon:
 
 
 def _make_folder() -> Path:
-    """A private folder with a path short enough for a unix socket."""
-    causes = []
-    for parent in (tempfile.gettempdir(), "/tmp"):
-        if len(parent.encode()) > _SOCKET_PATH_BYTES - len(f"/{_PREFIX}12345678/p2pd.sock"):
-            continue
-        try:
-            return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        except OSError as error:
-            causes.append(f"{parent}: {error.strerror}")
-    raise EnvironmentFault(
-        f"cannot make a folder for the libp2p daemon's socket ({'; '.join(causes)}); free some "
-        "space there, or set TMPDIR to a folder that may be written"
-    )
+    """A private folder with a path short enough for a unix socket, which takes 107 bytes at most."""
+    try:
+        parent = tempfile.gettempdir()
+        is_short = len(f"{parent}/{_PREFIX}12345678/p2pd.sock".encode()) <= 100
+        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent if is_short else "/tmp"))
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot make a folder for the libp2p daemon's socket ({error.strerror}); free some space for "
+            "temporary files, or set TMPDIR to a folder that may be written"
+        ) from None
 
 
 def _arguments(

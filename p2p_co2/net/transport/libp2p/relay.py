@@ -1,10 +1,9 @@
 """Places at relays: how a peer that nobody can dial is met all the same.
 
-A seed passes on streams to whoever holds a place there (libp2p's specification "Circuit Relay v2"). We ask
-for places ourselves, on a stream of that protocol: the daemon's own search takes up to three minutes, and two
-volunteers behind routers would train alone for so long. A place lives as long as the connection to the relay,
-so it is renewed. Price: what passes through a relay costs the seed's line, twice, and a circuit may be cut
-off, which to a link is a loss like any other.
+A seed passes on streams to whoever holds a place there (libp2p's "Circuit Relay v2"). We ask for places
+ourselves, on a stream of that protocol: the daemon's own search takes up to three minutes. A place lives as
+long as the connection to the relay, so it is renewed. Price: what passes through a relay costs the seed's
+line, twice, and a circuit may be cut off, which to a link is a loss like any other.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_RECORD_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import CircuitHop
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
@@ -27,7 +27,6 @@ MAX_PLACES = 3
 ENOUGH_BYTES = 1 << 30
 """Relays that cut a circuit off sooner are of no use for payload; libp2p's default is 128 KiB."""
 _RESERVE, _STATUS, _OK = 0, 2, 100
-_MAX_ANSWER_BYTES = 8 << 10
 
 
 class Places:
@@ -46,19 +45,16 @@ class Places:
         """Ask for places, or ask again, if it is time to; never raises for a relay's sake."""
         if time.monotonic() < self._renew_at or not self._seeds:
             return
-        asked = self._seeds[:MAX_PLACES]
-        answers = await asyncio.gather(
-            *(ask_for_place(self._p2p, seed, self._me) for seed in asked), return_exceptions=True
-        )
         held, causes = list[str](), list[str]()
-        for seed, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, str):
-                held.append(answer)
-            elif isinstance(answer, TransportError):
-                causes.append(f"{seed.rpartition('/p2p/')[0]}: {answer}")
-            else:
-                raise answer
-        self.held, self.trouble = tuple(held), "" if held else "; ".join(causes)
+
+        async def ask(seed: str) -> None:
+            try:
+                held.append(await ask_for_place(self._p2p, seed, self._me))
+            except TransportError as error:
+                causes.append(f"{seed.rpartition('/p2p/')[0]}: {error}")
+
+        await asyncio.gather(*map(ask, self._seeds[:MAX_PLACES]))
+        self.held, self.trouble = tuple(sorted(held)), "" if held else "; ".join(causes)
         # Without a place nobody reaches us: ask again soon.
         self._renew_at = time.monotonic() + (MESSAGE_TIMEOUT_S if held else CONNECT_TIMEOUT_S)
 
@@ -72,7 +68,7 @@ async def ask_for_place(p2p: P2P, seed: str, me: PeerId) -> str:
     cancel."""
     relay = PeerId(seed.rpartition("/p2p/")[2])
     await reach(p2p, relay, [seed], CONNECT_TIMEOUT_S)
-    reader, writer = await open_stream(p2p, relay, HOP, CONNECT_TIMEOUT_S)
+    reader, writer, _ = await open_stream(p2p, relay, HOP, CONNECT_TIMEOUT_S)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             question = CircuitHop(type=_RESERVE).SerializeToString()
@@ -94,15 +90,11 @@ async def ask_for_place(p2p: P2P, seed: str, me: PeerId) -> str:
 
 async def read_hop(reader: asyncio.StreamReader) -> CircuitHop:
     """One message with its length before it as a varint. Raises ``TransportError`` for nonsense."""
-    length = shift = 0
-    while True:
-        byte = (await reader.readexactly(1))[0]
-        length |= (byte & 0x7F) << shift
-        shift += 7
-        if length > _MAX_ANSWER_BYTES or shift > 21:
-            raise TransportError("its answer is too large")
-        if byte < 0x80:
-            break
+    (length,) = await reader.readexactly(1)
+    if length >= 0x80:
+        length += ((await reader.readexactly(1))[0] - 1) << 7
+    if length > MAX_RECORD_BYTES:
+        raise TransportError("its answer is too large")
     try:
         return CircuitHop.FromString(await reader.readexactly(length))
     except DecodeError:

@@ -13,29 +13,29 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S, MESSAGE_TIMEOUT_S
-from p2p_co2.net.transport.libp2p.control import Stream, daemon_errors, hang_up, open_stream, reach
+from p2p_co2.net.transport.libp2p.control import Stream, daemon_call, hang_up, open_stream, reach
 from p2p_co2.net.transport.libp2p.hivemind import P2P, StreamInfo
 from p2p_co2.protocol.wire.identity import PeerId
 
 HEADER_BYTES = 4
 MAX_STREAMS, MAX_STREAMS_PER_PEER = 64, 2
 
-Serve = Callable[[StreamInfo, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""What is done with one stream. ``OSError``, ``TimeoutError`` and ``IncompleteReadError`` end it quietly: the
-other end is gone, or has no more questions."""
-
 
 class Asker(NamedTuple):
-    """Who asks, and the multiaddr at which it is seen."""
+    """Who opened a stream, and the multiaddr at which it is seen."""
 
     peer: PeerId
     maddr: str
 
 
+Serve = Callable[[Asker, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""What is done with one stream. ``OSError``, ``TimeoutError`` and ``IncompleteReadError`` end it quietly: the
+other end is gone, or has no more questions."""
 Answer = Callable[[Asker, bytes], Awaitable[bytes]]
 """(who asks, question) to answer; raises ``RemoteProtocolError`` to hang up."""
 OnRude = Callable[[PeerId, RemoteProtocolError], None]
@@ -46,10 +46,10 @@ def framed(data: bytes) -> bytes:
     return len(data).to_bytes(HEADER_BYTES) + data
 
 
-async def read_frame(reader: asyncio.StreamReader, most_bytes: int, least_bytes: int = 1) -> bytes:
+async def read_frame(reader: asyncio.StreamReader, most_bytes: int) -> bytes:
     """One frame. Raises ``RemoteProtocolError`` before it allocates too much."""
     length = int.from_bytes(await reader.readexactly(HEADER_BYTES))
-    if not least_bytes <= length <= most_bytes:
+    if not 0 < length <= most_bytes:
         raise RemoteProtocolError("wrong message size", f"{length} bytes; at most {most_bytes}")
     return await reader.readexactly(length)
 
@@ -60,8 +60,7 @@ class ServedStreams:
     def __init__(self, p2p: P2P, protocol: str, serve: Serve, most_streams: int, most_per_peer: int) -> None:
         self._p2p, self._protocol, self._serve = p2p, protocol, serve
         self._most_streams, self._most_per_peer = most_streams, most_per_peer
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._of: Counter[PeerId] = Counter()
+        self._tasks: dict[asyncio.Task[None], PeerId] = {}
         self._listening = False
 
     def __len__(self) -> int:
@@ -76,12 +75,9 @@ class ServedStreams:
         """Stop serving; no task is left. May be called twice."""
         listening, self._listening = self._listening, False
         if listening:
-            try:
-                with daemon_errors("the daemon hangs"):
-                    async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                        await self._p2p.remove_binary_stream_handler(self._protocol)
-            except TransportError:
-                self._listening = False  # the daemon is gone, and its handlers with it
+            with suppress(TransportError):  # the daemon is gone, and its handlers with it
+                async with daemon_call(CLOSE_TIMEOUT_S):
+                    await self._p2p.remove_binary_stream_handler(self._protocol)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -90,15 +86,15 @@ class ServedStreams:
     async def _take(
         self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        peer, task = PeerId(info.peer_id.to_base58()), asyncio.current_task()
+        asker, task = Asker(PeerId(info.peer_id.to_base58()), str(info.addr)), asyncio.current_task()
         assert task is not None
-        if len(self._tasks) >= self._most_streams or self._of[peer] >= self._most_per_peer:
+        held = Counter(self._tasks.values())
+        if held.total() >= self._most_streams or held[asker.peer] >= self._most_per_peer:
             await hang_up(writer)
             return
-        self._tasks.add(task)
-        self._of[peer] += 1
+        self._tasks[task] = asker.peer
         try:
-            await self._serve(info, reader, writer)
+            await self._serve(asker, reader, writer)
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             return  # the other end is gone, or has no more questions
         except asyncio.CancelledError:
@@ -106,14 +102,11 @@ class ServedStreams:
                 raise
             # `close` did it: just end, because asyncio's streams complain about a cancelled handler
         finally:
-            self._tasks.discard(task)
-            self._of[peer] -= 1
-            if not self._of[peer]:
-                del self._of[peer]
+            del self._tasks[task]
             await hang_up(writer)
 
 
-class AnswerServer:
+class AnswerServer(ServedStreams):
     """Answers questions of one ``protocol``; ``on_rude`` hears of those that break its rules.
     ``most_question_bytes`` is asked before each question, ``pause_s`` passes after each answer."""
 
@@ -126,15 +119,13 @@ class AnswerServer:
         most_question_bytes: Callable[[Asker], int],
         pause_s: float = 0.0,
     ) -> None:
+        super().__init__(p2p, protocol, self._answer_all, MAX_STREAMS, MAX_STREAMS_PER_PEER)
         self._answer, self._on_rude = answer, on_rude
         self._most_bytes, self._pause_s = most_question_bytes, pause_s
-        self._streams = ServedStreams(p2p, protocol, self._serve, MAX_STREAMS, MAX_STREAMS_PER_PEER)
-        self.start, self.close = self._streams.start, self._streams.close
 
-    async def _serve(
-        self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    async def _answer_all(
+        self, asker: Asker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        asker = Asker(PeerId(info.peer_id.to_base58()), str(info.addr))
         try:
             while True:
                 async with asyncio.timeout(MESSAGE_TIMEOUT_S):
@@ -160,21 +151,19 @@ class QuestionClient:
         ``RemoteProtocolError`` for an answer that is too long. Safe to cancel."""
         kept = self._streams.pop(peer, None)
         if kept is not None:
-            try:
+            with suppress(TransportError):  # restarted, or it hung up on us as idle: a new stream may do
                 return await self._ask_on(kept, peer, question, timeout_s)
-            except TransportError:
-                kept = None  # it was restarted, or hung up on us as idle: a new stream may do
         await reach(self._p2p, peer, maddrs, timeout_s)
         stream = await open_stream(self._p2p, peer, self._protocol, timeout_s)
         return await self._ask_on(stream, peer, question, timeout_s)
 
     async def _ask_on(self, stream: Stream, peer: PeerId, question: bytes, timeout_s: float) -> bytes:
-        (reader, writer), is_kept = stream, False
+        is_kept = False
         try:
             async with asyncio.timeout(timeout_s):
-                writer.write(framed(question))
-                await writer.drain()
-                answer = await read_frame(reader, self._most_bytes)
+                stream.writer.write(framed(question))
+                await stream.writer.drain()
+                answer = await read_frame(stream.reader, self._most_bytes)
             is_kept = self._streams.setdefault(peer, stream) is stream
         except TimeoutError:
             raise TransportError(f"did not answer within {timeout_s:.0f} s") from None
@@ -182,11 +171,11 @@ class QuestionClient:
             raise TransportError("hung up") from None
         finally:
             if not is_kept:
-                await hang_up(writer)
+                await hang_up(stream.writer)
         return answer
 
     async def close(self) -> None:
         """Hang up on everybody. May be called twice."""
         streams, self._streams = self._streams, {}
-        for _, writer in streams.values():
-            await hang_up(writer)
+        for stream in streams.values():
+            await hang_up(stream.writer)

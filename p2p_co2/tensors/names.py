@@ -79,12 +79,14 @@ def shared_names(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def named_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers of ``module`` by plain name, in the module's order, shared ones under their first name."""
+def named_buffers(module: nn.Module, persistent: bool = False) -> dict[str, Tensor]:
+    """The buffers of ``module`` by plain name, in the module's order, shared ones under their first name.
+    ``persistent``: only those that a ``state_dict`` would have."""
     found, seen = dict[str, Tensor](), set[int]()
     for path, part in named_modules(module):
+        left_out = part._non_persistent_buffers_set if persistent else ()
         for name, buffer in part.named_buffers(recurse=False):
-            if id(buffer) not in seen:
+            if name not in left_out and id(buffer) not in seen:
                 seen.add(id(buffer))
                 found[f"{path}.{name}" if path else name] = buffer
     return found

@@ -2,25 +2,29 @@
 
     ask donors for manifests -> fix one content -> deal its chunks -> all right: ``Fetched``
               ^                        |
-              +---- nobody has it -----+     at most ``BEGUN_ANEW_MOST`` times
+              +---- nobody has it -----+     at most ``ATTEMPTS`` times
 
-When no chunk is left to deal, an idle donor repeats what another owes for long (work stealing). A donor that
-is silent or wrong loses its place, and its chunks go back into the queue.
+A donor owes at most ``OUTSTANDING`` chunks, in all loads together: one is on its way while the next is asked
+for, and a liar costs two. Donors answer in order: what was asked for before a chunk that came is lost. When
+no chunk is left to deal, an idle donor repeats what another owes for long (work stealing). A donor that is
+silent or wrong loses its place, and its chunks go back into the queue.
 
 Laws: nothing is allocated before a signed manifest of the size that this peer computed; what others
 contradict is refused before a byte of it is asked for; every chunk kept has the digest that was promised;
 every wait has a timer; one goal and one content at a time for each fragment. Price: what was loaded of a
-content that all donors let go of is lost.
+content that all donors let go of is lost; a small state over a far way takes seconds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.catchup.goals import (
+    PATIENCE_S,
     STATE,
     CatchUpEvent,
     DonorRefused,
@@ -28,22 +32,122 @@ from p2p_co2.protocol.catchup.goals import (
     Loading,
     Outbox,
     Shape,
+    Vouch,
 )
-from p2p_co2.protocol.catchup.load import STALLED_S, Load, Terms
-from p2p_co2.protocol.catchup.owed import Owed, OwedChunks
+from p2p_co2.protocol.catchup.load import ATTEMPTS, MOST_AT_ONCE, Load, Terms
 from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 
-LOADED_AT_ONCE = 8
-"""States, where they are small."""
-BEGUN_ANEW_MOST = 6
-LOOK_EVERY_S = 0.25
-"""So often it is looked whether an idle donor should repeat what others owe."""
+OUTSTANDING = 2
+SILENT_TIMES, SILENT_FLOOR_S = 8.0, 10.0
+"""A donor that gives nothing for so many times what a chunk usually takes is silent: not before the second,
+and in any case after ``PATIENCE_S``."""
+REPEAT_TIMES, REPEAT_FLOOR_S, REPEAT_UNKNOWN_S = 3.0, 0.5, 3.0
+"""An idle donor repeats a chunk that another owes for so many times what it needs itself, at least the
+second; the third where that is not known."""
 TELL_EVERY_S = 10.0
 """So often it is told how far the loading of states is."""
-QUARANTINE_S = 120.0
-"""A donor that broke the rules is not asked again for so long."""
-MAX_QUARANTINED = 256
+
+Owed = tuple[int, int]
+"""A chunk that a donor was asked for: the load's request, and its number."""
+
+
+@dataclass(eq=False)
+class Line:
+    """One donor. ``owed``: what it was asked for, oldest first, and when; ``took_s``: its last chunk, after
+    the one before it; 0 if not known."""
+
+    heard_at: float
+    owed: dict[Owed, float] = field(default_factory=dict)
+    took_s: float = 0.0
+
+    @property
+    def silent_at(self) -> float:
+        usual_s = max(SILENT_FLOOR_S, SILENT_TIMES * self.took_s) if self.took_s else PATIENCE_S
+        return self.heard_at + min(PATIENCE_S, usual_s) if self.owed else math.inf
+
+
+class OwedChunks:
+    """What all donors owe. ``came_at``: when the last right chunk came from anybody."""
+
+    def __init__(self) -> None:
+        self._lines: dict[PeerId, Line] = {}
+        self.came_at = -math.inf
+
+    def clear(self) -> None:
+        """Nothing is loaded: what is known of donors grows old."""
+        self._lines.clear()
+
+    def ask(self, peer: PeerId, owed: Owed, now: float) -> None:
+        line = self._lines.setdefault(peer, Line(now))
+        line.heard_at = line.heard_at if line.owed else now
+        line.owed[owed] = now
+
+    def gave(self, peer: PeerId, owed: Owed, now: float) -> list[Owed]:
+        """A right chunk came: those that were asked for before it, and are lost."""
+        line, self.came_at = self._lines.setdefault(peer, Line(now)), now
+        lost = list[Owed]()
+        if owed in line.owed:
+            order = list(line.owed)
+            lost = order[: order.index(owed)]
+            line.took_s = now - line.heard_at
+            line.owed = {one: line.owed[one] for one in order[len(lost) + 1 :]}
+        line.heard_at = now
+        return lost
+
+    def is_busy(self, peer: PeerId, now: float) -> None:
+        """A round's bytes came from ``peer``: its chunks come after them."""
+        if (line := self._lines.get(peer)) is not None:
+            line.heard_at, line.owed = now, dict.fromkeys(line.owed, now)
+
+    def forget(self, request: int, peer: PeerId | None = None) -> set[int]:
+        """Wait no more for what ``peer`` (None: anybody) owes to one load; those chunks that nobody else
+        owes."""
+        chunks, still = set[int](), set[int]()
+        for one, line in self._lines.items():
+            owed = {chunk for known, chunk in line.owed if known == request}
+            if peer in (None, one):
+                chunks |= owed
+                line.owed = {owed: at for owed, at in line.owed.items() if owed[0] != request}
+            else:
+                still |= owed
+        return chunks - still
+
+    def drop(self, peer: PeerId) -> None:
+        self._lines.pop(peer, None)
+
+    def least_owing(self, peers: Collection[PeerId]) -> PeerId | None:
+        """Who of these has room and owes least."""
+        owing = {peer: len(self._lines[peer].owed) if peer in self._lines else 0 for peer in peers}
+        peer = min(owing, key=owing.__getitem__, default=None)
+        return peer if peer is not None and owing[peer] < OUTSTANDING else None
+
+    def is_idle(self, peer: PeerId) -> bool:
+        return peer in self._lines and not self._lines[peer].owed
+
+    def overdue(self, request: int, missing: Collection[int], idle: PeerId) -> tuple[float, int]:
+        """When ``idle`` is to repeat a chunk of a load that another owes, and which: the one that is owed
+        longest, none more than twice."""
+        took_s = self._lines[idle].took_s
+        limit_s = max(REPEAT_FLOOR_S, REPEAT_TIMES * took_s) if took_s else REPEAT_UNKNOWN_S
+        owed = [
+            (at, chunk)
+            for line in self._lines.values()
+            for (known, chunk), at in line.owed.items()
+            if known == request and chunk in missing
+        ]
+        times = Counter(chunk for _, chunk in owed)
+        since, chunk = min((one for one in owed if times[one[1]] == 1), default=(math.inf, 0))
+        return since + limit_s, chunk
+
+    def silent_at(self) -> float:
+        """When the first donor counts as silent."""
+        return min((line.silent_at for line in self._lines.values()), default=math.inf)
+
+    def silent(self, now: float) -> list[PeerId]:
+        """Donors that owe and give nothing."""
+        return [peer for peer, line in self._lines.items() if now >= line.silent_at]
 
 
 class Fetcher:
@@ -51,14 +155,14 @@ class Fetcher:
     came that had not come before."""
 
     def __init__(self, run: bytes, shape: Shape, out: Outbox) -> None:
-        self._shape, self._out = shape, out
-        self.terms = Terms(run, shape)
+        self.shape, self._out = shape, out
+        self._terms = Terms(run, shape)
         self.owed = OwedChunks()
         self._loads: dict[int, Load] = {}
         self._waiting: dict[int, Goal] = {}
         self._quarantined: dict[PeerId, float] = {}
         self._requests = 0
-        self.got_at, self._looked_at, self._tell_at = -math.inf, -math.inf, math.inf
+        self.got_at, self._tell_at = -math.inf, math.inf
 
     # ---- what is wanted
 
@@ -66,6 +170,10 @@ class Fetcher:
     def is_idle(self) -> bool:
         """Nothing is fetched, and nothing waits for it."""
         return not self._loads and not self._waiting
+
+    def ask_swarm(self, vouch: Vouch) -> None:
+        """From now on a state is loaded only if ``vouch`` does not contradict its donor."""
+        self._terms.vouch = vouch
 
     def want(self, goal: Goal, now: float) -> None:
         """Start fetching; ends in ``Fetched`` or ``FetchFailed``."""
@@ -83,7 +191,7 @@ class Fetcher:
         return fragment in self._loads or fragment in self._waiting
 
     def forget(self, fragment: int, now: float) -> None:
-        """End it without a word; what waits for its room may start."""
+        """What is being fetched of ``fragment`` is wanted no more: nothing tells of its end."""
         self._end(fragment)
         self._waiting.pop(fragment, None)
         self._settle(now)
@@ -107,8 +215,8 @@ class Fetcher:
 
     def quarantine(self, peer: PeerId, reason: str, now: float) -> None:
         """``peer`` gave what it must not: do not ask it for a while."""
-        if len(self._quarantined) < MAX_QUARANTINED:
-            self._quarantined[peer] = now + QUARANTINE_S
+        if len(self._quarantined) < MAX_PEERS:
+            self._quarantined[peer] = now + 2 * PATIENCE_S
         self.forget_donor(peer, reason, now)
 
     # ---- what donors say
@@ -126,7 +234,6 @@ class Fetcher:
             elif not load.take_refusal(message, sender, now):
                 self._lose(load, sender, message.reason[:200])
         except RemoteProtocolError as error:
-            load.wasted += isinstance(message, Chunk)
             self._out.emit(DonorRefused(sender, error.reason, error.detail))
             self.quarantine(sender, str(error), now)
         self._settle(now)
@@ -134,20 +241,12 @@ class Fetcher:
     def _take_chunk(self, load: Load, chunk: Chunk, sender: PeerId, now: float) -> None:
         if load.chunks is None or sender not in load.givers or chunk.version != load.chunks.manifest.version:
             return  # of what is loaded no more
-        if chunk.chunk >= len(load.chunks.manifest.chunk_digests):
-            raise RemoteProtocolError("unasked chunk", f"fragment {chunk.fragment} chunk {chunk.chunk}")
-        is_new = load.chunks.take(chunk, sender)
-        load.wasted += not is_new
-        self._give_back(self.owed.gave(sender, (load.request, chunk.chunk), now))
-        if is_new:
+        if load.chunks.take(chunk, sender):
             load.moved_at = self.got_at = now
-
-    def _give_back(self, lost: Iterable[Owed]) -> None:
-        """These were asked for, and do not come."""
-        for request, chunk in lost:
-            for load in self._loads.values():
-                if load.request == request and load.chunks is not None:
-                    load.chunks.give_back([chunk])
+        for request, lost in self.owed.gave(sender, (load.request, chunk.chunk), now):
+            for one in self._loads.values():
+                if one.request == request and one.chunks is not None:
+                    one.chunks.give_back([lost])
 
     # ---- time
 
@@ -165,20 +264,21 @@ class Fetcher:
     def get_timer(self) -> float | None:
         if not self._loads:
             return None
-        loads = self._loads.values()
-        times = [at for load in loads for at in (load.get_timer(), load.stalled_at(self.owed.came_at))]
-        look_at = self._looked_at + LOOK_EVERY_S if any(map(self._idle, loads)) else math.inf
-        return min([*times, self.owed.silent_at(), self._tell_at, look_at])
+        times = [self.owed.silent_at(), self._tell_at]
+        for load in self._loads.values():
+            times += load.get_timer(), load.stalled_at(self.owed.came_at)
+            times += [at for _, at, _ in self._repeats(load)]
+        return min(times)
 
     def _tell(self) -> None:
         """How far the states are that are being loaded, or wait for it."""
         loads = [load for load in self._loads.values() if load.goal.what == STATE]
         waiting = [goal.fragment for goal in self._waiting.values() if goal.what == STATE]
         fragments = tuple(sorted([*waiting, *(load.goal.fragment for load in loads)]))
-        chunks, scale = [load.chunks for load in loads if load.chunks is not None], self._shape.scale
-        missing = sum(len(one.missing) for one in chunks) * self._shape.chunk_bytes
+        chunks, scale = [load.chunks for load in loads if load.chunks is not None], self.shape.scale
+        missing = sum(len(one.missing) for one in chunks) * self.shape.chunk_bytes
         received = max(0, sum(len(one.data) for one in chunks) - missing)
-        total = sum(self._shape.state_bytes[fragment] for fragment in fragments)
+        total = sum(self.shape.state_bytes[fragment] for fragment in fragments)
         donors = {peer for one in chunks for peer in one.gave}
         if fragments:
             self._out.emit(Loading(fragments, round(scale * received), round(scale * total), len(donors)))
@@ -189,7 +289,7 @@ class Fetcher:
         """Whatever can be done now: choose, end, start, ask, deal."""
         for fragment, load in list(self._loads.items()):
             load.choose(now)
-            if load.is_chosen and load.is_out_of_donors and load.attempts < BEGUN_ANEW_MOST:
+            if load.is_chosen and load.is_out_of_donors and load.attempts < ATTEMPTS:
                 self._begin(load, now)
             if (ended := self._ended(load, now)) is not None:
                 self._end(fragment)
@@ -206,7 +306,7 @@ class Fetcher:
         if load.is_chosen and load.chunks is not None and not load.chunks.missing:
             return load.finished(now)
         if now >= load.stalled_at(self.owed.came_at):
-            load.reason = f"{load.reason} (nothing came for {STALLED_S:.0f} s)"
+            load.reason = f"{load.reason} (nothing came for {2 * PATIENCE_S:.0f} s)"
             return load.failed()
         return load.failed() if load.is_out_of_donors else None
 
@@ -219,13 +319,13 @@ class Fetcher:
 
     def _may_start(self, goal: Goal) -> bool:
         states = [load.goal.fragment for load in self._loads.values() if load.goal.what == STATE]
-        size = sum(self._shape.state_bytes[fragment] for fragment in (*states, goal.fragment))
-        is_small = len(states) < LOADED_AT_ONCE and self._shape.is_free(size)
+        size = sum(self.shape.state_bytes[fragment] for fragment in (*states, goal.fragment))
+        is_small = len(states) < MOST_AT_ONCE and self.shape.is_free(size)
         return goal.what != STATE or not states or is_small
 
     def _start(self, goal: Goal, now: float) -> None:
         self._requests += 1
-        self._loads[goal.fragment] = load = Load(goal, self._requests, self.terms, now)
+        self._loads[goal.fragment] = load = Load(goal, self._requests, self._terms, now)
         self._begin(load, now)
         if load.is_out_of_donors:
             self._end(goal.fragment)
@@ -258,19 +358,17 @@ class Fetcher:
                     if peer is not None:
                         self._ask_chunk(load, peer, load.chunks.pending.popleft(), now)
                         dealt = True
-        self._looked_at = now
         for load in loads:
-            for peer in self._idle(load):
-                assert load.chunks is not None
-                chunk = self.owed.overdue(load.request, load.chunks.missing, peer, now)
-                if chunk is not None:
+            for peer, at, chunk in self._repeats(load):
+                if now >= at:
                     self._ask_chunk(load, peer, chunk, now)
 
-    def _idle(self, load: Load) -> list[PeerId]:
-        """Donors that owe nobody anything, of a load that has nothing left to deal."""
-        if load.chunks is None or load.chunks.pending:
-            return []
-        return [peer for peer in load.givers if self.owed.is_idle(peer)]
+    def _repeats(self, load: Load) -> Iterable[tuple[PeerId, float, int]]:
+        """Donors that owe nobody anything, where nothing is left to deal: when each repeats which chunk."""
+        if load.chunks is not None and not load.chunks.pending:
+            for peer in load.givers:
+                if self.owed.is_idle(peer):
+                    yield peer, *self.owed.overdue(load.request, load.chunks.missing, peer)
 
     def _ask_chunk(self, load: Load, peer: PeerId, chunk: int, now: float) -> None:
         assert load.chunks is not None
@@ -279,7 +377,3 @@ class Fetcher:
         fetch = Fetch(what=goal.what, fragment=goal.fragment, want_chunk=True, chunk=chunk)
         fetch.version, fetch.request = load.chunks.manifest.version, load.request
         self._out.send(peer, fetch)
-
-    def held(self) -> dict[str, tuple[int, int]]:
-        """As ``CatchUp.held``."""
-        return {"MAX_QUARANTINED": (len(self._quarantined), MAX_QUARANTINED)}

@@ -1,11 +1,17 @@
-"""What one peer has sent and what of its work is in a mean: a training thread's decisions, without tensors,
-network or clock. ``trainer`` and ``simnet`` keep the same account.
+"""When fragments are sent and what of their work counts: schedule points on the swarm's position, the clock
+that says the position, the account of offers, and the end of a run. ``trainer`` and ``simnet`` keep the same.
 
-Laws: a fragment has one offer in flight at most; work that no mean has counted is in the weight of the next
-offer, and is offered again at the end; deterministic, ``now`` is an argument. On a full line a point that
-passes while the last round of a fragment is in flight is made up as soon as that round has ended. There
-fragments take turns, in one order for all: the next snapshot is taken when the slices of the last one have
-left, so the line is never idle. Price: what is made up late shows as staleness.
+Fragment f of P has a point at every ``r + f / P`` above 0, r a whole number (Streaming DiLoCo, arXiv
+2501.18512): sends are spread evenly over a round, so the peak bandwidth falls by P. Points are numbered as
+ticks, ``t = r * P + f``, t >= 1.
+
+Laws: nothing here reads a clock, a socket or a tensor. Positions never fall; a fragment's points are passed
+in order, each counted once. A fragment has one offer in flight at most; work that no mean has counted is in
+the weight of the next offer, and is offered again at the end. On a full line a point that passes while the
+last round of a fragment is in flight is made up as soon as that round has ended. There fragments take turns,
+in one order for all: the next snapshot is taken when the slices of the last one have left, so the line is
+never idle. Price: what is made up late shows as staleness. After a long sleep a peer jumps over points: the
+work of that time goes into its next offers.
 """
 
 from __future__ import annotations
@@ -14,16 +20,103 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
-from p2p_co2.config import RunConfig
-from p2p_co2.protocol.schedule.clock import due, last_tick, points_passed
-from p2p_co2.protocol.schedule.ending import flush_bound_s
+from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S
+
+_TOLERANCE = 1e-6
+"""Ticks by which a point may come early: the position is steps / H in floating point, and 3 * (1 / 3) must
+count as 1."""
+SLEW = 0.1
+"""The largest correction of the clock's rate."""
+
+
+class SwarmClock:
+    """This peer's estimate of the swarm's position, in rounds.
+
+    Mode "steps": inner steps / ``inner_steps_per_round``, counted from ``start``; other peers do not matter.
+
+    Mode "time": one round per ``round_s``, drawn gently towards the median of the other peers. Only
+    positions and durations travel between peers, never dates: a wrong date, a time zone or a clock set by
+    hand changes nothing, and one lying peer cannot move a median. ``now`` is any local clock in seconds
+    that does not go back.
+    """
+
+    def __init__(self, config: ClockConfig) -> None:
+        self._config = config
+        self.start(0.0, 0.0)
+
+    def start(self, position: float, now: float, inner_steps: int = 0) -> None:
+        """Begin at ``position`` (0 in a new run, the swarm's for a late joiner, the checkpoint's on resume).
+
+        ``inner_steps`` is this peer's own count at that moment.
+        """
+        self._position, self._at = position, now
+        self._inner_steps = inner_steps
+        self._correction = 0.0
+
+    def position(self, now: float, inner_steps: int) -> float:
+        """The position at ``now``, after ``inner_steps`` inner steps of this peer. Never falls."""
+        if self._config.mode == "steps":
+            steps = max(0, inner_steps - self._inner_steps)
+            return self._position + steps / self._config.inner_steps_per_round
+        self._advance(now)
+        return self._position
+
+    def observe(self, others: float, now: float) -> None:
+        """Take in ``others``, the median of the other peers' positions, estimated for ``now`` (their last
+        word plus its age in rounds).
+
+        The clock then runs up to 10 % faster or slower until the difference is gone. More than a round
+        behind (a laptop that slept), it jumps forward; it never goes back. Does nothing in mode "steps" or
+        if ``others`` is not finite.
+        """
+        if self._config.mode == "steps" or not math.isfinite(others):
+            return
+        self._advance(now)
+        difference = others - self._position
+        if difference > 1.0:
+            self._position, difference = others, 0.0
+        self._correction = difference
+
+    def _advance(self, now: float) -> None:
+        elapsed = max(0.0, now - self._at) / self._config.round_s
+        reach = SLEW * elapsed
+        slewed = max(-reach, min(reach, self._correction))
+        self._correction -= slewed
+        self._position += elapsed + slewed
+        self._at = max(self._at, now)
+
+
+def points_passed(fragment: int, count: int, position: float) -> int:
+    """How many schedule points of ``fragment`` (of ``count``) lie at or before ``position``, in rounds."""
+    ticks = last_tick(count, position)
+    return ticks // count if fragment == 0 else (ticks - fragment + count) // count
+
+
+def due(count: int, last_position: float, position: float) -> tuple[int, ...]:
+    """Fragments (of ``count``) that passed a point after ``last_position``, up to ``position``, in the
+    order of their points.
+
+    Each at most once: a peer that slept through several rounds sends each fragment once.
+    """
+    first, last = last_tick(count, last_position) + 1, last_tick(count, position)
+    return tuple(tick % count for tick in range(first, min(last, first + count - 1) + 1))
+
+
+def last_tick(count: int, position: float) -> int:
+    """The number of the last point at or before ``position``, of all ``count`` fragments; 0 before the
+    first."""
+    return max(0, math.floor(position * count + _TOLERANCE))
+
+
+# ---- the account of offers
 
 FIRST_ROUND_BOUND_S = 15.0
-"""Training waits at most this long for the first rounds of what was sent in one step, if it waits at all."""
-ALONE_S = 15.0
-"""In longer rounds nothing is offered before its point: a coordinator waits 30 s for the others at most."""
+"""Training waits at most this long for the first rounds of what was sent in one step, if it waits at all. And
+in rounds that are longer nothing is offered before its point: a coordinator waits 30 s for the others."""
 OVERDUE_POINTS = 2
 """Where no line is full, one of several fragments that missed so many points is sent as soon as its round has
 ended. A single one is after the first: the next point may lie between the steps in which members meet the
@@ -34,8 +127,8 @@ a moment on any line."""
 LONGEST_TURN_ROUNDS = 2.0
 """A fragment whose slices have not left after so many rounds keeps none of the others waiting."""
 DISTINCT = 2.0**-10
-"""Tokens at most that a weight is off, by the offer's id: as long as a commit names offers by peer and
-weight, a peer that was restarted must not take the offer of its last process for its own."""
+"""Tokens at most that a weight is off, by the offer's id: a commit names offers by peer and weight, and a
+peer that was restarted must not take the offer of its last process for its own."""
 
 Stage = Literal["", "asking", "slices", "means"]
 """How far the round of an offer is: not known yet, or over; its READY waits for BEGIN; it has begun, and our
@@ -193,7 +286,7 @@ class WorkAccount:
         """The others have made a round without us, and its state is ours now: in short rounds, and where the
         line is full, we are due at once, since they may be ready for the next. Who waited for its own point
         would come late to that one too, and to all that follow."""
-        is_soon = self._run.clock.round_s <= ALONE_S or self._line.is_full(self._tick)
+        is_soon = self._run.clock.round_s <= FIRST_ROUND_BOUND_S or self._line.is_full(self._tick)
         if is_soon and self._by_time and self._has_offered[fragment]:
             self._waiting.setdefault(fragment, self._last_point_of(fragment))
 
@@ -231,3 +324,73 @@ class WorkAccount:
     def finished(self, still_to_offer: Collection[int]) -> frozenset[int]:
         """Fragments of which nothing is in flight nor ``still_to_offer``."""
         return frozenset(range(self._count)) - self.in_flight.keys() - frozenset(still_to_offer)
+
+
+# ---- the end of a run
+
+# Training has ended then, so this is the one time at which everybody waits for the network. It lasts as long
+# as the rounds that are in flight and one more of each fragment, two at a time; a line that is slow for the
+# run's round makes it long, a peer that is gone makes it end at its bound.
+
+FLUSH_FLOOR_S, FLUSH_CAP_S = 30.0, 600.0
+"""The final flush takes so long at most; or, where that is more, as long as one round of every fragment would
+take one after the other, but never longer than the cap."""
+SETTLE_S = 25.0
+"""Until all live peers agree: longer than a flush by so much, since theirs may begin with our end."""
+
+LOADS_QUIET_S, LOADS_CAP_S = 30.0, FLUSH_CAP_S
+"""Then a peer goes, unless it is still needed: it loads a state or gives one, others that are done hold more
+or less than it does, or a last round is made. While a chunk came or went within the first it stays, up to the
+second. Price: a liar that says to the end that it holds something else keeps the others for so long."""
+
+STILL_LOADS = (
+    "the run is over, but a last round is still being made, or not all hold the same yet, or a state or a "
+    "missed round is on its way to this peer or from it: it stays for as long as that goes on, at most "
+    f"{LOADS_CAP_S:.0f} s more"
+)
+
+
+def flush_bound_s(count: int, delays_s: Collection[float]) -> float:
+    """How long a peer tries to have the rest of its work counted, in ``count`` fragments. ``delays_s``: what
+    its last rounds took, from the offer to the mean."""
+    sweep_s = count * median(delays_s) if delays_s else 0.0
+    return min(FLUSH_CAP_S, max(FLUSH_FLOOR_S, sweep_s))
+
+
+def few_at_once(count: int) -> int:
+    """Of ``count`` fragments, how many a peer offers at once when a run is over."""
+    return max(2, -(-count // 2))
+
+
+class Ending:
+    """In which order a peer offers the rest of its work, the same on all peers, so that they meet in the same
+    rounds: ``bound_s`` long from ``began_at`` on, by the caller's clock.
+
+    Few at once: each holds a snapshot until its round ends, and the lines are busy with two. In the second
+    half all at once, for peers that wait for each other with different ones. Law: every fragment's turn
+    comes; one that failed is tried again after the others, and after a heartbeat: one peer alone hears at
+    once that no round begins any more, and each offer takes a snapshot and its encoding.
+    """
+
+    def __init__(self, count: int, began_at: float, bound_s: float) -> None:
+        self._ends_at, self._bound_s = began_at + bound_s, bound_s
+        self._again_at, self._tries = [began_at] * count, [0] * count
+
+    def next(
+        self, uncounted: Collection[int], in_flight: Collection[int], now: float
+    ) -> tuple[list[int], float] | None:
+        """Fragments to offer now, of those with work that is not counted, and how long to wait then until
+        fewer are in flight; None when nothing is left to do."""
+        left_s, half_s, count = self._ends_at - now, self._bound_s / 2, len(self._tries)
+        if not uncounted or left_s <= 0:
+            return None
+        in_a_hurry = left_s <= half_s
+        waiting = [fragment for fragment in uncounted if fragment not in in_flight]
+        early = [fragment for fragment in waiting if now < self._again_at[fragment]]
+        ready = sorted(set(waiting) - set(early), key=lambda fragment: (self._tries[fragment], fragment))
+        offers = ready[: count if in_a_hurry else max(0, few_at_once(count) - len(in_flight))]
+        for fragment in offers:
+            self._tries[fragment] += 1
+            self._again_at[fragment] = now + HEARTBEAT_S
+        soon_s = min((self._again_at[fragment] - now for fragment in early), default=left_s)
+        return offers, min(soon_s, left_s if in_a_hurry else left_s - half_s)

@@ -1,15 +1,34 @@
-"""What a committed mean does to the agreed parameters: momentum, the staleness gap penalty, clipping.
+"""The outer optimizer: momentum, the staleness gap penalty, clipping, and the merges of each apply rule.
 
-``init`` and ``step`` are an algorithm over a plain ``OuterState``, one per fragment. The mean is read piece
-by piece, so nothing of the fragment's size is made but the new state, and that lies in the old one's memory
-where nobody else needs it. Price: the mean is decoded three times (four with Nesterov in the old memory), in
-pieces that stay in the cache.
+``init`` and ``step`` are an algorithm over a plain ``OuterState``, one per fragment: what a committed mean
+does to the agreed parameters. ``merge`` and ``eager_correction`` say how live parameters meet the result. In
+the papers' symbols:
+``params`` is CO2's x and DiLoCo's theta, ``momentum`` CO2's m, ``config.momentum`` beta, ``config.lr`` the
+outer learning rate, ``config.clip_phi`` CO2's phi. The outer gradient is ``state.params - params``; the
+sign is law.
+
+Laws:
+
+1. Agreed state. ``step`` gives the same bits on every peer. Multiplication and addition are separate
+   operations, each rounded once; ``torch.add(alpha=)``, ``addcmul`` and ``lerp`` are never used, because
+   some builds fuse them into one rounding. No tensor is divided by a number. Norms have no reduction order
+   (``norm_of_pieces``). A process that flushes denormals breaks this law.
+2. An aborted round changes nothing: there is no call for it.
+3. A state is never modified, unless ``step`` is told that nobody else holds it.
+
+Sources: CO2 (arXiv 2401.16265) for the staleness gap penalty (after its Eq. 3, denominator ours) and outer
+momentum clipping; DiLoCo and Streaming DiLoCo (2501.18512) for Nesterov and ``blend``; Eager updates
+(2502.12996) for ``eager_correction``; ``keep`` is ours.
+
+The mean is read piece by piece, so nothing of the fragment's size is made but the new state, and that lies in
+the old one's memory where nobody else needs it. Price: the mean is decoded three times (four with Nesterov in
+the old memory), in pieces that stay in the cache.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,18 +36,13 @@ from torch import Tensor
 
 from p2p_co2.config import OuterConfig
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
-from p2p_co2.tensors.codec.passes import Changed
-from p2p_co2.tensors.outer.norms import (
-    PIECE,
-    is_one_scale,
-    magnitude,
-    norm_of,
-    norm_of_pieces,
-    norm_shift,
-    passes_for,
-    square_sum,
-)
+from p2p_co2.tensors.codec import passes
+from p2p_co2.tensors.codec.passes import Changed, Passes
 
+_NORM_BITS = 18
+PIECE = 1 << 16
+"""Elements worked on at once, few enough for a cache, and for ``square_sum``: this many squares of
+integers of at most 2^_NORM_BITS stay below 2^53, so fp64 adds them exactly, in any order."""
 MOVED_NORMS_KEPT = 4
 """Changes of ``params`` whose norms are remembered: the staleness that the gap penalty measures exactly."""
 _WIDTH = 2 * PIECE
@@ -55,14 +69,10 @@ class OuterState(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """What one step did. ``gap`` 1 means no penalty; ``clipped_share`` is the share of momentum values
-    clipped, 0 to 1; ``gradient_norm`` is that of the mean as it arrived, ``momentum_norm`` that of the
-    momentum as it is stored."""
+    """What one step did. ``gap`` 1 means no penalty; ``momentum_norm``: of the momentum as it is stored."""
 
     gap: float
-    gradient_norm: float
     momentum_norm: float
-    clipped_share: float
 
 
 class Readable(Protocol):
@@ -127,7 +137,7 @@ def step(
         raise _not_finite()
     moved = (*state.moved_norms, moved_norm)[-MOVED_NORMS_KEPT:]
     after = OuterState(state.version + 1, params, momentum, mean_square, moved)
-    return after, StepReport(gap, norm, math.sqrt(done.energy), done.clipped / max(1, size))
+    return after, StepReport(gap, math.sqrt(done.energy))
 
 
 def _not_finite() -> RemoteProtocolError:
@@ -142,13 +152,12 @@ def _momentum_step_(
     parameters lose."""
     bound = clip_bound(config, mean_square)
     scratch = torch.empty(min(_WIDTH, old.numel()), dtype=torch.float32, device="cpu")
-    clipped, energy, largest = 0, 0.0, 0.0
+    energy, largest = 0.0, 0.0
     for at in _pieces(old.numel()):
         room = scratch[: at.stop - at.start] if change is None else change[at]
         done = change_of(config, old[at], mean[at], 1.0 / gap, bound, out[at], room)
-        clipped, energy = clipped + done.clipped, energy + done.energy
-        largest = max(largest, done.largest_change)
-    return Changed(clipped, energy, largest)
+        energy, largest = energy + done.energy, max(largest, done.largest_change)
+    return Changed(energy, largest)
 
 
 def _params_step_(
@@ -226,13 +235,12 @@ def change_of(
             nesterov=config.nesterov, bound=bound, piece=PIECE,
         )  # fmt: skip
     applied = mean if inverse == 1.0 else mean * inverse
-    new, clipped = torch.mul(old, config.momentum, out=momentum).add_(applied), 0
+    new = torch.mul(old, config.momentum, out=momentum).add_(applied)
     if bound < math.inf and magnitude(new) > bound:
-        free = new.clone()
-        clipped = int(torch.count_nonzero(new.clamp_(-bound, bound) != free))
+        new.clamp_(-bound, bound)
     moved = (new * config.momentum).add_(applied) if config.nesterov else new
     largest = magnitude(torch.mul(moved, config.lr, out=change))
-    return Changed(clipped, float(torch.dot(new, new)), largest)
+    return Changed(float(torch.dot(new, new)), largest)
 
 
 def last_change(config: OuterConfig, momentum: Tensor, mean: Tensor | None, gap: float) -> Tensor:
@@ -276,3 +284,137 @@ def stability_warning(config: OuterConfig, delayed: bool) -> str | None:
         f"{speed:.1f} (above 2) and no gap penalty this diverges on most models: set outer.gap_penalty = "
         "true, or lower outer.lr or outer.momentum"
     )
+
+
+# ---- how live parameters meet the agreed ones
+
+
+class Merge(NamedTuple):
+    """How live parameters change: ``live = keep * live + addend``. ``addend``: fp32 [n], host memory. One
+    affine pass, so that the training thread computes nothing else, whatever it did to the live parameters
+    since the snapshot."""
+
+    keep: float
+    addend: Tensor
+
+
+def merge(
+    config: OuterConfig,
+    old: OuterState,
+    new: OuterState,
+    offered: Callable[[slice], Tensor] | None,
+    missed: Sequence[slice],
+    out: Tensor | None = None,
+) -> Merge:
+    """Rules "keep" and "blend": how live parameters take in the step from ``old`` to ``new``, at any moment
+    after it.
+
+    ``offered``: any range of the outer gradient that this peer offered, from ``old``, as a new tensor; None
+    if it made no offer. ``missed``: ranges in which the offer did not reach the mean. ``out``: memory for the
+    addend; it may be ``old.params`` itself.
+
+    keep: where the offer counted, the drift since the snapshot survives (``new + (live - snapshot)``). Where
+    it did not, all drift since ``old`` does (``new + (live - old)``), so the work is offered again.
+
+    blend: ``alpha * live + (1 - alpha) * new`` (Streaming DiLoCo). A peer with any missed range uses "keep"
+    for this one merge, so as not to lose work that nobody else has.
+    """
+    if config.rule not in {"keep", "blend"}:
+        raise LocalProtocolError(f"merge is not for rule {config.rule!r}")
+    if config.rule == "blend" and offered is not None and not missed:
+        return Merge(config.blend_alpha, torch.mul(new.params, 1.0 - config.blend_alpha, out=out))
+    addend = torch.empty_like(old.params) if out is None else out
+    # Where the offer was missed the drift is measured from ``old``, as if nothing had been offered.
+    lost = [(max(0, part.start), part.stop) for part in missed]
+    for start in range(0, addend.numel(), PIECE):
+        at = slice(start, min(start + PIECE, addend.numel()))
+        here = torch.sub(new.params[at], old.params[at], out=addend[at])
+        if offered is not None:
+            counted = offered(at)
+            for first, last in lost:
+                counted[max(0, first - start) : max(0, last - start)] = 0.0
+            here.add_(counted)
+    return Merge(1.0, addend)
+
+
+def eager_correction(config: OuterConfig, gap: float, share: float, fresh: Tensor, stale: Tensor) -> Tensor:
+    """What a peer subtracts from the agreed parameters under rule "eager": its own fresh share in place of
+    its own stale share.
+
+    Eager updates (arXiv 2502.12996) step with ``g + share * (fresh - stale)`` in place of the mean ``g``:
+    ``stale`` is this peer's outer gradient inside ``g``, ``fresh`` the one it offers now (fp32 [n] both),
+    ``share`` its weight in ``g``. Call the difference e. The step is linear in the mean, so the parameters
+    lose ``lr * e / gap`` more (heavy ball), or ``lr * (1 + beta) * e / gap`` (Nesterov).
+
+    The agreed step stays that of "co2": each peer adds this for itself, unclipped, with the agreed gap. It is
+    not carried into the momentum: the next mean brings the fresh gradients of all peers.
+    """
+    factor = 1.0 + config.momentum if config.nesterov else 1.0
+    return (fresh - stale).mul_(config.lr * factor * share / gap)
+
+
+# ---- norms that have no reduction order, and passes over whole fragments
+
+
+def norm_of_pieces(largest: float, pieces: Iterable[Tensor]) -> float:
+    """The L2 norm of flat pieces (fp32 or narrower) whose ``largest`` magnitude is given: the same bits on
+    every machine, however they are cut. Inf if a value is not finite, 0 for no values.
+
+    A float sum depends on its order, so on thread count, vector width and device. Here the largest magnitude
+    (no order in a maximum) gives a power of two that scales all values to at most 2^18; they are rounded to
+    integers, and integers are squared and summed, exactly. The rounding is at most 2^-18 of the largest
+    magnitude per value. So a peer computes these bits itself, and believes nobody about them.
+    """
+    if largest in {0.0, math.inf}:
+        return largest
+    shift = norm_shift(largest)
+    return norm_of(sum(square_sum_of(piece, shift) for piece in pieces), shift)
+
+
+def square_sum_of(flat: Tensor, shift: int) -> int:
+    """``square_sum`` of any number of values."""
+    if (fast := passes_for(flat)) is not None and is_one_scale(shift):
+        return fast.square_sum(flat, math.ldexp(1.0, shift))
+    return sum(square_sum(piece, shift) for piece in torch.split(flat, PIECE))
+
+
+def magnitude(flat: Tensor) -> float:
+    """The largest magnitude; inf if any value is not finite, 0 for no values."""
+    if flat.numel() == 0:
+        return 0.0
+    if (fast := passes_for(flat)) is not None:
+        return fast.magnitude(flat)
+    low, high = torch.aminmax(flat)
+    largest = abs(max(-float(low), float(high)))
+    return largest if math.isfinite(largest) else math.inf
+
+
+def passes_for(*tensors: Tensor) -> Passes | None:
+    """What does these in one pass, with the same bits."""
+    fits = all(one.device.type == "cpu" and one.dtype == torch.float32 for one in tensors)
+    return passes.kernel if fits and all(one.is_contiguous() for one in tensors) else None
+
+
+def is_one_scale(shift: int) -> bool:
+    """Whether 2^shift is a normal fp32."""
+    return abs(shift) < 120
+
+
+def norm_shift(largest: float) -> int:
+    # frexp: largest = m * 2^exponent with m in [0.5, 1), so the scaled magnitudes stay below 2^18.
+    return _NORM_BITS - math.frexp(largest)[1]
+
+
+def square_sum(piece: Tensor, shift: int) -> int:
+    """The sum of the squares of ``round(values * 2^shift)``, exact. ``piece``: [at most PIECE]."""
+    # What underflows on the way rounds to 0 anyway. Two halves where the scale itself is beyond fp32.
+    halves = (shift,) if is_one_scale(shift) else (shift // 2, shift - shift // 2)
+    whole = piece.float() * math.ldexp(1.0, halves[0])
+    if len(halves) > 1:
+        whole.mul_(math.ldexp(1.0, halves[1]))
+    integers = whole.round_().double()
+    return int(torch.dot(integers, integers))
+
+
+def norm_of(total: int, shift: int) -> float:
+    return math.ldexp(math.sqrt(total), -shift)

@@ -1,0 +1,386 @@
+"""A module cut into fragments, the same way on every peer, and its live parameters seen through them.
+
+Laws of the cut: every element of every trainable parameter is in exactly one slice (tied weights once, under
+their first name); the same module gives the same plan and the same ``digest`` on every machine; no fragment
+is larger than 1.5 times the mean (or one element above it, when there are hardly more elements than
+fragments).
+
+How: the parameters are laid out on a tape and the tape is cut. Transformer blocks are strided, block l
+beside blocks l + P, l + 2 P and so on (Streaming DiLoCo, arXiv 2501.18512, section 2.1: early and late
+layers share a fragment); what is outside the blocks, embeddings and head, has a tape and fragments of its
+own. Cuts are even, and move to the end of a block or a parameter when one is near. Even cuts are ours:
+traffic is then the same at every schedule point, whatever the model.
+
+Laws of the live parameters: a snapshot is a copy, so what crosses to another thread never changes under it; a
+merge touches only its fragment's elements, in place, so the inner optimizer keeps its references and its
+state; a merge is computed in fp32 (fp64 for parameters of that) and rounded once to the parameter's dtype.
+All slices are one call of torch's where they can be: after each call a thread waits for the interpreter, up
+to 5 ms if the network's thread has it. On an accelerator a copy comes after the steps that are queued there,
+and how long they took is told apart from the copy.
+
+Price: a fragment is a list of slices and not of parameters. Buffers (batch-norm statistics) are in no
+fragment: each peer keeps its own, and a newcomer begins with those of a donor. With 16-bit parameters a merge
+smaller than half a last place is rounded away: keep fp32 parameters and use autocast if that matters. A
+parameter whose memory is not contiguous is copied as a whole for each merge.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from p2p_co2.errors import ConfigError, LocalProtocolError
+from p2p_co2.system.memory import POOLED_BYTES, large_buffer
+from p2p_co2.tensors.names import named_modules, named_parameters, unwrapped
+from p2p_co2.tensors.outer import Merge
+
+MAX_OVER_MEAN = 1.5
+_SNAP = 0.1
+"""A cut moves by at most this share of a fragment to reach the end of a block or a parameter."""
+_OWN_FRAGMENT = 0.25
+"""Parameters outside the blocks get fragments of their own from this share of the mean fragment on."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements ``start`` to ``stop`` of the parameter ``name``, in row-major order whatever its strides."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Slices that synchronise together; its flat layout is their concatenation, ``numel`` elements."""
+
+    index: int
+    slices: tuple[Slice, ...]
+    numel: int
+
+
+@dataclass(frozen=True)
+class FragmentPlan:
+    """All fragments in order, and a sha256 (32 bytes) over names, shapes and ranges: what two peers
+    compare."""
+
+    fragments: tuple[Fragment, ...]
+    digest: bytes
+
+    @property
+    def numel(self) -> int:
+        """Trainable elements of the module."""
+        return sum(fragment.numel for fragment in self.fragments)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A parameter on the tape. ``block``: the repeated block it belongs to, None outside."""
+
+    name: str
+    numel: int
+    block: int | None
+
+
+def plan_fragments(module: nn.Module, count: int) -> FragmentPlan:
+    """Cut the trainable parameters of ``module`` into exactly ``count`` fragments.
+
+    Raises ``ConfigError`` if there are fewer trainable elements than fragments.
+    """
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in named_parameters(module).items()
+        if parameter.requires_grad and parameter.numel() > 0
+    }
+    units = list(_units(module))
+    total = sum(unit.numel for unit in units)
+    if count < 1 or total < count:
+        raise ConfigError(
+            "the run's settings",
+            "fragments",
+            f"cannot cut {total} trainable parameters into {count} fragments; use 1 to {max(1, total)}",
+        )
+    pieces = _cut_apart(units, count) or _cut_together(units, count)
+    fragments = tuple(
+        Fragment(index, tuple(slices), sum(part.stop - part.start for part in slices))
+        for index, slices in enumerate(pieces)
+    )
+    return FragmentPlan(fragments, _digest(fragments, shapes))
+
+
+def _digest(fragments: Sequence[Fragment], shapes: dict[str, tuple[int, ...]]) -> bytes:
+    table = [
+        [[part.name, list(shapes[part.name]), part.start, part.stop] for part in fragment.slices]
+        for fragment in fragments
+    ]
+    return hashlib.sha256(b"p2p-co2 plan\0" + json.dumps(table, separators=(",", ":")).encode()).digest()
+
+
+def _units(module: nn.Module) -> Iterator[_Unit]:
+    """Trainable parameters in the module's order, tied ones once."""
+    prefix = _block_list(module)
+    for name, parameter in named_parameters(module).items():
+        if not parameter.requires_grad or parameter.numel() == 0:
+            continue
+        key = name[len(prefix) :].split(".", 1)[0] if prefix is not None and name.startswith(prefix) else ""
+        yield _Unit(name, parameter.numel(), int(key) if key.isdigit() else None)
+
+
+def _block_list(module: nn.Module) -> str | None:
+    """The name, with its last dot, of the longest list of children of one class; None if there is none.
+
+    A list inside a block of another list (the experts of a layer, say) does not count: blocks are the
+    outermost repetition.
+    """
+    best: str | None = None
+    longest = 1
+    outer: list[str] = []
+    for name, candidate in named_modules(module):
+        if not isinstance(candidate, nn.ModuleList | nn.Sequential):
+            continue
+        if any(name.startswith(prefix) for prefix in outer):
+            continue
+        children = [(key, unwrapped(child)) for key, child in candidate.named_children()]
+        if len(children) < 2 or len({type(child) for _, child in children}) > 1:
+            continue
+        if not all(key.isdigit() for key, _ in children):
+            continue  # a Sequential with names: positions would be guesses
+        if not any(parameter.requires_grad for parameter in candidate.parameters()):
+            continue
+        prefix = f"{name}." if name else ""
+        outer.append(prefix)
+        if len(children) > longest:
+            best, longest = prefix, len(children)
+    return best
+
+
+def _strided(units: Sequence[_Unit], count: int) -> list[_Unit]:
+    """Blocks in the order 0, P, 2 P, ..., 1, P + 1, ...: an even cut of equal blocks then is l mod P."""
+    numbers = {number: rank for rank, number in enumerate(sorted({unit.block or 0 for unit in units}))}
+    ranks = [numbers[unit.block or 0] for unit in units]
+    order = sorted(range(len(units)), key=lambda at: (ranks[at] % count, ranks[at], at))
+    return [units[at] for at in order]
+
+
+def _cut_apart(units: Sequence[_Unit], count: int) -> list[list[Slice]] | None:
+    """Blocks and the rest as fragments of their own, or None where that would make uneven fragments."""
+    blocks = [unit for unit in units if unit.block is not None]
+    rest = [unit for unit in units if unit.block is None]
+    in_blocks, in_rest = (sum(unit.numel for unit in part) for part in (blocks, rest))
+    mean = (in_blocks + in_rest) / count
+    if count < 2 or not blocks or in_rest < _OWN_FRAGMENT * mean:
+        return None
+    possible = [
+        rest_count
+        for rest_count in range(1, count)
+        if rest_count <= in_rest and count - rest_count <= in_blocks
+    ]
+    if not possible:
+        return None
+    rest_count = min(possible, key=lambda own: max(in_rest / own, in_blocks / (count - own)))
+    block_count = count - rest_count
+    for snap in (_SNAP, 0.0):
+        pieces = _cut(_strided(blocks, block_count), block_count, snap) + _cut(rest, rest_count, snap)
+        if max(_sizes(pieces)) <= MAX_OVER_MEAN * mean:
+            return pieces
+    return None
+
+
+def _cut_together(units: Sequence[_Unit], count: int) -> list[list[Slice]]:
+    """One tape for everything: blocks first, strided, then the rest."""
+    blocks = [unit for unit in units if unit.block is not None]
+    rest = [unit for unit in units if unit.block is None]
+    return _cut([*_strided(blocks, count), *rest], count, _SNAP)
+
+
+def _sizes(pieces: Sequence[Sequence[Slice]]) -> list[int]:
+    return [sum(part.stop - part.start for part in piece) for piece in pieces]
+
+
+def _cut(tape: Sequence[_Unit], count: int, snap: float) -> list[list[Slice]]:
+    """Cut a tape of at least ``count`` elements into ``count`` near-equal runs."""
+    ends = [0]
+    for unit in tape:
+        ends.append(ends[-1] + unit.numel)
+    total = ends[-1]
+    block_ends = [
+        end
+        for end, before, after in zip(ends[1:], tape, tape[1:], strict=False)
+        if before.block != after.block
+    ]
+    reach = snap * total / count
+    cuts = [0]
+    for index in range(1, count):
+        exact = index * total // count
+        near = [end for end in block_ends if abs(end - exact) <= reach]
+        near = near or [end for end in ends if abs(end - exact) <= reach]
+        cuts.append(min(near, key=lambda end: abs(end - exact)) if near else exact)
+    cuts.append(total)
+    return [_slices(tape, ends, start, stop) for start, stop in pairwise(cuts)]
+
+
+def _slices(tape: Sequence[_Unit], ends: Sequence[int], start: int, stop: int) -> list[Slice]:
+    return [
+        Slice(unit.name, max(start, begin) - begin, min(stop, end) - begin)
+        for unit, begin, end in zip(tape, ends, ends[1:], strict=False)
+        if begin < stop and end > start
+    ]
+
+
+# ---- the live parameters
+
+
+def large_tensor(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A new tensor [numel] on the CPU that holds anything. Any thread. Its memory is used again round after
+    round: fresh pages would cost each round more than all its arithmetic (``system.memory``)."""
+    size_bytes = numel * dtype.itemsize
+    if size_bytes < POOLED_BYTES:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+    return torch.frombuffer(large_buffer(size_bytes), dtype=dtype)
+
+
+class LiveParameters:
+    """The parameters of ``module`` by fragment of ``plan``, which was made from the same module.
+
+    Raises ``LocalProtocolError`` if the plan names a parameter that the module lacks. Not thread-safe: the
+    training thread owns it.
+    """
+
+    def __init__(self, module: nn.Module, plan: FragmentPlan) -> None:
+        self._plan = plan
+        self.computing_s = 0.0
+        self._waited_for = set[torch.device]()
+        """Since that was taken: what is queued there now is the copies' own work."""
+        self._parameters = named_parameters(module)
+        for fragment in self._plan.fragments:
+            for part in fragment.slices:
+                parameter = self._parameters.get(part.name)
+                if parameter is None or parameter.numel() < part.stop:
+                    raise LocalProtocolError(f"the fragment plan is for another module: {part.name}")
+
+    @torch.no_grad()
+    def snapshot(self, index: int, out: Tensor | None = None) -> Tensor:
+        """A copy of fragment ``index``: fp32 [numel], host memory. ``out``, if given, is filled and returned.
+
+        From an accelerator it is one transfer, after which the values are on the host.
+        """
+        fragment = self._plan.fragments[index]
+        if out is None:
+            out = large_tensor(fragment.numel)
+        self._check(index, out)
+        devices = self._let_compute(index)
+        if len(devices) == 1 and next(iter(devices)).type != "cpu":
+            views = [
+                self._parameters[part.name].reshape(-1)[part.start : part.stop] for part in fragment.slices
+            ]
+            return out.copy_(torch.cat([view.float() for view in views]))
+        sources = [
+            parameter.reshape(-1)[part.start : part.stop] for parameter, part, _ in self._slices(index)
+        ]
+        torch._foreach_copy_([out[at] for _, _, at in self._slices(index)], sources)
+        return out
+
+    @torch.no_grad()
+    def merge_(self, index: int, merge: Merge) -> None:
+        """``live = keep * live + addend`` for fragment ``index``, in place; ``addend`` is fp32 [numel]."""
+        self._check(index, merge.addend)
+        self._let_compute(index)
+        views, addends = list[Tensor](), list[Tensor]()
+        for parameter, part, at, addend in self._with(index, merge.addend):
+            flat = parameter.view(-1) if parameter.is_contiguous() else parameter.reshape(-1)
+            view = flat[part.start : part.stop]
+            if view.dtype == torch.float32 and parameter.is_contiguous():
+                views.append(view)
+                addends.append(addend[at])
+            elif view.dtype in (torch.float32, torch.float64):
+                (view if merge.keep == 1.0 else view.mul_(merge.keep)).add_(addend[at])
+            else:
+                view.copy_(
+                    (view.float() if merge.keep == 1.0 else view.float() * merge.keep).add_(addend[at])
+                )
+            if not parameter.is_contiguous():
+                parameter.copy_(flat.view(parameter.shape))
+        if views and merge.keep != 1.0:
+            torch._foreach_mul_(views, merge.keep)
+        if views:
+            torch._foreach_add_(views, addends)
+
+    @torch.no_grad()
+    def load_(self, index: int, values: Tensor) -> None:
+        """Overwrite fragment ``index`` with ``values`` (fp32 [numel]), in place."""
+        self._check(index, values)
+        self._let_compute(index)
+        for parameter, part, at, source in self._with(index, values):
+            flat = parameter.view(-1) if parameter.is_contiguous() else parameter.reshape(-1)
+            flat[part.start : part.stop].copy_(source[at])
+            if not parameter.is_contiguous():
+                parameter.copy_(flat.view(parameter.shape))
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Whatever is loaded meanwhile, afterwards the parameters hold what they hold now: one copy."""
+        kept = {name: parameter.detach().clone() for name, parameter in self._exchanged()}
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self._exchanged():
+                    parameter.copy_(kept[name])
+
+    def _exchanged(self) -> Iterator[tuple[str, nn.Parameter]]:
+        names = {part.name: None for fragment in self._plan.fragments for part in fragment.slices}
+        for name in names:
+            yield name, self._parameters[name]
+
+    def take_computing_s(self) -> float:
+        """Seconds since this was asked last for which copies waited until accelerators had computed what
+        training had queued there: time that training used, not the exchange."""
+        taken_s, self.computing_s = self.computing_s, 0.0
+        self._waited_for.clear()
+        return taken_s
+
+    def _let_compute(self, index: int) -> set[torch.device]:
+        """Wait for the queued work of the devices on which the fragment lies; returns them."""
+        devices = {self._parameters[part.name].device for part in self._plan.fragments[index].slices}
+        self.await_computed(devices)
+        return devices
+
+    def await_computed(self, devices: Iterable[torch.device]) -> None:
+        """Wait until they have computed what is queued there; that time is training's."""
+        for device in devices:
+            if device.type != "cpu" and device not in self._waited_for:
+                began_at = time.monotonic()
+                torch.accelerator.current_stream(device).synchronize()
+                self.computing_s += time.monotonic() - began_at
+                self._waited_for.add(device)
+
+    def _check(self, index: int, values: Tensor) -> None:
+        numel = self._plan.fragments[index].numel
+        if values.dtype != torch.float32 or values.shape != (numel,):
+            raise LocalProtocolError(
+                f"fragment {index} is float32 ({numel},), not {values.dtype} {tuple(values.shape)}"
+            )
+
+    def _slices(self, index: int) -> Iterator[tuple[nn.Parameter, Slice, slice]]:
+        """Parameter, its slice, and where that lies in the flat fragment."""
+        at = 0
+        for part in self._plan.fragments[index].slices:
+            stop = at + part.stop - part.start
+            yield self._parameters[part.name], part, slice(at, stop)
+            at = stop
+
+    def _with(self, index: int, values: Tensor) -> Iterator[tuple[nn.Parameter, Slice, slice, Tensor]]:
+        """As ``_slices``, with ``values`` on the parameter's device: one transfer per device."""
+        there: dict[torch.device, Tensor] = {}
+        for parameter, part, at in self._slices(index):
+            if parameter.device not in there:
+                there[parameter.device] = values.to(parameter.device)
+            yield parameter, part, at, there[parameter.device]
