@@ -133,7 +133,7 @@ def test_a_run_that_has_an_end_is_not_played_beyond_it(
 ) -> None:
     """A run of ten rounds of 10 s was played for a day."""
     run_file.write_text(RUN + "rounds = 6\n")
-    settings = settings_of(options_of(run_file, hours=hours, churn_per_h=0.1, step_s=0.0))
+    settings = settings_of(options_of(run_file, hours=hours, churn="0.1/h", step_s=0.0))
     assert settings.run.clock.rounds == rounds
     assert isinstance(settings.faults, Churn)
     assert settings.faults.calm_at == pytest.approx(calm_at)
