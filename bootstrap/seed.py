@@ -210,7 +210,7 @@ class Seed:
                 self._say_now(f"peers: {peers}")
 
     async def _keep_daemon(self, p2p: P2P, discovery: Discovery) -> None:
-        """Start the libp2p daemon again when it dies or hangs. Raises ``EnvironmentFault`` if it cannot."""
+        """Start the libp2p daemon again when it dies. Raises ``EnvironmentFault`` if it cannot."""
         from p2p_co2.net.transport.libp2p.daemon import keep_alive
 
         async def revived(words: str) -> None:
