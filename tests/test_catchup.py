@@ -470,6 +470,18 @@ def test_a_donor_that_leaves_is_replaced_at_once() -> None:
     assert len(again) <= 6  # only what the lost donor had under way
 
 
+def test_who_promised_and_left_before_anything_was_chosen_leaves_no_timer_that_is_over() -> None:
+    """A node woke up a thousand times a second, for as long as the others took to answer."""
+    world = World(donors=2)
+    world.tamper = lambda sender, message: None if sender == D2 else message
+    world.want()
+    world.run(seconds=0.5)
+    late = world.machines[LATE]
+    late.fetcher.forget_donor(D1, "left", world.now)
+    late.handle_timer(world.now + 1.1)
+    assert (late.get_timer() or 0.0) > world.now + 1.1
+
+
 def test_a_chunk_of_the_only_donor_that_is_lost_is_asked_for_again() -> None:
     world = World(donors=1)
     lost = count()
