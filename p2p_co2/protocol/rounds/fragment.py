@@ -203,12 +203,11 @@ class FragmentRounds:
         attempt = read_begin(message, sender, self._swarm.shape)
         if self.history.has_ended(attempt.id) or self.attempt(attempt.id) is not None:
             return  # doubled
-        attempt = self._coordination.clamped(attempt)
-        if self._swarm.me not in attempt.shares:
-            if self.asking is not None:
-                self.asking.began_without_us(attempt, now)
-            return
         asking = self.asking
+        if self._swarm.me not in attempt.shares:
+            if asking is not None and attempt.coordinator in asking.asked:
+                asking.began_without_us(self._coordination.clamped(attempt), now)
+            return
         if asking is None or asking.offer.round != attempt.round:
             if attempt.round > self.reached() + 1:
                 raise RemoteProtocolError("unknown round", f"BEGIN of round {attempt.round}")
@@ -218,6 +217,7 @@ class FragmentRounds:
         if not asking.is_taken_in(attempt, self._withdrawn):
             self._decline(attempt)
             return
+        attempt = self._coordination.clamped(attempt)  # not before: it costs more than all else
         if attempt.coordinator != asking.asked[-1]:
             asking.leave()  # an earlier one was quicker
         offer, self.asking = asking.offer, None
