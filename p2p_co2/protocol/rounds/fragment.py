@@ -52,6 +52,8 @@ class FragmentRounds:
         self._sent_behind: tuple[PeerId, int] | None = None
         """Which coordinator of our fragment sent us after another state, until that is here or came to
         nothing."""
+        self._beyond: tuple[wire.Decision, wire.Outcome] | None = None
+        """The last commit that was heard while the one before it was not known either."""
         self._withdrawn: Offer | None = None
         """The last offer that we ended ourselves: what still answers its READY is nobody's fault."""
         self._completing: Completion | None = None
@@ -92,6 +94,9 @@ class FragmentRounds:
             how = "was replaced by another state" if healed else "is the agreed state now"
             self.withdraw(f"version {version} {how}", now)
         self.history.outrun(version, self._outlet.emit)
+        if self._beyond is not None and self._beyond[1].key.round == version + 1:
+            self.history.keep(*self._beyond)
+            self._beyond = None
         known = self.history.commit(version + 1)
         if known is not None and known[1].state_digest == digest:
             self._end_without_bytes(*known)
@@ -373,6 +378,7 @@ class FragmentRounds:
             return
         foreign = round_ == self.version + 1 and outcome.state_digest != self.digest
         if foreign or round_ != self.reached() + 1:
+            self._beyond = None if foreign else (decision, outcome)
             self._fall_behind(outcome, signers)
         elif member is not None and is_ours:
             self._finish(member, decision, outcome, now)
