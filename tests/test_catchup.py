@@ -491,6 +491,17 @@ def test_a_chunk_of_the_only_donor_that_is_lost_is_asked_for_again() -> None:
     assert world.fetched().donors == (D1,)
 
 
+def test_a_chunk_of_one_of_several_donors_that_is_lost_is_given_by_another() -> None:
+    """Those that had given nothing yet were no idle donors: the only chunk of a round took a minute."""
+    world = World(donors=3, shape=Shape((100,), (1000,), chunk_bytes=64 << 10))
+    lost = count()
+    world.tamper = lambda sender, message: None if isinstance(message, Chunk) and next(lost) == 0 else message
+    world.want(0)
+    world.run()
+    assert world.fetched().version == 7
+    assert world.now < 20.0
+
+
 def test_doubled_messages_are_no_offence() -> None:
     world = World(donors=2)
     world.want()
