@@ -22,6 +22,7 @@ from bootstrap.options import DemoOptions
 from bootstrap.stage import RunEnd, Stage
 from p2p_co2.cli.demo import RunWatch
 from p2p_co2.cli.join import JoinWatch
+from p2p_co2.errors import RUN_OVER
 from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress, Warned
 from p2p_co2.telemetry.journal import Journal
 from tests.told_run import FACTS, IDS, story
@@ -124,6 +125,22 @@ def test_who_comes_when_all_others_have_left_trains_no_run_of_its_own(
     assert [note.partition(":")[0] for note in demo.notes] == (
         [] if caught_up else ["peer-3 came too late and was ended"]
     )
+
+
+def test_a_newcomer_that_finds_the_run_over_is_no_death_though_others_are_still_leaving(
+    tmp_path: Path,
+) -> None:
+    python = [sys.executable, "-c"]
+    (tmp_path / "logs").mkdir()
+    with Stage(FACTS.config, tmp_path, "auto", RunWatch(FACTS.config, tmp_path)) as stage:
+        demo = RunningDemo(DemoOptions(peers=2, kill_one=True), stage)
+        demo.killed, demo.latecomer = ["peer-2"], "peer-3"
+        for name, code in (("peer-1", "import time; time.sleep(9)"), ("peer-3", f"exit({RUN_OVER})")):
+            stage.adopt(stage.swarm.start(name, [*python, code]), tmp_path / name)
+        assert stage.swarm.wait([stage.peers["peer-3"]], 9.0)
+        demo.act()
+        assert stage.swarm.dead_unasked() == []
+    assert demo.killed == ["peer-2", "peer-3"]
 
 
 def test_the_terminal_is_given_back_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
