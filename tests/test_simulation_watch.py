@@ -77,6 +77,13 @@ def test_bytes_are_those_of_the_model_and_not_of_the_envelopes(tmp_path: Path, r
     assert sum(sent) / len(sent) == pytest.approx(expected, rel=0.1)
 
 
+def test_where_nobody_came_back_no_times_are_told(
+    tmp_path: Path, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_simulation(options_of(run_file, hours=0.01, folder=tmp_path / "out")) == 0
+    assert "start to training again: 0 times, nobody came back\n" in capsys.readouterr().out
+
+
 def test_one_that_is_ended_early_tells_what_there_is(tmp_path: Path, run_file: Path) -> None:
     numbers = {"int": signal.SIGINT, "term": signal.SIGTERM}
     options = (str(run_file), "--peers", "6", "--hours", "9999")
