@@ -100,10 +100,11 @@ class RunningDemo:
             self.latecomer = f"peer-{options.peers + 1}"
             self._start_peer(self.latecomer, 1)
         late = stage.peers.get(self.latecomer)
-        others = (child for name, child in stage.peers.items() if name != self.latecomer)
-        if late is None or self.latecomer in self.killed or any(child.running() for child in others):
+        if late is None or self.latecomer in self.killed:
             return
-        if self.latecomer not in stage.caught_up and (late.running() or late.exit_status() == RUN_OVER):
+        others = (child for name, child in stage.peers.items() if name != self.latecomer)
+        is_alone = self.latecomer not in stage.caught_up and not any(child.running() for child in others)
+        if late.exit_status() == RUN_OVER or (is_alone and late.running()):
             self._kill(self.latecomer)  # it would find nobody to catch up from
             self.notes.append(
                 f"{late.name} came too late and was ended: {time.time() - late.started_at:.0f} s after its "

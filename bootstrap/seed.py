@@ -115,14 +115,19 @@ class Seed:
         """Until cancelled. Raises ``EnvironmentFault``, ``TransportError``."""
         from p2p_co2.net.discovery import Discovery
         from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
+        from p2p_co2.net.transport.libp2p.relay import start_relay
         from p2p_co2.net.transport.probe import ProbeServer
 
         options = self._options
         async with AsyncExitStack() as stack:
-            p2p = await start_p2p(
-                options.folder / "identity", options.host, options.port,
-                announce_host=options.announce_host, public=bool(options.announce_host), relay=options.relay,
-            )  # fmt: skip
+            where = options.folder / "identity", options.host, options.port
+            if options.announce_host and options.relay:
+                p2p = await start_relay(*where, options.announce_host)
+            else:
+                p2p = await start_p2p(
+                    *where, announce_host=options.announce_host, public=bool(options.announce_host),
+                    relay=options.relay,
+                )  # fmt: skip
             stack.push_async_callback(stop_p2p, p2p)
             discovery = Discovery(p2p, self._identity, self._digest, self._refused)
             stack.push_async_callback(discovery.close)
@@ -210,7 +215,7 @@ class Seed:
                 self._say_now(f"peers: {peers}")
 
     async def _keep_daemon(self, p2p: P2P, discovery: Discovery) -> None:
-        """Start the libp2p daemon again when it dies or hangs. Raises ``EnvironmentFault`` if it cannot."""
+        """Start the libp2p daemon again when it dies. Raises ``EnvironmentFault`` if it cannot."""
         from p2p_co2.net.transport.libp2p.daemon import keep_alive
 
         async def revived(words: str) -> None:

@@ -90,7 +90,8 @@ class LiveTerminal:
             picture = frame(facts, console.width, console.height, news=told, own=self._own)
             self._live.update(Group(picture, Text(self._times(known.now))), refresh=True)
         else:
-            console.print(f"[{self._times(known.now)}] {line(facts)}", markup=False, highlight=False)
+            text = f"[{self._times(known.now)}] {line(facts, own=self._own)}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _times(self, now: float) -> str:
         elapsed = clock(now - self.started_at)
@@ -111,14 +112,14 @@ def watch_feed(feed: Feed, seconds: float = 0.0, console: Console | None = None)
     return 0
 
 
-def line(facts: SwarmFacts) -> str:
+def line(facts: SwarmFacts, *, own: bool = False) -> str:
     """The swarm in one line of plain text."""
     if not facts.peers_known:
         return f"{facts.connection}: {plain(facts.connection_words, 200)}"
     count = len(facts.troubles)
     wrong = f", {count} trouble{'s'[: count > 1]}: {plain(facts.troubles[0].words, 300)}" if count else ""
     return (
-        f"{facts.peers_online} of {facts.peers_known} peers, round {figure(facts.position, 1)}, "
+        f"{_peers_there(facts, own)}, round {figure(facts.position, 1)}, "
         f"loss {figure(facts.loss, 3)} ({facts.loss_kind}), {figure(facts.tokens)} tokens, "
         f"{figure(facts.tokens_per_s)} tokens/s, rounds {_rounds(facts)}, "
         f"staleness {figure(facts.staleness_mean, 2)}, up {size(facts.up_bytes)}{wrong}"
@@ -128,6 +129,15 @@ def line(facts: SwarmFacts) -> str:
 def _rounds(facts: SwarmFacts) -> str:
     alone = f"{facts.rounds_alone} alone " if facts.rounds_alone else ""
     return f"{facts.rounds_committed} committed {alone}{facts.rounds_aborted} aborted"
+
+
+def _peers_there(facts: SwarmFacts, own: bool) -> str:
+    """How many are online; of what one peer tells of itself, how many it reaches, and by what."""
+    if not own:
+        return f"{facts.peers_online} of {facts.peers_known} peers"
+    open_links = [peer.carriers for peer in facts.peers if peer.carriers]
+    by = ", ".join(map(links, open_links))
+    return f"peers reached: {sum(sum(one.values()) for one in open_links)}{f' ({by})' if by else ''}"
 
 
 def frame(
@@ -148,9 +158,9 @@ def frame(
     ]
     start = min((peer.joined_at for peer in facts.peers if peer.joined_at is not None), default=facts.at)
     return Group(
-        *_head(facts), *(wrong[:4] or [Text("nothing is wrong", style="green")]),
+        *_head(facts, own), *(wrong[:4] or [Text("nothing is wrong", style="green")]),
         _peers(mine, width, max(3, height - _LINES_BESIDE_PEERS), own),
-        *([_reached(mine)] if own else _staleness(facts, width)),
+        *(() if own else _staleness(facts, width)),
         *(
             Text(f"  {clock(at - start)}  {words}", style="dim", no_wrap=True, overflow="ellipsis")
             for at, words in news
@@ -158,7 +168,7 @@ def frame(
     )  # fmt: skip
 
 
-def _head(facts: SwarmFacts) -> list[Text]:
+def _head(facts: SwarmFacts, own: bool) -> list[Text]:
     kind = facts.loss_kind + (ago(facts.loss_agreed_at, facts.at) if facts.loss_kind == "held-out" else "")
     of = f" of {facts.rounds_total}" if facts.rounds_total else ""
     title = Text.assemble(
@@ -166,8 +176,8 @@ def _head(facts: SwarmFacts) -> list[Text]:
         (facts.connection, _CONNECTION_STYLES.get(facts.connection, "red")),
     )  # fmt: skip
     first = Text.assemble(
-        "loss ", (figure(facts.loss, 3), "bold"), f" {facts.loss_unit} ({kind})   peers ",
-        (f"{facts.peers_online} of {facts.peers_known}", "bold"), "   round ",
+        "loss ", (figure(facts.loss, 3), "bold"), f" {facts.loss_unit} ({kind})   ",
+        (_peers_there(facts, own), "bold"), "   round ",
         (f"{figure(facts.position, 1)}{of}", "bold"), "   utilisation ", (percent(facts.utilisation), "bold"),
     )  # fmt: skip
     second = Text.assemble(
@@ -203,13 +213,6 @@ def _peers(peers: Sequence[PeerFacts], width: int, most: int, own: bool) -> Tabl
         table.caption = Text("* counted by the group; the rest is each peer's own word", style="dim")
         table.caption_justify = "left"
     return table
-
-
-def _reached(mine: Sequence[PeerFacts]) -> Text:
-    """By what the one peer that is looked at reaches how many others."""
-    count = sum(sum(peer.carriers.values()) for peer in mine)
-    by = ", ".join(links(peer.carriers) for peer in mine if peer.carriers)
-    return Text(f"peers reached: {count}{f' ({by})' if by else ''}")
 
 
 def _staleness(facts: SwarmFacts, width: int) -> list[Text]:

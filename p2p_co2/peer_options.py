@@ -12,7 +12,7 @@ from p2p_co2.errors import ConfigError
 from p2p_co2.ticket import Ticket
 
 
-def peer_config(path: Path | None, given: dict[str, Any], ticket: str = "") -> PeerConfig:
+def peer_config(path: Path | None, given: dict[str, Any], ticket: str | None = None) -> PeerConfig:
     """Defaults, then the file ``path``, then what is ``given`` (None: not), by dotted key; where to
     listen as ``listening`` says. Raises ``ConfigError`` by the option's name, ``TicketError``."""
     table = (read_peer_config(path) if path else PeerConfig()).model_dump()
@@ -29,7 +29,7 @@ def peer_config(path: Path | None, given: dict[str, Any], ticket: str = "") -> P
         )
         problem = first["msg"].removeprefix("Value error, ")
         raise ConfigError.of_option(option, f"{problem} (got {first['input']!r})") from None
-    return listening(config, Ticket.parse(ticket) if ticket else None)
+    return listening(config, None if ticket is None else Ticket.parse(ticket))
 
 
 def listening(config: PeerConfig, ticket: Ticket | None) -> PeerConfig:

@@ -470,6 +470,18 @@ def test_a_donor_that_leaves_is_replaced_at_once() -> None:
     assert len(again) <= 6  # only what the lost donor had under way
 
 
+def test_who_promised_and_left_before_anything_was_chosen_leaves_no_timer_that_is_over() -> None:
+    """A node woke up a thousand times a second, for as long as the others took to answer."""
+    world = World(donors=2)
+    world.tamper = lambda sender, message: None if sender == D2 else message
+    world.want()
+    world.run(seconds=0.5)
+    late = world.machines[LATE]
+    late.fetcher.forget_donor(D1, "left", world.now)
+    late.handle_timer(world.now + 1.1)
+    assert (late.get_timer() or 0.0) > world.now + 1.1
+
+
 def test_a_chunk_of_the_only_donor_that_is_lost_is_asked_for_again() -> None:
     world = World(donors=1)
     lost = count()
@@ -477,6 +489,17 @@ def test_a_chunk_of_the_only_donor_that_is_lost_is_asked_for_again() -> None:
     world.want(fragment=0)
     world.run()
     assert world.fetched().donors == (D1,)
+
+
+def test_a_chunk_of_one_of_several_donors_that_is_lost_is_given_by_another() -> None:
+    """Those that had given nothing yet were no idle donors: the only chunk of a round took a minute."""
+    world = World(donors=3, shape=Shape((100,), (1000,), chunk_bytes=64 << 10))
+    lost = count()
+    world.tamper = lambda sender, message: None if isinstance(message, Chunk) and next(lost) == 0 else message
+    world.want(0)
+    world.run()
+    assert world.fetched().version == 7
+    assert world.now < 20.0
 
 
 def test_doubled_messages_are_no_offence() -> None:

@@ -110,8 +110,11 @@ def test_a_bad_option_is_refused_by_its_name(
     refused(["join", "p2pco2-x", option, value], option, *words)
 
 
-def test_a_wrong_ticket_is_refused_before_anything_starts(tmp_path: Path, refused: Refused) -> None:
-    refused(["join", "p2pco2-AAAA", "--folder", str(tmp_path / "peer")])
+@pytest.mark.parametrize("ticket", ["p2pco2-AAAA", ""])
+def test_a_wrong_ticket_is_refused_before_anything_starts(
+    tmp_path: Path, refused: Refused, ticket: str
+) -> None:
+    refused(["join", ticket, "--folder", str(tmp_path / "peer")])
     assert not (tmp_path / "peer").exists()
 
 

@@ -304,10 +304,12 @@ def test_a_record_is_only_good_where_it_belongs() -> None:
     content = peer_record(ME).SerializeToString()
     sealed = ME.seal(rec.PEER_CONTEXT, content)
     other_shard = rec.peers_keys(RUN)[rec.shard_of(ME.peer_id) - 1]
+    assert records.validate(dht_record(MY_KEY, ME.peer_id, sealed))
     assert not records.validate(dht_record(other_shard, ME.peer_id, sealed))
     assert not records.validate(dht_record(MY_KEY, OTHER.peer_id, sealed))
     assert not records.validate(dht_record(MY_KEY, None, sealed))
-    assert not records.validate(dht_record(MY_KEY, ME.peer_id, sealed, rec.MAX_LIFETIME_S * 2))
+    for_an_hour = ME.seal(rec.PEER_CONTEXT, peer_record(ME, expires_at=3600.0).SerializeToString())
+    assert not records.validate(dht_record(MY_KEY, ME.peer_id, for_an_hour, 3600.0))  # it would keep a place
     assert not records.validate(dht_record(MY_KEY, ME.peer_id, ME.seal(rec.MANIFEST_CONTEXT, content)))
     assert not records.validate(dht_record(rec.manifest_key(RUN), ME.peer_id, sealed))
     assert not records.validate(dht_record("under no key of this run", ME.peer_id, sealed))

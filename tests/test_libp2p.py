@@ -39,8 +39,8 @@ from p2p_co2.net.transport.libp2p.control import (
     reach,
 )
 from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
-from p2p_co2.net.transport.libp2p.hivemind import P2PDaemonError
-from p2p_co2.net.transport.libp2p.relay import Places, ask_for_place
+from p2p_co2.net.transport.libp2p.hivemind import P2P, P2PDaemonError
+from p2p_co2.net.transport.libp2p.relay import Places, ask_for_place, start_relay
 from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, framed
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
@@ -292,9 +292,17 @@ BY_SEED = "/ip4/203.0.113.9/tcp/31337/p2p/seed/p2p-circuit/p2p/b"
 @asynccontextmanager
 async def seed(folder: Path, relay: bool) -> AsyncIterator[str]:
     """Its multiaddr."""
-    port, host = free_port(), "127.0.0.1"
-    async with open_daemon(folder, port, announce_host=host, public=True, relay=relay) as (_, identity):
+    port, host, path = free_port(), "127.0.0.1", folder / "identity"
+    os.makedirs(folder)
+    identity = Identity.load_or_create(path)
+    if relay:
+        p2p = await start_relay(path, host, port, host)
+    else:
+        p2p = await start_p2p(path, host, port, announce_host=host, public=True, relay=False)
+    try:
         yield f"/ip4/{host}/tcp/{port}/p2p/{identity.peer_id}"
+    finally:
+        await stop_p2p(p2p)
 
 
 async def test_two_that_nobody_dials_meet_at_a_seed(tmp_path: Path) -> None:
@@ -324,6 +332,34 @@ async def test_two_that_nobody_dials_meet_at_a_seed(tmp_path: Path) -> None:
         writer.write(bytes(range(256)) * 4096)
         assert await reader.readexactly(1 << 20) == bytes(range(256)) * 4096
         await hang_up(writer)
+
+
+async def test_a_seed_whose_small_relay_has_won_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [TransportError("passes on only 128 KiB at a time"), None]
+    started: list[Path] = []
+
+    async def ask(*_: object) -> None:
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    async def start(identity_path: Path, *arguments: Any, **options: Any) -> P2P:
+        started.append(identity_path)
+        return await start_p2p(identity_path, *arguments, **options)
+
+    monkeypatch.setattr(relay_room, "ask_for_place", ask)
+    monkeypatch.setattr(relay_room, "start_p2p", start)
+    identity = Identity.load_or_create(tmp_path / "identity")
+    p2p = await start_relay(tmp_path / "identity", "127.0.0.1", free_port(), "127.0.0.1")
+    try:
+        assert started.count(tmp_path / "identity") == 2
+        assert not answers
+        assert p2p.peer_id.to_base58() == identity.peer_id
+        assert not p2p.daemon.has_ended
+    finally:
+        await stop_p2p(p2p)
+    assert [path.parent.exists() for path in started] == [True, False, True, False]
 
 
 async def test_a_seed_may_decline_to_relay(tmp_path: Path) -> None:

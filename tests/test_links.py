@@ -247,6 +247,28 @@ async def test_bulk_over_far_ways_takes_turns_on_a_line_that_is_known(
         assert grpc.sent[2:] == [b"control"]
 
 
+@pytest.mark.parametrize(("others_s", "size_bytes"), [(0.0, 5_000), (0.0, 170_000), (0.3, 5_000)])
+async def test_a_line_is_eased_while_our_queue_stands_before_it_and_never_for_good(
+    others_s: float, size_bytes: int
+) -> None:
+    grpc, lane, uplink = FakeCarrier("grpc"), Lane(), Uplink()
+    grpc.is_far = True
+    link = await grpc.connect(PeerRecord(peer=B))
+    lane.link = link  # type: ignore[assignment]
+    uplink.lanes.append(lane)
+    uplink.meter.bytes_per_s = 1e6
+    lane.put(Bulk(bytes(size_bytes), None))  # type: ignore[arg-type]
+    queues_s, sent_s = [0.0] * 20, 0.0
+    for tick in range(1600):
+        link.queued_s = others_s + queues_s[-20]  # a round trip ago
+        queues_s.append(max(0.0, queues_s[-1] - 0.005))
+        while queues_s[-1] < 1.0 and uplink.wait_s(lane, 0.0, 1000 + 0.005 * tick) <= 0:
+            lane.turn, sent_s = Turn(), sent_s + size_bytes / 1e6
+            queues_s[-1] += size_bytes / 1e6
+    assert sent_s >= 8.0  # so a queue of others makes no line seem slower
+    assert others_s or max(queues_s) < 0.4
+
+
 @pytest.mark.parametrize(("is_far", "line"), [(False, 1e-3), (True, FAST_BYTES_PER_S), (True, 0.0)])
 async def test_near_ways_and_lines_that_are_fast_or_not_known_need_no_turns(
     is_far: bool, line: float

@@ -220,6 +220,11 @@ def test_a_commit_of_others_is_believed_if_most_live_peers_are_in_it(
     far.key.round, far.state_digest = 3, bytes(32)
     machine.receive(certify(far, *chosen), chosen[0].peer_id, 2.0)
     assert bool([event for event in drain(machine) if isinstance(event, FellBehind)]) is is_believed
+    machine.set_state(0, 2, bytes(32))  # nobody says it again: an offer would wait for a round that is over
+    told = [event for event in drain(machine) if isinstance(event, OutcomeWithoutBytes)]
+    assert [event.round for event in told] == [3] * is_believed
+    machine.set_state(0, 2, DIGEST)
+    assert machine.next_commit(0) is None
 
 
 # ---- owners that go

@@ -248,6 +248,25 @@ def test_a_coordinator_that_allows_half_an_hour_keeps_nobody_for_longer_than_lin
     assert now < 360.0
 
 
+def test_what_a_round_may_take_is_reckoned_for_nobody_who_was_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It costs twice what reading a BEGIN does, and whoever likes may send one."""
+    machine, begin, _, other = begun_member()
+    reckoned: list[object] = []
+    monkeypatch.setattr(machine._coordination, "clamped", lambda attempt: reckoned.append(attempt) or attempt)
+    seal_begin(begin, other)
+    with pytest.raises(RemoteProtocolError, match="not asked"):
+        machine.receive(begin, other, 0.5)
+    del begin.members[:], begin.parts[:]
+    begin.members.add(peer=other, weight=1.0)
+    begin.parts.add(owner=other, start_block=0, stop_block=16)
+    begin.live = 1
+    seal_begin(begin, other)
+    machine.receive(begin, other, 0.5)
+    assert not reckoned
+
+
 def fill(message: Message, chance: random.Random, strings: list[str], blobs: list[bytes]) -> None:
     """Fill a message with values that are impossible, extreme, or nearly right."""
     numbers = [0, 1, 2, 8, 16, 64, 2**31, 2**32 - 1]

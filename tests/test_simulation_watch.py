@@ -77,6 +77,13 @@ def test_bytes_are_those_of_the_model_and_not_of_the_envelopes(tmp_path: Path, r
     assert sum(sent) / len(sent) == pytest.approx(expected, rel=0.1)
 
 
+def test_where_nobody_came_back_no_times_are_told(
+    tmp_path: Path, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_simulation(options_of(run_file, hours=0.01, folder=tmp_path / "out")) == 0
+    assert "start to training again: 0 times, nobody came back\n" in capsys.readouterr().out
+
+
 def test_one_that_is_ended_early_tells_what_there_is(tmp_path: Path, run_file: Path) -> None:
     numbers = {"int": signal.SIGINT, "term": signal.SIGTERM}
     options = (str(run_file), "--peers", "6", "--hours", "9999")
@@ -133,7 +140,7 @@ def test_a_run_that_has_an_end_is_not_played_beyond_it(
 ) -> None:
     """A run of ten rounds of 10 s was played for a day."""
     run_file.write_text(RUN + "rounds = 6\n")
-    settings = settings_of(options_of(run_file, hours=hours, churn_per_h=0.1, step_s=0.0))
+    settings = settings_of(options_of(run_file, hours=hours, churn="0.1/h", step_s=0.0))
     assert settings.run.clock.rounds == rounds
     assert isinstance(settings.faults, Churn)
     assert settings.faults.calm_at == pytest.approx(calm_at)

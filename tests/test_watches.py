@@ -22,6 +22,7 @@ from bootstrap.options import DemoOptions
 from bootstrap.stage import RunEnd, Stage
 from p2p_co2.cli.demo import RunWatch
 from p2p_co2.cli.join import JoinWatch
+from p2p_co2.errors import RUN_OVER
 from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress, Warned
 from p2p_co2.telemetry.journal import Journal
 from tests.told_run import FACTS, IDS, story
@@ -126,6 +127,22 @@ def test_who_comes_when_all_others_have_left_trains_no_run_of_its_own(
     )
 
 
+def test_a_newcomer_that_finds_the_run_over_is_no_death_though_others_are_still_leaving(
+    tmp_path: Path,
+) -> None:
+    python = [sys.executable, "-c"]
+    (tmp_path / "logs").mkdir()
+    with Stage(FACTS.config, tmp_path, "auto", RunWatch(FACTS.config, tmp_path)) as stage:
+        demo = RunningDemo(DemoOptions(peers=2, kill_one=True), stage)
+        demo.killed, demo.latecomer = ["peer-2"], "peer-3"
+        for name, code in (("peer-1", "import time; time.sleep(9)"), ("peer-3", f"exit({RUN_OVER})")):
+            stage.adopt(stage.swarm.start(name, [*python, code]), tmp_path / name)
+        assert stage.swarm.wait([stage.peers["peer-3"]], 9.0)
+        demo.act()
+        assert stage.swarm.dead_unasked() == []
+    assert demo.killed == ["peer-2", "peer-3"]
+
+
 def test_the_terminal_is_given_back_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     watch = RunWatch(FACTS.config, tmp_path)
     watch.close()
@@ -156,8 +173,8 @@ def test_one_row_for_ones_own_peer_and_a_line_for_the_others() -> None:
     watch.close()
     last = shown(text)[shown(text).rindex("train") :]
     assert "ada" in last
-    assert "~BBBBBB " not in last[: last.index("peers reached")]
-    assert "peers reached: 1" in last
+    assert not re.search("~BBBBBB  ", last)
+    assert "peers reached: 1 (1 grpc)   round" in shown(text)
     assert "board: http://127.0.0.1:1/?[2J" in shown(text)
 
 
@@ -194,14 +211,16 @@ def test_the_terminal_is_given_back_with_the_last_words() -> None:
 
 def test_a_log_gets_a_line_for_what_matters_and_one_that_is_full_ends_no_peer() -> None:
     text = io.StringIO()
-    watch = JoinWatch(Console(file=text, width=150))
+    watch = JoinWatch(Console(file=text, width=80))
     for event in story("ada", "bob", finish=False):
         watch.see(event)
     watch.see(Warned(at=1.0, peer=IDS["ada"], text="the disk is nearly full"))
     watch.close()
     assert "this peer started on cpu" in text.getvalue()
     assert "warning: the disk is nearly full" in text.getvalue()
-    assert "1 of 1 peers, round" in text.getvalue()
+    assert re.search(
+        r"^\[.*\] peers reached: 1 \(1 grpc\), round .* up [^,\n]*$", text.getvalue(), re.MULTILINE
+    )
 
     class Full(io.StringIO):
         def write(self, text: str) -> int:

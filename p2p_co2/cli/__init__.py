@@ -1,1 +1,5 @@
 """The console script ``p2p-co2``: ``main`` reads the command line; each other file holds some commands."""
+
+from p2p_co2.system.process import own_packages_first
+
+own_packages_first()  # before ``main`` imports ``bootstrap``, which may be a user's own module

@@ -38,7 +38,7 @@ def doctor(
             "folder": folder, "device": device, "limits.threads": threads, "carrier": carrier, "host": host,
             "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
         },
-        ticket,
+        ticket or None,
     )  # fmt: skip
     raise typer.Exit(run_doctor(config, ticket, as_json))
 

@@ -112,7 +112,7 @@ class RunWatch:
             self._board.close()
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _of_lines(self, end: RunEnd) -> dict[str, Any]:
         profiles = {line.peer: line.profile for line in self._lines}

@@ -43,9 +43,6 @@ app = typer.Typer(
 def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> int:
     """Run one command. Returns the exit status of an error; a command that ends by itself raises
     ``SystemExit``."""
-    from p2p_co2.system.process import own_packages_first
-
-    own_packages_first()
     try:
         app(args=None if arguments is None else list(arguments), prog_name=program)
     except SystemExit as end:

@@ -181,13 +181,14 @@ def lines_of(summary: dict[str, Any], result: Result) -> list[str]:
     rounds, told = summary["rounds"], summary["simulation"]
     sent, back = summary["bytes"]["up_per_peer"], told["recovery_s"]
     staleness = ", ".join(f"{n}: {count}" for n, count in summary["staleness"]["histogram"].items())
+    again = f"median {back['median']} s, longest {back['max']} s" if back["count"] else "nobody came back"
     lines = [
         f"{told['virtual_s']:.0f} s of {told['peers']} peers in {told['wall_s']:.1f} s: "
         f"{told['turns']} turns, {told['turns_per_s']} a second",
         f"rounds: {rounds['committed']} committed, {rounds['aborted']} aborted",
         f"staleness: {staleness or 'none'}",
         f"sent per peer: {statistics.fmean(sent.values()) / 1e6 if sent else 0:.2f} MB",
-        f"start to training again: {back['count']} times, median {back['median']} s, longest {back['max']} s",
+        f"start to training again: {back['count']} times, {again}",
         f"faults: {', '.join(f'{kind} {count}' for kind, count in result.faults.items()) or 'none'}",
         f"forks: {result.forks}, the longest {result.longest_fork_s:.0f} s",
         f"events: sha256 {result.digest}",

@@ -215,7 +215,7 @@ class Uplink:
         to carry than another lane that waits leaves it a turn, once: lanes are to end together."""
         self.meter.rest(now)
         self._look(now)
-        self._line.follow(self.meter.bytes_per_s)
+        self._line.follow(self.meter.bytes_per_s, self._waits_s)
         turn_s = self._line.turn_s(size_bytes)
         yields = bool(turn_s) and not lane.turn.has_yielded and self._is_ahead(lane, size_bytes, now)
         lane.turn.has_yielded = yields

@@ -38,6 +38,10 @@ MAX_RECEIVERS, BURSTS_KEPT, _MAX_MARKS = 64, 5, 512
 """Whose opinions are remembered, and how many bursts of each; the second fastest of them counts."""
 LINE_TIMES = 1.2
 """Bulk leaves at so much more than the line has shown: one measured low is found out in a few bursts."""
+QUEUED_S, EASED_TIMES, EASED_S = 0.06, 0.82, 1.0
+"""Where what is under way waits longer before the line than the first, bulk leaves at the second of what the
+line has shown, for as long as it was not eased before, up to the third: in a full queue TCP's shares decide
+which lane ends last. On the whole it leaves no slower than that: others' queues make no line seem slower."""
 FAST_BYTES_PER_S = 25e6
 """A faster line fills as it likes: what is measured of it is this process at work as often as the line."""
 
@@ -73,20 +77,25 @@ class LinePace(Pace):
 
     def __init__(self) -> None:
         super().__init__(late_s=MOMENT_S)
+        self._times, self._may_ease_s = LINE_TIMES, 0.0
 
-    def follow(self, shown_bytes_per_s: float) -> None:
-        """Keep to what the line shows; 0 means that nothing is known, and no limit."""
-        self.bytes_per_s = LINE_TIMES * shown_bytes_per_s if shown_bytes_per_s < FAST_BYTES_PER_S else 0.0
+    def follow(self, shown_bytes_per_s: float, queued_s: float = 0.0) -> None:
+        """Keep to what the line shows; 0 means that nothing is known, and no limit. ``queued_s``: how long
+        what is under way waits before the line."""
+        self._times = EASED_TIMES if queued_s > QUEUED_S and self._may_ease_s > 0 else LINE_TIMES
+        self.bytes_per_s = self._times * shown_bytes_per_s if shown_bytes_per_s < FAST_BYTES_PER_S else 0.0
 
     def turn_s(self, size_bytes: int) -> float:
         """How long a message has the line; 0.0 where it needs no turn. A long one goes as it likes: turns
         count messages, and one that loads a state in half megabytes would take the line from the rounds."""
         turn_s = size_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
-        return turn_s if turn_s <= 1.5 * MOMENT_S else 0.0
+        return turn_s if self._times * turn_s <= 1.5 * MOMENT_S * LINE_TIMES else 0.0  # eased or not
 
     def admit_at(self, size_bytes: int, now: float) -> float:
         """As ``Pace``, for what needs a turn."""
-        return super().admit_at(size_bytes, now) if self.turn_s(size_bytes) else now
+        turn_s = self.turn_s(size_bytes)
+        self._may_ease_s = min(EASED_S, self._may_ease_s + (turn_s if self._times > 1 else -turn_s))
+        return super().admit_at(size_bytes, now) if turn_s else now
 
 
 class UploadMeter:

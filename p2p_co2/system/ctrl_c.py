@@ -1,10 +1,10 @@
 """A Ctrl-C while the program is still importing itself: one word and the end, no traceback.
 
-The command line imports this before anything else, and calls ``hand_over`` when it has all that it needs;
+The command line imports this before what takes time, and calls ``hand_over`` when it has all that it needs;
 commands say themselves what a Ctrl-C means to them from then on. No import sees a ``KeyboardInterrupt``,
 which some swallow and others report as a failure of their own. The process ends by the signal, which a shell
 shows as status 130. A program that handles the signal itself, or has an excepthook of its own, keeps both.
-Of a Ctrl-C in the interpreter's own start, some 20 ms, Python may print where it was."""
+Of a Ctrl-C in the interpreter's own start, some 30 ms, Python may print where it was."""
 
 from __future__ import annotations
 

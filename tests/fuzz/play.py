@@ -104,7 +104,7 @@ def check_bounds(trainer: Trainer) -> None:
     assert node.life.bug is None, node.life.bug
     assert trainer.ledger.failure is None
     assert not node.life.stopping.is_set()
-    for holder in (node.router, node.rounds, node.membership, node.catchup):
+    for holder in (node.router, node.rounds, node.membership, node.catchup.donor):
         for name, (held, most) in holder.held().items():
             assert held <= most, name
     assert len(node.membership.live) <= 4

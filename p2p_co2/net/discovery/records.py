@@ -40,7 +40,7 @@ MANIFEST_CONTEXT = b"p2p-co2 run manifest"
 POSITION_CONTEXT = b"p2p-co2 run position"
 PEER_SHARDS = 8
 MAX_LIFETIME_S = 30 * 86400.0
-"""Of any record: where a run is is asked for when everybody is gone, which may be long ago."""
+"""Where a run is, and its settings, are asked for when everybody is gone, which may be long ago."""
 _PACKED_STRING, _PACKED_BYTES = frozenset((*range(0xA0, 0xC0), 0xD9, 0xDA)), frozenset((0xC4, 0xC5))
 """First bytes of a msgpack string and of a msgpack byte string of less than 64 KiB."""
 
@@ -158,11 +158,14 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
 
     def _ends_at(self, said: PeerRecord | RunManifest | RunPosition) -> float:
         """The latest end of a record. That of a position follows from what it says, so an old one that others
-        keep alive cannot outlast a newer one; a peer's own word bounds that of its record."""
+        keep alive cannot outlast a newer one. A peer's own word bounds that of its record, which is renewed
+        all the time: who makes many ids keeps no places without that."""
         if isinstance(said, RunPosition):
             return said.written_at + MAX_LIFETIME_S + 1.0
-        latest = self._clock() + MAX_LIFETIME_S + HELLO_WINDOW_S
-        return min(said.expires_at + 1.0, latest) if isinstance(said, PeerRecord) else latest
+        latest = self._clock() + HELLO_WINDOW_S
+        if isinstance(said, PeerRecord):
+            return min(said.expires_at + 1.0, latest + MESSAGE_TIMEOUT_S)
+        return latest + MAX_LIFETIME_S
 
     def _open(self, content: _Content, context: bytes, writer: str, sealed: bytes) -> _Content:
         """``content`` as ``writer`` has sealed it for this run."""

@@ -36,16 +36,16 @@ from p2p_co2.protocol.catchup.goals import (
 )
 from p2p_co2.protocol.catchup.load import ATTEMPTS, MOST_AT_ONCE, Load, Terms
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PEERS
+from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 
 OUTSTANDING = 2
 SILENT_TIMES, SILENT_FLOOR_S = 8.0, 10.0
 """A donor that gives nothing for so many times what a chunk usually takes is silent: not before the second,
 and in any case after ``PATIENCE_S``."""
-REPEAT_TIMES, REPEAT_FLOOR_S, REPEAT_UNKNOWN_S = 3.0, 0.5, 3.0
+REPEAT_TIMES, REPEAT_FLOOR_S = 3.0, 0.5
 """An idle donor repeats a chunk that another owes for so many times what it needs itself, at least the
-second; the third where that is not known."""
+second; where that is not known, for what the slowest lines take: ``PATIENCE_S`` for the largest chunk."""
 TELL_EVERY_S = 10.0
 """So often it is told how far the loading of states is."""
 
@@ -71,7 +71,8 @@ class Line:
 class OwedChunks:
     """What all donors owe. ``came_at``: when the last right chunk came from anybody."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
+        self._unknown_s = PATIENCE_S * shape.chunk_bytes * shape.scale / MAX_DATA_BYTES
         self._lines: dict[PeerId, Line] = {}
         self.came_at = -math.inf
 
@@ -124,13 +125,13 @@ class OwedChunks:
         return peer if peer is not None and owing[peer] < OUTSTANDING else None
 
     def is_idle(self, peer: PeerId) -> bool:
-        return peer in self._lines and not self._lines[peer].owed
+        return peer not in self._lines or not self._lines[peer].owed
 
     def overdue(self, request: int, missing: Collection[int], idle: PeerId) -> tuple[float, int]:
         """When ``idle`` is to repeat a chunk of a load that another owes, and which: the one that is owed
         longest, none more than twice."""
-        took_s = self._lines[idle].took_s
-        limit_s = max(REPEAT_FLOOR_S, REPEAT_TIMES * took_s) if took_s else REPEAT_UNKNOWN_S
+        took_s = self._lines[idle].took_s if idle in self._lines else 0.0
+        limit_s = max(REPEAT_FLOOR_S, REPEAT_TIMES * took_s) if took_s else self._unknown_s
         owed = [
             (at, chunk)
             for line in self._lines.values()
@@ -157,7 +158,7 @@ class Fetcher:
     def __init__(self, run: bytes, shape: Shape, out: Outbox) -> None:
         self.shape, self._out = shape, out
         self._terms = Terms(run, shape)
-        self.owed = OwedChunks()
+        self.owed = OwedChunks(shape)
         self._loads: dict[int, Load] = {}
         self._waiting: dict[int, Goal] = {}
         self._quarantined: dict[PeerId, float] = {}

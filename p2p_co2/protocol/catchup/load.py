@@ -224,6 +224,7 @@ class Load:
             elif isinstance(its, Promised):
                 candidates.setdefault(its.content, []).append(peer)
         if not candidates:
+            self._choose_at = math.inf  # who promised has gone: the next promise sets it
             return
         best = max(candidates.values(), key=self._rank)
         promise, waits = self.donors[best[0]], any(isinstance(its, Asked) for its in self.donors.values())

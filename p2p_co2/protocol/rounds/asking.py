@@ -69,8 +69,7 @@ class Asking:
 
     def began_without_us(self, attempt: Attempt, now: float) -> None:
         """The round that one we asked has begun is waited for: what it commits is where we go on."""
-        mine = self.offer.round, self.offer.state_digest
-        if (attempt.round, attempt.state_digest) == mine and attempt.coordinator in self.asked:
+        if (attempt.round, attempt.state_digest) == (self.offer.round, self.offer.state_digest):
             decided_at = min(now + attempt.result_within_s, self._began_at + self._swarm.shape.round_cap_s)
             self._give_up_at = max(self._give_up_at, decided_at + bounds.GRACE_S)
 

@@ -52,6 +52,8 @@ class FragmentRounds:
         self._sent_behind: tuple[PeerId, int] | None = None
         """Which coordinator of our fragment sent us after another state, until that is here or came to
         nothing."""
+        self._beyond: tuple[wire.Decision, wire.Outcome] | None = None
+        """The last commit that was heard while the one before it was not known either."""
         self._withdrawn: Offer | None = None
         """The last offer that we ended ourselves: what still answers its READY is nobody's fault."""
         self._completing: Completion | None = None
@@ -92,6 +94,9 @@ class FragmentRounds:
             how = "was replaced by another state" if healed else "is the agreed state now"
             self.withdraw(f"version {version} {how}", now)
         self.history.outrun(version, self._outlet.emit)
+        if self._beyond is not None and self._beyond[1].key.round == version + 1:
+            self.history.keep(*self._beyond)
+            self._beyond = None
         known = self.history.commit(version + 1)
         if known is not None and known[1].state_digest == digest:
             self._end_without_bytes(*known)
@@ -203,12 +208,11 @@ class FragmentRounds:
         attempt = read_begin(message, sender, self._swarm.shape)
         if self.history.has_ended(attempt.id) or self.attempt(attempt.id) is not None:
             return  # doubled
-        attempt = self._coordination.clamped(attempt)
-        if self._swarm.me not in attempt.shares:
-            if self.asking is not None:
-                self.asking.began_without_us(attempt, now)
-            return
         asking = self.asking
+        if self._swarm.me not in attempt.shares:
+            if asking is not None and attempt.coordinator in asking.asked:
+                asking.began_without_us(self._coordination.clamped(attempt), now)
+            return
         if asking is None or asking.offer.round != attempt.round:
             if attempt.round > self.reached() + 1:
                 raise RemoteProtocolError("unknown round", f"BEGIN of round {attempt.round}")
@@ -218,6 +222,7 @@ class FragmentRounds:
         if not asking.is_taken_in(attempt, self._withdrawn):
             self._decline(attempt)
             return
+        attempt = self._coordination.clamped(attempt)  # not before: it costs more than all else
         if attempt.coordinator != asking.asked[-1]:
             asking.leave()  # an earlier one was quicker
         offer, self.asking = asking.offer, None
@@ -373,6 +378,7 @@ class FragmentRounds:
             return
         foreign = round_ == self.version + 1 and outcome.state_digest != self.digest
         if foreign or round_ != self.reached() + 1:
+            self._beyond = None if foreign else (decision, outcome)
             self._fall_behind(outcome, signers)
         elif member is not None and is_ours:
             self._finish(member, decision, outcome, now)

@@ -9,16 +9,21 @@ line, twice, and a circuit may be cut off, which to a link is a loss like any ot
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import TransportError
+from p2p_co2.net.transport.addresses import multiaddr_of
 from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
+from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_RECORD_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import CircuitHop
 
@@ -26,6 +31,8 @@ HOP = "/libp2p/circuit/relay/0.2.0/hop"
 MAX_PLACES = 3
 ENOUGH_BYTES = 1 << 30
 """Relays that cut a circuit off sooner are of no use for payload; libp2p's default is 128 KiB."""
+STARTS = 4
+"""Of a seed's daemon, until its relay is of use: one in 25 was not, on a busy machine."""
 _RESERVE, _STATUS, _OK = 0, 2, 100
 
 
@@ -86,6 +93,36 @@ async def ask_for_place(p2p: P2P, seed: str, me: PeerId) -> str:
     if 0 < answer.limit.data_bytes < ENOUGH_BYTES:
         raise TransportError(f"passes on only {answer.limit.data_bytes >> 10} KiB at a time")
     return f"{seed}/p2p-circuit/p2p/{me}"
+
+
+async def start_relay(identity_path: Path, host: str, port: int, announce_host: str) -> P2P:
+    """``start_p2p`` of a daemon that passes on payload. Of its two relays (see there) the small one wins now
+    and then all the same, and nobody would have a place: so that is looked at, but for the last start."""
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    for left in reversed(range(STARTS)):
+        async with AsyncExitStack() as stack:
+            p2p = await start_p2p(identity_path, host, port, announce_host=announce_host, public=True)
+            stack.push_async_callback(stop_p2p, p2p)
+            maddr = f"{multiaddr_of(near, port)}/p2p/{p2p.peer_id.to_base58()}"
+            if not left or await _has_place(maddr, near):
+                stack.pop_all()
+                return p2p
+    raise AssertionError("the last start returns")
+
+
+async def _has_place(relay: str, host: str) -> bool:
+    """Whether somebody else has one there: a daemon that lives for this question."""
+    with tempfile.TemporaryDirectory(prefix="p2p-co2-relay-") as folder:
+        path = Path(folder) / "identity"
+        me = Identity.load_or_create(path).peer_id
+        p2p = await start_p2p(path, host)
+        try:
+            await ask_for_place(p2p, relay, me)
+        except TransportError:
+            return False
+        finally:
+            await stop_p2p(p2p)
+    return True
 
 
 async def read_hop(reader: asyncio.StreamReader) -> CircuitHop:
