@@ -283,7 +283,7 @@ class Connection:
             upload_cap_bytes_per_s=self.config.limits.upload_bytes_per_s,
             resumed_from=str(self._checkpoints) if is_resumed else "",
             inner_steps=progressed.inner_steps, position=progressed.position,
-            stage=self._thread.network.stage or 0, stages=self.run.pipeline.stages,
+            stage=self._thread.network.holds.stage or 0, stages=self.run.pipeline.stages,
         )  # fmt: skip
         self._thread.report(ev.PeerStarted, fields)
 
