@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from p2p_co2.cli import main as cli
 from p2p_co2.config import PipelineConfig, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.protocol.pipeline import Key, Work
@@ -34,8 +35,18 @@ from p2p_co2.trainer.stage_work import Crossings, StageWork
 from tests.swarms import ROOT
 
 TINY: dict[str, str | int | float | bool] = {"layers": 4, "width": 32, "heads": 2, "context": 32, "batch": 4}
+QUICK = TINY | {"learning_rate": 1e-2}
 EXAMPLE = f"{ROOT / 'examples' / 'staged_recipe.py'}:make"
 SMALL: dict[str, str | int | float | bool] = {"width": 32, "blocks": 4}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Steps this small need no more, and a second would wait for whatever else runs here."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def run_of(stages: int, name: str = BYTE_GPT, options: Any = TINY, fragments: int = 3) -> RunConfig:
@@ -212,12 +223,12 @@ class Line:
         return counted.loss / counted.tokens
 
 
-@pytest.mark.parametrize(("name", "options", "count"), [(BYTE_GPT, TINY, 3), (EXAMPLE, SMALL, 2)])
+@pytest.mark.parametrize(("name", "options", "count"), [(BYTE_GPT, QUICK, 3), (EXAMPLE, SMALL, 2)])
 def test_a_recipe_trains_on_real_text_in_stages(name: str, options: Any, count: int) -> None:
     run = run_of(count, name, options)
     recipe = load_recipe(name, options, 0, count)
     line = Line(recipe, run)
-    losses = [line.step(4) for _ in range(40)]
+    losses = [line.step(4) for _ in range(20)]
     assert losses[-1] < losses[0] - 1.5
     assert recipe.held_out is not None
     joined = recipe.in_stages(count).join(line.modules)
@@ -271,6 +282,29 @@ def test_a_run_in_stages_needs_a_recipe_that_has_as_many() -> None:
         load_run_recipe(run_of(5))
     with pytest.raises(ConfigError, match=r"use recipe_options.layers = 2 or more"):
         load_run_recipe(run_of(2, options=TINY | {"layers": 1}))
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("[pipeline]\nstages = 6", ["pipeline.stages", "is 6", "byte-gpt has 4", "use 2 to 4"]),
+        ("[pipeline]\nstages = 40", ["pipeline.stages", "less than or equal to 32"]),
+        ("[pipeline]\nstages = 4\nmicrobatches = 3", ["microbatches is 3", "stages = 4", "at least 4"]),
+        ('[pipeline]\nstages = 2\nforward = "int4"', ["pipeline.forward", "'int8'", "got 'int4'"]),
+        ('[pipeline]\nstages = 2\nbackward = "nf4"', ["pipeline.backward", "'int8' or 'int4'", "got 'nf4'"]),
+        ("[pipeline]\nstages = 2\nsequences = 0", ["pipeline.sequences", "greater than or equal to 1"]),
+        ('recipe = "own-loop"\n[pipeline]\nstages = 2', ["pipeline.stages", "set stages = 1"]),
+    ],
+)
+def test_a_run_file_that_cannot_be_is_refused_by_its_key(
+    lines: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(lines)
+    assert cli.main(["seed", str(path), "--folder", str(tmp_path / "seed")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: {path}: ")
+    assert all(word in said for word in words), said
 
 
 @pytest.mark.parametrize("cuts", [[0], [5], [3, 3], [4, 2], [-1], [9]])
