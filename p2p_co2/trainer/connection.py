@@ -182,7 +182,7 @@ class Connection:
         if resume is False or (resume is None and not checkpoints.has_checkpoint(folder)):
             return None
         saved = checkpoints.load(folder)
-        resuming.check(saved, self.run, plan.model, plan.fragments, str(folder))
+        resuming.check(saved, self.run, plan.model, plan.fragments, str(folder), plan.stage)
         return saved
 
     @property
