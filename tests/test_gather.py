@@ -18,7 +18,7 @@ from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.tensors.names import named_buffers
 from p2p_co2.tensors.stages import Chain
 from p2p_co2.tensors.stages.whole import WholeModel, whole_names
-from p2p_co2.trainer.gather import gather, sources_of
+from p2p_co2.trainer.gather import sources_of, write_whole
 from p2p_co2.trainer.resuming import shapes_of
 
 SHAPE = Shape(layers=3, width=16, heads=2, context=8)
@@ -119,7 +119,7 @@ def test_the_whole_holds_what_its_stages_hold(tmp_path: Path, count: int, fragme
     sources = sources_of(reversed(folders))
     assert [source.stage for source in sources] == list(range(count))
     assert [source.versions for source in sources] == versions
-    file = gather(sources, tmp_path / "whole", whole, modules)
+    file = write_whole(sources, tmp_path / "whole", whole, modules)
     saved = load_agreed(tmp_path / "whole")
     assert (file, saved.stage, saved.run) == (saved.path, None, run)
     assert {state.version for state in saved.states} == {3}
@@ -134,7 +134,7 @@ def test_buffers_come_along_and_frozen_parameters_stay_where_the_recipe_has_them
     for stage, module in enumerate(modules):
         module.get_buffer("norm.running_mean").fill_(stage + 1.0)
     whole = Chain(modules)
-    gather(sources_of(write_all(tmp_path, run, modules)), tmp_path / "whole", whole, modules)
+    write_whole(sources_of(write_all(tmp_path, run, modules)), tmp_path / "whole", whole, modules)
     values = loaded(tmp_path / "whole", whole)
     assert values.keys() == {name for name in whole.state_dict() if not name.endswith("inner.bias")}
     assert all(torch.equal(values[name], whole.state_dict()[name]) for name in values)
@@ -145,7 +145,7 @@ def test_a_run_of_one_stage_is_gathered_too_and_the_newest_wins(tmp_path: Path) 
     folders = [write(tmp_path / "a", run, None, newer, (4, 5, 5)), write(tmp_path / "b", run, None, older)]
     for order, given in enumerate((folders, folders[::-1])):
         out = tmp_path / f"whole-{order}"
-        gather(sources_of(given), out, newer, [newer])
+        write_whole(sources_of(given), out, newer, [newer])
         assert torch.equal(loaded(out, newer)["inner.weight"], newer.get_parameter("inner.weight"))
 
 
@@ -194,10 +194,10 @@ def test_stages_of_another_model_and_a_folder_in_use_are_refused(tmp_path: Path)
     sources = sources_of(write_all(tmp_path, run, modules))
     other = [modules[0], nn.Linear(4, 5)]
     with pytest.raises(ConfigError, match="of-1: is of another stage 1 than the recipe makes here"):
-        gather(sources, tmp_path / "whole", Chain(other), other)
+        write_whole(sources, tmp_path / "whole", Chain(other), other)
     assert not (tmp_path / "whole").exists()
     with pytest.raises(ConfigError, match=r"--out: .* holds a checkpoint already"):
-        gather(sources, sources[0].folder, Chain(modules), modules)
+        write_whole(sources, sources[0].folder, Chain(modules), modules)
 
 
 def test_a_whole_that_is_not_made_of_its_stages_is_refused() -> None:

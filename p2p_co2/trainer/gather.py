@@ -1,13 +1,14 @@
 """One whole checkpoint out of those of a model's stages, for ``sample`` and ``eval``.
 
-    sources = sources_of([Path("runs/a/checkpoint"), Path("runs/b/checkpoint")])
-    gather(sources, Path("whole"), whole, stages)      # modules; their values are not read
+    gather_folders([Path("runs/a/checkpoint"), Path("runs/b/checkpoint")], Path("whole"))
+    gather_swarm(ticket, Path("whole"))                # from the peers themselves, while they train
 
 Laws: every stage is in it exactly once, and all of one run. Of several checkpoints of a stage the one that is
 furthest on is taken; two that hold different states of one round are refused, since one of them is of another
 history. Stages are groups of their own, so they may have come to different rounds.
 
 Price: the whole model's parameters in memory, and one stage's agreed state. The files are read twice.
+From a swarm a stage after the other is loaded, as a newcomer does, so the later ones are some rounds on.
 """
 
 from __future__ import annotations
@@ -15,15 +16,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch import Tensor, nn
 
-from p2p_co2.config import RunConfig
-from p2p_co2.errors import ConfigError
+from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.errors import ConfigError, TransportError
+from p2p_co2.recipes import Recipe, load_run_recipe
+from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import state_digest
 from p2p_co2.tensors.checkpoint.folder import Checkpoint, has_checkpoint, load_agreed, save
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.stages.whole import WholeModel, whole_names
+from p2p_co2.trainer.connection import Connection, connect
+from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.resuming import shapes_of
 
 _CHUNK_BYTES = 1 << 20
@@ -75,15 +81,40 @@ def sources_of(folders: Iterable[Path]) -> list[Source]:
     return [best[stage] for stage in range(count)]
 
 
-def gather(sources: Sequence[Source], out: Path, whole: nn.Module, stages: Sequence[nn.Module]) -> Path:
+def gather_folders(folders: Iterable[Path], out: Path, own_recipe: str = "") -> list[Source]:
+    """Gather checkpoint folders, one or more of each stage, into ``out``; returns what was taken.
+    ``own_recipe``: as of ``load_run_recipe``. Raises as that, ``sources_of`` and ``write_whole``."""
+    _refuse_used(out)
+    sources = sources_of(folders)
+    run = sources[0].run
+    write_whole(sources, out, *_models(load_run_recipe(run, own_recipe), run))
+    return sources
+
+
+def gather_swarm(ticket: str, out: Path, own_recipe: str = "") -> list[Source]:
+    """As ``gather_folders``, from a swarm that trains: this process joins the peers of each stage as a
+    newcomer, loads what they agree on, with its digests, and leaves without having trained.
+
+    Blocks, bounded. Raises ``TransportError`` if nobody gives a stage, and as ``connect`` and ``start``.
+    """
+    _refuse_used(out)
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="stages-", dir=out) as place:
+        run = _fetch(ticket, Path(place) / "0", 0, own_recipe)
+        for stage in range(1, run.pipeline.stages):
+            _fetch(ticket, Path(place) / str(stage), stage, own_recipe)
+        folders = [Path(place) / str(stage) / "checkpoint" for stage in range(run.pipeline.stages)]
+        return gather_folders(folders, out, own_recipe)
+
+
+def write_whole(sources: Sequence[Source], out: Path, whole: nn.Module, stages: Sequence[nn.Module]) -> Path:
     """Write the whole model of ``sources``, one for each stage, into the folder ``out``; returns the file.
 
-    ``whole``: the model that the run's recipe makes; ``stages``: those that it makes. Only names and shapes
-    are looked at, so all may be on the meta device. Raises ``ConfigError`` if a checkpoint is of another
-    model, or ``out`` has a checkpoint; ``EnvironmentFault`` if the disk refuses.
+    ``whole``: the model that the run's recipe makes of its ``stages``, whose tensors it shares. Only names
+    and shapes are looked at, so all may be on the meta device. Raises ``ConfigError`` if a checkpoint is of
+    another model, or ``out`` has a checkpoint; ``EnvironmentFault`` if the disk refuses.
     """
-    if has_checkpoint(out):
-        raise ConfigError.of_option("--out", f"{out} holds a checkpoint already; name another folder")
+    _refuse_used(out)
     run = sources[0].run
     plan, names = plan_fragments(whole, run.fragments), whole_names(whole, stages)
     gathered, buffers = WholeModel(plan, names), dict[str, Tensor]()
@@ -103,6 +134,42 @@ def gather(sources: Sequence[Source], out: Path, whole: nn.Module, stages: Seque
         parameters=shapes_of(whole),
     )  # fmt: skip
     return save(out, checkpoint)
+
+
+def _refuse_used(out: Path) -> None:
+    if has_checkpoint(out):
+        raise ConfigError.of_option("--out", f"{out} holds a checkpoint already; name another folder")
+
+
+def _models(recipe: Recipe, run: RunConfig) -> tuple[nn.Module, Sequence[nn.Module]]:
+    """The whole model, and its stages: names and shapes."""
+    return recipe.model, [recipe.model]
+
+
+def _fetch(ticket: str, folder: Path, stage: int, own_recipe: str) -> RunConfig:
+    """Leave a checkpoint of ``stage`` in ``folder``, as the peers that hold it agree on it."""
+    met = list[ev.PeerJoined]()
+
+    def on_event(event: ev.Event) -> None:
+        if isinstance(event, ev.PeerJoined):
+            met.append(event)
+
+    connection = connect(ticket, PeerConfig(folder=folder, stage=stage, board=False), on_event)
+    try:
+        run = connection.run
+        peer = _start(connection, load_run_recipe(run, own_recipe), stage)
+        peer.stop()
+        peer.leave("has what it came for")
+    finally:
+        connection.close()
+    if not met:
+        raise TransportError(f"nobody trains stage {stage} of this run now; try again when somebody does")
+    return run
+
+
+def _start(connection: Connection, recipe: Recipe, stage: int) -> Peer:
+    """A peer that has what the others of ``stage`` agree on."""
+    return connection.start(recipe.model, recipe.optimizer(recipe.model.parameters()))
 
 
 def _look(folder: Path) -> Source:
