@@ -117,6 +117,9 @@ def join(
     name: Annotated[str | None, says("What others see beside the peer's id.")] = None,
     device: shared.Device = None,
     batch: Annotated[int | None, says("Sequences per inner step; 0 for the recipe's.")] = None,
+    stage: Annotated[
+        int | None, says("Of a run with stages: which to hold, from 0; else the neediest.")
+    ] = None,
     threads: Annotated[int | None, says("CPU threads for training; 0 for the number of cores.")] = None,
     carrier: shared.Carrier = None,
     host: Annotated[
@@ -156,8 +159,8 @@ def join(
     config = peer_config(
         config_file,
         {
-            "folder": folder, "name": name, "device": device, "batch": batch, "carrier": carrier,
-            "host": host, "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
+            "folder": folder, "name": name, "device": device, "batch": batch, "stage": stage,
+            "carrier": carrier, "host": host, "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
             "min_peers": min_peers, "slow_line": slow_line, "board": board, "board_port": board_port,
             "checkpoint_every_s": checkpoint_every,
             "limits.threads": threads, "limits.hours": hours,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import time
 import zlib
@@ -43,6 +44,8 @@ MAX_INVITERS = 5
 MAX_REACHED_AGAIN = 16
 """Peers that a daemon that was started again is led to: with a seed that is down, nobody else knows them."""
 MAX_GRPC_ADDRESSES = 4
+CROWD_S = 2.0
+"""Until a newcomer that has chosen a stage looks whether others have chosen it too."""
 
 
 class Reach:
@@ -260,6 +263,10 @@ class Network:
         """Of what is done again when it grows old."""
         self._invited = ""
         """The ticket that was written into the folder last."""
+        self.stage: int | None = None
+        """That this peer holds, in a run with stages; None takes all peers of the run for its group."""
+        self.tokens_per_s = 0.0
+        """Of this peer, as its record says."""
 
     @classmethod
     async def open(cls, ticket: Ticket, config: PeerConfig, on_refused: OnRefused) -> Network:
@@ -346,6 +353,7 @@ class Network:
         if self._is_due("record", RECORD_LIFETIME_S / 3):
             record = await self._reach.record()
             record.software = self.software
+            record.stage, record.tokens_per_s = self.stage or 0, self.tokens_per_s
             await self.discovery.publish_self(record, RECORD_LIFETIME_S)
             self._done_at["record"] = time.monotonic()
         news, self._news = self._news, ""
@@ -356,13 +364,15 @@ class Network:
         old. Raises ``TransportError``."""
         if is_last or self._is_due("position", MESSAGE_TIMEOUT_S):
             said = RunPosition(position=position, versions=versions, software=self.software)
+            said.stage = self.stage or 0
             await self.discovery.publish_position(said)
             self._done_at["position"] = time.monotonic()
 
     async def run_position(self) -> RunPosition | None:
-        """Where the run was when its peers last said so; None if nobody ever did. Raises
+        """Where the run was when the peers of this one's group last said so; None if nobody ever did. Raises
         ``TransportError``."""
-        return run_position(await self.discovery.find_positions(), time.time())
+        said = await self.discovery.find_positions()
+        return run_position([one for one in said if self.stage in (None, one.stage)], time.time())
 
     @property
     def reach_advice(self) -> str:
@@ -382,13 +392,46 @@ class Network:
     # ---- finding others
 
     async def find_peers(self) -> list[PeerRecord]:
-        """Records of the other peers of the run, as the DHT has them now. Raises ``TransportError``."""
+        """Records of the other peers of this one's group, as the DHT has them now. Raises
+        ``TransportError``."""
         records = await self.records.search()
         if (ticket := str(self.invitation)) != self._invited:
             with contextlib.suppress(OSError):  # whoever needs it can ask this peer's owner
                 (self.config.folder / "ticket").write_text(f"{ticket}\n", encoding="ascii")
                 self._invited = ticket
-        return records
+        return [record for record in records if self.stage in (None, record.stage)]
+
+    def listed(self, stage: int) -> list[PeerRecord]:
+        """Records of the other peers that hold ``stage``, as the DHT listed them last."""
+        return [record for record in self.records.known(MAX_PEERS) if record.stage == stage]
+
+    async def needed_stage(self) -> int:
+        """The stage in which this peer is needed most: the emptiest of those with fewer than ``min_replicas``,
+        else the slowest. This peer is listed in it, and looks again a moment later: newcomers crowd.
+        Raises ``TransportError``."""
+        pipeline = self.run.pipeline
+        await self.records.search()
+        self.stage = self._least_held(self.identity.peer_id)
+        self._done_at.pop("record", None)
+        await self.publish_self()
+        await asyncio.sleep(CROWD_S)
+        await self.records.search()
+        others = len(self.listed(self.stage))
+        if others >= pipeline.min_replicas:
+            self.stage = self._least_held(self.identity.peer_id)
+            self._done_at.pop("record", None)
+        return self.stage
+
+    def _least_held(self, me: PeerId) -> int:
+        pipeline = self.run.pipeline
+
+        def need(stage: int) -> tuple[int, float, bytes]:
+            held = self.listed(stage)
+            few = min(len(held), pipeline.min_replicas)
+            rate = sum(record.tokens_per_s for record in held) if few == pipeline.min_replicas else 0.0
+            return few, rate, hashlib.sha256(f"{me} {stage}".encode()).digest()
+
+        return min(range(pipeline.stages), key=need)
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
         """See ``RecordBook.record_of``."""

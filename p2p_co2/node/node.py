@@ -122,7 +122,7 @@ class Node:
         # messages in, and out
         inbox = Inbox(self.membership, self.rounds, self.catchup, writer.status, news.tell_of_strangers)
         self.router = Router(
-            group, inbox, do, self.shut_out, self.life.crash, limits.download_bytes_per_s,
+            group, inbox, do, self.shut_out, self.life.crash, environment.quotas,
             environment.open_message,
         )  # fmt: skip
         self._pump = Pump(

@@ -118,9 +118,23 @@ class Peer:
         finally:
             self._stepping.release()
 
+    def idle(self, waited_s: float, between_steps: bool) -> bool:
+        """Where ``step`` is far: for ``waited_s`` seconds there was nothing to compute. ``between_steps``: no
+        gradient is under way. False when the run is over or ``stop`` was called."""
+        with self._alone("idle"):
+            over = self._sync.idle(waited_s, between_steps)
+            if between_steps:
+                self._rest()
+        return not (self._sync.stopped or over)
+
     def stop(self) -> None:
         """Ask the loop to end: the next ``step`` returns False. Safe in a signal handler."""
         self._sync.stopped = True
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether ``stop`` was called."""
+        return self._sync.stopped
 
     def pause(self) -> None:
         """Rest from the next ``step`` on, which then does not return until ``go_on`` or ``stop``: no

@@ -215,6 +215,20 @@ class Pipeline:
         return not self._held and not self._counted
 
     @property
+    def is_over(self) -> bool:
+        """Whether it was closed and has come to its end: nothing is sent to the next stage any more."""
+        return self._is_closing and self.is_drained
+
+    @property
+    def has_messages(self) -> bool:
+        return bool(self._out)
+
+    @property
+    def waiting(self) -> int:
+        """Microbatches that are here and not begun."""
+        return sum(one.phase is Phase.WAITING for one in self._held.values())
+
+    @property
     def waits_for(self) -> str:
         """Why ``next_work`` has nothing, in words; empty if it has."""
         if self._work() is not None:
