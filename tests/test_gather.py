@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from p2p_co2.config import PipelineConfig, RunConfig
+from p2p_co2.cli import main as cli
+from p2p_co2.config import PeerConfig, PipelineConfig, RunConfig
 from p2p_co2.errors import ConfigError, LocalProtocolError
+from p2p_co2.recipes import load_run_recipe, recipe_digest
 from p2p_co2.recipes.byte_gpt import ByteGPTStage, Shape, stage_edges
+from p2p_co2.recipes.recipe import Options
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint.folder import Checkpoint, load_agreed, save
+from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.tensors.names import named_buffers
 from p2p_co2.tensors.stages import Chain
 from p2p_co2.tensors.stages.whole import WholeModel, whole_names
+from p2p_co2.trained import Trained
+from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
+from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.gather import sources_of, write_whole
 from p2p_co2.trainer.resuming import shapes_of
+from p2p_co2.trainer.saver import Saver
+from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
+from p2p_co2.trainer.worker import TensorWorker
+from tests.house import ROOT
+from tests.trainer_bench import RecordingWire
 
 SHAPE = Shape(layers=3, width=16, heads=2, context=8)
 
@@ -155,6 +168,84 @@ def test_several_replicas_of_a_stage_may_be_given(tmp_path: Path) -> None:
     assert [source.stage for source in sources_of(folders)] == [0, 1]
     folders.append(write(tmp_path / "late", run, 1, drawn(5), (5, 5, 5)))
     assert [source.folder.name for source in sources_of(folders)] == ["of-0", "late"]
+
+
+# ---- with recipes
+
+
+TINY: Options = {"layers": 3, "width": 32, "heads": 2, "context": 32}
+EXAMPLE = f"{ROOT / 'examples' / 'staged_recipe.py'}:make"
+
+
+def save_as_a_peer(folder: Path, run: RunConfig, stage: int, module: nn.Module) -> Path:
+    """A peer's saver writes; ``module``'s values are what was agreed."""
+    plan, codec = plan_fragments(module, run.fragments), get_codec(run.codec.name)
+    optimizer = torch.optim.AdamW(module.parameters())
+    setup = Plan(run, PeerConfig(folder=folder), plan, module, optimizer, stage)
+    model = ExchangedModel(setup, print)
+    states = [outer.init(model.live.snapshot(index)) for index in range(run.fragments)]
+    ledger = TensorWorker(codec, [FragmentState(run, codec, "me", one, at) for at, one in enumerate(states)])
+    wire = RecordingWire()
+    saver = Saver(
+        setup,
+        ledger,
+        Synchroniser(run, model, ledger, cast(Any, wire), Progressed()),
+        model.live,
+        wire.report,
+    )
+    saver.save()
+    saver.close()
+    ledger.close()
+    return folder / "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "count"),
+    [("byte-gpt", TINY, 2), ("byte-gpt", TINY, 3), (EXAMPLE, {}, 2), (EXAMPLE, {}, 4)],
+)
+def test_what_is_gathered_is_measured_as_the_stages_in_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, options: Options, count: int
+) -> None:
+    own = "" if recipe == "byte-gpt" else recipe
+    run = RunConfig(
+        recipe=recipe, recipe_options=dict(options), recipe_digest=recipe_digest(recipe, options),
+        fragments=3, pipeline=PipelineConfig(stages=count),
+    )  # fmt: skip
+    made = load_run_recipe(run, own)
+    stages = [made.in_stages(count).build(5, stage) for stage in range(count)]
+    for number, parameter in enumerate(Chain(stages).parameters()):
+        drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+        parameter.data.add_(0.02 * drawn)
+    folders = [save_as_a_peer(tmp_path / str(at), run, at, stage) for at, stage in enumerate(stages)]
+    options_given = ["--recipe", own] if own else []
+    command = ["gather", *map(str, folders[::-1]), "--out", str(tmp_path / "whole"), *options_given]
+    with pytest.raises(SystemExit) as end:
+        cli.main(command)
+    assert not end.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"stage 0: round 0, from {folders[0]}"
+    assert lines[count:] == [f"whole model: {tmp_path / 'whole'}"]
+
+    trained = Trained.load(tmp_path / "whole", own)
+    assert made.held_out is not None
+    assert trained.held_out_loss() == pytest.approx(made.held_out(Chain(stages)), abs=1e-6)
+    with pytest.raises(SystemExit):
+        cli.main(["eval", str(tmp_path / "whole"), *options_given])
+    assert capsys.readouterr().out == f"{trained.held_out_loss():.4f}\n"
+    if trained.recipe.generate is not None:
+        with pytest.raises(SystemExit):
+            cli.main(["sample", str(tmp_path / "whole"), "--length", "9", *options_given])
+        assert capsys.readouterr().out == trained.sample("def ", 9, 0) + "\n"
+
+    assert cli.main(["eval", str(folders[0]), *options_given]) == 2
+    assert (
+        "holds stage 0 alone; make a checkpoint of the whole model with p2p-co2 gather"
+        in capsys.readouterr().err
+    )
+    assert cli.main(["gather", str(folders[0]), "--out", str(tmp_path / "none")]) == 2
+    assert "missing" in capsys.readouterr().err
+    assert cli.main([*command[:1], str(folders[0]), "p2pco2-x", *command[-2 - len(options_given) :]]) == 2
+    assert "one ticket alone" in capsys.readouterr().err
 
 
 # ---- what is refused

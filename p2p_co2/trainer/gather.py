@@ -28,8 +28,7 @@ from p2p_co2.tensors.checkpoint.agreed import state_digest
 from p2p_co2.tensors.checkpoint.folder import Checkpoint, has_checkpoint, load_agreed, save
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.stages.whole import WholeModel, whole_names
-from p2p_co2.trainer.connection import Connection, connect
-from p2p_co2.trainer.peer import Peer
+from p2p_co2.trainer.connection import connect
 from p2p_co2.trainer.resuming import shapes_of
 
 _CHUNK_BYTES = 1 << 20
@@ -143,7 +142,11 @@ def _refuse_used(out: Path) -> None:
 
 def _models(recipe: Recipe, run: RunConfig) -> tuple[nn.Module, Sequence[nn.Module]]:
     """The whole model, and its stages: names and shapes."""
-    return recipe.model, [recipe.model]
+    if run.pipeline.stages == 1:
+        return recipe.model, [recipe.model]
+    stages = recipe.in_stages(run.pipeline.stages)
+    outlines = stages.outlines()
+    return stages.join(outlines), outlines
 
 
 def _fetch(ticket: str, folder: Path, stage: int, own_recipe: str) -> RunConfig:
@@ -157,7 +160,7 @@ def _fetch(ticket: str, folder: Path, stage: int, own_recipe: str) -> RunConfig:
     connection = connect(ticket, PeerConfig(folder=folder, stage=stage, board=False), on_event)
     try:
         run = connection.run
-        peer = _start(connection, load_run_recipe(run, own_recipe), stage)
+        peer = connection.visit(load_run_recipe(run, own_recipe))
         peer.stop()
         peer.leave("has what it came for")
     finally:
@@ -165,11 +168,6 @@ def _fetch(ticket: str, folder: Path, stage: int, own_recipe: str) -> RunConfig:
     if not met:
         raise TransportError(f"nobody trains stage {stage} of this run now; try again when somebody does")
     return run
-
-
-def _start(connection: Connection, recipe: Recipe, stage: int) -> Peer:
-    """A peer that has what the others of ``stage`` agree on."""
-    return connection.start(recipe.model, recipe.optimizer(recipe.model.parameters()))
 
 
 def _look(folder: Path) -> Source:
