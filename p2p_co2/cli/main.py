@@ -160,8 +160,9 @@ def join(
         config_file,
         {
             "folder": folder, "name": name, "device": device, "batch": batch, "stage": stage,
-            "carrier": carrier, "host": host, "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
-            "min_peers": min_peers, "slow_line": slow_line, "board": board, "board_port": board_port,
+            "carrier": carrier, "host": host, "announce_host": announce_host, "grpc_port": grpc_port,
+            "libp2p_port": libp2p_port, "min_peers": min_peers, "slow_line": slow_line, "board": board,
+            "board_port": board_port,
             "checkpoint_every_s": checkpoint_every,
             "limits.threads": threads, "limits.hours": hours,
             "limits.upload_bytes_per_s": _rate("--upload", upload),

@@ -406,8 +406,8 @@ class Network:
         return [record for record in self.records.known(MAX_PEERS) if record.stage == stage]
 
     async def needed_stage(self) -> int:
-        """The stage in which this peer is needed most: the emptiest of those with fewer than ``min_replicas``,
-        else the slowest. This peer is listed in it, and looks again a moment later: newcomers crowd.
+        """The stage in which this peer is needed most: the emptiest of those below ``min_replicas``, else the
+        slowest. This peer is listed in it, and looks again a moment later: newcomers crowd.
         Raises ``TransportError``."""
         pipeline = self.run.pipeline
         await self.records.search()

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from types import TracebackType
 
+from torch import nn
 from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
@@ -64,13 +66,22 @@ class StagePeer:
         """Seconds of computing in this inner step."""
         self.tokens_per_s = 0.0
         """While it computes; waiting is not in it."""
+        self._after_step: Callable[[StagePeer], None] = lambda peer: None
 
     @property
     def stage(self) -> int:
         return self._place.stage
 
-    def train(self) -> None:
-        """Until the run is over or ``stop`` was called; then leave the swarm. Raises as ``Peer.step``."""
+    @property
+    def module(self) -> nn.Module:
+        """The stage itself, with the parameters that are trained here."""
+        return self._work.replica.module
+
+    def train(self, after_step: Callable[[StagePeer], None] | None = None) -> None:
+        """Until the run is over or ``stop`` was called; then leave the swarm. ``after_step``: called with
+        this peer after each inner step. Raises as ``Peer.step``."""
+        if after_step is not None:
+            self._after_step = after_step
         with self:
             self._pipeline.exchange(None)
             while (work := self._next()) is not None:
@@ -133,6 +144,9 @@ class StagePeer:
         rate = counted.tokens / busy_s if busy_s > 0 else 0.0
         self.tokens_per_s = (self.tokens_per_s + rate) / 2 if self.tokens_per_s else rate
         self.peer.step(counted.tokens, counted.loss / max(1, counted.tokens))
+        self._after_step(self)
+        if self.peer.is_stopped:
+            self._pipeline.finish(at_once=True)
         self._pipeline.draw(int(self.peer.position), self.tokens_per_s)
         self._pipeline.exchange(lambda machine, now: machine.stepped())
 
