@@ -24,6 +24,7 @@ import typer
 from bootstrap.options import DemoOptions, OwnRecipe, Parent, RehearsalOptions, SeedOptions, says
 from p2p_co2.cli import checks, views
 from p2p_co2.cli import options as shared
+from p2p_co2.cli.gather import gather
 from p2p_co2.cli.options import takes
 from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
 
@@ -255,7 +256,7 @@ def init() -> None:
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo, "init": init, "plan": checks.plan, "rehearse": rehearse, "simulate": checks.simulate,
     "seed": seed, "doctor": checks.doctor, "join": join, "board": views.board, "watch": views.watch,
-    "export": views.export, "sample": sample, "eval": evaluate,
+    "export": views.export, "gather": gather, "sample": sample, "eval": evaluate,
 }  # fmt: skip
 """As somebody meets them who starts with nothing."""
 for _name, _command in COMMANDS.items():
