@@ -158,7 +158,7 @@ class Connection:
         check_model(model, optimizer)
         rates = Rates(optimizer, learning_rate, self._thread.warn)
         fragments = plan_fragments(model, self.run.fragments)
-        plan = Plan(self.run, self.config, fragments, model, optimizer, self._thread.network.stage)
+        plan = Plan(self.run, self.config, fragments, model, optimizer, self._thread.network.holds.stage)
         saved = self._load(plan, False if start_over else resume)
         is_resumed, position = saved is not None, None if saved is None else saved.position
         beginning = Beginning(self._thread, self.run.clock.rounds, position, start_over)
