@@ -240,7 +240,7 @@ class Pipeline:
             return f"gradients from stage {self._place.stage + 1}"
         if not self._place.is_first and not self._peers.before():
             return f"stage {self._place.stage - 1} has no replica"
-        return f"microbatches from stage {self._place.stage - 1}"
+        return "the end" if self._place.is_first else f"microbatches from stage {self._place.stage - 1}"
 
     # ---- what the training thread asks and says
 
