@@ -24,6 +24,7 @@ import typer
 from bootstrap.options import DemoOptions, OwnRecipe, Parent, RehearsalOptions, SeedOptions, says
 from p2p_co2.cli import checks, views
 from p2p_co2.cli import options as shared
+from p2p_co2.cli.gather import gather
 from p2p_co2.cli.options import takes
 from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
 
@@ -159,8 +160,9 @@ def join(
         config_file,
         {
             "folder": folder, "name": name, "device": device, "batch": batch, "stage": stage,
-            "carrier": carrier, "host": host, "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
-            "min_peers": min_peers, "slow_line": slow_line, "board": board, "board_port": board_port,
+            "carrier": carrier, "host": host, "announce_host": announce_host, "grpc_port": grpc_port,
+            "libp2p_port": libp2p_port, "min_peers": min_peers, "slow_line": slow_line, "board": board,
+            "board_port": board_port,
             "checkpoint_every_s": checkpoint_every,
             "limits.threads": threads, "limits.hours": hours,
             "limits.upload_bytes_per_s": _rate("--upload", upload),
@@ -254,7 +256,7 @@ def init() -> None:
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo, "init": init, "plan": checks.plan, "rehearse": rehearse, "simulate": checks.simulate,
     "seed": seed, "doctor": checks.doctor, "join": join, "board": views.board, "watch": views.watch,
-    "export": views.export, "sample": sample, "eval": evaluate,
+    "export": views.export, "gather": gather, "sample": sample, "eval": evaluate,
 }  # fmt: skip
 """As somebody meets them who starts with nothing."""
 for _name, _command in COMMANDS.items():

@@ -183,7 +183,6 @@ class NetworkThread:
         self._thread = threading.Thread(target=self._run, name="p2p-co2 network", daemon=True)
         self._node_task: asyncio.Task[None] | None = None
         self._positions: tuple[PositionWriter, asyncio.Task[None]] | None = None
-        self._environment: Environment = cast(Any, None)
         self._pipeline: PipelineNode | None = None
         self._failure: BaseException | None = None
         self._closed, self._process = False, os.getpid()
@@ -215,9 +214,9 @@ class NetworkThread:
         """Start the machines; errors of a carrier that cannot listen come up in ``check``."""
 
         async def start() -> Node:
-            stage = self.network.stage
+            stage = self.network.holds.stage
             group = self.network.run.stage_digest(stage) if stage is not None else b""
-            self._environment = environment = Environment(self.network, group=group)
+            environment = Environment(self.network, group=group)
             node = Node(environment, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
@@ -245,17 +244,18 @@ class NetworkThread:
         if wanted >= pipeline.stages:
             problem = f"this run has stages 0 to {pipeline.stages - 1} (got {wanted})"
             raise ConfigError.of_option("--stage", problem)
-        network.stage = wanted if wanted >= 0 else self.ask(network.needed_stage())
-        return network.stage
+        stage = network.holds.stage = wanted if wanted >= 0 else self.ask(network.needed_stage())
+        return stage
 
     def start_pipeline(self, place: Place, sizes: Sizes) -> PipelineView:
         """Meet the neighbouring stages, once the stage's own node runs."""
 
         async def start() -> PipelineNode:
-            environment, node = self._environment.beside(self.network.run.digest()), self.view.node
+            node, run = self.view.node, self.network.run
+            environment = node.environment.beside(run.digest())
             listed, status = self.network.listed, node.progress.writer.status
             pipeline = PipelineNode(environment, place, sizes, listed, status, self.on_event)
-            node.progress.further_positions = pipeline.positions
+            node.environment.elsewhere = pipeline.positions
             asyncio.create_task(pipeline.run(), name="pipeline").add_done_callback(self._node_ended)
             return pipeline
 

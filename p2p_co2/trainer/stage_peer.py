@@ -25,9 +25,8 @@ from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.trainer.network_thread import PipelineView
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.stage_work import Crossings, Done, StageWork
+from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
 
-POLL_S = 0.1
-"""Between two looks of a thread without work at whether the run goes on."""
 WINDOW = 4
 """Times the stages from here to the last: microbatches between forward and backward. One of each is enough
 where links take no time; latency needs the rest."""
@@ -66,6 +65,7 @@ class StagePeer:
         """Seconds of computing in this inner step."""
         self.tokens_per_s = 0.0
         """While it computes; waiting is not in it."""
+        self._is_stopping = False
         self._after_step: Callable[[StagePeer], None] = lambda peer: None
 
     @property
@@ -90,7 +90,12 @@ class StagePeer:
     def stop(self) -> None:
         """Ask ``train`` to end: what is under way is brought to its end, within seconds. Safe in a signal
         handler."""
+        self._is_stopping = True
         self.peer.stop()
+
+    def toggle_pause(self) -> None:
+        """As ``Peer.toggle_pause``."""
+        self.peer.toggle_pause()
 
     def leave(self, reason: str = "") -> None:
         """As ``Peer.leave``."""
@@ -100,14 +105,14 @@ class StagePeer:
         """What to compute next; None when all has come to its end."""
         while True:
             began_at = time.monotonic()
-            work = self._pipeline.wait(POLL_S)
+            work = self._pipeline.wait(REPORT_EVERY_S / 10)
             waited_s = time.monotonic() - began_at
             self._pipeline.node.handed.waited_s += waited_s
             for key in self._pipeline.dropped():
                 self._work.forget(key)
             goes_on = self.peer.idle(waited_s, between_steps=self._work.is_between_steps and work is None)
             if not goes_on:
-                self._pipeline.finish(at_once=self._place.is_first or self.peer.is_stopped)
+                self._pipeline.finish(at_once=self._place.is_first or self._is_stopping)
             if work is not None:
                 return work
             if self._pipeline.node.handed.is_over:
@@ -143,10 +148,10 @@ class StagePeer:
         busy_s, self._busy_s = self._busy_s + time.monotonic() - began_at, 0.0
         rate = counted.tokens / busy_s if busy_s > 0 else 0.0
         self.tokens_per_s = (self.tokens_per_s + rate) / 2 if self.tokens_per_s else rate
-        self.peer.step(counted.tokens, counted.loss / max(1, counted.tokens))
+        goes_on = self.peer.step(counted.tokens, counted.loss / max(1, counted.tokens))
         self._after_step(self)
-        if self.peer.is_stopped:
-            self._pipeline.finish(at_once=True)
+        if self._is_stopping or not goes_on:
+            self._pipeline.finish(at_once=self._is_stopping or self._place.is_first)
         self._pipeline.draw(int(self.peer.position), self.tokens_per_s)
         self._pipeline.exchange(lambda machine, now: machine.stepped())
 
