@@ -145,12 +145,12 @@ def prepare(config: RunConfig, folder: Path, *, is_judged: bool = False) -> tupl
     if not config.recipe_digest:
         digest = recipe_digest(config.recipe, config.recipe_options)
         config = config.model_copy(update={"recipe_digest": digest})
-    recipe = load_recipe(config.recipe, config.recipe_options, config.seed)
+    recipe = load_recipe(config.recipe, config.recipe_options, config.seed, config.pipeline.stages)
     if is_judged and recipe.held_out is None:
         problem = "the demo judges a run by its held-out loss; give the recipe one"
         raise ConfigError(config.recipe, "held_out", problem)
     (folder / "run.toml").write_text(write_toml(config), encoding="utf-8")
-    return config, recipe.held_out(recipe.model) if recipe.held_out else None
+    return config, recipe.held_out(recipe.whole_model(config)) if recipe.held_out else None
 
 
 class Stage:

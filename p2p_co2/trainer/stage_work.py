@@ -98,6 +98,11 @@ class StageWork:
         self._goes = None if self._is_last else crossings.ahead(stage)
         self._comes_back = None if self._is_last else crossings.back(stage)
 
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no gradient is under way."""
+        return not self.replica.in_flight and not self.replica.counted.microbatches
+
     def compute(self, work: Work) -> Done:
         """Forward, back, or the end of an inner step, whose optimizer step is the caller's. Raises
         ``ValueError`` for values that are not finite: training has diverged here."""

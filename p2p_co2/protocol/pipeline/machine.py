@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import Message
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.protocol.heartbeat import SILENCE_FLOOR_S
 from p2p_co2.protocol.pipeline.neighbours import MAX_NEIGHBOURS, NeighbourPeer, Neighbours
 from p2p_co2.protocol.pipeline.routes import Rates
 from p2p_co2.protocol.rounds.assembly import Assembly, pieces
@@ -43,8 +44,6 @@ from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
 from p2p_co2.system.memory import Buffer
 
-FLOOR_S = 5.0
-"""A gradient is never called late sooner."""
 RECENT = 4096
 """Microbatches that are over and still known, so that what comes twice counts once."""
 
@@ -213,6 +212,20 @@ class Pipeline:
     def is_drained(self) -> bool:
         """Whether nothing is held or counted that was not stepped."""
         return not self._held and not self._counted
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was closed and has come to its end: nothing is sent to the next stage any more."""
+        return self._is_closing and self.is_drained
+
+    @property
+    def has_messages(self) -> bool:
+        return bool(self._out)
+
+    @property
+    def waiting(self) -> int:
+        """Microbatches that are here and not begun."""
+        return sum(one.phase is Phase.WAITING for one in self._held.values())
 
     @property
     def waits_for(self) -> str:
@@ -454,7 +467,7 @@ class Pipeline:
                 return
             peer.used += 1
             away[receiver] += 1
-            late_s = peer.durations.deadline_s(self._sizes.cap_s, FLOOR_S, self._sizes.cap_s)
+            late_s = peer.durations.deadline_s(self._sizes.cap_s, SILENCE_FLOOR_S, self._sizes.cap_s)
             one.phase, one.receiver, one.sent_at, one.deadline = Phase.AWAY, receiver, now, now + late_s
             view = memoryview(one.payload).cast("B")
             for offset, data in pieces(view, MAX_PIECE_BYTES):
