@@ -200,7 +200,7 @@ class Connection:
         stage = self._thread.choose_stage(self._wanted_stage(goes_on))
         module = stages.build(run.seed, stage).to(self.config.device)
         optimizer = recipe.optimizer(module.parameters())
-        like = stages.split(next(recipe.batches(0, pipeline.sequences)))
+        like = stages.microbatch(next(recipe.batches(0, pipeline.sequences)))
         crossings = Crossings.of(stages, *like, pipeline.forward, pipeline.backward)
         place = Place(me, int.from_bytes(os.urandom(8)), stage, pipeline.stages)
         sizes = sizes_of(run, crossings, stage, self.config.cache_bytes)
