@@ -241,8 +241,8 @@ class NetworkThread:
 
     def choose_stage(self, wanted: int, fits: Callable[[], Collection[int]]) -> int:
         """Hold stage ``wanted``, or (-1) of those that ``fits`` gives the one that is needed most; this
-        peer's record says so from now on. Raises ``ConfigError`` for a stage that the run has not, and where none
-        fits; ``TransportError``."""
+        peer's record says so from now on. Raises ``ConfigError`` for a stage that the run has not, and where
+        none fits; ``TransportError``."""
         network, pipeline = self.network, self.network.run.pipeline
         if wanted >= pipeline.stages:
             problem = f"this run has stages 0 to {pipeline.stages - 1} (got {wanted})"
