@@ -61,19 +61,21 @@ Batch = tuple[Tensor, Tensor]
 @dataclass(frozen=True)
 class Variant:
     """``forward``, ``backward``: codecs at the boundaries. ``split`` False: whole-model peers. ``routes``:
-    number of the draw."""
+    number of the draw. ``scattered``: drawn anew for each microbatch, not each round."""
 
     name: str
     forward: str = "fp32"
     backward: str = "fp32"
     split: bool = True
     routes: int = 0
+    scattered: bool = False
 
 
 VARIANTS = (
     Variant("whole", split=False),
     Variant("fp32"),
     Variant("again", routes=1),
+    Variant("scattered", scattered=True),
     Variant("int8", "int8", "int8"),
     Variant("int8-int4", "int8", "int4"),
 )
@@ -196,25 +198,22 @@ class Swarm:
         """All inner steps of the run. ``progress``: told each round and its mean loss so far."""
         steps, loss = self._case.rounds * STEPS, 0.0
         for step in range(steps):
-            if step % STEPS == 0:
-                paths = self._draw(step // STEPS)
             self._optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
-            loss += self._inner_step(paths)
+            loss += self._inner_step(step)
             for group in self._groups:
                 group.boundary(step + 1)
             if (step + 1) % STEPS == 0:
                 progress((step + 1) // STEPS, loss / STEPS)
                 loss = 0.0
-        for group, params, modules in zip(
-            self._groups, self._params, self.modules, strict=bool(self._groups)
-        ):
+        for group, params in zip(self._groups, self._params, strict=False):  # no groups, nothing agreed
             group.flush()
-            unflatten_(params, list(params), group.agreed().expand(len(modules), -1))
+            unflatten_(params, list(params), group.agreed().expand(self._case.replicas, -1))
 
-    def _inner_step(self, paths: list[list[int]]) -> float:
+    def _inner_step(self, step: int) -> float:
         """Returns the mean loss over its tokens."""
-        for _ in range(self._case.microbatches):
-            for path in paths:
+        for number in range(self._case.microbatches):
+            when = f"{step} {number}" if self._variant.scattered else f"{step // STEPS}"
+            for path in self._draw(when):
                 self._microbatch(path)
         done = [[work.compute(Work(Do.STEP)).counted for work in works] for works in self._works]
         # Equal shares: each replica counts as many tokens as any other, so all weigh alike in a round.
@@ -236,12 +235,12 @@ class Swarm:
             done = work.compute(Work(Do.BACKWARD, key, done.payload, done.tokens, done.loss))
             assert not done.refused, done.refused
 
-    def _draw(self, round_: int) -> list[list[int]]:
-        """The path of each owner in this round. Equal peers: each sender has one receiver."""
+    def _draw(self, when: str) -> list[list[int]]:
+        """The path of each owner's next microbatch. Equal peers: each sender has one receiver."""
         rates = {PeerId(str(replica)): 1.0 for replica in range(self._case.replicas)}
         paths = [[owner] for owner in range(self._case.replicas)]
         for boundary in range(len(self._stages) - 1):
-            seed = f"{self._seed} {self._variant.routes} {round_} {boundary}".encode()
+            seed = f"{self._seed} {self._variant.routes} {when} {boundary}".encode()
             for path in paths:
                 found = shares(PeerId(str(path[-1])), rates, rates, seed)
                 path.append(int(max(found, key=found.__getitem__)))

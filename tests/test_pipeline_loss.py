@@ -47,7 +47,7 @@ def test_a_coarser_codec_is_farther_from_exact_gradients() -> None:
     assert 0 < int8 < int4
 
 
-@pytest.mark.parametrize("name", ["whole", "int8"])
+@pytest.mark.parametrize("name", ["whole", "int8", "scattered"])
 def test_a_group_agrees_and_counts_all_tokens(name: str) -> None:
     """The replicas of every stage end at the same parameters, which are not the first ones."""
     case, corpus = CASE._replace(replicas=3, stages=4), _corpus()
