@@ -13,7 +13,7 @@ model is the byte GPT, small.
 
 Law: all variants of a seed and a case see the same first parameters, microbatches and learning rates, so they
 compare pairwise. Variant "again" differs from "fp32" in the routes alone: what it is off by is noise, and
-smaller differences say nothing.
+smaller differences say nothing. "int4" is the other control: no run may have it, and the loss must show why.
 Price: a few hundred thousand tokens, so losses lie above what the model can reach.
 """
 
@@ -78,6 +78,7 @@ VARIANTS = (
     Variant("scattered", scattered=True),
     Variant("int8", "int8", "int8"),
     Variant("int8-int4", "int8", "int4"),
+    Variant("int4", "int4", "int4"),
 )
 
 
