@@ -108,7 +108,7 @@ class PipelineConfig(_Frozen):
     microbatches: int = Field(default=64, ge=1, le=4096)
     sequences: int = Field(default=1, ge=1, le=4096)
     forward: BoundaryCodec = "int8"
-    backward: BoundaryCodec | Literal["int4"] = "int8"
+    backward: Literal["fp32", "bf16", "int8", "int4"] = "int8"
     min_replicas: int = Field(default=2, ge=1, le=64)
 
     @model_validator(mode="after")
@@ -338,7 +338,7 @@ def _config_error(where: str, error: ValidationError) -> ConfigError:
         problem = "unknown key; remove it or check its spelling and its table"
     else:
         problem = first["msg"].removeprefix("Value error, ")
-        if first["loc"]:
+        if first["loc"] and not isinstance(first["input"], dict):
             problem += f" (got {first['input']!r})"
     more = len(error.errors()) - 1
     return ConfigError(where, key, problem + (f"; and {more} more" if more else ""))
