@@ -504,6 +504,12 @@ async def test_a_link_whose_stream_has_just_ended_closes_without_a_word() -> Non
         def is_closing(self) -> bool:
             return True
 
+        @property
+        def transport(self) -> Ended:
+            return self
+
+        def abort(self) -> None: ...
+
         def write(self, data: bytes) -> None:
             raise RuntimeError("the handler is closed")
 
