@@ -13,7 +13,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, TypeVar, cast
@@ -23,7 +23,7 @@ import uvloop
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, RemoteProtocolError, TransportError
 from p2p_co2.node.environment import Environment
-from p2p_co2.node.network import Network
+from p2p_co2.node.network import Held, Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.peer_finder import PositionWriter
 from p2p_co2.node.pipeline_node import PipelineNode, Result
@@ -145,8 +145,8 @@ class NodeView:
 class PipelineView:
     """What the training thread reads of a running pipeline node and asks of it. Only ``wait`` waits."""
 
-    def __init__(self, node: PipelineNode, loop: asyncio.AbstractEventLoop) -> None:
-        self.node, self._loop = node, loop
+    def __init__(self, node: PipelineNode, loop: asyncio.AbstractEventLoop, holds: Held) -> None:
+        self.node, self._loop, self._holds = node, loop, holds
 
     def exchange(self, result: Result | None) -> None:
         """Tell what has come of the last work, and ask for the next."""
@@ -164,6 +164,8 @@ class PipelineView:
             yield self.node.handed.dropped.get_nowait()
 
     def draw(self, round_: int, tokens_per_s: float) -> None:
+        """As ``PipelineNode.draw``; this peer's record says the rate, too."""
+        self._holds.tokens_per_s = tokens_per_s
         self._loop.call_soon_threadsafe(self.node.draw, round_, tokens_per_s)
 
     def finish(self, at_once: bool) -> None:
@@ -240,14 +242,15 @@ class NetworkThread:
         self.view = NodeView(node, self._loop, self.report, lambda: self._failure)
         return node
 
-    def choose_stage(self, wanted: int = -1) -> int:
-        """Hold stage ``wanted``, or (-1) the one that is needed most; this peer's record says so from now on.
-        Raises ``ConfigError`` for a stage that the run has not, ``TransportError``."""
+    def choose_stage(self, wanted: int, fits: Callable[[], Collection[int]]) -> int:
+        """Hold stage ``wanted``, or (-1) of those that ``fits`` gives the one that is needed most; this
+        peer's record says so from now on. Raises ``ConfigError`` for a stage that the run has not, and where
+        none fits; ``TransportError``."""
         network, pipeline = self.network, self.network.run.pipeline
         if wanted >= pipeline.stages:
             problem = f"this run has stages 0 to {pipeline.stages - 1} (got {wanted})"
             raise ConfigError.of_option("--stage", problem)
-        stage = network.holds.stage = wanted if wanted >= 0 else self.ask(network.needed_stage())
+        stage = network.holds.stage = wanted if wanted >= 0 else self.ask(network.needed_stage(fits()))
         return stage
 
     def start_pipeline(self, place: Place, sizes: Sizes) -> PipelineView:
@@ -265,7 +268,7 @@ class NetworkThread:
             return pipeline
 
         self._pipeline = self.view.pipeline = pipeline = self.ask(start())
-        return PipelineView(pipeline, self._loop)
+        return PipelineView(pipeline, self._loop, self.network.holds)
 
     def _live_peers(self) -> int:
         """Others that are heard, those of the neighbouring stages too."""
