@@ -40,7 +40,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.links import LinkObserver
 from p2p_co2.planning.pipeline import StageLoad
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, Work
+from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, Work, window_of
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.protocol.wire.envelope import head_of, unsent
 from p2p_co2.protocol.wire.identity import PeerId
@@ -67,12 +67,12 @@ class StagePeer:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What is agreed. ``tokens``: of a microbatch, about (they differ, so that a mistake shows); ``room``: 0
-    for twice the window. Routes are drawn anew every ``round_s``."""
+    """What is agreed. ``tokens``: of a microbatch, about (they differ, so that a mistake shows). ``window``:
+    0 for that of real peers; ``room``: 0 for twice the window. Routes are drawn anew every ``round_s``."""
 
     stages: tuple[StageLoad, ...]
     microbatches: int = 8
-    window: int = 8
+    window: int = 0
     room: int = 0
     tokens: int = 100
     cap_s: float = 60.0
@@ -88,8 +88,9 @@ class Layout:
         """Of the machines of ``stage``, in bytes that are played."""
         comes = self.played(self.stages[stage - 1].ahead_bytes) if stage else 0
         back = self.played(self.stages[stage + 1].back_bytes) if stage + 1 < len(self.stages) else 0
-        room = self.room or 2 * self.window
-        return Sizes(self.microbatches, self.window, room, comes, back, b"simulated", self.cap_s)
+        window = self.window or window_of(stage, len(self.stages), self.microbatches)
+        room = self.room or 2 * window
+        return Sizes(self.microbatches, window, room, comes, back, b"simulated", self.cap_s)
 
     def played(self, real_bytes: int) -> int:
         return max(_HEADER.size, round(real_bytes / self.scale)) if real_bytes else 0

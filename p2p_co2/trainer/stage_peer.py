@@ -20,16 +20,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
-from p2p_co2.protocol.pipeline import Pipeline, Place, Sizes, Work
+from p2p_co2.protocol.pipeline import Pipeline, Place, Sizes, Work, window_of
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.trainer.network_thread import PipelineView
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.stage_work import Crossings, Done, StageWork
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
-
-WINDOW = 4
-"""Times the stages from here to the last: microbatches between forward and backward. One of each is enough
-where links take no time; latency needs the rest."""
 
 
 def data_seed(run: RunConfig, peer: str, inner_steps: int) -> int:
@@ -46,7 +42,7 @@ def sizes_of(run: RunConfig, crossings: Crossings, stage: int, cache_bytes: int)
     returns = 0 if is_last else crossings.back(stage).payload_bytes
     goes = 0 if is_last else crossings.forward_bytes(stage)
     room = max(2, cache_bytes // (comes + returns + goes))
-    window = min(pipeline.microbatches, WINDOW * (pipeline.stages - stage), room // 2)
+    window = min(window_of(stage, pipeline.stages, pipeline.microbatches), room // 2)
     cap_s = run.clock.round_s if run.clock.mode == "time" else 60.0
     return Sizes(
         pipeline.microbatches, window, min(room, 2 * window), comes, returns, crossings.digest(), cap_s
