@@ -8,8 +8,8 @@
 Each replica takes a microbatch in the longest of: computing it, its bytes on the uplink (forwards and
 gradients share it) and on the downlink, what one connection over a lossy way carries, and the way to the last
 stage and back shared by the ``window`` microbatches that are on it. Inner steps are drained: after the last
-of ``M`` forwards a replica waits as long as a microbatch is away. Replicas of a stage drain one by one, so that others
-go on meanwhile: each is draining by chance, as often as its drain is long.
+of ``M`` forwards a replica waits as long as a microbatch is away. Replicas of a stage drain one by one, so
+that others go on meanwhile: each is draining by chance, as often as its drain is long.
 
 Law: with one replica a stage and no latency that is the time of a flow shop, ``(M - 1)`` times the slowest
 stage and once through all. Price: means only. Unequal replicas of a stage count as equal ones of their mean

@@ -20,6 +20,7 @@ from p2p_co2.errors import ConfigError
 from p2p_co2.node.node import Node
 from p2p_co2.protocol.pipeline import Place
 from p2p_co2.protocol.rounds import PayloadShape
+from p2p_co2.recipes.sizes import stage_sizes
 from p2p_co2.system.memory import return_large_blocks
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
@@ -38,7 +39,7 @@ from p2p_co2.trainer.model_summary import ModelBuffers, summarise
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.rates import Rates
-from p2p_co2.trainer.stage_peer import StagePeer, data_seed, sizes_of
+from p2p_co2.trainer.stage_peer import StagePeer, data_seed, fitting, sizes_of
 from p2p_co2.trainer.stage_work import Crossings, StageWork
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.trainer.worker import TensorWorker
@@ -158,7 +159,7 @@ class Connection:
         check_model(model, optimizer)
         rates = Rates(optimizer, learning_rate, self._thread.warn)
         fragments = plan_fragments(model, self.run.fragments)
-        plan = Plan(self.run, self.config, fragments, model, optimizer, self._thread.network.stage)
+        plan = Plan(self.run, self.config, fragments, model, optimizer, self._thread.network.holds.stage)
         saved = self._load(plan, False if start_over else resume)
         is_resumed, position = saved is not None, None if saved is None else saved.position
         beginning = Beginning(self._thread, self.run.clock.rounds, position, start_over)
@@ -197,8 +198,9 @@ class Connection:
             )
         stages, me = recipe.in_stages(pipeline.stages), self._thread.network.identity.peer_id
         goes_on = resume is not False and not start_over
-        stage = self._thread.choose_stage(self._wanted_stage(goes_on))
-        module = stages.build(run.seed, stage).to(self.config.device)
+        wanted, device = self._wanted_stage(goes_on), self.config.device
+        stage = self._thread.choose_stage(wanted, lambda: fitting(stage_sizes(recipe, run), run, device))
+        module = stages.build(run.seed, stage).to(device)
         optimizer = recipe.optimizer(module.parameters())
         like = stages.split(next(recipe.batches(0, pipeline.sequences)))
         crossings = Crossings.of(stages, *like, pipeline.forward, pipeline.backward)
@@ -219,7 +221,9 @@ class Connection:
         model, pipeline = recipe.model, self.run.pipeline
         if pipeline.stages > 1:
             stages = recipe.in_stages(pipeline.stages)
-            model = stages.build(self.run.seed, self._thread.choose_stage(self.config.stage))
+            model = stages.build(
+                self.run.seed, self._thread.choose_stage(self.config.stage, lambda: range(pipeline.stages))
+            )
         return self.start(model, recipe.optimizer(model.parameters()))
 
     def _wanted_stage(self, goes_on: bool) -> int:
