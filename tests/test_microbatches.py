@@ -64,7 +64,7 @@ def test_storms_break_no_law(first: int) -> None:
         assert min(books.tokens) > 0
         if books.violations:
             failures += [
-                f"stages {len(books.counted)}, seed {seed}",
+                f"p2p-co2 simulate --storm --stages {len(books.counted)} --seed {seed}",
                 *map(str, books.violations[:3]),
             ]
     assert not failures, "\n  ".join(failures)

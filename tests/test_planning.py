@@ -18,6 +18,7 @@ from round_network import Faults, Network
 
 from bootstrap.options import PlanOptions
 from bootstrap.plan.plan import make_plan, print_plan, read_links, run_plan
+from bootstrap.plan.stages import make_staged_plan, print_staged_plan, run_any_plan
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
@@ -560,3 +561,40 @@ def test_fewer_bits_are_advised_where_the_uplink_binds() -> None:
     assert change.words == 'pipeline.forward = "int8", pipeline.backward = "int8"'
     gain = change.forecast.tokens_per_s / forecast_stages(setting).tokens_per_s
     assert gain == pytest.approx(256 / 132, rel=0.05)
+
+
+STAGED = (
+    'name = "staged"\n[clock]\nround_s = 30.0\n[pipeline]\nstages = 2\nmicrobatches = 32\nsequences = 8\n'
+)
+
+
+@pytest.fixture
+def staged_file(tmp_path: Path) -> Path:
+    path = tmp_path / "staged.toml"
+    path.write_text(STAGED)
+    return path
+
+
+def test_a_run_with_stages_is_planned_by_stage(staged_file: Path) -> None:
+    told: list[str] = []
+    assert run_any_plan(PlanOptions(run_file=staged_file, step_s=1.664, as_json=True), told.append) == 0
+    table = json.loads(told[0])
+    first, last = table["stages"]
+    assert first["ahead_bytes"] == 84_480 + 8 * 8 * 64  # int8 of 8 x 64 x 160 values, and the targets
+    assert (first["back_bytes"], last["ahead_bytes"], last["back_bytes"]) == (0, 0, 84_480)
+    assert first["replicas"] == last["replicas"] == 2
+    assert first["memory_bytes"] > 32 * first["parameters"]
+    assert 0 < table["utilisation"] <= 1
+    plan = make_staged_plan(PlanOptions(run_file=staged_file, step_s=1.664))
+    console = Console(file=StringIO(), width=140)
+    print_staged_plan(plan, console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "stage 1" in shown
+    assert "What binds:" in shown
+
+
+def test_too_few_peers_and_what_stages_do_not_take_are_refused(staged_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--peers: 2 stages need a peer each"):
+        make_staged_plan(PlanOptions(run_file=staged_file, step_s=1.0, peers=1))
+    with pytest.raises(ConfigError, match=r"--parameters"):
+        make_staged_plan(PlanOptions(run_file=staged_file, step_s=1.0, parameters=10))

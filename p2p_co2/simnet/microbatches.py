@@ -31,7 +31,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -176,6 +176,7 @@ class Replica:
         place = Place(me, number << 32, stage, len(layout.stages))
         self.machine = Pipeline(place, layout.sizes(stage))
         self.endpoint = Endpoint(me, peer.line, loop_of(internet.world))
+        self.began_at = internet.world.now
         self.endpoint.on_message = self._take
         observer = LinkObserver(self._opened, self._lost, lambda other, reason: self._lost(other, "", reason))
         self.links = VirtualLinks(internet, self.endpoint, observer)
@@ -335,7 +336,7 @@ class Spent:
     microbatches, by reason."""
 
     busy_s: float = 0.0
-    waited_s: Counter[str] = field(default_factory=Counter)
+    waited_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     dropped: Counter[str] = field(default_factory=Counter)
     _since: float = 0.0
     _why: str = ""
@@ -349,7 +350,7 @@ class Spent:
 
     def waits(self, now: float, why: str) -> None:
         if self._why:
-            self.waited_s[self._why] += now - self._since  # type: ignore[assignment]
+            self.waited_s[self._why] += now - self._since
         self._since, self._why = now, why
 
 
