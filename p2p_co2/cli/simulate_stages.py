@@ -139,10 +139,7 @@ def _stage(world: VirtualStages, stage: int) -> dict[str, Any]:
         "microbatches": len(world.books.counted[stage]),
         "tokens_per_s": round(world.books.tokens[stage] / world.now, 3),
         "computing": round(sum(replica.spent.busy_s for replica in group) / lived_s, 4),
-        "waiting": {
-            why: round(seconds / lived_s, 4)
-            for why, seconds in sorted(waited.items(), key=lambda item: -item[1])
-        },
+        "waiting": {why: round(seconds / lived_s, 4) for why, seconds in most},
         "dropped": dict(dropped),
     }
 
