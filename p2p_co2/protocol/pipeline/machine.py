@@ -44,8 +44,17 @@ from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
 from p2p_co2.system.memory import Buffer
 
+WINDOW = 4
+"""Times the stages from here to the last: microbatches between forward and backward. One of each is enough
+where links take no time; latency needs the rest."""
 RECENT = 4096
 """Microbatches that are over and still known, so that what comes twice counts once."""
+
+
+def window_of(stage: int, stages: int, microbatches: int) -> int:
+    """How many microbatches of an inner step may be between forward and backward at a replica of
+    ``stage``."""
+    return min(microbatches, WINDOW * (stages - stage))
 
 
 class Key(NamedTuple):
