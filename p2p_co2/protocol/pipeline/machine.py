@@ -214,7 +214,7 @@ class Pipeline:
             if one.phase in {Phase.RECEIVING, Phase.WAITING}:
                 self._decline(key, one, "leaving")
             elif one.phase is Phase.PLACING:
-                one.deadline = now + self._sizes.cap_s
+                one.deadline = self._placed_by(now)
         self._events.append(WorkReady())
 
     @property
@@ -281,7 +281,7 @@ class Pipeline:
             return
         self._must_be(one, Phase.COMPUTING)
         one.phase, one.payload, one.tokens = Phase.PLACING, payload, tokens
-        one.deadline = now + self._sizes.cap_s if self._is_closing else math.inf
+        one.deadline = self._placed_by(now)
         self._place_all(now)
 
     def counted(self, key: Key, payload: Buffer | None, tokens: int, loss: float, now: float) -> None:
@@ -427,7 +427,7 @@ class Pipeline:
         if one is not None and one.receiver == sender and one.phase is Phase.AWAY and one.coming is None:
             peer.used -= 1
             peer.granted = peer.used  # until it says anew what it has room for
-            one.phase, one.receiver, one.deadline = Phase.PLACING, None, math.inf
+            one.phase, one.receiver, one.deadline = Phase.PLACING, None, self._placed_by(now)
             self._place_all(now)
 
     def _take_dropped(self, key: Key, sender: PeerId, peer: NeighbourPeer) -> None:
@@ -463,6 +463,10 @@ class Pipeline:
             if one.phase is Phase.WAITING:
                 return Work(Do.FORWARD, key, one.payload)
         return None
+
+    def _placed_by(self, now: float) -> float:
+        """Until when what is computed waits for room behind: without end, while this peer goes on."""
+        return now + self._sizes.cap_s if self._is_closing else math.inf
 
     def _place_all(self, now: float) -> None:
         """Send what waits for room behind, as far as there is any."""
