@@ -412,17 +412,25 @@ class Network:
 
     async def needed_stage(self, fits: Collection[int]) -> int:
         """The stage of those that ``fits`` in which this peer is needed most: the emptiest of those below
-        ``min_replicas``, else the slowest. This peer is listed in it, and looks again a moment later, since
-        newcomers crowd. Raises ``TransportError``."""
+        ``min_replicas``, else the slowest. Raises ``TransportError``.
+
+        This peer is listed in it, and looks again a moment later, since newcomers crowd: all but the first
+        of them by id move to where fewer are."""
         await self.records.search()
-        self.holds.stage = stage = self._neediest(fits)
-        self._done_at.pop("record", None)
-        await self.publish_self()
-        await asyncio.sleep(2 * HEARTBEAT_S)
-        await self.records.search()
-        if len(self.listed(stage)) >= self.run.pipeline.min_replicas:
-            self.holds.stage = stage = self._neediest(fits)
+        stage = self._neediest(fits)
+        for _ in fits:
+            self.holds.stage = stage
             self._done_at.pop("record", None)
+            await self.publish_self()
+            await asyncio.sleep(2 * HEARTBEAT_S)
+            await self.records.search()
+            others, better = self.listed(stage), self._neediest(fits)
+            is_first = self.identity.peer_id < min((one.peer for one in others), default="~")
+            if is_first or len(self.listed(better)) >= len(others):
+                break
+            stage = better
+        self.holds.stage = stage
+        self._done_at.pop("record", None)
         return stage
 
     def _neediest(self, fits: Collection[int]) -> int:

@@ -240,6 +240,7 @@ class PipelineNode:
         if self.machine.is_over and not self.handed.is_over:
             self.handed.is_over = True
             self.membership.announce(self.now())
+            self._tell()
         if not self._alarm.is_awake:
             self._alarm.ring_by(self._next_timer_at())
 

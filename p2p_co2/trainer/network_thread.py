@@ -61,6 +61,8 @@ class NodeView:
     ) -> None:
         self.node, self._loop = node, loop
         self.report, self.failure = report, failure
+        self.pipeline: PipelineNode | None = None
+        """The same process between the stages, once it runs."""
         self._buffers: ModelBuffers | None = None
 
     def offer(self, offer: Offer) -> None:
@@ -100,8 +102,9 @@ class NodeView:
         return self.node.links.is_full
 
     def traffic_bytes(self) -> tuple[int, int]:
-        """Bytes of messages (up, down) since the start."""
-        return self.node.links.up_bytes, self.node.router.down_bytes
+        """Bytes of messages (up, down) since the start, those between stages too."""
+        up, down = self.pipeline.traffic_bytes() if self.pipeline is not None else (0, 0)
+        return self.node.links.up_bytes + up, self.node.router.down_bytes + down
 
     def live_trainers(self) -> list[str]:
         """The other peers that train, as they said last."""
@@ -241,8 +244,8 @@ class NetworkThread:
 
     def choose_stage(self, wanted: int, fits: Callable[[], Collection[int]]) -> int:
         """Hold stage ``wanted``, or (-1) of those that ``fits`` gives the one that is needed most; this
-        peer's record says so from now on. Raises ``ConfigError`` for a stage that the run has not, and where none
-        fits; ``TransportError``."""
+        peer's record says so from now on. Raises ``ConfigError`` for a stage that the run has not, and where
+        none fits; ``TransportError``."""
         network, pipeline = self.network, self.network.run.pipeline
         if wanted >= pipeline.stages:
             problem = f"this run has stages 0 to {pipeline.stages - 1} (got {wanted})"
@@ -260,9 +263,11 @@ class NetworkThread:
             pipeline = PipelineNode(environment, place, sizes, listed, status, self.on_event)
             node.environment.elsewhere = pipeline.positions
             asyncio.create_task(pipeline.run(), name="pipeline").add_done_callback(self._node_ended)
+            if self._reporting is not None:
+                self._reporting.measure(pipeline)
             return pipeline
 
-        self._pipeline = pipeline = self.ask(start())
+        self._pipeline = self.view.pipeline = pipeline = self.ask(start())
         return PipelineView(pipeline, self._loop, self.network.holds)
 
     def _live_peers(self) -> int:
@@ -333,11 +338,21 @@ class NetworkThread:
                 raise TransportError("this peer is still joining")
             if relayed.peer:
                 return Relayed(answer=await self._reporting.ask(PeerId(relayed.peer), relayed.request))
-            live = sorted(self.view.node.membership.live) if self.view is not None else []
-            peers = [self.network.identity.peer_id, *live]
+            peers = [self.network.identity.peer_id, *sorted(self._heard())]
             return Relayed(peers=peers, answer=self.network.run.canonical_bytes())
 
         return asyncio.run_coroutine_threadsafe(answer(), self._loop)
+
+    def _heard(self) -> set[PeerId]:
+        """The other peers that are live, and of the stages that this one never meets those that are
+        listed."""
+        heard = set(self.view.node.membership.live) if self.view is not None else set()
+        if self._pipeline is not None:
+            network, mine = self.network, self.network.holds.stage or 0
+            far = (stage for stage in range(network.run.pipeline.stages) if abs(stage - mine) > 1)
+            heard |= self._pipeline.membership.live.keys()
+            heard |= {PeerId(one.peer) for stage in far for one in network.listed(stage)}
+        return heard
 
     # ---- the end
 
@@ -347,6 +362,8 @@ class NetworkThread:
 
         async def say() -> dict[str, str]:
             carriers = self.view.node.links.carriers_used()
+            if self._pipeline is not None and self._pipeline.links is not None:
+                carriers |= self._pipeline.links.carriers_used()
             if self._reporting is not None:
                 me, fields = self.network.identity.peer_id, {**last, "carriers": carriers}
                 self._reporting.see(ev.PeerFinished(at=time.time(), peer=me, reason=reason, **fields))
