@@ -195,13 +195,14 @@ def _job_file(swarm: Bench, job: Figures) -> Path:
 # ---- lines
 
 
-def _chain(run: RunConfig, steps: int, line: str) -> list[list[Figures]]:
-    """What one replica of each stage says of ``steps`` inner steps, all behind such lines."""
+def _chain(run: RunConfig, steps: int, line: str) -> tuple[list[list[Figures]], int]:
+    """What one replica of each stage says of ``steps`` inner steps, all behind such lines; and how many
+    microbatches the first has dropped."""
     with bench() as swarm:
         swarm.start_seed(run)
         peers = [swarm.ours(f"stage{s}", s, slow_line=line) for s in range(run.pipeline.stages)]
         swarm.wait_for_steps(peers[0], steps)
-        return [swarm.said(peer) for peer in peers]
+        return [swarm.said(peer) for peer in peers], len(swarm.events("stage0", ev.MicrobatchDropped))
 
 
 def codecs(options: argparse.Namespace) -> Figures:
@@ -210,18 +211,20 @@ def codecs(options: argparse.Namespace) -> Figures:
     found: Figures = {"line": line}
     for stages, bar in ((2, 1.8), (4, 2.8)):
         turns: dict[str, list[float]] = {"fp32": [], "int8": []}
+        dropped = 0
         for _ in range(options.turns):
             for codec, rates in turns.items():
                 steps = 4 if codec == "fp32" else 6
-                said = _chain(run_of(stages, 32, codec), steps, line)[0]
+                (said, *_), drops = _chain(run_of(stages, 32, codec), steps, line)
                 rates.append(round(rate(said, POSITIONS, 1), 1))
+                dropped += drops
             print("codecs", stages, turns, os.getloadavg()[0], file=sys.stderr)
         medians = {codec: statistics.median(rates) for codec, rates in turns.items()}
         most = POSITIONS / COMPUTE_S
         found[f"{stages} stages"] = {
             "int8_by_fp32": against(medians["int8"] / medians["fp32"], bar),
             "share_of_computing": {codec: round(one / most, 3) for codec, one in medians.items()},
-            "turns": turns,
+            "turns": turns, "dropped": dropped,
         }  # fmt: skip
     return found
 
@@ -236,10 +239,10 @@ def dsl(options: argparse.Namespace) -> Figures:
     )  # fmt: skip
     shares, waited = [], []
     for _ in range(options.turns):
-        said = _chain(run_of(2, 32, "int8"), 8, line)
+        said, dropped = _chain(run_of(2, 32, "int8"), 8, line)
         shares.append(rate(said[0], POSITIONS, 2) * COMPUTE_S / POSITIONS)
         waited.append([round(_waited(one), 3) for one in said])
-        print("dsl", shares[-1], waited[-1], os.getloadavg()[0], file=sys.stderr)
+        print("dsl", shares[-1], waited[-1], dropped, os.getloadavg()[0], file=sys.stderr)
     return {
         "computing": against(statistics.median(shares), 0.85),
         "turns": [round(share, 4) for share in shares], "waited_share": waited, "line": line,
@@ -285,7 +288,7 @@ def rounds(options: argparse.Namespace) -> Figures:
     """Two replicas a stage, fp32 and the line of ``codecs``: a hop takes twice as long as computing."""
     up = 8 * FP32_BYTES / (2 * COMPUTE_S)
     round_s, fragments, seconds = 10.0, 2, max(60.0, options.seconds)
-    run = run_of(2, 32, "fp32", round_s=round_s, fragments=fragments, bulk=500_000)
+    run = run_of(2, 32, "fp32", round_s=round_s, fragments=fragments, bulk=3_000_000)
     with bench() as swarm:
         swarm.start_seed(run)
         names = [f"stage{stage}-{replica}" for stage in range(2) for replica in range(2)]
