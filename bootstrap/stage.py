@@ -133,6 +133,13 @@ def require_carrier(name: str) -> None:
         raise ConfigError.of_option("--carrier", f"auto, grpc or libp2p (got {name!r})")
 
 
+def require_peers(peers: int, stages: int) -> None:
+    """Raises ``ConfigError`` if there are too few for the stages of a run."""
+    if peers < stages:
+        problem = f"each of {stages} stages needs a peer (got {peers}); two each are better"
+        raise ConfigError.of_option("--peers", problem)
+
+
 def prepare(config: RunConfig, folder: Path, *, is_judged: bool = False) -> tuple[RunConfig, float | None]:
     """(the run with its recipe's digest, the held-out loss before the first step, None if the recipe has
     none). Writes ``run.toml``. Raises ``ConfigError``, for a recipe without held-out loss too if the run
@@ -192,13 +199,16 @@ class Stage:
         self._ticket = self.swarm.wait_for_line(seed, "ticket:", _START_UP_S)
 
     def start_peer(
-        self, name: str, min_peers: int, place: Sequence[str] = LOOPBACK, wrap: Wrap = list
+        self, name: str, number: int, among: int, place: Sequence[str] = LOOPBACK, wrap: Wrap = list
     ) -> None:
-        """Start a peer of one thread. ``place``: more of its options."""
-        folder = self._folder / "peers" / name
+        """Start a peer of one thread, ``number`` (from 0) of those that wait for each other, which are
+        ``among``: in a run with stages they hold these in turn. ``place``: more of its options."""
+        folder, stages = self._folder / "peers" / name, self._config.pipeline.stages
+        if stages > 1:
+            place = ("--stage", str(number % stages), *place)
         arguments = [
             self._ticket, "--folder", str(folder), "--name", name, "--threads", "1",
-            "--carrier", self._carrier, "--min-peers", str(min_peers), *_WITH_US, *place,
+            "--carrier", self._carrier, "--min-peers", str(max(1, among // stages)), *_WITH_US, *place,
         ]  # fmt: skip
         if self._own_recipe:
             arguments += ["--recipe", self._own_recipe]
@@ -254,20 +264,33 @@ class Stage:
 
         merge_journals([tail.path for tail in self._tails.values()], self._folder / "events.jsonl")
         loss_end, text = None, ""
-        for name in sorted(self._finished):
-            source = self._folder / "peers" / name / "checkpoint"
-            if source.is_dir():
-                shutil.copytree(source, self._folder / "checkpoint")
-                trained = Trained.load(self._folder / "checkpoint", self._own_recipe)
-                loss_end = trained.held_out_loss() if trained.recipe.held_out else None
-                if trained.recipe.generate and prompt[0]:
-                    text = trained.sample(*prompt, self._config.seed)
-                break
+        if self._has_checkpoint():
+            trained = Trained.load(self._folder / "checkpoint", self._own_recipe)
+            loss_end = trained.held_out_loss() if trained.recipe.held_out else None
+            if trained.recipe.generate and prompt[0]:
+                text = trained.sample(*prompt, self._config.seed)
         end = RunEnd(
             loss_start=loss_start, loss_end=loss_end, text=text, expected_peers=len(self.peers),
             deaths=tuple(self._deaths.values()), software=software_versions(), **more,
         )  # fmt: skip
         return self._watch.finish(end)
+
+    def _has_checkpoint(self) -> bool:
+        """Copy one that a peer has left, or gather one of the whole model from those of all stages. Whether
+        there is any."""
+        folders = [self._folder / "peers" / name / "checkpoint" for name in sorted(self._finished)]
+        left, target = [folder for folder in folders if folder.is_dir()], self._folder / "checkpoint"
+        if left and self._config.pipeline.stages == 1:
+            shutil.copytree(left[0], target)
+        elif left:
+            from p2p_co2.trainer.gather import gather_folders
+
+            try:
+                gather_folders(left, target, self._own_recipe)
+            except ConfigError as error:  # of a stage nobody is left
+                print(f"note: no checkpoint of the whole model: {error}", flush=True)
+                return False
+        return bool(left)
 
     def _note_deaths(self) -> None:
         for child in self.swarm.dead_unasked():

@@ -108,7 +108,7 @@ class PipelineConfig(_Frozen):
     microbatches: int = Field(default=64, ge=1, le=4096)
     sequences: int = Field(default=1, ge=1, le=4096)
     forward: BoundaryCodec = "int8"
-    backward: BoundaryCodec | Literal["int4"] = "int8"
+    backward: Literal["fp32", "bf16", "int8", "int4"] = "int8"
     min_replicas: int = Field(default=2, ge=1, le=64)
 
     @model_validator(mode="after")
@@ -197,9 +197,7 @@ class RunConfig(_Frozen):
     def stage_digest(self, stage: int) -> bytes:
         """Names the group of the peers that hold ``stage``: an ordinary swarm under this digest. The run's
         own digest where there is one stage."""
-        if self.pipeline.stages == 1:
-            return self.digest()
-        return hashlib.sha256(b"p2p-co2 stage\0" + self.digest() + stage.to_bytes(4, "big")).digest()
+        return stage_digest(self.digest(), stage, self.pipeline.stages)
 
     @classmethod
     def from_canonical_bytes(cls, data: bytes) -> RunConfig:
@@ -286,6 +284,13 @@ class PeerConfig(_Frozen):
 _Config = TypeVar("_Config", RunConfig, PeerConfig)
 
 
+def stage_digest(run: bytes, stage: int, stages: int) -> bytes:
+    """As ``RunConfig.stage_digest``, for who knows only the digest of the ``run``."""
+    return (
+        run if stages == 1 else hashlib.sha256(b"p2p-co2 stage\0" + run + stage.to_bytes(4, "big")).digest()
+    )
+
+
 def read_run_config(path: Path) -> RunConfig:
     """Read a run file (TOML). Raises ``ConfigError`` naming the file, the key and what would be right."""
     return _read(RunConfig, path)
@@ -338,7 +343,7 @@ def _config_error(where: str, error: ValidationError) -> ConfigError:
         problem = "unknown key; remove it or check its spelling and its table"
     else:
         problem = first["msg"].removeprefix("Value error, ")
-        if first["loc"]:
+        if first["loc"] and not isinstance(first["input"], dict):
             problem += f" (got {first['input']!r})"
     more = len(error.errors()) - 1
     return ConfigError(where, key, problem + (f"; and {more} more" if more else ""))

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes import Recipe, load_run_recipe
 from p2p_co2.tensors.checkpoint.folder import load_agreed
@@ -32,11 +31,14 @@ class Trained:
         Raises ``ConfigError`` if there is no whole checkpoint or its recipe is not the one here.
         """
         agreed = load_agreed(checkpoint)
+        if agreed.stage is not None:
+            problem = f"holds {agreed.holds} alone; make a checkpoint of the whole model with p2p-co2 gather"
+            raise ConfigError(str(checkpoint), "", problem)
         recipe = load_run_recipe(agreed.run, own_recipe)
         recipe = replace(recipe, model=recipe.whole_model(agreed.run))
         plan = plan_fragments(recipe.model, agreed.run.fragments)
         if plan.digest != agreed.plan_digest:
-            raise ConfigError(str(checkpoint), "", _not_the_whole(recipe, agreed.run, agreed.plan_digest))
+            raise ConfigError(str(checkpoint), "", "is of another model than the recipe makes here")
         live = LiveParameters(recipe.model, plan)
         for index, state in enumerate(agreed.states):
             live.load_(index, state.params)
@@ -60,13 +62,3 @@ class Trained:
         if self.recipe.generate is None:
             raise ConfigError("recipe", "generate", "this recipe makes no text; it has a held-out loss only")
         return self.recipe.generate(self.recipe.model, prompt, length, seed)
-
-
-def _not_the_whole(recipe: Recipe, run: RunConfig, plan_digest: bytes) -> str:
-    """What a checkpoint is that is not of the whole model."""
-    if run.pipeline.stages > 1:
-        for stage, outline in enumerate(recipe.in_stages(run.pipeline.stages).outlines()):
-            if plan_fragments(outline, run.fragments).digest == plan_digest:
-                cure = "make one of the whole model with p2p-co2 gather"
-                return f"holds stage {stage} of {run.pipeline.stages} alone; {cure}"
-    return "is of another model than the recipe makes here"

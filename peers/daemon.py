@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from p2p_co2.recipes import Recipe
     from p2p_co2.trainer import Connection, Peer
+    from p2p_co2.trainer.stage_peer import StagePeer
 
 SHARE = 0.005
 AT_MOST_EVERY_S = 10.0
@@ -137,14 +138,14 @@ class _Running(StopSignals):
 
     def __init__(self) -> None:
         super().__init__(self._stop)
-        self._peer: Peer | None = None
+        self._peer: Peer | StagePeer | None = None
 
     def _stop(self) -> None:
         if self._peer is None:
             raise KeyboardInterrupt
         self._peer.stop()
 
-    def take(self, peer: Peer) -> None:
+    def take(self, peer: Peer | StagePeer) -> None:
         """From now on a Ctrl-C means this peer; one that was swallowed on the way to it too."""
         self._peer = peer
         if self.asked:
@@ -186,7 +187,7 @@ def _train(connection: Connection, recipe: Recipe, options: JoinOptions, running
     if connection.run.pipeline.stages > 1:
         running.go_on()
         stage_peer = connection.start_stage(recipe, options.resume or None, options.start_over)
-        running.take(stage_peer.peer)
+        running.take(stage_peer)
         stage_peer.train()
         return
     from p2p_co2.trainer.stage_peer import data_seed

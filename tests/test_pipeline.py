@@ -1,4 +1,4 @@
-"""The pipeline machine on virtual time: its laws under loss, doubling, overtaking, cuts and deaths."""
+"""The pipeline machine by hand: what it takes and refuses, and who sends whom how much."""
 
 from __future__ import annotations
 
@@ -8,99 +8,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.pipeline.machine import Pipeline, Place, Sizes
 from p2p_co2.protocol.pipeline.routes import shares
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Backward, Forward, MicrobatchKey, Neighbour
-from tests.pipeline_world import Faults, World
-
-
-def test_a_chain_steps_with_every_microbatch() -> None:
-    world = World([1, 1, 1], [0.01] * 3)
-    world.run(20)
-    for replica in world.peers.values():
-        assert set(replica.steps) == {8}
-        assert not replica.dropped
-    world.check()
-    world.end()
-    first, *_, last = world.peers.values()
-    assert first.counted == last.counted
-
-
-@pytest.mark.parametrize("microbatches", [16, 64])
-def test_equal_replicas_are_busy(microbatches: int) -> None:
-    """Emulated: 0.79 to 0.98 of the slowest stage's capacity, by microbatches in a step."""
-    world = World([2, 2, 2], [0.05] * 3, microbatches=microbatches, window=8)
-    world.run(120)
-    busy = [replica.busy_s / 120 for replica in world.peers.values()]
-    assert min(busy) > (0.7 if microbatches == 16 else 0.85), busy
-    world.check()
-
-
-def test_unequal_groups_are_busy_where_it_binds() -> None:
-    world = World([3, 1, 2], [0.05, 0.02, 0.04], microbatches=32)
-    world.run(120)
-    binding = [r.busy_s / 120 for r in world.peers.values() if r.stage == 2]
-    assert sum(binding) / 2 > 0.3
-    world.check()
-    world.end()
-
-
-def test_a_slow_replica_holds_nobody_up() -> None:
-    """One of three replicas four times slower costs little where the stage before binds anyway."""
-    made = []
-    for slower in (1.0, 4.0):
-        world = World([2, 2], [0.05, 0.05], microbatches=32)
-        third = world.start(1, slower=slower)
-        world.run(200)
-        world.check()
-        made.append(sum(one.counted.total() for one in world.peers.values() if one.stage == 0))
-    fast = [one for peer, one in world.peers.items() if one.stage == 1 and peer != third]
-    assert world.peers[third].counted.total() < 0.5 * fast[0].counted.total()
-    assert made[1] > 0.85 * made[0], made
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_laws_hold_whatever_happens(seed: int) -> None:
-    faults = Faults(lose=0.01, double=0.05, jitter_s=0.2)
-    stages = 2 + seed % 3
-    world = World([2 + seed % 2] * stages, [0.05] * stages, seed=seed, cap_s=20.0, faults=faults)
-    draw = world.random
-    for moment in range(12):
-        world.run(5)
-        world.check()
-        up = [peer for peer, known in world.peers.items() if known.is_up]
-        if moment % 3 == 0:
-            victim = draw.choice(up)
-            stage = world.peers[victim].stage
-            world.kill(victim)
-            again = victim if draw.random() < 0.5 else ""
-            if not again:
-                world.at(2.0, lambda stage=stage: world.start(stage))  # type: ignore[misc]
-        elif moment % 3 == 1:
-            world.cut(*draw.sample(up, 2), for_s=1.0)
-        else:
-            world.draw()
-    made = sum(r.counted.total() for r in world.peers.values() if r.stage == 0)
-    assert made > 50
-    world._faults = Faults()
-    world.run(40)
-    world.end()
-
-
-def test_an_empty_stage_is_said_and_comes_back() -> None:
-    world = World([1, 1], [0.01, 0.01])
-    world.run(5)
-    lone = next(peer for peer, known in world.peers.items() if known.stage == 1)
-    world.kill(lone)
-    world.run(5)
-    first = next(iter(world.peers.values()))
-    assert first.machine.waits_for == "stage 1 has no replica"
-    stood = first.counted.total()
-    world.run(30)
-    assert first.counted.total() == stood
-    world.start(1)
-    world.run(5)
-    assert first.counted.total() > stood + 8
-    world.check()
-
+from p2p_co2.protocol.wire.messages_pb2 import Backward, Dropped, Forward, MicrobatchKey, Neighbour
 
 SIZES = Sizes(8, 4, 8, 1000, 1000, b"b", 60.0)
 
@@ -131,8 +39,7 @@ def test_hostile_messages_are_refused() -> None:
         one.receive(forward(1), behind, 1.0)
     with pytest.raises(RemoteProtocolError, match="wrong size"):
         one.receive(forward(1, total=2000), before, 1.0)
-    with pytest.raises(RemoteProtocolError, match="did not go there"):
-        one.receive(backward(9), behind, 1.0)
+    assert not one.receive(backward(9), behind, 1.0)  # it may be an earlier process's
     with pytest.raises(RemoteProtocolError, match="boundaries"):
         one.receive(Neighbour(stage=2, meeting=5, boundaries=b"x"), behind, 1.0)
     nan = Neighbour(stage=2, meeting=5, boundaries=b"b", tokens_per_s=float("nan"))
@@ -159,6 +66,18 @@ def test_no_more_is_taken_than_was_granted() -> None:
     assert sum(taken) == SIZES.room
     declined = [message for _, message in one.messages_to_send() if hasattr(message, "reason")]
     assert len(declined) == 29 - SIZES.room
+
+
+def test_what_was_declined_is_not_taken_when_it_comes_again() -> None:
+    """It may be elsewhere by then."""
+    one, before = machine(1), PeerId("before")
+    for number in range(1, SIZES.room + 1):
+        assert one.receive(forward(number), before, 1.0)
+    assert not one.receive(forward(99), before, 1.0)
+    for message in (Dropped(key=forward(number).key) for number in range(1, 5)):
+        assert one.receive(message, before, 2.0)
+    assert not one.receive(forward(99), before, 3.0)
+    assert one.receive(forward(100), before, 3.0)
 
 
 def test_a_gradient_that_comes_late_counts_nowhere_and_gives_more_time() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from p2p_co2.cli import main as cli
 from p2p_co2.config import PipelineConfig, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.protocol.pipeline import Key, Work
@@ -34,8 +36,18 @@ from p2p_co2.trainer.stage_work import Crossings, StageWork
 from tests.swarms import ROOT
 
 TINY: dict[str, str | int | float | bool] = {"layers": 4, "width": 32, "heads": 2, "context": 32, "batch": 4}
+QUICK = TINY | {"learning_rate": 1e-2}
 EXAMPLE = f"{ROOT / 'examples' / 'staged_recipe.py'}:make"
 SMALL: dict[str, str | int | float | bool] = {"width": 32, "blocks": 4}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Steps this small need no more, and a second would wait for whatever else runs here."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def run_of(stages: int, name: str = BYTE_GPT, options: Any = TINY, fragments: int = 3) -> RunConfig:
@@ -128,6 +140,18 @@ def test_byte_gpt_in_stages_is_one_model_in_one_process(count: int) -> None:
     assert recipe.generate(whole, "def ", 5, 0).startswith("def ")
 
 
+def test_a_model_that_fits_nowhere_has_sizes_and_nothing_of_it_is_made() -> None:
+    """52 GB of parameters."""
+    layers, width = 16, 8192
+    options = {"layers": layers, "width": width, "heads": 64, "context": 256}
+    run = run_of(8, BYTE_GPT, options)
+    sizes = stage_sizes(load_recipe(BYTE_GPT, options, 0, 8), run)
+    blocks = layers * 12 * width**2
+    assert sum(size.parameters for size in sizes) == blocks + 2 * 256 * width + width
+    assert sizes[3].parameter_bytes == 4 * blocks // 8
+    assert sizes[3].activation_bytes == 2 * 256 * width * 4
+
+
 @pytest.mark.parametrize(("name", "options"), [(BYTE_GPT, TINY), (EXAMPLE, SMALL)])
 def test_sizes_are_those_of_the_stages_made(name: str, options: Any) -> None:
     run = run_of(3, name, options)
@@ -171,8 +195,8 @@ def test_a_whole_checkpoint_is_sampled_and_measured(name: str, options: Any, tmp
     if name == BYTE_GPT:
         assert recipe.generate is not None
         assert trained.sample("a", 9, 1) == recipe.generate(whole, "a", 9, 1)
-    save(tmp_path / "stage", checkpoint_of(run, modules[1]))
-    with pytest.raises(ConfigError, match=r"holds stage 1 of 2 alone; .* p2p-co2 gather"):
+    save(tmp_path / "stage", replace(checkpoint_of(run, modules[1]), stage=1))
+    with pytest.raises(ConfigError, match=r"holds stage 1 alone; .* p2p-co2 gather"):
         Trained.load(tmp_path / "stage", own)
 
 
@@ -212,12 +236,12 @@ class Line:
         return counted.loss / counted.tokens
 
 
-@pytest.mark.parametrize(("name", "options", "count"), [(BYTE_GPT, TINY, 3), (EXAMPLE, SMALL, 2)])
+@pytest.mark.parametrize(("name", "options", "count"), [(BYTE_GPT, QUICK, 3), (EXAMPLE, SMALL, 2)])
 def test_a_recipe_trains_on_real_text_in_stages(name: str, options: Any, count: int) -> None:
     run = run_of(count, name, options)
     recipe = load_recipe(name, options, 0, count)
     line = Line(recipe, run)
-    losses = [line.step(4) for _ in range(40)]
+    losses = [line.step(4) for _ in range(20)]
     assert losses[-1] < losses[0] - 1.5
     assert recipe.held_out is not None
     joined = recipe.in_stages(count).join(line.modules)
@@ -233,7 +257,8 @@ def test_a_cut_sequential_begins_as_the_whole_model_and_is_the_same_on_every_pee
 
 def test_a_made_sequential_is_drawn_stage_by_stage() -> None:
     stages = Stages.of_sequential(lambda: linears(4), [2], both, summed)
-    alone = stages.build(5, 1)
+    with torch.device("meta"):  # whatever device the caller's program builds on
+        alone = stages.build(5, 1)
     stages.build(5, 0)
     assert alone.get_parameter("3.weight").equal(stages.build(5, 1).get_parameter("3.weight"))
     assert not alone.get_parameter("3.weight").equal(stages.build(6, 1).get_parameter("3.weight"))
@@ -271,6 +296,29 @@ def test_a_run_in_stages_needs_a_recipe_that_has_as_many() -> None:
         load_run_recipe(run_of(5))
     with pytest.raises(ConfigError, match=r"use recipe_options.layers = 2 or more"):
         load_run_recipe(run_of(2, options=TINY | {"layers": 1}))
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("[pipeline]\nstages = 6", ["pipeline.stages", "is 6", "byte-gpt has 4", "use 2 to 4"]),
+        ("[pipeline]\nstages = 40", ["pipeline.stages", "less than or equal to 32"]),
+        ("[pipeline]\nstages = 4\nmicrobatches = 3", ["microbatches is 3", "stages = 4", "at least 4"]),
+        ('[pipeline]\nstages = 2\nforward = "int4"', ["pipeline.forward", "'int8'", "got 'int4'"]),
+        ('[pipeline]\nstages = 2\nbackward = "nf4"', ["pipeline.backward", "'int8' or 'int4'", "got 'nf4'"]),
+        ("[pipeline]\nstages = 2\nsequences = 0", ["pipeline.sequences", "greater than or equal to 1"]),
+        ('recipe = "own-loop"\n[pipeline]\nstages = 2', ["pipeline.stages", "set stages = 1"]),
+    ],
+)
+def test_a_run_file_that_cannot_be_is_refused_by_its_key(
+    lines: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(lines)
+    assert cli.main(["seed", str(path), "--folder", str(tmp_path / "seed")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: {path}: ")
+    assert all(word in said for word in words), said
 
 
 @pytest.mark.parametrize("cuts", [[0], [5], [3, 3], [4, 2], [-1], [9]])

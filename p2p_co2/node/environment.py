@@ -59,6 +59,7 @@ class Links(Protocol):
     """Links to other peers; see ``links.LinkPool``."""
 
     up_bytes: int
+    is_urgent: bool
     traffic: dict[PeerId, LinkTraffic]
 
     @property
@@ -126,6 +127,8 @@ class Environment:
         self.network, self.group, self.clock = network, group or network.run.digest(), clock or Clock()
         self.make_links, self.open_message = make_links, open_message
         self.quotas = Quotas(network.config.limits.download_bytes_per_s)
+        self.elsewhere: Callable[[float, float], list[float]] = lambda now, rounds_per_s: []
+        """Positions of peers of other groups that share the run's clock, in rounds; may be set."""
         self.switch, self.uplink = GroupSwitch(network), Uplink(network.config.limits.upload_bytes_per_s)
 
     def beside(self, group: bytes) -> Environment:

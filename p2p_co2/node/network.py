@@ -12,8 +12,9 @@ import hashlib
 import math
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 from p2p_co2 import __version__
 from p2p_co2.config import PeerConfig, RunConfig
@@ -44,8 +45,6 @@ MAX_INVITERS = 5
 MAX_REACHED_AGAIN = 16
 """Peers that a daemon that was started again is led to: with a seed that is down, nobody else knows them."""
 MAX_GRPC_ADDRESSES = 4
-CROWD_S = 2.0
-"""Until a newcomer that has chosen a stage looks whether others have chosen it too."""
 
 
 class Reach:
@@ -241,16 +240,25 @@ class RecordBook:
         return self._records.get(peer)
 
 
+@dataclass
+class Held:
+    """What this peer holds of the model. ``stage``: in a run with stages; None takes all peers of the run for
+    its group. ``tokens_per_s``: how fast it computes, as its record says; 0 if not known."""
+
+    stage: int | None = None
+    tokens_per_s: float = 0.0
+
+
 class Network:
     """Make it with ``open``, end it with ``close``; both on the network thread."""
 
     p2p: P2P
     discovery: Discovery
     _reach: Reach
+    software = f"p2p-co2 {__version__}"
 
     def __init__(self, identity: Identity, config: PeerConfig, ticket: Ticket) -> None:
         self.identity, self.config, self.ticket = identity, listening(config, ticket), ticket
-        self.software = f"p2p-co2 {__version__}"
         self.run = RunConfig()
         self.carriers: tuple[Carrier, ...] = ()
         self.clock_doubt = ""
@@ -263,10 +271,7 @@ class Network:
         """Of what is done again when it grows old."""
         self._invited = ""
         """The ticket that was written into the folder last."""
-        self.stage: int | None = None
-        """That this peer holds, in a run with stages; None takes all peers of the run for its group."""
-        self.tokens_per_s = 0.0
-        """Of this peer, as its record says."""
+        self.holds = Held()
 
     @classmethod
     async def open(cls, ticket: Ticket, config: PeerConfig, on_refused: OnRefused) -> Network:
@@ -353,7 +358,7 @@ class Network:
         if self._is_due("record", RECORD_LIFETIME_S / 3):
             record = await self._reach.record()
             record.software = self.software
-            record.stage, record.tokens_per_s = self.stage or 0, self.tokens_per_s
+            record.stage, record.tokens_per_s = self.holds.stage or 0, self.holds.tokens_per_s
             await self.discovery.publish_self(record, RECORD_LIFETIME_S)
             self._done_at["record"] = time.monotonic()
         news, self._news = self._news, ""
@@ -364,7 +369,7 @@ class Network:
         old. Raises ``TransportError``."""
         if is_last or self._is_due("position", MESSAGE_TIMEOUT_S):
             said = RunPosition(position=position, versions=versions, software=self.software)
-            said.stage = self.stage or 0
+            said.stage = self.holds.stage or 0
             await self.discovery.publish_position(said)
             self._done_at["position"] = time.monotonic()
 
@@ -372,7 +377,7 @@ class Network:
         """Where the run was when the peers of this one's group last said so; None if nobody ever did. Raises
         ``TransportError``."""
         said = await self.discovery.find_positions()
-        return run_position([one for one in said if self.stage in (None, one.stage)], time.time())
+        return run_position([one for one in said if self.holds.stage in (None, one.stage)], time.time())
 
     @property
     def reach_advice(self) -> str:
@@ -399,31 +404,37 @@ class Network:
             with contextlib.suppress(OSError):  # whoever needs it can ask this peer's owner
                 (self.config.folder / "ticket").write_text(f"{ticket}\n", encoding="ascii")
                 self._invited = ticket
-        return [record for record in records if self.stage in (None, record.stage)]
+        return [record for record in records if self.holds.stage in (None, record.stage)]
 
     def listed(self, stage: int) -> list[PeerRecord]:
         """Records of the other peers that hold ``stage``, as the DHT listed them last."""
         return [record for record in self.records.known(MAX_PEERS) if record.stage == stage]
 
-    async def needed_stage(self) -> int:
-        """The stage in which this peer is needed most: the emptiest of those below ``min_replicas``, else the
-        slowest. This peer is listed in it, and looks again a moment later: newcomers crowd.
-        Raises ``TransportError``."""
-        pipeline = self.run.pipeline
-        await self.records.search()
-        self.stage = self._least_held(self.identity.peer_id)
-        self._done_at.pop("record", None)
-        await self.publish_self()
-        await asyncio.sleep(CROWD_S)
-        await self.records.search()
-        others = len(self.listed(self.stage))
-        if others >= pipeline.min_replicas:
-            self.stage = self._least_held(self.identity.peer_id)
-            self._done_at.pop("record", None)
-        return self.stage
+    async def needed_stage(self, fits: Collection[int]) -> int:
+        """The stage of those that ``fits`` in which this peer is needed most: the emptiest of those below
+        ``min_replicas``, else the slowest. Raises ``TransportError``.
 
-    def _least_held(self, me: PeerId) -> int:
-        pipeline = self.run.pipeline
+        This peer is listed in it, and looks again a moment later, since newcomers crowd: all but the first
+        of them by id move to where fewer are."""
+        await self.records.search()
+        stage = self._neediest(fits)
+        for _ in fits:
+            self.holds.stage = stage
+            self._done_at.pop("record", None)
+            await self.publish_self()
+            await asyncio.sleep(2 * HEARTBEAT_S)
+            await self.records.search()
+            others, better = self.listed(stage), self._neediest(fits)
+            is_first = self.identity.peer_id < min((one.peer for one in others), default="~")
+            if is_first or len(self.listed(better)) >= len(others):
+                break
+            stage = better
+        self.holds.stage = stage
+        self._done_at.pop("record", None)
+        return stage
+
+    def _neediest(self, fits: Collection[int]) -> int:
+        pipeline, me = self.run.pipeline, self.identity.peer_id
 
         def need(stage: int) -> tuple[int, float, bytes]:
             held = self.listed(stage)
@@ -431,7 +442,7 @@ class Network:
             rate = sum(record.tokens_per_s for record in held) if few == pipeline.min_replicas else 0.0
             return few, rate, hashlib.sha256(f"{me} {stage}".encode()).digest()
 
-        return min(range(pipeline.stages), key=need)
+        return min(fits, key=need)
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
         """See ``RecordBook.record_of``."""

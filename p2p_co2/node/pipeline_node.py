@@ -19,6 +19,7 @@ import hashlib
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
@@ -66,6 +67,44 @@ class PipelineInbox:
         return True
 
 
+class BesideStages:
+    """Who is in the stages beside ours: live by ``membership``, and in the stage that its signed record
+    says. ``listed``: records of the other peers of a stage, as the DHT listed them last."""
+
+    def __init__(self, place: Place, membership: Membership, listed: Listed) -> None:
+        self._place, self._membership, self.listed = place, membership, listed
+
+    def live(self, side: int) -> list[PeerId]:
+        """Peers of the next stage (1) or the one before (-1)."""
+        stage = self._place.stage + side
+        return [peer for one in self.listed(stage) if (peer := PeerId(one.peer)) in self._membership.live]
+
+    def stage_of(self, peer: PeerId) -> int | None:
+        """None if it is in neither, or has no record yet."""
+        sides = self._place.stage - 1, self._place.stage + 1
+        return next((s for s in sides for one in self.listed(s) if one.peer == peer), None)
+
+    def all(self) -> list[PeerId]:
+        """That are listed."""
+        stage = self._place.stage
+        return [PeerId(one.peer) for s in (stage - 1, stage + 1) for one in self.listed(s)]
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether any peer of the stage before still trains, and so may send something."""
+        live = self._membership.live
+        return any(live[peer].status.phase == Status.TRAINING for peer in self.live(-1))
+
+
+class End(Enum):
+    """How far this peer is on its way to the end: it goes on, waits until nobody before it trains, or begins
+    nothing more."""
+
+    GOES_ON = auto()
+    WAITS = auto()
+    CLOSED = auto()
+
+
 @dataclass
 class Handed:
     """What the network thread gives the training thread. ``work``: one piece for each that was asked for;
@@ -73,8 +112,11 @@ class Handed:
 
     work: queue.SimpleQueue[Work] = field(default_factory=queue.SimpleQueue)
     dropped: queue.SimpleQueue[Key] = field(default_factory=queue.SimpleQueue)
+    is_asked: bool = False
+    """Whether the training thread waits for work."""
     is_over: bool = False
     """Whether no more work comes."""
+    drops: int = 0
     counted: int = 0
     """Microbatches, as the training thread says."""
     waited_s: float = 0.0
@@ -89,20 +131,20 @@ class PipelineNode:
         self, environment: Environment, place: Place, sizes: Sizes, listed: Listed,
         status: Callable[[], Status], report: Callable[[ev.Event], None],
     ) -> None:  # fmt: skip
-        self._environment, self._place, self._listed, self._report = environment, place, listed, report
+        self._environment, self._place, self._report = environment, place, report
         self._status = status
         clock = ProcessClock(environment.clock.monotonic, environment.clock.unix())
         self.now, self._alarm = clock.now, Alarm(clock)
         self.life, self.handed = Lifetime(), Handed()
         self.membership, self.machine = Membership(place.me), Pipeline(place, sizes)
+        self.beside = BesideStages(place, self.membership, listed)
         effects = Effects(self.now, self.report, self.life.spawn, self._refuse, self.pump)
         self.router = Router(
             environment.group, PipelineInbox(self.membership, self.machine, self._own_status), effects,
             self._unreachable, self.life.crash, environment.quotas, environment.open_message,
         )  # fmt: skip
         self.links: Links | None = None
-        self._is_asked = self._is_finishing = self._is_closed = False
-        self._dropped = 0
+        self._end = End.GOES_ON
         self._drawn: object = None
 
     # ---- life
@@ -117,6 +159,7 @@ class PipelineNode:
             carriers = await environment.switch.join(environment.group, *heard, self._is_neighbour)
             find = environment.network.find_record
             self.links = environment.make_links(carriers, find, observer, tasks, environment.uplink)
+            self.links.is_urgent = True
             background = tasks.create_task(self._keep_time(), name="pipeline")
             await self.life.stopping.wait()
             background.cancel()
@@ -142,7 +185,7 @@ class PipelineNode:
         try:
             if result is not None:
                 result(self.machine, self.now())
-            self._is_asked = True
+            self.handed.is_asked = True
         except LocalProtocolError as error:
             self.life.crash(error)
         self.pump()
@@ -150,22 +193,21 @@ class PipelineNode:
     def finish(self, at_once: bool) -> None:
         """Come to the end: begin nothing more as soon as nobody of the stage before trains, or
         ``at_once``."""
-        self._is_finishing = True
-        if at_once:
-            self._close()
+        if self._end is End.GOES_ON:
+            self._end = End.WAITS
+        self._close_if(at_once)
         self.pump()
 
-    def _close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self.machine.close(self.now())
+    def _close_if(self, at_once: bool) -> None:
+        if self._end is End.WAITS and (at_once or not self.beside.is_fed):
+            self._end = End.CLOSED
+            self.machine.close(self.now())
 
     def draw(self, round_: int, rate: float) -> None:
         """Routes of round ``round_``, if they are not drawn among these peers yet. ``rate``: tokens a second
         of this peer, while it computes."""
-        own = {PeerId(record.peer): record.tokens_per_s for record in self._listed(self._place.stage)}
-        behind = frozenset(self.neighbours(1))
+        own = {PeerId(one.peer): one.tokens_per_s for one in self.beside.listed(self._place.stage)}
+        behind = frozenset(self.beside.live(1))
         if (round_, frozenset(own), behind) == self._drawn:
             return
         self._drawn = round_, frozenset(own), behind
@@ -174,18 +216,6 @@ class PipelineNode:
         self.pump()
 
     # ---- what others may look at
-
-    def neighbours(self, side: int) -> list[PeerId]:
-        """Live peers of the next stage (1) or the one before (-1)."""
-        stage = self._place.stage + side
-        return [
-            peer for record in self._listed(stage) if (peer := PeerId(record.peer)) in self.membership.live
-        ]
-
-    def _is_fed(self) -> bool:
-        """Whether any peer of the stage before still trains, and so may send something."""
-        live = self.membership.live
-        return any(live[peer].status.phase == Status.TRAINING for peer in self.neighbours(-1))
 
     def positions(self, now: float, rounds_per_s: float) -> list[float]:
         """Where the neighbours are in the run: the swarm clock is common to all stages."""
@@ -201,8 +231,7 @@ class PipelineNode:
         """Send what the machines have to send, carry out their events, and hand out work."""
         if self.links is None or self.life.stopping.is_set():
             return
-        if self._is_finishing and not self._is_closed and not self._is_fed():
-            self._close()
+        self._close_if(at_once=False)
         head = head_of(self._environment.group)
         while self._handle() or not self.membership.is_idle:
             for machine in (self.membership, self.machine):
@@ -211,13 +240,14 @@ class PipelineNode:
         if self.machine.is_over and not self.handed.is_over:
             self.handed.is_over = True
             self.membership.announce(self.now())
+            self._tell()
         if not self._alarm.is_awake:
             self._alarm.ring_by(self._next_timer_at())
 
     def _handle(self) -> bool:
         """Whether there may be more to send."""
-        if self._is_asked and (work := self.machine.next_work(self.now())) is not None:
-            self._is_asked = False
+        if self.handed.is_asked and (work := self.machine.next_work(self.now())) is not None:
+            self.handed.is_asked = False
             self.handed.work.put(work)
         is_some = self.machine.has_messages
         while (event := self.membership.next_event()) is not None:
@@ -230,7 +260,7 @@ class PipelineNode:
             is_some = True
             if isinstance(happened, DroppedMicrobatch):
                 self.handed.dropped.put(happened.key)
-                self._dropped += 1
+                self.handed.drops += 1
                 self.report(ev.MicrobatchDropped, reason=happened.reason)
         return is_some
 
@@ -238,8 +268,8 @@ class PipelineNode:
         machine, handed = self.machine, self.handed
         self.report(
             ev.StageProgress, stage=self._place.stage, waiting=machine.waiting, in_flight=machine.in_flight,
-            counted=handed.counted, dropped=self._dropped, waiting_s=handed.waited_s,
-            before=len(self.neighbours(-1)), behind=len(self.neighbours(1)), waits_for=machine.waits_for,
+            counted=handed.counted, dropped=handed.drops, waiting_s=handed.waited_s,
+            before=len(self.beside.live(-1)), behind=len(self.beside.live(1)), waits_for=machine.waits_for,
         )  # fmt: skip
 
     async def _keep_time(self) -> None:
@@ -247,8 +277,7 @@ class PipelineNode:
         while True:
             now = self.now()
             self.membership.status = self._own_status()
-            sides = [record for side in (-1, 1) for record in self._listed(self._place.stage + side)]
-            self.membership.found([PeerId(record.peer) for record in sides], now)
+            self.membership.found(self.beside.all(), now)
             for peer in list(self.membership.live):
                 self._meet(peer)
             self.membership.handle_timer(now)
@@ -273,12 +302,8 @@ class PipelineNode:
 
     def _meet(self, peer: PeerId) -> None:
         """A peer is live: the machine is told its stage, once its record is known."""
-        stage = next((s for s in self._beside() for one in self._listed(s) if one.peer == peer), None)
-        if stage is not None:
+        if (stage := self.beside.stage_of(peer)) is not None:
             self.machine.join(peer, stage)
-
-    def _beside(self) -> tuple[int, int]:
-        return self._place.stage - 1, self._place.stage + 1
 
     def _is_neighbour(self, peer: PeerId) -> bool:
         return peer in self.membership.live

@@ -14,7 +14,7 @@ liar moves nothing. They are plain values, replaced whole: other threads may rea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from p2p_co2.node.catchup import Agreement, CatchupController
@@ -70,8 +70,6 @@ class SwarmProgress:
         self._most_peers, self._began_at = most_peers, times.now()
         self.conclusions = Conclusions()
         self.swarm_position: tuple[float, float] | None = None
-        self.further_positions: Callable[[float, float], list[float]] = lambda now, rounds_per_s: []
-        """Of peers of other groups that share the run's clock; may be set."""
         self._placed_at = self._concluded_at = self._differed_at = -math.inf
         """``_differed_at``: when somebody last was there for whom this peer stays; infinity while one is."""
         self._concluded_of: object = None
@@ -150,7 +148,7 @@ class SwarmProgress:
         self._placed_at, times = now, self._times
         at = times.monotonic() - (times.now() - now)
         near = positions(self._membership.live.values(), now, times.rounds_per_s)
-        near = sorted(near + self.further_positions(now, times.rounds_per_s))
+        near = sorted(near + times.elsewhere(now))
         self.swarm_position = (near[(len(near) - 1) // 2], at) if near else None
 
     def _may_hear_more(self, now: float) -> bool:

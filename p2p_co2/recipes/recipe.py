@@ -151,6 +151,19 @@ def recipe_digest(name: str, options: Options) -> str:
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()
 
 
+def check_stages(run: RunConfig) -> None:
+    """Raises ``ConfigError`` if the run's number of stages cannot be, as far as is known without running a
+    user's file."""
+    count = run.pipeline.stages
+    if run.recipe == BYTE_GPT and count > 1:
+        byte_gpt_stages(_check_options(run.recipe_options)[0], count)
+    if run.recipe == OWN_LOOP and count > 1:
+        problem = (
+            f"is {count}, but a program of one's own has a whole model; set stages = 1, or give a recipe"
+        )
+        raise ConfigError(_RUN, _STAGES, problem)
+
+
 def load_run_recipe(run: RunConfig, own: str = "", data: Mapping[str, str] | None = None) -> Recipe:
     """The run's recipe as it is on this machine: the same as the organiser's, or refused.
 

@@ -138,8 +138,11 @@ def _outline(make: MakeStage) -> nn.Module:
 
 
 def _children(model: nn.Sequential | Callable[[], nn.Sequential], start: int, stop: int) -> nn.Module:
-    """Those from ``start`` to ``stop``, of a model of their own."""
-    return copy.deepcopy(model[start:stop]) if isinstance(model, nn.Sequential) else model()[start:stop]
+    """Those from ``start`` to ``stop``, of a model of their own; an outline is a copy already."""
+    if not isinstance(model, nn.Sequential):
+        return model()[start:stop]
+    is_outlined = torch.get_default_device().type == "meta"
+    return model[start:stop] if is_outlined else copy.deepcopy(model[start:stop])
 
 
 def _joined(parts: Sequence[nn.Module]) -> nn.Sequential:

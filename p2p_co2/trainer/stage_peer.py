@@ -13,21 +13,26 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
+from p2p_co2.errors import ConfigError
 from p2p_co2.protocol.pipeline import Pipeline, Place, Sizes, Work
 from p2p_co2.protocol.pipeline.machine import Do
+from p2p_co2.recipes.sizes import StageSize
+from p2p_co2.system.machine import available_memory_bytes
 from p2p_co2.trainer.network_thread import PipelineView
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.stage_work import Crossings, Done, StageWork
+from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
 
-POLL_S = 0.1
-"""Between two looks of a thread without work at whether the run goes on."""
+TRAINED_COPIES, AGREED_COPIES = 4, 4
+"""Of the parameters: those in training, their gradient and two moments; and what is beside training."""
 WINDOW = 4
 """Times the stages from here to the last: microbatches between forward and backward. One of each is enough
 where links take no time; latency needs the rest."""
@@ -54,6 +59,30 @@ def sizes_of(run: RunConfig, crossings: Crossings, stage: int, cache_bytes: int)
     )
 
 
+def fitting(sizes: Sequence[StageSize], run: RunConfig, device: str) -> list[int]:
+    """The stages that this machine has the memory for: for training with two moments on ``device``, with the
+    graphs of all microbatches under way; and for what peers agree on in the host's memory. Raises
+    ``ConfigError`` if there is none."""
+    is_host = torch.device(device).type != "cuda"
+    host = available_memory_bytes()
+    there = host if is_host else float(torch.cuda.mem_get_info(device)[0])
+    fits, needed = list[int](), list[float]()
+    for stage, size in enumerate(sizes):
+        window = min(run.pipeline.microbatches, WINDOW * (len(sizes) - stage))
+        trained = TRAINED_COPIES * size.parameter_bytes + window * size.graph_bytes
+        agreed = AGREED_COPIES * size.parameter_bytes
+        needed.append(trained + agreed)
+        if trained + is_host * agreed <= there and agreed <= host:
+            fits.append(stage)
+    if not fits:
+        least = min(needed)
+        problem = f"no stage fits: the smallest needs {least / 1e9:.1f} GB, {there / 1e9:.1f} GB are there"
+        raise ConfigError.of_option(
+            "--stage", f"{problem}; free some memory, or cut the run into more stages"
+        )
+    return fits
+
+
 class StagePeer:
     """Made by ``Connection.start_stage``. A context manager: leaving the block leaves the swarm."""
 
@@ -66,6 +95,7 @@ class StagePeer:
         """Seconds of computing in this inner step."""
         self.tokens_per_s = 0.0
         """While it computes; waiting is not in it."""
+        self._is_stopping = False
         self._after_step: Callable[[StagePeer], None] = lambda peer: None
 
     @property
@@ -90,7 +120,12 @@ class StagePeer:
     def stop(self) -> None:
         """Ask ``train`` to end: what is under way is brought to its end, within seconds. Safe in a signal
         handler."""
+        self._is_stopping = True
         self.peer.stop()
+
+    def toggle_pause(self) -> None:
+        """As ``Peer.toggle_pause``."""
+        self.peer.toggle_pause()
 
     def leave(self, reason: str = "") -> None:
         """As ``Peer.leave``."""
@@ -100,14 +135,14 @@ class StagePeer:
         """What to compute next; None when all has come to its end."""
         while True:
             began_at = time.monotonic()
-            work = self._pipeline.wait(POLL_S)
+            work = self._pipeline.wait(REPORT_EVERY_S / 10)
             waited_s = time.monotonic() - began_at
             self._pipeline.node.handed.waited_s += waited_s
             for key in self._pipeline.dropped():
                 self._work.forget(key)
             goes_on = self.peer.idle(waited_s, between_steps=self._work.is_between_steps and work is None)
             if not goes_on:
-                self._pipeline.finish(at_once=self._place.is_first or self.peer.is_stopped)
+                self._pipeline.finish(at_once=self._place.is_first or self._is_stopping)
             if work is not None:
                 return work
             if self._pipeline.node.handed.is_over:
@@ -143,10 +178,10 @@ class StagePeer:
         busy_s, self._busy_s = self._busy_s + time.monotonic() - began_at, 0.0
         rate = counted.tokens / busy_s if busy_s > 0 else 0.0
         self.tokens_per_s = (self.tokens_per_s + rate) / 2 if self.tokens_per_s else rate
-        self.peer.step(counted.tokens, counted.loss / max(1, counted.tokens))
+        goes_on = self.peer.step(counted.tokens, counted.loss / max(1, counted.tokens))
         self._after_step(self)
-        if self.peer.is_stopped:
-            self._pipeline.finish(at_once=True)
+        if self._is_stopping or not goes_on:
+            self._pipeline.finish(at_once=self._is_stopping or self._place.is_first)
         self._pipeline.draw(int(self.peer.position), self.tokens_per_s)
         self._pipeline.exchange(lambda machine, now: machine.stepped())
 

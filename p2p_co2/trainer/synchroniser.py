@@ -265,19 +265,6 @@ class Synchroniser:
 
     # ---- pauses
 
-    def idle(self, waited_s: float, between_steps: bool) -> bool:
-        """For ``waited_s`` there was nothing to compute; it is in no figure. ``between_steps``: no gradient
-        is under way, so that what is agreed may be merged. Whether the run is over."""
-        self._check()
-        self.figures.skip(waited_s)
-        if between_steps:
-            self.take_outcomes()
-            self.stood_still()
-        now = self._source.now()
-        if now - self.figures.made_at >= 10 * REPORT_EVERY_S:
-            self.report()
-        return self.account.is_over(self.clock.position(now, self.inner_steps))
-
     def pause(self, duration_s: float) -> None:
         """Time between two steps that was neither training nor communication (a checkpoint)."""
         self.figures.skip(duration_s)

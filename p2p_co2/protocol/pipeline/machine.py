@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import Message
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.protocol.heartbeat import SILENCE_FLOOR_S
 from p2p_co2.protocol.pipeline.neighbours import MAX_NEIGHBOURS, NeighbourPeer, Neighbours
 from p2p_co2.protocol.pipeline.routes import Rates
 from p2p_co2.protocol.rounds.assembly import Assembly, pieces
@@ -43,8 +44,6 @@ from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
 from p2p_co2.system.memory import Buffer
 
-FLOOR_S = 5.0
-"""A gradient is never called late sooner."""
 RECENT = 4096
 """Microbatches that are over and still known, so that what comes twice counts once."""
 
@@ -293,6 +292,7 @@ class Pipeline:
         """What came for ``key`` could not be used: it is dropped."""
         if key in self._held:
             self._drop(key, reason)
+            self._grant()
 
     def stepped(self) -> None:
         """The inner step has been taken."""
@@ -327,6 +327,9 @@ class Pipeline:
     def handle_timer(self, now: float) -> None:
         for key, one in list(self._held.items()):
             if one.deadline <= now:
+                late = self._peers.get(one.receiver) if one.receiver is not None else None
+                if late is not None:
+                    late.granted = late.used  # the next ones go elsewhere, until it says anew
                 what = "gradient" if one.phase is Phase.AWAY else "rest of it"
                 self._drop(key, f"the {what} did not come in time")
         self._grant()
@@ -364,16 +367,17 @@ class Pipeline:
             if self._is_closing or peer.room <= 0:
                 if message.offset == 0:
                     self._out.append((sender, Declined(key=key.on_wire(), reason="no room")))
+                    self._remember(key, _Past(None))  # it may be elsewhere now: what comes twice is not taken
                 return False
             coming = Assembly(self._sizes.forward_bytes)
             coming.add(message.offset, message.total, message.data)
             peer.used += 1
             one = _Microbatch(Phase.RECEIVING, sender, coming=coming, deadline=now + self._sizes.cap_s)
             self._held[key] = one
-        elif one.sender != sender:
-            raise RemoteProtocolError("wrong sender", "a microbatch that another peer has sent")
         elif one.coming is None:
             return False
+        elif one.sender != sender:
+            raise RemoteProtocolError("wrong sender", "a microbatch that another peer has sent")
         else:
             one.coming.add(message.offset, message.total, message.data)
         if one.coming is not None and one.coming.whole is not None:
@@ -391,6 +395,8 @@ class Pipeline:
                 peer.durations.add(now - past.given_up)  # the next ones are given more time
                 self._recent[key] = _Past(sender)
             return False
+        if one is None and past is None:
+            return False  # of a process that was here before: it waited in the sender's queue
         if one is None or one.receiver != sender:
             raise RemoteProtocolError("wrong sender", "a gradient of what did not go there")
         if one.phase is not Phase.AWAY:
@@ -421,11 +427,11 @@ class Pipeline:
             if key not in self._recent and peer.is_before:
                 peer.used += 1  # it was lost on its way, and what comes of it is not taken
                 self._remember(key, _Past(None))
-                self._grant()
         elif one.receiver == sender and one.phase is Phase.AWAY:
             self._drop(key, "dropped behind")
         elif one.sender == sender and one.phase in {Phase.RECEIVING, Phase.WAITING}:
             self._drop(key, "dropped before")
+        self._grant()
 
     # ---- what follows
 
@@ -461,7 +467,7 @@ class Pipeline:
                 return
             peer.used += 1
             away[receiver] += 1
-            late_s = peer.durations.deadline_s(self._sizes.cap_s, FLOOR_S, self._sizes.cap_s)
+            late_s = peer.durations.deadline_s(self._sizes.cap_s, SILENCE_FLOOR_S, self._sizes.cap_s)
             one.phase, one.receiver, one.sent_at, one.deadline = Phase.AWAY, receiver, now, now + late_s
             view = memoryview(one.payload).cast("B")
             for offset, data in pieces(view, MAX_PIECE_BYTES):
