@@ -33,7 +33,7 @@ from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
 
 TRAINED_COPIES, AGREED_COPIES = 4, 4
 """Of the parameters: those in training, their gradient and two moments; and what is beside training."""
-WINDOW = 4
+WINDOW = 6
 """Times the stages from here to the last: microbatches between forward and backward. One of each is enough
 where links take no time; latency needs the rest."""
 
