@@ -44,7 +44,7 @@ from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
 from p2p_co2.system.memory import Buffer
 
-WINDOW = 4
+WINDOW = 6
 """Times the stages from here to the last: microbatches between forward and backward. One of each is enough
 where links take no time; latency needs the rest."""
 RECENT = 4096
