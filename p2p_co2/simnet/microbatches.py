@@ -176,7 +176,6 @@ class Replica:
         place = Place(me, number << 32, stage, len(layout.stages))
         self.machine = Pipeline(place, layout.sizes(stage))
         self.endpoint = Endpoint(me, peer.line, loop_of(internet.world))
-        self.began_at = internet.world.now
         self.endpoint.on_message = self._take
         observer = LinkObserver(self._opened, self._lost, lambda other, reason: self._lost(other, "", reason))
         self.links = VirtualLinks(internet, self.endpoint, observer)
