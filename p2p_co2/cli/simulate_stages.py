@@ -127,7 +127,7 @@ def figures_of(world: VirtualStages, setting: StagedSetting) -> dict[str, Any]:
 def _stage(world: VirtualStages, stage: int) -> dict[str, Any]:
     """Of the processes that run."""
     group = world.of_stage(stage)
-    lived_s = sum(world.now - replica.began_at for replica in group) or math.inf
+    lived_s = sum(world.now - replica.spent.began_at for replica in group) or math.inf
     waited: dict[str, float] = defaultdict(float)
     for replica in group:
         for why, seconds in replica.spent.waited_s.items():

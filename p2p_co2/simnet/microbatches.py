@@ -176,11 +176,10 @@ class Replica:
         place = Place(me, number << 32, stage, len(layout.stages))
         self.machine = Pipeline(place, layout.sizes(stage))
         self.endpoint = Endpoint(me, peer.line, loop_of(internet.world))
-        self.began_at = internet.world.now
         self.endpoint.on_message = self._take
         observer = LinkObserver(self._opened, self._lost, lambda other, reason: self._lost(other, "", reason))
         self.links = VirtualLinks(internet, self.endpoint, observer)
-        self.spent = Spent()
+        self.spent = Spent(internet.world.now)
         self._work: Work | None = None
         self._step: list[Key] = []
         self._weight = 0
@@ -332,9 +331,10 @@ class Record(NamedTuple):
 
 @dataclass
 class Spent:
-    """What a training thread's time went to, seconds. ``waited_s``: by what it waited for; ``dropped``:
+    """What a training thread's time went to, seconds since ``began_at``. ``waited_s``: by what; ``dropped``:
     microbatches, by reason."""
 
+    began_at: float
     busy_s: float = 0.0
     waited_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     dropped: Counter[str] = field(default_factory=Counter)

@@ -202,7 +202,7 @@ class Connection:
         stage = self._thread.choose_stage(wanted, lambda: fitting(stage_sizes(recipe, run), run, device))
         module = stages.build(run.seed, stage).to(device)
         optimizer = recipe.optimizer(module.parameters())
-        like = stages.split(next(recipe.batches(0, pipeline.sequences)))
+        like = stages.microbatch(next(recipe.batches(0, pipeline.sequences)))
         crossings = Crossings.of(stages, *like, pipeline.forward, pipeline.backward)
         place = Place(me, int.from_bytes(os.urandom(8)), stage, pipeline.stages)
         sizes = sizes_of(run, crossings, stage, self.config.cache_bytes)
