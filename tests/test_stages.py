@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from p2p_co2.recipes.byte_gpt import ByteGPT, ByteGPTStage, Shape, next_token_sum, stage_edges
 from p2p_co2.recipes.stages import Stages
-from p2p_co2.tensors.stages import Boundary, Chain, Counted, StageReplica
+from p2p_co2.tensors.stages import Boundary, Chain, Counted, StageReplica, UsualSizes
 
 SHAPE = Shape(layers=4, width=32, heads=2, context=16)
 
@@ -201,3 +201,27 @@ def test_edges_cover_all_blocks() -> None:
         edges = stage_edges(layers, stages)
         assert [first for first, _ in edges] == [0, *(stop for _, stop in edges[:-1])]
         assert edges[-1][1] == layers
+
+
+def test_values_far_beyond_their_senders_usual_ones_are_refused() -> None:
+    """A hundred times the median; not those of others, and not for ever."""
+    usual, values = UsualSizes(), torch.ones(2, 3)
+    usual.admit("small", 1e-3 * values)
+    for _ in range(3):
+        usual.admit("a", values)
+    usual.admit("a", 99 * values)
+    with pytest.raises(RemoteProtocolError, match="too large"):
+        usual.admit("a", 101 * values)
+    usual.admit("b", 101 * values)
+    refused = 0
+    for _ in range(10):
+        try:
+            usual.admit("small", 2 * values)
+        except RemoteProtocolError:
+            refused += 1
+    assert refused == 1  # the median of two is between them
+    usual.admit("none", 0 * values)
+    usual.admit("none", values)
+    for wrong in (1e7, 1e30):  # whoever sends it, and the first already
+        with pytest.raises(RemoteProtocolError, match="too large"):
+            usual.admit("c", wrong * values)

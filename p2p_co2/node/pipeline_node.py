@@ -31,7 +31,7 @@ from p2p_co2.node.router import Router
 from p2p_co2.node.state import Effects
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.membership import Joined, Membership, positions
-from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, Work
+from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, UselessPayload, Work
 from p2p_co2.protocol.wire.envelope import Opened, head_of, unsent
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.kinds import Machine, kind_of
@@ -262,6 +262,8 @@ class PipelineNode:
                 self.handed.dropped.put(happened.key)
                 self.handed.drops += 1
                 self.report(ev.MicrobatchDropped, reason=happened.reason)
+            elif isinstance(happened, UselessPayload):
+                self.router.on_useless(happened.sender, happened.error, kind_of(happened.kind()))
         return is_some
 
     def _tell(self) -> None:

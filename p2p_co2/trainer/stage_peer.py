@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.protocol.pipeline import Pipeline, Place, Sizes, Work
+from p2p_co2.protocol.pipeline import Pipeline, Place, Sizes, Work, window_of
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.recipes.sizes import StageSize
 from p2p_co2.system.machine import available_memory_bytes
@@ -33,9 +33,6 @@ from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
 
 TRAINED_COPIES, AGREED_COPIES = 4, 4
 """Of the parameters: those in training, their gradient and two moments; and what is beside training."""
-WINDOW = 6
-"""Times the stages from here to the last: microbatches between forward and backward. One of each is enough
-where links take no time; latency needs the rest."""
 
 
 def data_seed(run: RunConfig, peer: str, inner_steps: int) -> int:
@@ -52,7 +49,7 @@ def sizes_of(run: RunConfig, crossings: Crossings, stage: int, cache_bytes: int)
     returns = 0 if is_last else crossings.back(stage).payload_bytes
     goes = 0 if is_last else crossings.forward_bytes(stage)
     room = max(2, cache_bytes // 2 // (comes + returns + goes))
-    window = min(pipeline.microbatches, WINDOW * (pipeline.stages - stage), room // 2)
+    window = min(window_of(stage, pipeline.stages, pipeline.microbatches), room // 2)
     cap_s = run.clock.round_s if run.clock.mode == "time" else 60.0
     return Sizes(
         pipeline.microbatches, window, min(room, 2 * window), comes, returns, crossings.digest(), cap_s
@@ -68,7 +65,7 @@ def fitting(sizes: Sequence[StageSize], run: RunConfig, device: str, cache_bytes
     there = host if is_host else float(torch.cuda.mem_get_info(device)[0])
     fits, needed = list[int](), list[float]()
     for stage, size in enumerate(sizes):
-        window = min(run.pipeline.microbatches, WINDOW * (len(sizes) - stage))
+        window = window_of(stage, len(sizes), run.pipeline.microbatches)
         graphs = min(window * size.graph_bytes, max(size.graph_bytes, cache_bytes // 2))
         trained = TRAINED_COPIES * size.parameter_bytes + graphs
         agreed = AGREED_COPIES * size.parameter_bytes

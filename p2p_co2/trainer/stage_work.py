@@ -21,15 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import ConfigError, RemoteProtocolError
 from p2p_co2.protocol.pipeline import Key, Work
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.recipes.stages import Stages
 from p2p_co2.system.memory import Buffer
-from p2p_co2.tensors.stages import Boundary, Counted, StageReplica
+from p2p_co2.tensors.stages import Boundary, Counted, StageReplica, UsualSizes
 
 _SIDE_BYTES = 8
 """Of each of its values."""
+MOST_BYTES = 256 << 20
+"""Of a microbatch, where it crosses."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,16 @@ class Crossings:
 
     @classmethod
     def of(cls, stages: Stages, inputs: Tensor, side: Tensor, forward: str, backward: str) -> Crossings:
-        """For microbatches like ``inputs`` and ``side``. Raises ``ConfigError`` as ``Stages.crossing``."""
-        return cls(stages.crossing(inputs), tuple(side.shape[1:]), len(inputs), forward, backward)
+        """For microbatches like ``inputs`` and ``side``. Raises ``ConfigError`` as ``Stages.crossing``, and
+        for microbatches that are too large to cross."""
+        made = cls(stages.crossing(inputs), tuple(side.shape[1:]), len(inputs), forward, backward)
+        for boundary in range(len(stages) - 1):
+            size = max(made.forward_bytes(boundary), made.back(boundary).payload_bytes)
+            if size > MOST_BYTES:
+                problem = f"{len(inputs)} make microbatches of {size / 2**20:.0f} MiB behind stage {boundary}"
+                advice = f"{MOST_BYTES >> 20} MiB is the most; use fewer, or a codec with fewer bits"
+                raise ConfigError("pipeline", "sequences", f"{problem}: {advice}")
+        return made
 
     @property
     def side_bytes(self) -> int:
@@ -78,7 +88,7 @@ class Done:
     payload: Buffer | None = None
     tokens: int = 0
     loss: float = 0.0
-    refused: str = ""
+    refused: RemoteProtocolError | None = None
     counted: Counted | None = None
 
 
@@ -98,6 +108,7 @@ class StageWork:
         self._goes_back = None if is_first else crossings.back(stage - 1)
         self._goes = None if self._is_last else crossings.ahead(stage)
         self._comes_back = None if self._is_last else crossings.back(stage)
+        self._usual = UsualSizes()
 
     @property
     def is_between_steps(self) -> bool:
@@ -114,7 +125,7 @@ class StageWork:
                 return self._forward(work)
         except RemoteProtocolError as error:
             self.forget(work.key)
-            return Done(work, refused=str(error))
+            return Done(work, refused=error)
         return Done(work, counted=self.replica.take())
 
     def forget(self, key: Key | None) -> None:
@@ -138,6 +149,7 @@ class StageWork:
         assert self._comes_back is not None
         assert work.payload is not None
         gradient = self._comes_back.decode(work.payload, self._device)
+        self._usual.admit(work.sender, gradient)
         back = self.replica.backward(work.key, gradient, work.tokens, work.loss)
         sent = self._goes_back.encode(back) if self._goes_back and back is not None else None
         return Done(work, None if sent is None else _bytes(sent), work.tokens, work.loss)
@@ -159,7 +171,9 @@ class StageWork:
             raise RemoteProtocolError(
                 "out of range", f"values outside of {least} to {beyond - 1} in the side"
             )
-        return self._comes.decode(view[cut:], self._device), side
+        hidden = self._comes.decode(view[cut:], self._device)
+        self._usual.admit(work.sender, hidden)
+        return hidden, side
 
 
 def _bytes(payload: Tensor) -> memoryview:

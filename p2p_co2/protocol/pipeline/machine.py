@@ -44,8 +44,17 @@ from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
 from p2p_co2.system.memory import Buffer
 
+WINDOW = 6
+"""Times the stages from here to the last: microbatches between forward and backward. One of each is enough
+where links take no time; latency needs the rest."""
 RECENT = 4096
 """Microbatches that are over and still known, so that what comes twice counts once."""
+
+
+def window_of(stage: int, stages: int, microbatches: int) -> int:
+    """How many microbatches of an inner step may be between forward and backward at a replica of
+    ``stage``."""
+    return min(microbatches, WINDOW * (stages - stage))
 
 
 class Key(NamedTuple):
@@ -115,13 +124,15 @@ class Do(Enum):
 @dataclass(frozen=True)
 class Work:
     """``payload``: the bytes from the stage before (None at the first stage, which draws its own), or those
-    of the gradient. ``tokens``, ``loss``: with a gradient, what it is the gradient of."""
+    of the gradient; ``sender``: the peer that sent them. ``tokens``, ``loss``: with a gradient, what it is
+    the gradient of."""
 
     do: Do
     key: Key | None = None
     payload: Buffer | None = None
     tokens: int = 0
     loss: float = 0.0
+    sender: PeerId | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +148,16 @@ class DroppedMicrobatch:
     reason: str
 
 
-PipelineEvent = WorkReady | DroppedMicrobatch
+@dataclass(frozen=True)
+class UselessPayload:
+    """What ``sender`` gave us to compute with was no use: ``kind`` of message, and why."""
+
+    sender: PeerId
+    kind: type[Message]
+    error: RemoteProtocolError
+
+
+PipelineEvent = WorkReady | DroppedMicrobatch | UselessPayload
 PipelineMessage = Neighbour | Forward | Backward | Declined | Dropped
 
 
@@ -205,7 +225,7 @@ class Pipeline:
             if one.phase in {Phase.RECEIVING, Phase.WAITING}:
                 self._decline(key, one, "leaving")
             elif one.phase is Phase.PLACING:
-                one.deadline = now + self._sizes.cap_s
+                one.deadline = self._placed_by(now)
         self._events.append(WorkReady())
 
     @property
@@ -240,7 +260,7 @@ class Pipeline:
             return f"gradients from stage {self._place.stage + 1}"
         if not self._place.is_first and not self._peers.before():
             return f"stage {self._place.stage - 1} has no replica"
-        return f"microbatches from stage {self._place.stage - 1}"
+        return "the end" if self._place.is_first else f"microbatches from stage {self._place.stage - 1}"
 
     # ---- what the training thread asks and says
 
@@ -272,7 +292,7 @@ class Pipeline:
             return
         self._must_be(one, Phase.COMPUTING)
         one.phase, one.payload, one.tokens = Phase.PLACING, payload, tokens
-        one.deadline = now + self._sizes.cap_s if self._is_closing else math.inf
+        one.deadline = self._placed_by(now)
         self._place_all(now)
 
     def counted(self, key: Key, payload: Buffer | None, tokens: int, loss: float, now: float) -> None:
@@ -288,11 +308,14 @@ class Pipeline:
                 self._out.append((one.sender, with_data(body, data)))
         self._grant()
 
-    def failed(self, key: Key, reason: str) -> None:
-        """What came for ``key`` could not be used: it is dropped."""
-        if key in self._held:
-            self._drop(key, reason)
-            self._grant()
+    def failed(self, key: Key, error: RemoteProtocolError) -> None:
+        """What came for ``key`` could not be used: it is dropped, and held against its sender."""
+        one = self._held[key]
+        is_forward = one.phase is Phase.COMPUTING
+        if (sender := one.sender if is_forward else one.receiver) is not None:
+            self._events.append(UselessPayload(sender, Forward if is_forward else Backward, error))
+        self._drop(key, str(error))
+        self._grant()
 
     def stepped(self) -> None:
         """The inner step has been taken."""
@@ -313,6 +336,8 @@ class Pipeline:
             self._grant()
             self._place_all(now)
             return True
+        if not peer.theirs:
+            return False  # it has not said what crosses
         key = Key(message.key.owner, message.key.number)
         if isinstance(message, Forward):
             return self._take_forward(message, key, sender, peer, now)
@@ -374,12 +399,10 @@ class Pipeline:
             peer.used += 1
             one = _Microbatch(Phase.RECEIVING, sender, coming=coming, deadline=now + self._sizes.cap_s)
             self._held[key] = one
-        elif one.coming is None:
+        elif one.coming is None or one.sender != sender:
+            return False  # doubled; or another has sent it too, and one of them lies
+        elif not one.coming.add(message.offset, message.total, message.data):
             return False
-        elif one.sender != sender:
-            raise RemoteProtocolError("wrong sender", "a microbatch that another peer has sent")
-        else:
-            one.coming.add(message.offset, message.total, message.data)
         if one.coming is not None and one.coming.whole is not None:
             one.phase, one.payload, one.coming, one.deadline = Phase.WAITING, one.coming.whole, None, math.inf
             self._events.append(WorkReady())
@@ -405,7 +428,8 @@ class Pipeline:
             raise RemoteProtocolError("wrong count", f"{message.tokens} tokens of {one.tokens}")
         if one.coming is None:
             one.coming = Assembly(self._sizes.backward_bytes)
-        one.coming.add(message.offset, message.total, message.data)
+        if not one.coming.add(message.offset, message.total, message.data):
+            return False
         if one.coming.whole is not None:
             peer.durations.add(now - one.sent_at)
             one.payload, one.loss, one.coming = one.coming.whole, message.loss, None
@@ -418,7 +442,7 @@ class Pipeline:
         if one is not None and one.receiver == sender and one.phase is Phase.AWAY and one.coming is None:
             peer.used -= 1
             peer.granted = peer.used  # until it says anew what it has room for
-            one.phase, one.receiver, one.deadline = Phase.PLACING, None, math.inf
+            one.phase, one.receiver, one.deadline = Phase.PLACING, None, self._placed_by(now)
             self._place_all(now)
 
     def _take_dropped(self, key: Key, sender: PeerId, peer: NeighbourPeer) -> None:
@@ -438,7 +462,7 @@ class Pipeline:
     def _work(self) -> Work | None:
         for key, one in self._held.items():
             if one.phase is Phase.RETURNED:
-                return Work(Do.BACKWARD, key, one.payload, one.tokens, one.loss)
+                return Work(Do.BACKWARD, key, one.payload, one.tokens, one.loss, one.receiver)
         begun = self.in_flight
         if self._counted and not begun and (self._is_closing or self._counted >= self._sizes.microbatches):
             return Work(Do.STEP)
@@ -452,8 +476,12 @@ class Pipeline:
             return Work(Do.FORWARD, Key(self._place.process, self._made + 1))
         for key, one in self._held.items():
             if one.phase is Phase.WAITING:
-                return Work(Do.FORWARD, key, one.payload)
+                return Work(Do.FORWARD, key, one.payload, sender=one.sender)
         return None
+
+    def _placed_by(self, now: float) -> float:
+        """Until when what is computed waits for room behind: without end, while this peer goes on."""
+        return now + self._sizes.cap_s if self._is_closing else math.inf
 
     def _place_all(self, now: float) -> None:
         """Send what waits for room behind, as far as there is any."""

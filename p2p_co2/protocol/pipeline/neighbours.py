@@ -26,7 +26,8 @@ _NUMBERS = 1 << 64
 class NeighbourPeer:
     """One of them. ``is_before``: it sends us forwards; else we send it ours. ``granted``: how many may be
     sent in all since we met; ``used``: how many were. ``ours``, ``theirs``: each side's number of the
-    meeting. ``durations``: from a forward that went there to its gradient."""
+    meeting, 0 for its until it has said what crosses. ``durations``: from a forward that went there to its
+    gradient."""
 
     is_before: bool
     ours: int
@@ -79,12 +80,15 @@ class Neighbours:
         return self._peers.pop(peer, None) is not None
 
     def hear(self, said: Neighbour, sender: PeerId) -> bool:
-        """What a neighbour says of itself; True if it has met us anew: what it had of us is gone. Raises
-        ``RemoteProtocolError``."""
+        """What a neighbour says of itself; True if it has met us anew: what it had of us is gone. One of
+        another stage than its record's has moved, and is met once its record says so. Raises
+        ``RemoteProtocolError``; then nothing is taken from it."""
         peer = self._peers[sender]
-        stage = self._stage - 1 if peer.is_before else self._stage + 1
-        if said.boundaries != self._boundaries or said.stage != stage:
-            raise RemoteProtocolError("other boundaries", f"stage {said.stage}, its record says {stage}")
+        if said.boundaries != self._boundaries:
+            peer.theirs = 0
+            raise RemoteProtocolError("other boundaries", f"{said.boundaries[:8].hex()} crosses there")
+        if said.stage != (self._stage - 1 if peer.is_before else self._stage + 1):
+            return False
         if not math.isfinite(said.tokens_per_s) or said.tokens_per_s < 0:
             raise RemoteProtocolError("out of range", f"{said.tokens_per_s} tokens a second")
         peer.rate = said.tokens_per_s
@@ -126,8 +130,8 @@ class Neighbours:
         """Routes of a new round; ``peers``: tokens a second of this stage's replicas, this one's too."""
         behind = {peer: known.rate for peer, known in self.behind().items()}
         self._shares = shares(self._me, peers, behind, seed)
-        for peer in self.before():
-            self.introduce(peer)  # our rate has changed, and a grant may have been lost
+        for peer in self._peers:
+            self.introduce(peer)  # our rate has changed, and what was said before may have been lost
 
     def receiver(self, away: Mapping[PeerId | None, int], window: int) -> PeerId | None:
         """Who gets the next microbatch: of those with room the one where it would wait least, beyond that

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from p2p_co2.tensors.stages.boundary import Boundary
+from p2p_co2.tensors.stages.boundary import Boundary, UsualSizes
 from p2p_co2.tensors.stages.chain import Chain
 from p2p_co2.tensors.stages.replica import Counted, StageReplica
 
-__all__ = ["Boundary", "Chain", "Counted", "StageReplica"]
+__all__ = ["Boundary", "Chain", "Counted", "StageReplica", "UsualSizes"]
