@@ -135,6 +135,7 @@ def test_the_summary_has_a_table_of_stages() -> None:
     assert (first["rounds"]["committed"], first["rounds"]["aborted"]) == (2, 1)
     assert (second["rounds"]["committed"], second["rounds"]["aborted"]) == (2, 0)
     assert second["microbatches"]["drop_reasons"] == {"late": 1}
+    assert second["tokens_per_s"] == 240.0  # 2,400 in 10 s
     assert (summary["tokens"], summary["parameters"], summary["digests_equal"]) == (2200, 2000, True)
     assert [peer["stage"] for peer in summary["peer_table"].values()] == [0, 1, 0, 1]
     assert verdict(summary) == []
