@@ -174,6 +174,7 @@ class PipelineNode:
         self.life.stopping.set()
 
     def say_goodbye(self, reason: str) -> None:
+        self._tell()
         self.membership.say_goodbye(reason)
         self.pump()
 
