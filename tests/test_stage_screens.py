@@ -271,6 +271,8 @@ def test_metrics_and_sinks_have_each_stage() -> None:
     queue = families["p2p_co2_stage_waiting_microbatches"].samples
     assert {sample.labels["stage"]: sample.value for sample in queue} == {"0": 0.0, "1": 6.0}
     assert families["p2p_co2_stage_forward_bytes_per_second"].samples[0].value == 6e6
+    waiting = families["p2p_co2_peer_waiting_microbatches"].samples
+    assert {sample.labels["name"]: sample.value for sample in waiting} == {"a": 0, "b": 2, "c": 0, "d": 4}
     assert figures_of(facts)["stage/1/waiting"] == 6.0
     rows = {row["name"]: row["value"] for row in fact_rows(facts.peers[1])}
     assert (rows["stage"], rows["waiting"], rows["waits for"]) == ("1", "2", "")
