@@ -141,8 +141,8 @@ class Peer:
             if now - sync.figures.made_at >= 10 * REPORT_EVERY_S:
                 sync.report()
             position = sync.clock.position(now, sync.inner_steps)
-            if over := sync.account.is_over(position):
-                sync.position = position  # though no step brings it there
+            if (over := sync.account.is_over(position)) and between_steps:
+                sync.position = position  # though no step brings it there; one that is under way counts
         return not (sync.stopped or over)
 
     def stop(self) -> None:
