@@ -7,7 +7,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from google.protobuf.message import Message
@@ -35,6 +35,7 @@ class Replica:
     machine: Pipeline
     stage: int
     compute_s: float
+    process: int
     is_up: bool = True
     work: Work | None = None
     busy_s: float = 0.0
@@ -42,18 +43,24 @@ class Replica:
     steps: list[int] = field(default_factory=list)
     """Microbatches of each inner step."""
     this_step: int = 0
+    gradients: int = 0
+    """Sent to the stage before."""
+    urgent: list[Work] = field(default_factory=list)
+    """Of these, what others waited for."""
     dropped: list[str] = field(default_factory=list)
-    lines: dict[PeerId, float] = field(default_factory=dict)
-    """When the line to each peer is free."""
+    line_free_at: float = 0.0
+    """Of its line up, which all that it sends shares."""
 
 
 class World:
     """``counts``: replicas by stage; ``compute_s``: seconds of a forward, by stage (a backward takes twice as
-    much)."""
+    much). ``window``: of all stages, or by stage. ``urgent``: bytes of an urgent gradient, 0 for those of
+    any other."""
 
     def __init__(
-        self, counts: list[int], compute_s: list[float], *, microbatches: int = 8, window: int = 8,
-        room: int = 0, latency_s: float = 0.01, payload: int = 40_000, bytes_per_s: float = 1e8,
+        self, counts: list[int], compute_s: list[float], *, microbatches: int = 8,
+        window: int | list[int] = 8, urgent: int = 0, room: int = 0, latency_s: float = 0.01,
+        payload: int = 40_000, bytes_per_s: float = 1e8,
         cap_s: float = 60.0, seed: int = 0, faults: Faults | None = None,
     ) -> None:  # fmt: skip
         self.now = 0.0
@@ -61,7 +68,13 @@ class World:
         self._faults, self._latency_s, self._rate = faults or Faults(), latency_s, bytes_per_s
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._sizes = Sizes(microbatches, window, room or 2 * window, payload, payload, b"b", cap_s)
+        self._windows = [window] * len(counts) if isinstance(window, int) else window
+        self._gradients = [bytes(payload), bytes(urgent)] if urgent else [bytes(payload)]
+        room = room or 2 * max(self._windows)
+        sizes = [len(gradient) for gradient in self._gradients]
+        self._sizes = Sizes(microbatches, 0, room, payload, sizes, b"b", cap_s)
+        self.went: dict[Key, list[tuple[int, int]]] = {}
+        """The processes that each microbatch was sent on by, and which inner step that was in."""
         self.payload, self.compute_s, self.stages = bytes(payload), compute_s, len(counts)
         self.peers: dict[PeerId, Replica] = {}
         self._born = 0
@@ -75,7 +88,9 @@ class World:
         self._born += 1
         me = PeerId(name or f"s{stage}p{self._born}")
         place = Place(me, self._born << 32, stage, self.stages)
-        replica = Replica(Pipeline(place, self._sizes), stage, self.compute_s[stage] * slower)
+        machine = Pipeline(place, self.sizes(stage))
+        machine.upload_bytes_per_s = self._rate
+        replica = Replica(machine, stage, self.compute_s[stage] * slower, place.process)
         self.peers[me] = replica
         for other, known in self.peers.items():
             if other != me and known.is_up:
@@ -85,6 +100,10 @@ class World:
         self.draw()
         self.pump(me)
         return me
+
+    def sizes(self, stage: int) -> Sizes:
+        up = len(self.payload) * ((stage > 0) + (stage < self.stages - 1))
+        return replace(self._sizes, window=self._windows[stage], up_bytes=up)
 
     def kill(self, peer: PeerId, noticed_s: float = 0.5) -> None:
         self.peers[peer].is_up = False
@@ -163,9 +182,13 @@ class World:
         elif work.key is not None and (work.do is Do.BACKWARD or is_last):
             known.counted[work.key] += 1
             known.this_step += 1
-            payload = None if known.stage == 0 else self.payload
-            machine.counted(work.key, payload, TOKENS, 1.0, self.now)
+            codec = len(self._gradients) - 1 if work.is_urgent else 0
+            payload = None if known.stage == 0 else self._gradients[codec]
+            known.gradients += payload is not None
+            known.urgent += [work] if work.is_urgent else []
+            machine.counted(work.key, payload, TOKENS, 1.0, self.now, codec)
         elif work.key is not None:
+            self.went.setdefault(work.key, []).append((known.process, len(known.steps)))
             machine.forwarded(work.key, self.payload, TOKENS, self.now)
         self.pump(peer)
 
@@ -176,8 +199,8 @@ class World:
 
     def _send(self, sender: PeerId, receiver: PeerId, message: Message) -> None:
         known, faults = self.peers[sender], self._faults
-        free_at = max(self.now, known.lines.get(receiver, 0.0)) + message.ByteSize() / self._rate
-        known.lines[receiver] = free_at
+        free_at = max(self.now, known.line_free_at) + message.ByteSize() / self._rate
+        known.line_free_at = free_at
         for _ in range(1 + (self.random.random() < faults.double)):
             if self.random.random() >= faults.lose:
                 wait_s = free_at - self.now + self._latency_s + self.random.random() * faults.jitter_s
@@ -192,7 +215,8 @@ class World:
     # ---- laws
 
     def check(self) -> None:
-        """Once and suffix, and that what is held stays within its bounds."""
+        """Once and suffix, that what is held stays within its bounds, and that what a gradient leaves out may
+        only be added to one that the same inner steps of the same replicas count."""
         by_stage = [Counter[Key]() for _ in range(self.stages)]
         for known in self.peers.values():
             by_stage[known.stage] += known.counted
@@ -204,6 +228,12 @@ class World:
                 assert set(by_stage[stage - 1]) <= set(counted), (
                     f"stage {stage} lacks what {stage - 1} counted"
                 )
+
+        for known in self.peers.values():
+            for work in known.urgent:
+                if work.key is not None and work.heir is not None:
+                    paths = [self.went[key][: known.stage] for key in (work.key, work.heir)]
+                    assert paths[0] == paths[1], f"{work.heir} went elsewhere than {work.key}"
 
     def end(self) -> None:
         """Close stage by stage, and see that all comes to its end."""

@@ -57,6 +57,51 @@ def test_a_slow_replica_holds_nobody_up() -> None:
     assert made[1] > 0.85 * made[0], made
 
 
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (3, 12), (4, 16)])
+def test_the_drain_under_1f1b_is_p_of_2m(stages: int, microbatches: int) -> None:
+    """Of all gradients that cross, where each stage has no more in flight than there are stages behind."""
+    windows = [stages - stage for stage in range(stages)]
+    world = World([1] * stages, [0.01] * stages, microbatches=microbatches, window=windows, latency_s=0.0)
+    world.run(30)
+    for machine in world.peers.values():
+        assert len(machine.steps) > 20
+    sent = sum(known.gradients for known in world.peers.values())
+    urgent = sum(len(known.urgent) for known in world.peers.values())
+    assert abs(urgent / sent - stages / (2 * microbatches)) < 0.01
+    world.check()
+
+
+def test_what_low_rank_leaves_out_has_an_heir_until_the_last() -> None:
+    """Of the same path, whose gradient goes later; in each drain one has none, and flushes."""
+    world = World([2, 2, 2, 2], [0.05, 0.03, 0.06, 0.02], microbatches=16, seed=3)
+    world.run(60)
+    world.check()
+    for known in world.peers.values():
+        order = {key: place for place, key in enumerate(known.counted)}
+        for work in known.urgent:
+            assert work.key is not None
+            assert work.heir is None or order.get(work.heir, len(order)) > order[work.key]
+    assert any(work.heir for known in world.peers.values() for work in known.urgent)
+    assert any(not work.heir for known in world.peers.values() for work in known.urgent)
+
+
+def test_gradients_are_urgent_where_the_line_binds() -> None:
+    """And smaller ones then make more of it: three stages, a gradient takes twice as long as computing."""
+    made = []
+    for urgent in (0, 5_000):
+        world = World([1, 1, 1], [0.01] * 3, microbatches=32, bytes_per_s=7e5, urgent=urgent)
+        world.run(60)
+        world.check()
+        known = list(world.peers.values())
+        made.append(known[0].counted.total())
+        if urgent:
+            assert all(len(one.urgent) > 0.9 * one.gradients > 0 for one in known[1:])
+    assert made[1] > 1.1 * made[0], made
+    fast = World([1, 1, 1], [0.01] * 3, microbatches=32)
+    fast.run(30)
+    assert all(len(one.urgent) < 0.5 * one.gradients for one in list(fast.peers.values())[1:])
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_laws_hold_whatever_happens(seed: int) -> None:
     faults = Faults(lose=0.01, double=0.05, jitter_s=0.2)
@@ -102,11 +147,11 @@ def test_an_empty_stage_is_said_and_comes_back() -> None:
     world.check()
 
 
-SIZES = Sizes(8, 4, 8, 1000, 1000, b"b", 60.0)
+SIZES = Sizes(8, 4, 8, 1000, (1000, 500), b"b", 60.0)
 
 
-def machine(stage: int) -> Pipeline:
-    made = Pipeline(Place(PeerId("me"), 77, stage, 3), SIZES)
+def machine(stage: int, sizes: Sizes = SIZES) -> Pipeline:
+    made = Pipeline(Place(PeerId("me"), 77, stage, 3), sizes)
     made.join(PeerId("before"), stage - 1)
     made.join(PeerId("behind"), stage + 1)
     for peer, number in (("before", stage - 1), ("behind", stage + 1)):
@@ -119,9 +164,11 @@ def forward(number: int, data: bytes = bytes(1000), total: int = 1000) -> Forwar
     return Forward(key=MicrobatchKey(owner=1, number=number), offset=0, total=total, data=data)
 
 
-def backward(number: int, tokens: int = 100, loss: float = 1.0) -> Backward:
+def backward(number: int, tokens: int = 100, loss: float = 1.0, codec: int = 0, size: int = 1000) -> Backward:
     key = MicrobatchKey(owner=1, number=number)
-    return Backward(key=key, tokens=tokens, loss=loss, offset=0, total=1000, data=bytes(1000))
+    said = Backward(key=key, tokens=tokens, loss=loss, offset=0, total=size, data=bytes(size))
+    said.codec = codec
+    return said
 
 
 def test_hostile_messages_are_refused() -> None:
@@ -150,6 +197,44 @@ def test_hostile_messages_are_refused() -> None:
         one.receive(backward(1), before, 3.0)
     assert one.receive(backward(1), behind, 3.0)
     assert not one.receive(forward(1), PeerId("stranger"), 3.0)
+
+
+def sent_on(one: Pipeline) -> Pipeline:
+    """A microbatch comes, is computed and goes to the next stage."""
+    one.receive(forward(1), PeerId("before"), 1.0)
+    work = one.next_work(1.0)
+    assert work is not None
+    assert work.key is not None
+    one.forwarded(work.key, bytes(1000), 100, 2.0)
+    return one
+
+
+def test_a_gradient_is_of_a_codec_that_the_run_has() -> None:
+    """Its size is that codec's, and all its pieces are of one."""
+    behind = PeerId("behind")
+    wrong = [(2, 1000, "none of this run"), (2**32 - 1, 500, "none of this run")]
+    wrong += [(0, 500, "wrong size"), (1, 1000, "wrong size"), (1, 2**31, "wrong size")]
+    for codec, total, why in wrong:
+        one, message = sent_on(machine(1)), backward(1, codec=codec, size=8)
+        message.total = total
+        with pytest.raises(RemoteProtocolError, match=why):
+            one.receive(message, behind, 3.0)
+    one = sent_on(machine(1))
+    assert one.receive(backward(1, codec=1, size=500), behind, 3.0)
+    work = one.next_work(4.0)
+    assert work is not None
+    assert (work.codec, len(work.payload or b"")) == (1, 500)
+
+
+def test_pieces_of_two_codecs_are_no_gradient() -> None:
+    sizes = Sizes(8, 4, 8, 1000, (1 << 15, (1 << 15) + 512), b"b", 60.0)
+    one = sent_on(machine(1, sizes))
+    first = backward(1, size=1 << 14)
+    first.total = 1 << 15
+    assert one.receive(first, PeerId("behind"), 3.0)
+    first.codec, first.offset = 1, 1 << 14
+    with pytest.raises(RemoteProtocolError, match="in two codecs"):
+        one.receive(first, PeerId("behind"), 3.0)
 
 
 def test_no_more_is_taken_than_was_granted() -> None:
