@@ -8,7 +8,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.pipeline.machine import Pipeline, Place, Sizes
 from p2p_co2.protocol.pipeline.routes import shares
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Backward, Forward, MicrobatchKey, Neighbour
+from p2p_co2.protocol.wire.messages_pb2 import Backward, Dropped, Forward, MicrobatchKey, Neighbour
 from tests.pipeline_world import Faults, World
 
 
@@ -244,6 +244,24 @@ def test_no_more_is_taken_than_was_granted() -> None:
     assert sum(taken) == SIZES.room
     declined = [message for _, message in one.messages_to_send() if hasattr(message, "reason")]
     assert len(declined) == 29 - SIZES.room
+
+
+def test_what_was_declined_is_never_taken() -> None:
+    """A second copy that comes when there is room again: another replica may have it by then. Whoever sends
+    it here once more hears nothing and drops it, and what it was granted for that is granted anew."""
+    one, before = machine(1), PeerId("before")
+    for number in range(SIZES.room + 1):
+        one.receive(forward(number), before, 1.0)
+    for number in range(SIZES.room):
+        one.receive(Dropped(key=MicrobatchKey(owner=1, number=number)), before, 2.0)
+    one.handle_timer(2.0)
+    said = [message.granted for _, message in one.messages_to_send() if isinstance(message, Neighbour)]
+    assert not one.receive(forward(SIZES.room), before, 3.0)
+    assert one.next_work(3.0) is None
+    for _ in range(2):
+        one.receive(Dropped(key=MicrobatchKey(owner=1, number=SIZES.room)), before, 4.0)
+    again = [message.granted for _, message in one.messages_to_send() if isinstance(message, Neighbour)]
+    assert again == [max(said) + 1]
 
 
 def test_a_gradient_that_comes_late_counts_nowhere_and_gives_more_time() -> None:

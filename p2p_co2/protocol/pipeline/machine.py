@@ -178,10 +178,12 @@ class _Microbatch:
 
 
 class _Past(NamedTuple):
-    """Of a microbatch that is over: where it had gone, and when if its gradient was given up."""
+    """Of a microbatch that is over: where it had gone, and when if its gradient was given up. ``declined``:
+    it was never taken, nor will be, since another replica may have it by now."""
 
     receiver: PeerId | None
     given_up: float | None = None
+    declined: bool = False
 
 
 class Pipeline:
@@ -387,6 +389,7 @@ class Pipeline:
             if self._is_closing or peer.room <= 0:
                 if message.offset == 0:
                     self._out.append((sender, Declined(key=key.on_wire(), reason="no room")))
+                    self._remember(key, _Past(None, declined=True))
                 return False
             coming = Assembly(self._sizes.forward_bytes)
             coming.add(message.offset, message.total, message.data)
@@ -446,7 +449,8 @@ class Pipeline:
     def _take_dropped(self, key: Key, sender: PeerId, peer: NeighbourPeer) -> None:
         one = self._held.get(key)
         if one is None:
-            if key not in self._recent and peer.is_before:
+            past = self._recent.get(key)
+            if (past is None or past.declined) and peer.is_before:
                 peer.used += 1  # it was lost on its way, and what comes of it is not taken
                 self._remember(key, _Past(None))
                 self._grant()
