@@ -17,6 +17,9 @@ from bootstrap.stage import LOOPBACK, Stage, WatchWith, prepare, require_carrier
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import RUN_OVER, ConfigError
 
+MICROBATCHES = 4
+"""Of a demo's inner step, times its stages: small steps, since all peers share few cores."""
+
 
 def run_demo(options: DemoOptions, watch_with: WatchWith) -> int:
     """Run it; returns the exit status, 130 if somebody stopped it.
@@ -25,6 +28,9 @@ def run_demo(options: DemoOptions, watch_with: WatchWith) -> int:
     """
     if options.peers < 1:
         raise ConfigError.of_option("--peers", f"at least 1 (got {options.peers})")
+    if options.peers < options.stages:
+        problem = f"each of {options.stages} stages needs a peer (got {options.peers}); two each are better"
+        raise ConfigError.of_option("--peers", problem)
     require_carrier(options.carrier)
     if not math.isfinite(options.seconds):
         raise ConfigError.of_option("--seconds", f"a number of seconds (got {options.seconds:g})")
@@ -64,6 +70,8 @@ def run_config(options: DemoOptions) -> RunConfig:
         "codec": {"name": options.codec},
         "outer": {"rule": options.rule},
     }
+    if options.stages > 1:
+        table["pipeline"] = {"stages": options.stages, "microbatches": MICROBATCHES * options.stages}
     try:
         return RunConfig.model_validate(table)
     except ValidationError as error:
@@ -87,8 +95,8 @@ class RunningDemo:
     def run(self) -> None:
         """Start everybody and look on until the peers have ended. Raises ``EnvironmentFault``."""
         self._stage.start_seed()
-        for number in range(1, self._options.peers + 1):
-            self._start_peer(f"peer-{number}", self._options.peers)
+        for number in range(self._options.peers):
+            self._start_peer(f"peer-{number + 1}", self._options.peers // self._options.stages, number)
         self._stage.look_on(self.act)
 
     def act(self) -> None:
@@ -98,7 +106,7 @@ class RunningDemo:
         if options.kill_one and not self.killed and since and time.monotonic() > since + half_s:
             self._kill(f"peer-{options.peers}")
             self.latecomer = f"peer-{options.peers + 1}"
-            self._start_peer(self.latecomer, 1)
+            self._start_peer(self.latecomer, 1, options.peers - 1)
         late = stage.peers.get(self.latecomer)
         if late is None or self.latecomer in self.killed:
             return
@@ -115,5 +123,9 @@ class RunningDemo:
         self._stage.swarm.kill(self._stage.peers[name])
         self.killed.append(name)
 
-    def _start_peer(self, name: str, min_peers: int) -> None:
-        self._stage.start_peer(name, min_peers, ("--device", self._options.device, *LOOPBACK))
+    def _start_peer(self, name: str, min_peers: int, number: int) -> None:
+        """The peers hold the stages in turn."""
+        place = ["--device", self._options.device, *LOOPBACK]
+        if self._options.stages > 1:
+            place += ["--stage", str(number % self._options.stages)]
+        self._stage.start_peer(name, min_peers, place)

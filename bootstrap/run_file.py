@@ -56,7 +56,7 @@ def recipe_of(run_file: Path | None, given: bool = False) -> Iterator[None]:
         yield
     except ConfigError as error:
         where = str(run_file or "the run")
-        if error.key.startswith("recipe_options"):
+        if error.key.startswith(("recipe_options", "pipeline.")):
             raise ConfigError(where, error.key, error.problem) from None
         if given:
             raise ConfigError("command line", "--recipe", str(error)) from None

@@ -67,7 +67,7 @@ def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
         return run
     say(f"computing the digest of recipe {run.recipe} (imports torch) ...")
     take_back()
-    from p2p_co2.recipes import BYTE_GPT, check_data, recipe_digest
+    from p2p_co2.recipes import BYTE_GPT, check_data, check_stages, recipe_digest
 
     hand_over()
     with recipe_of(options.run_file):
@@ -75,6 +75,7 @@ def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
             files = (str(run.recipe_options.get(key, "")) for key in ("text", "tokens"))
             if note := check_data(*files):
                 say(f"note: {note}")
+        check_stages(run)
         digest = recipe_digest(run.recipe, run.recipe_options)
     return run.model_copy(update={"recipe_digest": digest})
 

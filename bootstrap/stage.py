@@ -145,12 +145,12 @@ def prepare(config: RunConfig, folder: Path, *, is_judged: bool = False) -> tupl
     if not config.recipe_digest:
         digest = recipe_digest(config.recipe, config.recipe_options)
         config = config.model_copy(update={"recipe_digest": digest})
-    recipe = load_recipe(config.recipe, config.recipe_options, config.seed)
+    recipe = load_recipe(config.recipe, config.recipe_options, config.seed, config.pipeline.stages)
     if is_judged and recipe.held_out is None:
         problem = "the demo judges a run by its held-out loss; give the recipe one"
         raise ConfigError(config.recipe, "held_out", problem)
     (folder / "run.toml").write_text(write_toml(config), encoding="utf-8")
-    return config, recipe.held_out(recipe.model) if recipe.held_out else None
+    return config, recipe.held_out(recipe.whole_model(config)) if recipe.held_out else None
 
 
 class Stage:
@@ -254,20 +254,33 @@ class Stage:
 
         merge_journals([tail.path for tail in self._tails.values()], self._folder / "events.jsonl")
         loss_end, text = None, ""
-        for name in sorted(self._finished):
-            source = self._folder / "peers" / name / "checkpoint"
-            if source.is_dir():
-                shutil.copytree(source, self._folder / "checkpoint")
-                trained = Trained.load(self._folder / "checkpoint", self._own_recipe)
-                loss_end = trained.held_out_loss() if trained.recipe.held_out else None
-                if trained.recipe.generate and prompt[0]:
-                    text = trained.sample(*prompt, self._config.seed)
-                break
+        if self._has_checkpoint():
+            trained = Trained.load(self._folder / "checkpoint", self._own_recipe)
+            loss_end = trained.held_out_loss() if trained.recipe.held_out else None
+            if trained.recipe.generate and prompt[0]:
+                text = trained.sample(*prompt, self._config.seed)
         end = RunEnd(
             loss_start=loss_start, loss_end=loss_end, text=text, expected_peers=len(self.peers),
             deaths=tuple(self._deaths.values()), software=software_versions(), **more,
         )  # fmt: skip
         return self._watch.finish(end)
+
+    def _has_checkpoint(self) -> bool:
+        """Copy one that a peer has left, or gather one of the whole model from those of all stages. Whether
+        there is any."""
+        folders = [self._folder / "peers" / name / "checkpoint" for name in sorted(self._finished)]
+        left, target = [folder for folder in folders if folder.is_dir()], self._folder / "checkpoint"
+        if left and self._config.pipeline.stages == 1:
+            shutil.copytree(left[0], target)
+        elif left:
+            from p2p_co2.trainer.gather import gather_folders
+
+            try:
+                gather_folders(left, target, self._own_recipe)
+            except ConfigError as error:  # of a stage nobody is left
+                print(f"note: no checkpoint of the whole model: {error}", flush=True)
+                return False
+        return bool(left)
 
     def _note_deaths(self) -> None:
         for child in self.swarm.dead_unasked():

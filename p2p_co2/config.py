@@ -93,7 +93,6 @@ class OuterConfig(_Frozen):
 
 
 BoundaryCodec = Literal["fp32", "bf16", "int8"]
-GradientCodec = Literal["fp32", "bf16", "int8", "int4"]
 RANK = "rank"
 """Begins the name of a low-rank codec: "rank16"."""
 
@@ -114,7 +113,7 @@ class PipelineConfig(_Frozen):
     microbatches: int = Field(default=64, ge=1, le=4096)
     sequences: int = Field(default=1, ge=1, le=4096)
     forward: BoundaryCodec = "int8"
-    backward: GradientCodec = "int8"
+    backward: Literal["fp32", "bf16", "int8", "int4"] = "int8"
     backward_critical: str = ""
     min_replicas: int = Field(default=2, ge=1, le=64)
 
@@ -359,7 +358,7 @@ def _config_error(where: str, error: ValidationError) -> ConfigError:
         problem = "unknown key; remove it or check its spelling and its table"
     else:
         problem = first["msg"].removeprefix("Value error, ")
-        if first["loc"]:
+        if first["loc"] and not isinstance(first["input"], dict):
             problem += f" (got {first['input']!r})"
     more = len(error.errors()) - 1
     return ConfigError(where, key, problem + (f"; and {more} more" if more else ""))

@@ -1,11 +1,12 @@
 """A trained model out of a checkpoint: for sampling and for its held-out loss.
 
 It puts the agreed parameters, not a peer's live ones, into the recipe's model. The fragment plan's digest
-must be the checkpoint's, so parameters never land in the wrong place."""
+must be the checkpoint's, so parameters never land in the wrong place. Of a run with stages it is the whole
+model's: all stages in one process, under the names that ``Stages.join`` gives them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,7 +31,11 @@ class Trained:
         Raises ``ConfigError`` if there is no whole checkpoint or its recipe is not the one here.
         """
         agreed = load_agreed(checkpoint)
+        if agreed.stage is not None:
+            problem = f"holds {agreed.holds} alone; make a checkpoint of the whole model with p2p-co2 gather"
+            raise ConfigError(str(checkpoint), "", problem)
         recipe = load_run_recipe(agreed.run, own_recipe)
+        recipe = replace(recipe, model=recipe.whole_model(agreed.run))
         plan = plan_fragments(recipe.model, agreed.run.fragments)
         if plan.digest != agreed.plan_digest:
             raise ConfigError(str(checkpoint), "", "is of another model than the recipe makes here")

@@ -7,7 +7,6 @@ progress."""
 from __future__ import annotations
 
 import gc
-import hashlib
 import importlib
 import os
 import signal
@@ -17,10 +16,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.node.peer_finder import ALONE
-from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.system.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 
     from p2p_co2.recipes import Recipe
     from p2p_co2.trainer import Connection, Peer
+    from p2p_co2.trainer.stage_peer import StagePeer
 
 SHARE = 0.005
 AT_MOST_EVERY_S = 10.0
@@ -139,14 +138,14 @@ class _Running(StopSignals):
 
     def __init__(self) -> None:
         super().__init__(self._stop)
-        self._peer: Peer | None = None
+        self._peer: Peer | StagePeer | None = None
 
     def _stop(self) -> None:
         if self._peer is None:
             raise KeyboardInterrupt
         self._peer.stop()
 
-    def take(self, peer: Peer) -> None:
+    def take(self, peer: Peer | StagePeer) -> None:
         """From now on a Ctrl-C means this peer; one that was swallowed on the way to it too."""
         self._peer = peer
         if self.asked:
@@ -185,6 +184,14 @@ def _join_and_train(
 
 
 def _train(connection: Connection, recipe: Recipe, options: JoinOptions, running: _Running) -> None:
+    if connection.run.pipeline.stages > 1:
+        running.go_on()
+        stage_peer = connection.start_stage(recipe, options.resume or None, options.start_over)
+        running.take(stage_peer)
+        stage_peer.train()
+        return
+    from p2p_co2.trainer.stage_peer import data_seed
+
     model = recipe.model.to(options.config.device)
     optimizer = recipe.optimizer(model.parameters())  # a first one imports much of torch
     running.go_on()
@@ -196,7 +203,8 @@ def _train(connection: Connection, recipe: Recipe, options: JoinOptions, running
     measuring = AgreedLoss(recipe.glance or recipe.held_out)
     with peer:
         measuring.begin(peer)
-        for batch in recipe.batches(_data_seed(connection.run, options.config, peer.inner_steps), sequences):
+        seed = data_seed(connection.run, peer.peer_id, peer.inner_steps)
+        for batch in recipe.batches(seed, sequences):
             optimizer.zero_grad(set_to_none=True)
             loss = recipe.loss(model, batch)
             loss.backward()  # type: ignore[no-untyped-call]  # so torch declares it
@@ -204,13 +212,6 @@ def _train(connection: Connection, recipe: Recipe, options: JoinOptions, running
             if not peer.step(recipe.tokens(batch), loss):
                 break
             measuring.after_step(peer)
-
-
-def _data_seed(run: RunConfig, config: PeerConfig, inner_steps: int) -> int:
-    """Each peer draws other batches, and after a resume not the ones it has had."""
-    peer = Identity.load_or_create(config.folder / "identity").peer_id
-    digest = hashlib.sha256(f"{run.seed} {peer} {inner_steps}".encode()).digest()
-    return int.from_bytes(digest[:6], "big")
 
 
 class AgreedLoss:

@@ -801,3 +801,34 @@ def test_a_checkpoint_of_another_run_says_so(tmp_path: Path) -> None:
     save(tmp_path, replace(write(tmp_path, model, adam(model)), run_config_json=other))
     with pytest.raises(ConfigError, match=r"is of another run; give another folder .*--start-over"):
         resume(tmp_path, model, adam(model))
+
+
+# ---- stages
+
+
+def test_a_stages_checkpoint_says_so_and_only_its_own_stage_goes_on_from_it(
+    tmp_path: Path, saving: Saving
+) -> None:
+    saving.save()
+    whole = load(saving.folder)
+    assert whole.stage is None
+    assert b'"stage"' not in whole.path.read_bytes()
+    saving.saver.plan = replace(saving.plan, stage=1)
+    saving.save()
+    saved = load(saving.folder)
+    assert (saved.stage, saved.holds) == (1, "stage 1")
+    assert saved.parameters == whole.parameters
+    plan, run, model = saving.plan.fragments, saving.bench.run, saving.model
+    resuming.check(saved, run, model, plan, "here", 1)
+    resuming.check(whole, run, model, plan, "here")
+    for found, stage, words in (
+        (saved, 0, "holds stage 1 of this run, and this peer stage 0; join with --stage 1, give another fol"),
+        (saved, None, "holds stage 1 of this run, and this peer the whole model; join with --stage 1, give"),
+        (whole, 0, "holds the whole model of this run, and this peer stage 0; give another folder"),
+    ):
+        with pytest.raises(ConfigError, match=f"here: {words}.*--start-over"):
+            resuming.check(found, run, model, plan, "here", stage)
+    with pytest.raises(
+        ConfigError, match=r"is of stage 1 of another run; give another folder .*--start-over"
+    ):
+        resuming.check(saved, RUN, model, plan, "here", 1)

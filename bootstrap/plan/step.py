@@ -36,6 +36,8 @@ def load_model(run: RunConfig, device: str) -> tuple[Recipe, tuple[int, ...]]:
         problem = "this run is trained by a program of its own: give --parameters and --step-s"
         raise ConfigError.of_option("--step-s", problem)
     recipe = load_recipe(run.recipe, run.recipe_options, run.seed)
+    if run.pipeline.stages > 1:
+        recipe.in_stages(run.pipeline.stages)
     plan = plan_fragments(recipe.model, run.fragments)
     try:
         recipe.model.to(device)

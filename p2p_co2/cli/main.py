@@ -24,6 +24,7 @@ import typer
 from bootstrap.options import DemoOptions, OwnRecipe, Parent, RehearsalOptions, SeedOptions, says
 from p2p_co2.cli import checks, views
 from p2p_co2.cli import options as shared
+from p2p_co2.cli.gather import gather
 from p2p_co2.cli.options import takes
 from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
 
@@ -116,6 +117,9 @@ def join(
     name: Annotated[str | None, says("What others see beside the peer's id.")] = None,
     device: shared.Device = None,
     batch: Annotated[int | None, says("Sequences per inner step; 0 for the recipe's.")] = None,
+    stage: Annotated[
+        int | None, says("Of a run with stages: which to hold, from 0; else the neediest.")
+    ] = None,
     threads: Annotated[int | None, says("CPU threads for training; 0 for the number of cores.")] = None,
     carrier: shared.Carrier = None,
     host: Annotated[
@@ -155,9 +159,10 @@ def join(
     config = peer_config(
         config_file,
         {
-            "folder": folder, "name": name, "device": device, "batch": batch, "carrier": carrier,
-            "host": host, "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
-            "min_peers": min_peers, "slow_line": slow_line, "board": board, "board_port": board_port,
+            "folder": folder, "name": name, "device": device, "batch": batch, "stage": stage,
+            "carrier": carrier, "host": host, "announce_host": announce_host, "grpc_port": grpc_port,
+            "libp2p_port": libp2p_port, "min_peers": min_peers, "slow_line": slow_line, "board": board,
+            "board_port": board_port,
             "checkpoint_every_s": checkpoint_every,
             "limits.threads": threads, "limits.hours": hours,
             "limits.upload_bytes_per_s": _rate("--upload", upload),
@@ -251,7 +256,7 @@ def init() -> None:
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo, "init": init, "plan": checks.plan, "rehearse": rehearse, "simulate": checks.simulate,
     "seed": seed, "doctor": checks.doctor, "join": join, "board": views.board, "watch": views.watch,
-    "export": views.export, "sample": sample, "eval": evaluate,
+    "export": views.export, "gather": gather, "sample": sample, "eval": evaluate,
 }  # fmt: skip
 """As somebody meets them who starts with nothing."""
 for _name, _command in COMMANDS.items():

@@ -20,6 +20,7 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.node.links import FindRecord, LinkObserver, LinkPool, LinkTraffic, Piece, Uplink
+from p2p_co2.node.router import Quotas
 from p2p_co2.protocol.wire.envelope import Opened, Unsent, group_of, opened
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
@@ -115,15 +116,18 @@ class GroupSwitch:
 
 
 class Environment:
-    """What one node stands on: that of a process's first group, which is the run itself; ``beside`` makes
-    that of another."""
+    """What one node stands on: that of a process's first group, the run itself unless ``group`` is another;
+    ``beside`` makes that of another. ``quotas``: how fast each sender is read, whatever group it is for."""
 
     def __init__(
         self, network: PeerNetwork, clock: Clock | None = None, make_links: MakeLinks = LinkPool,
-        open_message: Callable[[bytes, bytes], Opened] = opened,
+        open_message: Callable[[bytes, bytes], Opened] = opened, group: bytes = b"",
     ) -> None:  # fmt: skip
-        self.network, self.group, self.clock = network, network.run.digest(), clock or Clock()
+        self.network, self.group, self.clock = network, group or network.run.digest(), clock or Clock()
         self.make_links, self.open_message = make_links, open_message
+        self.quotas = Quotas(network.config.limits.download_bytes_per_s)
+        self.elsewhere: Callable[[float, float], list[float]] = lambda now, rounds_per_s: []
+        """Positions of peers of other groups that share the run's clock, in rounds; may be set."""
         self.switch, self.uplink = GroupSwitch(network), Uplink(network.config.limits.upload_bytes_per_s)
 
     def beside(self, group: bytes) -> Environment:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 from p2p_co2 import __version__
 from p2p_co2.config import PeerConfig, RunConfig
@@ -238,16 +240,25 @@ class RecordBook:
         return self._records.get(peer)
 
 
+@dataclass
+class Held:
+    """What this peer holds of the model. ``stage``: in a run with stages; None takes all peers of the run for
+    its group. ``tokens_per_s``: how fast it computes, as its record says; 0 if not known."""
+
+    stage: int | None = None
+    tokens_per_s: float = 0.0
+
+
 class Network:
     """Make it with ``open``, end it with ``close``; both on the network thread."""
 
     p2p: P2P
     discovery: Discovery
     _reach: Reach
+    software = f"p2p-co2 {__version__}"
 
     def __init__(self, identity: Identity, config: PeerConfig, ticket: Ticket) -> None:
         self.identity, self.config, self.ticket = identity, listening(config, ticket), ticket
-        self.software = f"p2p-co2 {__version__}"
         self.run = RunConfig()
         self.carriers: tuple[Carrier, ...] = ()
         self.clock_doubt = ""
@@ -260,6 +271,7 @@ class Network:
         """Of what is done again when it grows old."""
         self._invited = ""
         """The ticket that was written into the folder last."""
+        self.holds = Held()
 
     @classmethod
     async def open(cls, ticket: Ticket, config: PeerConfig, on_refused: OnRefused) -> Network:
@@ -346,6 +358,7 @@ class Network:
         if self._is_due("record", RECORD_LIFETIME_S / 3):
             record = await self._reach.record()
             record.software = self.software
+            record.stage, record.tokens_per_s = self.holds.stage or 0, self.holds.tokens_per_s
             await self.discovery.publish_self(record, RECORD_LIFETIME_S)
             self._done_at["record"] = time.monotonic()
         news, self._news = self._news, ""
@@ -356,13 +369,15 @@ class Network:
         old. Raises ``TransportError``."""
         if is_last or self._is_due("position", MESSAGE_TIMEOUT_S):
             said = RunPosition(position=position, versions=versions, software=self.software)
+            said.stage = self.holds.stage or 0
             await self.discovery.publish_position(said)
             self._done_at["position"] = time.monotonic()
 
     async def run_position(self) -> RunPosition | None:
-        """Where the run was when its peers last said so; None if nobody ever did. Raises
+        """Where the run was when the peers of this one's group last said so; None if nobody ever did. Raises
         ``TransportError``."""
-        return run_position(await self.discovery.find_positions(), time.time())
+        said = await self.discovery.find_positions()
+        return run_position([one for one in said if self.holds.stage in (None, one.stage)], time.time())
 
     @property
     def reach_advice(self) -> str:
@@ -382,13 +397,44 @@ class Network:
     # ---- finding others
 
     async def find_peers(self) -> list[PeerRecord]:
-        """Records of the other peers of the run, as the DHT has them now. Raises ``TransportError``."""
+        """Records of the other peers of this one's group, as the DHT has them now. Raises
+        ``TransportError``."""
         records = await self.records.search()
         if (ticket := str(self.invitation)) != self._invited:
             with contextlib.suppress(OSError):  # whoever needs it can ask this peer's owner
                 (self.config.folder / "ticket").write_text(f"{ticket}\n", encoding="ascii")
                 self._invited = ticket
-        return records
+        return [record for record in records if self.holds.stage in (None, record.stage)]
+
+    def listed(self, stage: int) -> list[PeerRecord]:
+        """Records of the other peers that hold ``stage``, as the DHT listed them last."""
+        return [record for record in self.records.known(MAX_PEERS) if record.stage == stage]
+
+    async def needed_stage(self) -> int:
+        """The stage in which this peer is needed most: the emptiest of those below ``min_replicas``, else the
+        slowest. This peer is listed in it, and looks again a moment later: newcomers crowd.
+        Raises ``TransportError``."""
+        await self.records.search()
+        self.holds.stage = stage = self._neediest()
+        self._done_at.pop("record", None)
+        await self.publish_self()
+        await asyncio.sleep(2 * HEARTBEAT_S)
+        await self.records.search()
+        if len(self.listed(stage)) >= self.run.pipeline.min_replicas:
+            self.holds.stage = stage = self._neediest()
+            self._done_at.pop("record", None)
+        return stage
+
+    def _neediest(self) -> int:
+        pipeline, me = self.run.pipeline, self.identity.peer_id
+
+        def need(stage: int) -> tuple[int, float, bytes]:
+            held = self.listed(stage)
+            few = min(len(held), pipeline.min_replicas)
+            rate = sum(record.tokens_per_s for record in held) if few == pipeline.min_replicas else 0.0
+            return few, rate, hashlib.sha256(f"{me} {stage}".encode()).digest()
+
+        return min(range(pipeline.stages), key=need)
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
         """See ``RecordBook.record_of``."""

@@ -78,13 +78,17 @@ class Node:
     ) -> None:  # fmt: skip
         network, group, pace = environment.network, environment.group, environment.network.run.clock
         identity, me, limits = network.identity, network.identity.peer_id, network.config.limits
-        self._environment, self.clock, self._report_event = environment, environment.clock, report
+        self.environment, self.clock, self._report_event = environment, environment.clock, report
         self.life = Lifetime()
         process_clock = ProcessClock(self.clock.monotonic, self.clock.unix())
         self.now = process_clock.now
         do = Effects(self.now, self.report, self.life.spawn, self.refuse, self.pump)
         by_time = pace.mode == "time"
-        times = Times(self.now, self.clock.monotonic, 1.0 / pace.round_s if by_time else 0.0, pace.rounds)
+        rounds_per_s = 1.0 / pace.round_s if by_time else 0.0
+        times = Times(
+            self.now, self.clock.monotonic, rounds_per_s, pace.rounds,
+            lambda now: environment.elsewhere(now, rounds_per_s),
+        )  # fmt: skip
         # the machines
         self.membership = Membership(me, quiet_beat_s(pace.round_s) if by_time else 0.0, model)
         self.rounds = Rounds(identity, group, shape)
@@ -122,7 +126,7 @@ class Node:
         # messages in, and out
         inbox = Inbox(self.membership, self.rounds, self.catchup, writer.status, news.tell_of_strangers)
         self.router = Router(
-            group, inbox, do, self.shut_out, self.life.crash, limits.download_bytes_per_s,
+            group, inbox, do, self.shut_out, self.life.crash, environment.quotas,
             environment.open_message,
         )  # fmt: skip
         self._pump = Pump(
@@ -139,7 +143,7 @@ class Node:
         async with asyncio.TaskGroup() as tasks:
             self.life.tasks = tasks
             observer = LinkObserver(self._link_opened, self._link_lost, self._unreachable)
-            environment, heard = self._environment, (self.router.on_message, self.router.on_link_refused)
+            environment, heard = self.environment, (self.router.on_message, self.router.on_link_refused)
             carriers = await environment.switch.join(environment.group, *heard, self.rounds.has_worked)
             find = environment.network.find_record
             links = environment.make_links(carriers, find, observer, tasks, environment.uplink)
@@ -222,7 +226,7 @@ class Node:
 
     def upload_bytes_per_s(self) -> float:
         """What this peer can send: measured, at most its own cap; 0 when not measured yet."""
-        cap = self._environment.network.config.limits.upload_bytes_per_s
+        cap = self.environment.network.config.limits.upload_bytes_per_s
         measured = self._pump.links.upload_bytes_per_s if self._pump.links is not None else 0.0
         return min(cap, measured) if cap and measured else cap or measured
 
@@ -283,6 +287,6 @@ class Node:
         self._report_event(kind(at=self.clock.unix(), peer=self.state.me, **fields))
 
     async def _watch_daemon(self) -> None:
-        words = await self._environment.network.daemon_ended()
+        words = await self.environment.network.daemon_ended()
         text = f"the libp2p daemon has ended ({words}): gRPC links go on; restart this peer to be found"
         self.report(ev.Warned, text=text)

@@ -147,7 +147,8 @@ class SwarmProgress:
             return
         self._placed_at, times = now, self._times
         at = times.monotonic() - (times.now() - now)
-        near = sorted(positions(self._membership.live.values(), now, times.rounds_per_s))
+        near = positions(self._membership.live.values(), now, times.rounds_per_s)
+        near = sorted(near + times.elsewhere(now))
         self.swarm_position = (near[(len(near) - 1) // 2], at) if near else None
 
     def _may_hear_more(self, now: float) -> bool:

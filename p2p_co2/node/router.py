@@ -22,6 +22,7 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.meter import Pace
@@ -182,7 +183,9 @@ class Inbox:
             if kind.type is Ready:
                 self.catchup.donor.history.shrink()  # its sender has the mean of the round before
             return useful
-        if kind.machine is not Machine.MEMBERSHIP:
+        if kind.machine is Machine.PIPELINE:
+            raise RemoteProtocolError("wrong group", f"a {kind.name} between the replicas of one stage")
+        if kind.machine is Machine.CATCHUP:
             self.catchup.receive(body, sender, now)
         elif isinstance(body, Leave | ModelTable):
             self.membership.receive(body, sender, now)
@@ -193,18 +196,25 @@ class Inbox:
         return True
 
 
+class Takes(Protocol):
+    """Whatever gives messages to machines; as ``Inbox.take``."""
+
+    def take(self, message: Opened, sender: PeerId, now: float) -> bool: ...
+
+
 class Router:
-    """``group``: the digest of the node's group; ``shut_out``: hears of (peer, why), which is not heard any
-    more; ``failed``: of a bug of ours; ``open_``: ``envelope.opened``, or the same with a memory."""
+    """``group``: the digest of the node's group; ``quotas``: of the process; ``shut_out``: hears of (peer,
+    why), which is not heard any more; ``failed``: of a bug of ours; ``open_``: ``envelope.opened``, or the
+    same with a memory."""
 
     def __init__(
-        self, group: bytes, inbox: Inbox, effects: Effects, shut_out: Callable[[PeerId, str], None],
-        failed: Callable[[Exception], None], download_bytes_per_s: float = 0.0,
+        self, group: bytes, inbox: Takes, effects: Effects, shut_out: Callable[[PeerId, str], None],
+        failed: Callable[[Exception], None], quotas: Quotas,
         open_: Callable[[bytes, bytes], Opened] = opened,
     ) -> None:  # fmt: skip
         self._group, self._inbox, self._do, self._open = group, inbox, effects, open_
         self._shut_out, self._failed = shut_out, failed
-        self._quotas = Quotas(download_bytes_per_s)
+        self._quotas = quotas
         self.refusals: Counter[tuple[str, str, str]] = Counter()
         """(sender, kind of message, reason)"""
         self.down_bytes = 0

@@ -26,12 +26,13 @@ many."""
 class Times:
     """``now``: the machines' clock; ``monotonic``: the one that positions are given in. ``rounds_per_s``: how
     fast positions move by themselves; 0 if they count inner steps. ``rounds``: when the run ends; 0 for
-    never."""
+    never. ``elsewhere``: positions of peers of other groups that share the run's clock."""
 
     now: Callable[[], float]
     monotonic: Callable[[], float]
     rounds_per_s: float = 0.0
     rounds: int = 0
+    elsewhere: Callable[[float], list[float]] = lambda now: []
 
 
 class StatusWriter:

@@ -1,9 +1,23 @@
 """What a run trains. ``load_recipe`` builds it, ``load_run_recipe`` only if it is the organiser's,
-``recipe_digest`` names it, ``Recipe`` is what a user's own function returns."""
+``recipe_digest`` names it, ``Recipe`` is what a user's own function returns, ``Stages`` a model that it cuts
+for several peers."""
 
 from __future__ import annotations
 
 from p2p_co2.recipes.corpus import check_data
-from p2p_co2.recipes.recipe import BYTE_GPT, Recipe, load_recipe, load_run_recipe, recipe_digest
+from p2p_co2.recipes.recipe import BYTE_GPT, Recipe, check_stages, load_recipe, load_run_recipe, recipe_digest
+from p2p_co2.recipes.sizes import StageSize, stage_sizes
+from p2p_co2.recipes.stages import Stages
 
-__all__ = ["BYTE_GPT", "Recipe", "check_data", "load_recipe", "load_run_recipe", "recipe_digest"]
+__all__ = [
+    "BYTE_GPT",
+    "Recipe",
+    "StageSize",
+    "Stages",
+    "check_data",
+    "check_stages",
+    "load_recipe",
+    "load_run_recipe",
+    "recipe_digest",
+    "stage_sizes",
+]

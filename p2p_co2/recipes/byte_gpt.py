@@ -8,11 +8,16 @@ the whole context for each byte."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from p2p_co2.errors import ConfigError
+from p2p_co2.recipes.stages import Stages
 
 
 class Shape(NamedTuple):
@@ -65,9 +70,11 @@ class _Body(nn.Module):
         device = self.embedding.weight.device
         self.smear = nn.Parameter(torch.full((shape.width,), 0.5, dtype=torch.float32, device=device))
 
-    def _make_blocks(self, shape: Shape, count: int) -> None:
+    def _make_blocks(self, shape: Shape, start: int, stop: int) -> None:
         self.shape = shape
-        self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(count))
+        self.blocks = nn.ModuleList()
+        for number in range(start, stop):  # which a stage calls as the whole model does
+            self.blocks.add_module(str(number), Block(shape.width, shape.heads))
         device = torch.get_default_device()
         half = shape.width // shape.heads // 2
         places = torch.arange(shape.context, dtype=torch.float32, device=device)
@@ -92,23 +99,23 @@ class ByteGPT(_Body):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self._make_embedding(shape)
-        self._make_blocks(shape, shape.layers)
+        self._make_blocks(shape, 0, shape.layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.linear(_norm(self._through_blocks(self._embed(tokens))), self.embedding.weight)
 
 
 class ByteGPTStage(_Body):
-    """A stage of the same model: blocks ``start`` to ``stop``. The first takes token ids int64 [B, T] and
-    embeds them; the last makes logits [B, T, vocab_size], by a head of its own, since the embedding is
-    elsewhere."""
+    """A stage of the same model: blocks ``start`` to ``stop``, all of them for the stages' whole. The first
+    takes token ids int64 [B, T] and embeds them; the last makes logits [B, T, vocab_size], by a head of its
+    own, since the embedding is elsewhere."""
 
     def __init__(self, shape: Shape, start: int, stop: int) -> None:
         super().__init__()
         self._is_first, self._is_last = start == 0, stop == shape.layers
         if self._is_first:
             self._make_embedding(shape)
-        self._make_blocks(shape, stop - start)
+        self._make_blocks(shape, start, stop)
         if self._is_last:
             self.head = nn.Linear(shape.width, shape.vocab_size, bias=False, dtype=torch.float32)
             nn.init.normal_(self.head.weight, std=0.02)
@@ -125,6 +132,43 @@ def stage_edges(layers: int, stages: int) -> list[tuple[int, int]]:
     each, more = divmod(layers, stages)
     sizes = [each + (stage < more) for stage in range(stages)]
     return [(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(stages)]
+
+
+def byte_gpt_stages(shape: Shape, count: int) -> Stages:
+    """``count`` stages of the model, from 2 to its layers, else ``ConfigError``. Batches: as of
+    ``next_token_loss``."""
+    if not 2 <= count <= shape.layers:
+        cure = f"use 2 to {shape.layers}, or more recipe_options.layers"
+        if shape.layers < 2:
+            cure = f"use recipe_options.layers = {count} or more"
+        problem = f"is {count}, but a stage needs a layer and byte-gpt has {shape.layers} here; {cure}"
+        raise ConfigError("the run", "pipeline.stages", problem)
+    return Stages(
+        [partial(ByteGPTStage, shape, *edges) for edges in stage_edges(shape.layers, count)],
+        split=_inputs_and_targets,
+        loss=next_token_sum,
+        side_range=(0, shape.vocab_size),
+        join=_joined,
+    )
+
+
+def _inputs_and_targets(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return batch
+
+
+def _joined(stages: Sequence[nn.Module]) -> ByteGPTStage:
+    """One stage of all blocks, under the names that they have in theirs."""
+    first, last = stages[0], stages[-1]
+    assert isinstance(first, ByteGPTStage)
+    assert isinstance(last, ByteGPTStage)
+    with torch.device("meta"):
+        whole = ByteGPTStage(first.shape, 0, first.shape.layers)
+    whole.embedding, whole.smear, whole.head = first.embedding, first.smear, last.head
+    whole.blocks = nn.ModuleList(
+        block for stage in stages for block in stage.get_submodule("blocks").children()
+    )
+    whole.cos, whole.sin = first.get_buffer("cos"), first.get_buffer("sin")
+    return whole
 
 
 def next_token_sum(logits: Tensor, targets: Tensor) -> Tensor:
@@ -147,7 +191,7 @@ def sample_text(model: nn.Module, prompt: str, length: int, seed: int, temperatu
     The same seed and parameters give the same text on the same kind of machine. ``temperature`` above 0;
     below 1 prefers likely bytes.
     """
-    assert isinstance(model, ByteGPT)
+    assert isinstance(model, ByteGPT | ByteGPTStage)
     device = model.embedding.weight.device
     generator = torch.Generator(device="cpu").manual_seed(seed)
     text = list(prompt.encode()) or [ord("\n")]

@@ -14,7 +14,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -26,13 +26,16 @@ from torch.optim import AdamW, Optimizer
 
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, next_token_loss, sample_text
+from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, byte_gpt_stages, next_token_loss, sample_text
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus, option_error, text_corpus, token_corpus
+from p2p_co2.recipes.drawing import drawn_from
+from p2p_co2.recipes.stages import Stages
 
 BYTE_GPT = "byte-gpt"
 BYTE_GPT_VERSION = 1
 """Raised when a change makes the built-in model differ for the same options."""
 WARMUP_ROUNDS = 0.5
+_RUN, _STAGES = "the run", "pipeline.stages"
 _HELD_OUT, _GLANCE = (4, 32), (1, 8)
 """Batches, and windows in each."""
 _SHAPE_OPTIONS: dict[str, int] = Shape()._asdict()
@@ -70,6 +73,9 @@ class Recipe:
     (None: ``held_out``).
     ``generate(model, prompt, length, seed)``: text. ``default_batch``: sequences per inner step where a peer
     sets none.
+
+    ``stages``: the model cut into stages, or a function of their number; None cannot be cut. In a run with
+    stages ``model`` is an outline on torch's meta device, since a peer builds only its own stage.
     """
 
     model: nn.Module
@@ -82,11 +88,31 @@ class Recipe:
     glance: Callable[[nn.Module], float] | None = None
     generate: Callable[[nn.Module, str, int, int], str] | None = None
     default_batch: int = 8
+    stages: Stages | Callable[[int], Stages] | None = None
+
+    def in_stages(self, count: int) -> Stages:
+        """The recipe's stages for a run of ``count``. Raises ``ConfigError`` if it has none or another number
+        of them, or one has nothing to train."""
+        stages = self.stages if self.stages is None or isinstance(self.stages, Stages) else self.stages(count)
+        if stages is None:
+            cure = "set stages = 1, or give its Recipe stages (examples/staged_recipe.py)"
+            raise ConfigError(_RUN, _STAGES, f"is {count}, but the recipe brings no stages; {cure}")
+        if len(stages) != count:
+            problem = f"is {count}, but the recipe has {len(stages)} stages; write stages = {len(stages)}"
+            raise ConfigError(_RUN, _STAGES, problem)
+        stages.outlines()
+        return stages
+
+    def whole_model(self, run: RunConfig) -> nn.Module:
+        """The model that all peers of ``run`` train together, in one process, with the first parameters: for
+        ``held_out`` and ``generate``. Its names are those of a whole checkpoint."""
+        count = run.pipeline.stages
+        return self.model if count == 1 else self.in_stages(count).whole(run.seed)
 
 
-def load_recipe(name: str, options: Options, seed: int) -> Recipe:
+def load_recipe(name: str, options: Options, seed: int, stages: int = 1) -> Recipe:
     """Build the recipe called ``name`` ("byte-gpt", or ``path/to/file.py:function``) with its model drawn
-    from ``seed``.
+    from ``seed``. ``stages``: of the run; above 1 the model is an outline, of the stages joined.
 
     Raises ``ConfigError`` (with what would be right) for an unknown name, file, function or option, a text
     that cannot be used, and a function that does not return a ``Recipe`` or ``(model, batches, loss)``. Other
@@ -95,13 +121,15 @@ def load_recipe(name: str, options: Options, seed: int) -> Recipe:
     if name == OWN_LOOP:
         problem = "this run is trained by a program of its own: run that program with the ticket instead"
         raise ConfigError(name, "", problem)
-    make = partial(_byte_gpt, options) if name == BYTE_GPT else partial(_user_recipe, name, options)
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if used else []):
-        torch.manual_seed(seed)
-        made = make()
-    if not used:  # accelerators that nobody had drawn from were seeded too: as the user's own seed has them
-        torch.cuda.manual_seed_all(torch.initial_seed())
+    with drawn_from(seed):
+        made = _byte_gpt(options, stages) if name == BYTE_GPT else _user_recipe(name, options)
+    if stages > 1:
+        cut = made.in_stages(stages)
+        return replace(made, model=cut.join(cut.outlines()))
+    if any(parameter.is_meta for parameter in made.model.parameters()):
+        count = str(len(made.stages)) if isinstance(made.stages, Stages) else "2 or more"
+        problem = f"is 1, but this recipe's model is only there in stages; write stages = {count}"
+        raise ConfigError(_RUN, _STAGES, problem)
     return made
 
 
@@ -121,6 +149,19 @@ def recipe_digest(name: str, options: Options) -> str:
         path, function = _split(name)
         parts = [b"file", hashlib.sha256(_source(path)).digest(), function.encode(), _canonical(options)]
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()
+
+
+def check_stages(run: RunConfig) -> None:
+    """Raises ``ConfigError`` if the run's number of stages cannot be, as far as is known without running a
+    user's file."""
+    count = run.pipeline.stages
+    if run.recipe == BYTE_GPT and count > 1:
+        byte_gpt_stages(_check_options(run.recipe_options)[0], count)
+    if run.recipe == OWN_LOOP and count > 1:
+        problem = (
+            f"is {count}, but a program of one's own has a whole model; set stages = 1, or give a recipe"
+        )
+        raise ConfigError(_RUN, _STAGES, problem)
 
 
 def load_run_recipe(run: RunConfig, own: str = "", data: Mapping[str, str] | None = None) -> Recipe:
@@ -143,15 +184,17 @@ def load_run_recipe(run: RunConfig, own: str = "", data: Mapping[str, str] | Non
     options = {**run.recipe_options, **(data or {})}
     if recipe_digest(name, options) != digest:
         raise ConfigError.of_option("", "only built-in recipes let a peer choose its own text or tokens")
-    return load_recipe(name, options, run.seed)
+    return load_recipe(name, options, run.seed, run.pipeline.stages)
 
 
 # The built-in recipe
 
 
-def _byte_gpt(options: Options) -> Recipe:
+def _byte_gpt(options: Options, stages: int) -> Recipe:
     shape, settings = _check_options(options)
-    with torch.device("cpu"):  # else another default device would draw another start
+    with torch.device(
+        "cpu" if stages == 1 else "meta"
+    ):  # else another default device would draw another start
         model = ByteGPT(shape)  # first, so that no other draw comes before it
     text, tokens = str(settings["text"]), str(settings["tokens"])
     if tokens:
@@ -172,6 +215,7 @@ def _byte_gpt(options: Options) -> Recipe:
         glance=partial(_held_out_loss, corpus, shape.context, _GLANCE),
         generate=None if tokens else sample_text,
         default_batch=int(settings["batch"]),
+        stages=partial(byte_gpt_stages, shape),
     )
 
 
@@ -296,6 +340,9 @@ def _as_recipe(name: str, made: object) -> Recipe:
     if not isinstance(made, Recipe) or not isinstance(made.model, nn.Module):
         wanted = "must return a Recipe, or (model, batches, loss): an nn.Module, data, a function"
         raise ConfigError(name, "", f"{wanted}; got {type(made).__name__}")
+    if not (made.stages is None or isinstance(made.stages, Stages) or callable(made.stages)):
+        wanted = "stages must be a Stages, or a function of their number"
+        raise ConfigError(name, "stages", f"{wanted}; got {type(made.stages).__name__}")
     if not any(parameter.requires_grad for parameter in made.model.parameters()):
         problem = "its model has no parameter that requires a gradient, so there is nothing to train"
         raise ConfigError(name, "", problem)

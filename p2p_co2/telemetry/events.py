@@ -49,6 +49,9 @@ class PeerStarted(Event):
     inner_steps: int = 0
     """Of that checkpoint, as is the next."""
     position: float = 0.0
+    stage: int = 0
+    """That it holds, of ``stages``; 1 where every peer holds the whole model."""
+    stages: int = 1
 
 
 class PeerJoined(Event):
@@ -115,6 +118,30 @@ class Progress(Event):
     up_bytes: int
     down_bytes: int
     versions: tuple[int, ...]
+
+
+class StageProgress(Event):
+    """About once a second, in a run with stages: microbatches ``waiting`` here and ``in_flight`` behind,
+    and since the start those that were ``counted`` and ``dropped``."""
+
+    stage: int
+    waiting: int
+    in_flight: int
+    counted: int
+    dropped: int
+    waiting_s: float
+    """Seconds the training thread stood still for microbatches."""
+    before: int
+    """Live peers of the stage before, as is the next of the stage behind."""
+    behind: int
+    waits_for: str
+    """In words, "" while there is work."""
+
+
+class MicrobatchDropped(Event):
+    """A microbatch counts nowhere from here on to its owner."""
+
+    reason: str
 
 
 class FragmentSent(Event):

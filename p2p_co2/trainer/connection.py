@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.node.node import Node
+from p2p_co2.protocol.pipeline import Place
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.system.memory import return_large_blocks
 from p2p_co2.telemetry import events as ev
@@ -36,8 +38,13 @@ from p2p_co2.trainer.model_summary import ModelBuffers, summarise
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.rates import Rates
+from p2p_co2.trainer.stage_peer import StagePeer, data_seed, sizes_of
+from p2p_co2.trainer.stage_work import Crossings, StageWork
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.trainer.worker import TensorWorker
+
+if TYPE_CHECKING:
+    from p2p_co2.recipes import Recipe
 
 EventSink = Callable[[ev.Event], None]
 
@@ -151,7 +158,7 @@ class Connection:
         check_model(model, optimizer)
         rates = Rates(optimizer, learning_rate, self._thread.warn)
         fragments = plan_fragments(model, self.run.fragments)
-        plan = Plan(self.run, self.config, fragments, model, optimizer)
+        plan = Plan(self.run, self.config, fragments, model, optimizer, self._thread.network.holds.stage)
         saved = self._load(plan, False if start_over else resume)
         is_resumed, position = saved is not None, None if saved is None else saved.position
         beginning = Beginning(self._thread, self.run.clock.rounds, position, start_over)
@@ -176,13 +183,62 @@ class Connection:
             checkpoints.set_aside(self._checkpoints)
         return Peer(self._thread, ledger, plan, rates, progressed)
 
+    def start_stage(self, recipe: Recipe, resume: bool | None = None, start_over: bool = False) -> StagePeer:
+        """As ``start``, for a run with stages: hold the stage that ``config.stage`` names, or that of the
+        folder's checkpoint, or the one that is needed most, and meet the stages beside it.
+
+        Raises as ``start``, and ``ConfigError`` for a recipe without stages, a stage that the run has not,
+        and where none fits this machine.
+        """
+        run, pipeline = self.run, self.run.pipeline
+        if pipeline.stages == 1:
+            raise ConfigError(
+                "start_stage", "pipeline.stages", "is 1 in this run: use start(model, optimizer)"
+            )
+        stages, me = recipe.in_stages(pipeline.stages), self._thread.network.identity.peer_id
+        goes_on = resume is not False and not start_over
+        stage = self._thread.choose_stage(self._wanted_stage(goes_on))
+        module = stages.build(run.seed, stage).to(self.config.device)
+        optimizer = recipe.optimizer(module.parameters())
+        like = stages.split(next(recipe.batches(0, pipeline.sequences)))
+        codecs = pipeline.forward, pipeline.backward, pipeline.backward_critical
+        crossings = Crossings.of(stages, *like, *codecs)
+        place = Place(me, int.from_bytes(os.urandom(8)), stage, pipeline.stages)
+        sizes = sizes_of(run, crossings, stage, self.config.cache_bytes)
+        peer = self.start(module, optimizer, recipe.learning_rate, resume, start_over)
+        try:
+            draws = recipe.batches(data_seed(run, me, peer.inner_steps), pipeline.sequences)
+            work = StageWork(stages, module, stage, crossings, draws if stage == 0 else None)
+            return StagePeer(peer, self._thread.start_pipeline(place, sizes), place, work, optimizer)
+        except BaseException:
+            peer.leave("could not meet the stages beside it")
+            raise
+
+    def visit(self, recipe: Recipe) -> Peer:
+        """As ``start``, to read what others agree on and leave: a peer of those that hold ``config.stage``,
+        in a run with stages, which need not meet the stages beside it. Raises as ``start``."""
+        model, pipeline = recipe.model, self.run.pipeline
+        if pipeline.stages > 1:
+            stages = recipe.in_stages(pipeline.stages)
+            model = stages.build(self.run.seed, self._thread.choose_stage(self.config.stage))
+        return self.start(model, recipe.optimizer(model.parameters()))
+
+    def _wanted_stage(self, goes_on: bool) -> int:
+        """-1 for any. A peer that ``goes_on`` from its folder's checkpoint goes on with that one's stage."""
+        folder, wanted = self._checkpoints, self.config.stage
+        if wanted < 0 and goes_on and checkpoints.has_checkpoint(folder):
+            saved = checkpoints.load_agreed(folder)
+            if saved.stage is not None and saved.run.digest() == self.run.digest():
+                return saved.stage
+        return wanted
+
     def _load(self, plan: Plan, resume: bool | None) -> Checkpoint | None:
         """The folder's checkpoint, if there is one or must be one."""
         folder = self._checkpoints
         if resume is False or (resume is None and not checkpoints.has_checkpoint(folder)):
             return None
         saved = checkpoints.load(folder)
-        resuming.check(saved, self.run, plan.model, plan.fragments, str(folder))
+        resuming.check(saved, self.run, plan.model, plan.fragments, str(folder), plan.stage)
         return saved
 
     @property
@@ -247,6 +303,7 @@ class Connection:
             upload_cap_bytes_per_s=self.config.limits.upload_bytes_per_s,
             resumed_from=str(self._checkpoints) if is_resumed else "",
             inner_steps=progressed.inner_steps, position=progressed.position,
+            stage=self._thread.network.holds.stage or 0, stages=self.run.pipeline.stages,
         )  # fmt: skip
         self._thread.report(ev.PeerStarted, fields)
 

@@ -35,13 +35,14 @@ _FROM_THE_START = (
 @dataclass(frozen=True)
 class Plan:
     """What a peer trains, and with what: the agreed run, its own config, the cut model, the inner
-    optimizer."""
+    optimizer. ``stage``: the one that ``model`` is; None if it is the whole model."""
 
     run: RunConfig
     config: PeerConfig
     fragments: FragmentPlan
     model: nn.Module
     optimizer: Optimizer
+    stage: int | None = None
 
 
 class ExchangedModel:

@@ -7,11 +7,13 @@ except to open, to start and to close. Closing leaves no thread, process, socket
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, TypeVar, cast
@@ -19,14 +21,16 @@ from typing import Any, TypeVar, cast
 import uvloop
 
 from p2p_co2.config import PeerConfig
-from p2p_co2.errors import RemoteProtocolError, TransportError
+from p2p_co2.errors import ConfigError, RemoteProtocolError, TransportError
 from p2p_co2.node.environment import Environment
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.peer_finder import PositionWriter
+from p2p_co2.node.pipeline_node import PipelineNode, Result
 from p2p_co2.node.reporting import ReportService
 from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.catchup.donor import EXPORT_SLOWEST_BYTES_PER_S, LOADS_S
+from p2p_co2.protocol.pipeline import Key, Place, Sizes, Work
 from p2p_co2.protocol.rounds import Offer, PayloadShape
 from p2p_co2.protocol.schedule import LOADS_QUIET_S, Stage
 from p2p_co2.protocol.wire.identity import PeerId
@@ -135,6 +139,35 @@ class NodeView:
         return taken
 
 
+class PipelineView:
+    """What the training thread reads of a running pipeline node and asks of it. Only ``wait`` waits."""
+
+    def __init__(self, node: PipelineNode, loop: asyncio.AbstractEventLoop) -> None:
+        self.node, self._loop = node, loop
+
+    def exchange(self, result: Result | None) -> None:
+        """Tell what has come of the last work, and ask for the next."""
+        self._loop.call_soon_threadsafe(self.node.exchange, result)
+
+    def wait(self, timeout_s: float) -> Work | None:
+        """The work that was asked for; None if there is none within ``timeout_s``."""
+        with contextlib.suppress(queue.Empty):
+            return self.node.handed.work.get(timeout=timeout_s)
+        return None
+
+    def dropped(self) -> Iterator[Key]:
+        """Microbatches that were dropped since this was asked last."""
+        while not self.node.handed.dropped.empty():
+            yield self.node.handed.dropped.get_nowait()
+
+    def draw(self, round_: int, tokens_per_s: float) -> None:
+        self._loop.call_soon_threadsafe(self.node.draw, round_, tokens_per_s)
+
+    def finish(self, at_once: bool) -> None:
+        """As ``PipelineNode.finish``."""
+        self._loop.call_soon_threadsafe(self.node.finish, at_once)
+
+
 class NetworkThread:
     """``open`` starts the thread, ``start_node`` its node, ``close`` ends it."""
 
@@ -150,6 +183,7 @@ class NetworkThread:
         self._thread = threading.Thread(target=self._run, name="p2p-co2 network", daemon=True)
         self._node_task: asyncio.Task[None] | None = None
         self._positions: tuple[PositionWriter, asyncio.Task[None]] | None = None
+        self._pipeline: PipelineNode | None = None
         self._failure: BaseException | None = None
         self._closed, self._process = False, os.getpid()
 
@@ -180,7 +214,9 @@ class NetworkThread:
         """Start the machines; errors of a carrier that cannot listen come up in ``check``."""
 
         async def start() -> Node:
-            environment = Environment(self.network)
+            stage = self.network.holds.stage
+            group = self.network.run.stage_digest(stage) if stage is not None else b""
+            environment = Environment(self.network, group=group)
             node = Node(environment, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
@@ -190,7 +226,7 @@ class NetworkThread:
                 return node.state.local.phase, node.progress.writer.position(), versions
 
             positions = PositionWriter(
-                self.network.publish_position, where, node.live_peers, node.now, self.warn
+                self.network.publish_position, where, self._live_peers, node.now, self.warn
             )
             self._positions = positions, asyncio.create_task(positions.run(), name="leave word of the run")
             if self._reporting is not None:
@@ -200,6 +236,36 @@ class NetworkThread:
         node = self.ask(start())
         self.view = NodeView(node, self._loop, self.report, lambda: self._failure)
         return node
+
+    def choose_stage(self, wanted: int = -1) -> int:
+        """Hold stage ``wanted``, or (-1) the one that is needed most; this peer's record says so from now on.
+        Raises ``ConfigError`` for a stage that the run has not, ``TransportError``."""
+        network, pipeline = self.network, self.network.run.pipeline
+        if wanted >= pipeline.stages:
+            problem = f"this run has stages 0 to {pipeline.stages - 1} (got {wanted})"
+            raise ConfigError.of_option("--stage", problem)
+        stage = network.holds.stage = wanted if wanted >= 0 else self.ask(network.needed_stage())
+        return stage
+
+    def start_pipeline(self, place: Place, sizes: Sizes) -> PipelineView:
+        """Meet the neighbouring stages, once the stage's own node runs."""
+
+        async def start() -> PipelineNode:
+            node, run = self.view.node, self.network.run
+            environment = node.environment.beside(run.digest())
+            listed, status = self.network.listed, node.progress.writer.status
+            pipeline = PipelineNode(environment, place, sizes, listed, status, self.on_event)
+            node.environment.elsewhere = pipeline.positions
+            asyncio.create_task(pipeline.run(), name="pipeline").add_done_callback(self._node_ended)
+            return pipeline
+
+        self._pipeline = pipeline = self.ask(start())
+        return PipelineView(pipeline, self._loop)
+
+    def _live_peers(self) -> int:
+        """Others that are heard, those of the neighbouring stages too."""
+        own = self.view.node.live_peers() if self.view is not None else 0
+        return own + (len(self._pipeline.membership.live) if self._pipeline is not None else 0)
 
     # ---- events
 
@@ -282,6 +348,8 @@ class NetworkThread:
                 me, fields = self.network.identity.peer_id, {**last, "carriers": carriers}
                 self._reporting.see(ev.PeerFinished(at=time.time(), peer=me, reason=reason, **fields))
             self.view.node.say_goodbye(reason)
+            if self._pipeline is not None:
+                self._pipeline.say_goodbye(reason)
             return carriers
 
         return self.ask(say(), CLOSE_BOUND_S)
@@ -311,6 +379,8 @@ class NetworkThread:
             await positions.say_last()
         if self._reporting is not None:
             await self._reporting.close()
+        if self._pipeline is not None:
+            self._pipeline.stop()
         if self.view is not None and self._node_task is not None:
             self.view.node.stop()
             await asyncio.wait({self._node_task}, timeout=CLOSE_BOUND_S / 3)

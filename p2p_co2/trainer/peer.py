@@ -25,8 +25,27 @@ from p2p_co2.trainer.figures import loss_of, tokens_of
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.rates import Rates
 from p2p_co2.trainer.saver import Saver
-from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
+from p2p_co2.trainer.synchroniser import REPORT_EVERY_S, Progressed, Synchroniser
 from p2p_co2.trainer.worker import TensorWorker
+
+
+class Stepping:
+    """Held by whoever trains or measures: two threads at once would mix their parameters."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """Raises ``LocalProtocolError`` while another thread is in it."""
+        if not self._lock.acquire(blocking=False):
+            raise LocalProtocolError(
+                f"{what}: another thread is in step or measure_agreed of this peer; call them from one thread"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 class Peer:
@@ -44,8 +63,7 @@ class Peer:
         self._sync = Synchroniser(plan.run, self._model, ledger, thread.view, start)
         self._saver = Saver(plan, ledger, self._sync, self._model.live, thread.report)
         self._rates, self._left, self._process = rates, False, os.getpid()
-        self._stepping = threading.Lock()
-        """Held by whoever trains or measures: two at once would mix their parameters."""
+        self._stepping = Stepping()
         self._governor = Governor(plan.config.limits.hours)
         self._sync.take_outcomes()  # the first step starts from what catching up brought
         self._sync.report()
@@ -96,7 +114,7 @@ class Peer:
         """
         self._must_be_here()
         count, value = tokens_of(tokens), loss_of(loss)
-        with self._alone("step"):
+        with self._stepping.alone("step"):
             if self._left:
                 raise LocalProtocolError("step: this peer has left the swarm; join again to train on")
             self._sync.after_step(count, value)
@@ -107,16 +125,22 @@ class Peer:
             self._sync.stood_still()  # for a checkpoint
         return not (self._sync.stopped or self.over)
 
-    @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
-        if not self._stepping.acquire(blocking=False):
-            raise LocalProtocolError(
-                f"{what}: another thread is in step or measure_agreed of this peer; call them from one thread"
-            )
-        try:
-            yield
-        finally:
-            self._stepping.release()
+    def idle(self, waited_s: float, between_steps: bool) -> bool:
+        """Where ``step`` is far: for ``waited_s`` seconds there was nothing to compute. ``between_steps``: no
+        gradient is under way, so that what is agreed may be merged. False when the run is over or ``stop``
+        was called."""
+        sync = self._sync
+        with self._stepping.alone("idle"):
+            self._thread.check()
+            sync.pause(waited_s)
+            if between_steps:
+                sync.take_outcomes()
+                sync.stood_still()
+                self._rest()
+            now = time.monotonic()
+            if now - sync.figures.made_at >= 10 * REPORT_EVERY_S:
+                sync.report()
+        return not (sync.stopped or sync.account.is_over(sync.clock.position(now, sync.inner_steps)))
 
     def stop(self) -> None:
         """Ask the loop to end: the next ``step`` returns False. Safe in a signal handler."""
@@ -181,7 +205,7 @@ class Peer:
         """
         self._must_be_here()
         started_at = time.monotonic()
-        with self._alone("measure_agreed"):
+        with self._stepping.alone("measure_agreed"):
             self._model.look()
             with self._model.live.set_aside():
                 for fragment, state in enumerate(self._ledger.states()):

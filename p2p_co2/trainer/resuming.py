@@ -48,10 +48,19 @@ def inner_of(optimizer: Optimizer, model: nn.Module) -> InnerOptimizer:
     return InnerOptimizer(type(optimizer).__name__, tuple(groups))
 
 
-def check(saved: Checkpoint, run: RunConfig, model: nn.Module, plan: FragmentPlan, where: str) -> None:
-    """Raises ``ConfigError`` if the agreed state that was saved is not one of this run and this model."""
-    if RunConfig.from_canonical_bytes(saved.run_config_json.encode()).digest() != run.digest():
-        raise ConfigError(where, "", f"is of another run; {CURE}")
+def check(
+    saved: Checkpoint, run: RunConfig, model: nn.Module, plan: FragmentPlan, where: str,
+    stage: int | None = None,
+) -> None:  # fmt: skip
+    """Raises ``ConfigError`` if the agreed state that was saved is not one of this run and this model.
+    ``stage``: the one that ``model`` is, None if it is the whole model."""
+    if saved.run.digest() != run.digest():
+        another = "another run" if saved.stage is None else f"{saved.holds} of another run"
+        raise ConfigError(where, "", f"is of {another}; {CURE}")
+    if saved.stage != stage:
+        here = "the whole model" if stage is None else f"stage {stage}"
+        back = f"join with --stage {saved.stage}, " if saved.stage is not None else ""
+        raise ConfigError(where, "", f"holds {saved.holds} of this run, and this peer {here}; {back}{CURE}")
     theirs, ours = dict(saved.parameters), dict(shapes_of(model))
     difference = _difference(theirs, ours)
     sizes = [state.params.numel() for state in saved.states]

@@ -125,7 +125,7 @@ class Saver:
             run_config_json=plan.run.canonical_bytes().decode(), plan_digest=plan.fragments.digest,
             states=(), buffers=buffers, optimizer={}, position=sync.position, inner_steps=sync.inner_steps,
             tokens=sync.figures.tokens, inner=inner_of(plan.optimizer, plan.model),
-            parameters=shapes_of(plan.model),
+            parameters=shapes_of(plan.model), stage=plan.stage,
         )  # fmt: skip
         stopped_s = time.monotonic() - began_at
         self.copies = copies = ShareQueue(parts(checkpoint, said), self._live.await_computed, stopped_s)

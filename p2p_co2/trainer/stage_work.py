@@ -137,7 +137,12 @@ class StageWork:
         self._goes = None if self._is_last else crossings.ahead(stage)
         self._comes_back = [] if self._is_last else crossings.gradients(stage)
         self._rest: dict[Key, Tensor] = {}
-        """What is to be added to a gradient that is yet to be sent."""
+        """What is to be added to a gradient that is yet to be sent, in this inner step."""
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no gradient is under way."""
+        return not self.replica.in_flight and not self.replica.counted.microbatches
 
     def compute(self, work: Work) -> Done:
         """Forward, back, or the end of an inner step, whose optimizer step is the caller's. Raises
@@ -150,6 +155,7 @@ class StageWork:
         except RemoteProtocolError as error:
             self.forget(work.key)
             return Done(work, refused=str(error))
+        self._rest.clear()
         return Done(work, counted=self.replica.take())
 
     def forget(self, key: Key | None) -> None:

@@ -128,6 +128,7 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
             or max(map(len, strings)) > MAX_STRING
             or len(record.certificate_digest) not in ({32} if record.grpc_addresses else {0, 32})
             or not math.isfinite(record.expires_at)
+            or not 0 <= record.tokens_per_s < math.inf  # written so that NaN is refused
         ):
             raise RemoteProtocolError("wrong record", f"of peer {writer}: out of bounds")
         return record

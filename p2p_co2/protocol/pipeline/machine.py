@@ -32,7 +32,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import Message
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.protocol.heartbeat import SILENCE_FLOOR_S
 from p2p_co2.protocol.pipeline.neighbours import MAX_NEIGHBOURS, NeighbourPeer, Neighbours
 from p2p_co2.protocol.pipeline.routes import Rates
 from p2p_co2.protocol.rounds.assembly import Assembly, pieces
@@ -49,8 +50,6 @@ from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
 from p2p_co2.system.memory import Buffer
 
-FLOOR_S = 5.0
-"""A gradient is never called late sooner."""
 RECENT = 4096
 """Microbatches that are over and still known, so that what comes twice counts once."""
 
@@ -242,6 +241,20 @@ class Pipeline:
         return not self._held and not self._counted
 
     @property
+    def is_over(self) -> bool:
+        """Whether it was closed and has come to its end: nothing is sent to the next stage any more."""
+        return self._is_closing and self.is_drained
+
+    @property
+    def has_messages(self) -> bool:
+        return bool(self._out)
+
+    @property
+    def waiting(self) -> int:
+        """Microbatches that are here and not begun."""
+        return sum(one.phase is Phase.WAITING for one in self._held.values())
+
+    @property
     def waits_for(self) -> str:
         """Why ``next_work`` has nothing, in words; empty if it has."""
         if self._work() is not None:
@@ -280,7 +293,8 @@ class Pipeline:
         one.begun_at = now
         binds = self._sizes.up_bytes > self._computing_s * self.upload_bytes_per_s > 0
         if one.phase is self._last_phase and one.sender is not None and (binds or self._is_draining):
-            return replace(work, is_urgent=True, heir=_heir(self._held, work.key, self._last_phase))
+            late = {Phase.RECEIVING, Phase.WAITING} if self._is_draining else set()
+            return replace(work, is_urgent=True, heir=_heir(self._held, work.key, {self._last_phase, *late}))
         return work
 
     def forwarded(self, key: Key, payload: Buffer, tokens: int, now: float) -> None:
@@ -494,7 +508,7 @@ class Pipeline:
                 return
             peer.used += 1
             away[receiver] += 1
-            late_s = peer.durations.deadline_s(self._sizes.cap_s, FLOOR_S, self._sizes.cap_s)
+            late_s = peer.durations.deadline_s(self._sizes.cap_s, SILENCE_FLOOR_S, self._sizes.cap_s)
             one.phase, one.receiver, one.sent_at, one.deadline = Phase.AWAY, receiver, now, now + late_s
             view = memoryview(one.payload).cast("B")
             path = _onward(one.path, self._place.process, self._steps)
@@ -545,10 +559,11 @@ def _must_be(one: _Microbatch, phase: Phase) -> None:
         raise LocalProtocolError(f"a microbatch that is {one.phase.name} is not {phase.name}")
 
 
-def _heir(held: Mapping[Key, _Microbatch], key: Key, last: Phase) -> Key | None:
-    """Another that came the path of ``key``, and has not reached its ``last`` phase."""
+def _heir(held: Mapping[Key, _Microbatch], key: Key, but: Collection[Phase]) -> Key | None:
+    """Another that came the path of ``key``, in no phase of ``but``: its gradient goes later in this inner
+    step."""
     for other, one in held.items():
-        if other != key and one.path == held[key].path and one.sender is not None and one.phase is not last:
+        if other != key and one.path == held[key].path and one.sender is not None and one.phase not in but:
             return other
     return None
 

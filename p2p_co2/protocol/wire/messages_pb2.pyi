@@ -448,7 +448,7 @@ class Refusal(_message.Message):
     def __init__(self, request: _Optional[int] = ..., reason: _Optional[str] = ..., newest_version: _Optional[int] = ..., again: _Optional[bool] = ...) -> None: ...
 
 class PeerRecord(_message.Message):
-    __slots__ = ("peer", "run", "maddrs", "grpc_addresses", "certificate_digest", "software", "expires_at")
+    __slots__ = ("peer", "run", "maddrs", "grpc_addresses", "certificate_digest", "software", "expires_at", "stage", "tokens_per_s")
     PEER_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     MADDRS_FIELD_NUMBER: _ClassVar[int]
@@ -456,6 +456,8 @@ class PeerRecord(_message.Message):
     CERTIFICATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     peer: str
     run: bytes
     maddrs: _containers.RepeatedScalarFieldContainer[str]
@@ -463,7 +465,9 @@ class PeerRecord(_message.Message):
     certificate_digest: bytes
     software: str
     expires_at: float
-    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., maddrs: _Optional[_Iterable[str]] = ..., grpc_addresses: _Optional[_Iterable[str]] = ..., certificate_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., expires_at: _Optional[float] = ...) -> None: ...
+    stage: int
+    tokens_per_s: float
+    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., maddrs: _Optional[_Iterable[str]] = ..., grpc_addresses: _Optional[_Iterable[str]] = ..., certificate_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., expires_at: _Optional[float] = ..., stage: _Optional[int] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class RunManifest(_message.Message):
     __slots__ = ("run", "config", "recipe_digest", "software", "protocol")
@@ -480,20 +484,22 @@ class RunManifest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., config: _Optional[bytes] = ..., recipe_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class RunPosition(_message.Message):
-    __slots__ = ("peer", "run", "position", "versions", "software", "written_at")
+    __slots__ = ("peer", "run", "position", "versions", "software", "written_at", "stage")
     PEER_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_AT_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     peer: str
     run: bytes
     position: float
     versions: _containers.RepeatedScalarFieldContainer[int]
     software: str
     written_at: float
-    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., position: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., software: _Optional[str] = ..., written_at: _Optional[float] = ...) -> None: ...
+    stage: int
+    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., position: _Optional[float] = ..., versions: _Optional[_Iterable[int]] = ..., software: _Optional[str] = ..., written_at: _Optional[float] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class Signed(_message.Message):
     __slots__ = ("signer", "content", "signature")

@@ -68,7 +68,8 @@ class Checkpoint:
     bytes. ``states``: the agreed state per fragment. ``buffers``: the module's, by name. ``optimizer``: the
     inner optimizer's ``state_dict()``, ``inner`` what it belongs to. ``parameters``: names and shapes of
     those that are trained, in order. ``position`` in rounds. ``residuals``: error feedback per fragment.
-    Names are plain: without wrappers' prefixes.
+    ``stage``: the one whose model this is, in a run with stages; None for the whole model. Names are plain:
+    without wrappers' prefixes.
 
     Set by ``load``: ``path``, the file, and ``passed_over``, newer ones that were damaged, and how.
 
@@ -87,6 +88,7 @@ class Checkpoint:
     inner: InnerOptimizer = InnerOptimizer("", ())
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
     residuals: Mapping[int, Values] = field(default_factory=dict)
+    stage: int | None = None
     path: Path = Path()
     passed_over: tuple[str, ...] = ()
 
@@ -94,6 +96,11 @@ class Checkpoint:
     def run(self) -> RunConfig:
         """Raises ``ConfigError`` if the run's settings are of another version."""
         return RunConfig.from_canonical_bytes(self.run_config_json.encode())
+
+    @property
+    def holds(self) -> str:
+        """How much of the model is in it, in words."""
+        return "the whole model" if self.stage is None else f"stage {self.stage}"
 
 
 class Saving:
@@ -123,6 +130,8 @@ class Saving:
             "inner_steps": str(checkpoint.inner_steps),
             "tokens": str(checkpoint.tokens),
         }
+        if checkpoint.stage is not None:
+            metadata["stage"] = str(checkpoint.stage)
         shapes = {
             name: torch.empty(len(values), dtype=torch.float32, device="meta")
             for name, values in self._residuals.items()
@@ -234,6 +243,7 @@ def _read(path: Path, wanted: Callable[[str], bool], passed_over: tuple[str, ...
         inner=_inner(metadata),
         parameters=tuple((name, tuple(shape)) for name, shape in json.loads(metadata["parameters"])),
         residuals={int(index): value for index, value in _of(tensors, "residual.").items()},
+        stage=int(metadata["stage"]) if "stage" in metadata else None,
         path=path,
         passed_over=passed_over,
     )

@@ -1,6 +1,6 @@
 """All stages of a model in a row, in one process: for held-out loss, for text, and for a whole checkpoint.
 
-Parameters are called ``stages.S.NAME``: the same tensors as in the stages themselves.
+Parameters are called ``stage.S.NAME``: the same tensors as in the stages themselves.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class Chain(nn.Module):
 
     def __init__(self, stages: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(stages)
+        self.stage = nn.ModuleList(stages)
 
     def forward(self, inputs: Any) -> Tensor:
         hidden = inputs
-        for stage in self.stages:
+        for stage in self.stage:
             hidden = stage(hidden)
         return hidden  # type: ignore[no-any-return]

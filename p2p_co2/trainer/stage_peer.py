@@ -1,0 +1,166 @@
+"""A peer that holds one stage of a model: it computes microbatches of others, and trains its stage by them.
+
+    with connection.start_stage(recipe) as peer:
+        peer.train()                      # until the run is over or somebody stops it
+
+To its stage's replicas it is an ordinary training peer (``Peer``): an inner step is ``microbatches`` that
+were counted, the outer step theirs. Laws: between the first forward of an inner step and its end the
+parameters stand still, so nothing is merged there; the training thread waits for microbatches and for nothing
+else, and how long is told (``StageProgress.waiting_s``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from torch import nn
+from torch.optim import Optimizer
+
+from p2p_co2.config import RunConfig
+from p2p_co2.protocol.pipeline import Pipeline, Place, Sizes, Work
+from p2p_co2.protocol.pipeline.machine import Do
+from p2p_co2.trainer.network_thread import PipelineView
+from p2p_co2.trainer.peer import Peer
+from p2p_co2.trainer.stage_work import Crossings, Done, StageWork
+from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
+
+WINDOW = 4
+"""Times the stages from here to the last: microbatches between forward and backward. One of each is enough
+where links take no time; latency needs the rest."""
+
+
+def data_seed(run: RunConfig, peer: str, inner_steps: int) -> int:
+    """Each peer draws other batches, and after a resume not the ones it has had."""
+    digest = hashlib.sha256(f"{run.seed} {peer} {inner_steps}".encode()).digest()
+    return int.from_bytes(digest[:6], "big")
+
+
+def sizes_of(run: RunConfig, crossings: Crossings, stage: int, cache_bytes: int) -> Sizes:
+    """What the replicas of ``stage`` have agreed on, and what there is room for in ``cache_bytes``: payloads
+    of microbatches that are under way here."""
+    pipeline, is_first, is_last = run.pipeline, stage == 0, stage == run.pipeline.stages - 1
+    comes = 0 if is_first else crossings.forward_bytes(stage - 1)
+    returns = [] if is_last else crossings.backward_bytes(stage)
+    goes = 0 if is_last else crossings.forward_bytes(stage)
+    room = max(2, cache_bytes // (comes + max(returns, default=0) + goes))
+    window = min(pipeline.microbatches, WINDOW * (pipeline.stages - stage), room // 2)
+    cap_s = run.clock.round_s if run.clock.mode == "time" else 60.0
+    return Sizes(
+        pipeline.microbatches, window, min(room, 2 * window), comes, returns, crossings.digest(), cap_s,
+        crossings.up_bytes(stage),
+    )  # fmt: skip
+
+
+class StagePeer:
+    """Made by ``Connection.start_stage``. A context manager: leaving the block leaves the swarm."""
+
+    def __init__(
+        self, peer: Peer, pipeline: PipelineView, place: Place, work: StageWork, optimizer: Optimizer
+    ) -> None:
+        self.peer, self._pipeline, self._place = peer, pipeline, place
+        self._work, self._optimizer = work, optimizer
+        self._busy_s = 0.0
+        """Seconds of computing in this inner step."""
+        self.tokens_per_s = 0.0
+        """While it computes; waiting is not in it."""
+        self._is_stopping = False
+        self._after_step: Callable[[StagePeer], None] = lambda peer: None
+
+    @property
+    def stage(self) -> int:
+        return self._place.stage
+
+    @property
+    def module(self) -> nn.Module:
+        """The stage itself, with the parameters that are trained here."""
+        return self._work.replica.module
+
+    def train(self, after_step: Callable[[StagePeer], None] | None = None) -> None:
+        """Until the run is over or ``stop`` was called; then leave the swarm. ``after_step``: called with
+        this peer after each inner step. Raises as ``Peer.step``."""
+        if after_step is not None:
+            self._after_step = after_step
+        with self:
+            self._pipeline.exchange(None)
+            while (work := self._next()) is not None:
+                self._do(work)
+
+    def stop(self) -> None:
+        """Ask ``train`` to end: what is under way is brought to its end, within seconds. Safe in a signal
+        handler."""
+        self._is_stopping = True
+        self.peer.stop()
+
+    def toggle_pause(self) -> None:
+        """As ``Peer.toggle_pause``."""
+        self.peer.toggle_pause()
+
+    def leave(self, reason: str = "") -> None:
+        """As ``Peer.leave``."""
+        self.peer.leave(reason)
+
+    def _next(self) -> Work | None:
+        """What to compute next; None when all has come to its end."""
+        while True:
+            began_at = time.monotonic()
+            work = self._pipeline.wait(REPORT_EVERY_S / 10)
+            waited_s = time.monotonic() - began_at
+            self._pipeline.node.handed.waited_s += waited_s
+            for key in self._pipeline.dropped():
+                self._work.forget(key)
+            goes_on = self.peer.idle(waited_s, between_steps=self._work.is_between_steps and work is None)
+            if not goes_on:
+                self._pipeline.finish(at_once=self._place.is_first or self._is_stopping)
+            if work is not None:
+                return work
+            if self._pipeline.node.handed.is_over:
+                return None
+
+    def _do(self, work: Work) -> None:
+        began_at = time.monotonic()
+        done = self._work.compute(work)
+        if work.do is Do.STEP:
+            self._step(done, began_at)
+            return
+        self._busy_s += time.monotonic() - began_at
+        is_counted = work.do is Do.BACKWARD or self._place.is_last
+        self._pipeline.node.handed.counted += is_counted and not done.refused
+
+        def tell(machine: Pipeline, now: float) -> None:
+            assert work.key is not None
+            if done.refused:
+                machine.failed(work.key, done.refused)
+            elif is_counted:
+                machine.counted(work.key, done.payload, done.tokens, done.loss, now, done.codec)
+            else:
+                machine.forwarded(work.key, done.payload or b"", done.tokens, now)
+
+        self._pipeline.exchange(tell)
+
+    def _step(self, done: Done, began_at: float) -> None:
+        """The end of an inner step: the gradient is the mean over its tokens."""
+        counted = done.counted
+        assert counted is not None
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        busy_s, self._busy_s = self._busy_s + time.monotonic() - began_at, 0.0
+        rate = counted.tokens / busy_s if busy_s > 0 else 0.0
+        self.tokens_per_s = (self.tokens_per_s + rate) / 2 if self.tokens_per_s else rate
+        goes_on = self.peer.step(counted.tokens, counted.loss / max(1, counted.tokens))
+        self._after_step(self)
+        if self._is_stopping or not goes_on:
+            self._pipeline.finish(at_once=self._is_stopping or self._place.is_first)
+        self._pipeline.draw(int(self.peer.position), self.tokens_per_s)
+        self._pipeline.exchange(lambda machine, now: machine.stepped())
+
+    def __enter__(self) -> StagePeer:
+        self.peer.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.peer.__exit__(kind, error, trace)

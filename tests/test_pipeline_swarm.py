@@ -1,0 +1,86 @@
+"""Runs with stages: each peer a process of its own with one stage, over real sockets."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bootstrap.local_swarm import environment
+from p2p_co2.config import ClockConfig, PipelineConfig, RunConfig
+from p2p_co2.recipes import load_run_recipe, recipe_digest
+from p2p_co2.trainer.stage_peer import data_seed
+from tests.campaign import Campaign
+from tests.test_swarm import START_S, opened
+
+pytestmark = pytest.mark.swarm
+
+STEPS = 20
+
+
+def run_of(stages: int, round_s: float, rounds: int = 0, codec: str = "fp32") -> RunConfig:
+    options: dict[str, str | int | float | bool] = {"layers": stages, "width": 32, "heads": 2, "context": 32}
+    return RunConfig(
+        name="stages",
+        recipe_options=options,
+        recipe_digest=recipe_digest("byte-gpt", options),
+        fragments=2,
+        clock=ClockConfig(mode="time", round_s=round_s, rounds=rounds),
+        pipeline=PipelineConfig.model_validate(
+            {"stages": stages, "microbatches": 2 * stages, "forward": codec, "backward": codec}
+        ),
+    )
+
+
+def trained_whole(run: RunConfig, owner: str) -> dict[str, torch.Tensor]:
+    """What one process makes of the owner's batches with the unsplit model."""
+    recipe = load_run_recipe(run)
+    stages, pipeline = recipe.in_stages(run.pipeline.stages), run.pipeline
+    model = recipe.whole_model(run)
+    parts = [list(stages.build(run.seed, s).state_dict()) for s in range(len(stages))]
+    named = dict(model.named_parameters())
+    optimizers = [recipe.optimizer([named[name] for name in names if name in named]) for names in parts]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] *= recipe.learning_rate(0.0)
+    draws = recipe.batches(data_seed(run, owner, 0), pipeline.sequences)
+    for _ in range(STEPS):
+        tokens = 0
+        for _ in range(pipeline.microbatches):
+            inputs, side = stages.split(next(draws))
+            stages.loss(model(inputs), side).backward()
+            tokens += stages.tokens(side)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.div_(tokens)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: values.detach() for name, values in named.items()}
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_over_sockets_split_equals_whole(stages: int, tmp_path: Path) -> None:
+    """fp32, a replica a stage, no outer round in the time: the parameters of the unsplit model, to 1e-6."""
+    run = run_of(stages, round_s=1e6)
+    with opened(tmp_path) as swarm:
+        swarm.start_seed(run)
+        peers = [start(swarm, stage) for stage in range(stages)]
+        assert swarm.wait(peers, START_S), swarm.tails()
+        assert [peer.exit_status() for peer in peers] == [0] * stages, swarm.tails()
+        owner = swarm.wait_for_line(peers[0], "peer:", 1.0)
+    split = {}
+    for stage in range(stages):
+        split |= load_file(tmp_path / f"stage-{stage}" / "live.safetensors")
+    for name, values in trained_whole(run, owner).items():
+        torch.testing.assert_close(split[name], values, rtol=0, atol=1e-6)
+
+
+def start(swarm: Campaign, stage: int):  # type: ignore[no-untyped-def]
+    folder = swarm.folder / f"stage-{stage}"
+    script = str(Path(__file__).with_name("stage_peer_process.py"))
+    command = [sys.executable, script, swarm.ticket, str(folder), str(stage), str(STEPS)]
+    return swarm.start(f"stage-{stage}", command, environment())
