@@ -91,6 +91,8 @@ class World:
         machine = Pipeline(place, self.sizes(stage))
         machine.upload_bytes_per_s = self._rate
         replica = Replica(machine, stage, self.compute_s[stage] * slower, place.process)
+        if me in self.peers:
+            self.peers[PeerId(f"{me} before {self._born}")] = self.peers[me]
         self.peers[me] = replica
         for other, known in self.peers.items():
             if other != me and known.is_up:

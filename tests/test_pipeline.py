@@ -117,8 +117,7 @@ def test_laws_hold_whatever_happens(seed: int) -> None:
             stage = world.peers[victim].stage
             world.kill(victim)
             again = victim if draw.random() < 0.5 else ""
-            if not again:
-                world.at(2.0, lambda stage=stage: world.start(stage))  # type: ignore[misc]
+            world.at(2.0, lambda stage=stage, again=again: world.start(stage, again))  # type: ignore[misc]
         elif moment % 3 == 1:
             world.cut(*draw.sample(up, 2), for_s=1.0)
         else:
