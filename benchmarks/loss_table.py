@@ -259,18 +259,20 @@ class HeldFragment:
     """One fragment of all peers, each with the ledger that its process would have: as ``FragmentLab``, with
     what a peer keeps between rounds as coarse as it is kept.
 
-    Under co2 and eager the live parameters meet a mean at the next boundary, whenever it came.
+    Under co2 and eager the live parameters meet a mean at the next boundary, whenever it came. ``every``:
+    inner steps of a round, ``H`` if 0. There are as many peers as ``params`` has models.
     """
 
-    def __init__(self, row: Row, names: Sequence[str], offset: int, params: Stacked) -> None:
+    def __init__(self, row: Row, names: Sequence[str], offset: int, params: Stacked, every: int = 0) -> None:
         self._row, self._names, self._params, self._offset = row, names, params, offset
+        self._every = every or H
         self._codec = get_codec(row.codec)
         run = RunConfig(outer=row.outer_config(), codec=row.codec_config)
         start = flatten(params, names)
         self._peers = [
-            FragmentState(run, self._codec, str(peer), outer.init(start[peer])) for peer in range(PEERS)
+            FragmentState(run, self._codec, str(peer), outer.init(one)) for peer, one in enumerate(start)
         ]
-        everybody = {str(peer): 1.0 for peer in range(PEERS)}
+        everybody = {str(peer): 1.0 for peer in range(len(start))}
         self._parts = [PartWeights(0, self._codec.blocks(start.shape[1]), everybody)]
         self.gaps: list[float] = []
         self._mean: bytes | None = None  # in flight
@@ -280,7 +282,7 @@ class HeldFragment:
         """``step``: inner steps done so far."""
         if self._mean is not None and step >= self._apply_at:
             self._commit()
-        if step >= H and step % H == self._offset:
+        if step >= self._every and step % self._every == self._offset:
             self._send()
             self._apply_at = step + self._row.delay
             if not self._row.delay:
