@@ -13,7 +13,15 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from bootstrap.options import DemoOptions
-from bootstrap.stage import LOOPBACK, Stage, WatchWith, prepare, require_carrier, run_in_new_folder
+from bootstrap.stage import (
+    LOOPBACK,
+    Stage,
+    WatchWith,
+    prepare,
+    require_carrier,
+    require_peers,
+    run_in_new_folder,
+)
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import RUN_OVER, ConfigError
 
@@ -28,9 +36,7 @@ def run_demo(options: DemoOptions, watch_with: WatchWith) -> int:
     """
     if options.peers < 1:
         raise ConfigError.of_option("--peers", f"at least 1 (got {options.peers})")
-    if options.peers < options.stages:
-        problem = f"each of {options.stages} stages needs a peer (got {options.peers}); two each are better"
-        raise ConfigError.of_option("--peers", problem)
+    require_peers(options.peers, options.stages)
     require_carrier(options.carrier)
     if not math.isfinite(options.seconds):
         raise ConfigError.of_option("--seconds", f"a number of seconds (got {options.seconds:g})")
@@ -96,7 +102,7 @@ class RunningDemo:
         """Start everybody and look on until the peers have ended. Raises ``EnvironmentFault``."""
         self._stage.start_seed()
         for number in range(self._options.peers):
-            self._start_peer(f"peer-{number + 1}", self._options.peers // self._options.stages, number)
+            self._start_peer(f"peer-{number + 1}", number, self._options.peers)
         self._stage.look_on(self.act)
 
     def act(self) -> None:
@@ -106,7 +112,7 @@ class RunningDemo:
         if options.kill_one and not self.killed and since and time.monotonic() > since + half_s:
             self._kill(f"peer-{options.peers}")
             self.latecomer = f"peer-{options.peers + 1}"
-            self._start_peer(self.latecomer, 1, options.peers - 1)
+            self._start_peer(self.latecomer, options.peers - 1, 1)
         late = stage.peers.get(self.latecomer)
         if late is None or self.latecomer in self.killed:
             return
@@ -123,9 +129,5 @@ class RunningDemo:
         self._stage.swarm.kill(self._stage.peers[name])
         self.killed.append(name)
 
-    def _start_peer(self, name: str, min_peers: int, number: int) -> None:
-        """The peers hold the stages in turn."""
-        place = ["--device", self._options.device, *LOOPBACK]
-        if self._options.stages > 1:
-            place += ["--stage", str(number % self._options.stages)]
-        self._stage.start_peer(name, min_peers, place)
+    def _start_peer(self, name: str, number: int, among: int) -> None:
+        self._stage.start_peer(name, number, among, ("--device", self._options.device, *LOOPBACK))

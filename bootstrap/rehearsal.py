@@ -33,6 +33,7 @@ from bootstrap.stage import (
     WatchWith,
     prepare,
     require_carrier,
+    require_peers,
     run_in_new_folder,
 )
 from p2p_co2.config import RunConfig, read_run_config
@@ -49,6 +50,7 @@ def run_rehearsal(options: RehearsalOptions, watch_with: WatchWith) -> int:
     """
     require_carrier(options.carrier)
     config = run_config(options)
+    require_peers(options.peers, config.pipeline.stages)
     lines = lines_of(options, config.seed)
 
     def run(folder: Path) -> list[str]:
@@ -126,12 +128,12 @@ def _play(stage: Stage, internet: Internet | None, lines: Sequence[Line]) -> Non
         seed = internet.machines["seed"]
         place = ("--host", seed.address, "--announce-host", seed.address, "--port", "31337")
         stage.start_seed(place, seed.command)
-    for line in lines:
+    for number, line in enumerate(lines):
         if internet is None:
             slow_line = ",".join(f"{figure:g}" for figure in line.figures)
-            stage.start_peer(line.peer, len(lines), (*LOOPBACK, "--slow-line", slow_line))
+            stage.start_peer(line.peer, number, len(lines), (*LOOPBACK, "--slow-line", slow_line))
         else:
-            stage.start_peer(line.peer, len(lines), (), internet.machines[line.peer].command)
+            stage.start_peer(line.peer, number, len(lines), (), internet.machines[line.peer].command)
     stage.look_on()
 
 

@@ -45,6 +45,14 @@ clip_phi = 10.0
 sync_delay_steps = 0           # apply no sooner than this many inner steps after the send
 blend_alpha = 0.5              # rule "blend" only
 blocking_rounds = 0            # training waits (bounded) for this many first rounds of each fragment
+
+[pipeline]                     # a model that fits no peer: cut into stages, of which a peer holds one
+stages = 1                     # 1: every peer holds the whole model
+microbatches = 64              # of an inner step of each replica of a stage; 8 to 16 for each stage
+sequences = 1                  # in a microbatch
+forward = "int8"               # how activations cross: fp32, bf16 or int8
+backward = "int8"              # how their gradients come back: fp32, bf16, int8 or int4
+min_replicas = 2               # newcomers go to a stage with fewer first
 """
 
 

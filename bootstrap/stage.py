@@ -133,6 +133,13 @@ def require_carrier(name: str) -> None:
         raise ConfigError.of_option("--carrier", f"auto, grpc or libp2p (got {name!r})")
 
 
+def require_peers(peers: int, stages: int) -> None:
+    """Raises ``ConfigError`` if there are too few for the stages of a run."""
+    if peers < stages:
+        problem = f"each of {stages} stages needs a peer (got {peers}); two each are better"
+        raise ConfigError.of_option("--peers", problem)
+
+
 def prepare(config: RunConfig, folder: Path, *, is_judged: bool = False) -> tuple[RunConfig, float | None]:
     """(the run with its recipe's digest, the held-out loss before the first step, None if the recipe has
     none). Writes ``run.toml``. Raises ``ConfigError``, for a recipe without held-out loss too if the run
@@ -192,13 +199,16 @@ class Stage:
         self._ticket = self.swarm.wait_for_line(seed, "ticket:", _START_UP_S)
 
     def start_peer(
-        self, name: str, min_peers: int, place: Sequence[str] = LOOPBACK, wrap: Wrap = list
+        self, name: str, number: int, among: int, place: Sequence[str] = LOOPBACK, wrap: Wrap = list
     ) -> None:
-        """Start a peer of one thread. ``place``: more of its options."""
-        folder = self._folder / "peers" / name
+        """Start a peer of one thread, ``number`` (from 0) of those that wait for each other, which are
+        ``among``: in a run with stages they hold these in turn. ``place``: more of its options."""
+        folder, stages = self._folder / "peers" / name, self._config.pipeline.stages
+        if stages > 1:
+            place = ("--stage", str(number % stages), *place)
         arguments = [
             self._ticket, "--folder", str(folder), "--name", name, "--threads", "1",
-            "--carrier", self._carrier, "--min-peers", str(min_peers), *_WITH_US, *place,
+            "--carrier", self._carrier, "--min-peers", str(max(1, among // stages)), *_WITH_US, *place,
         ]  # fmt: skip
         if self._own_recipe:
             arguments += ["--recipe", self._own_recipe]

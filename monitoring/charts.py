@@ -17,6 +17,7 @@ from typing import Any
 from monitoring.facts import RECENT_S, RoundFacts
 from monitoring.history import MEASURES
 from monitoring.words import figure, plain
+from p2p_co2.telemetry.view import SwarmView
 
 Options = dict[str, Any]
 Series = Sequence[tuple[float, ...]]
@@ -97,14 +98,16 @@ def over_time(palette: Palette, rows: Series, lines: Mapping[str, tuple[str, str
     return options
 
 
-def staleness(palette: Palette, by_fragment: Mapping[int, Mapping[int, int]]) -> Options:
-    """Applied outer steps by staleness, stacked by fragment."""
+def staleness(
+    palette: Palette, by_fragment: Mapping[int, Mapping[int, int]], of: str = "fragment"
+) -> Options:
+    """Applied outer steps by staleness, stacked by fragment, or by whatever the numbers are ``of``."""
     values = sorted({value for histogram in by_fragment.values() for value in histogram})
     width = max(1, -(-(values[-1] + 1) // 24)) if values else 1
     classes = list(range(0, max([*values, 3]) + 1, width))
     names = [str(low) if width == 1 else f"{low} to {low + width - 1}" for low in classes]
     series = [{
-        "type": "bar", "stack": "all", "name": f"fragment {fragment}", "barMaxWidth": 32,
+        "type": "bar", "stack": "all", "name": f"{of} {fragment}", "barMaxWidth": 32,
         "itemStyle": {"color": COLOURS[number % len(COLOURS)]},
         "data": [sum(n for value, n in found.items() if low <= value < low + width) for low in classes],
     } for number, (fragment, found) in enumerate(sorted(by_fragment.items()))]  # fmt: skip
@@ -116,21 +119,29 @@ def staleness(palette: Palette, by_fragment: Mapping[int, Mapping[int, int]]) ->
     return options
 
 
-def rounds(palette: Palette, found: Sequence[RoundFacts], fragments: int) -> Options:
-    """Fragments by rounds: outcome as colour and letter, group size inside, reason on hover."""
+def staleness_of(palette: Palette, view: SwarmView, has_stages: bool) -> Options:
+    """``staleness`` of a swarm, by stage where it has several."""
+    if has_stages:
+        return staleness(palette, view.stage_staleness, "stage")
+    return staleness(palette, view.fragment_staleness)
+
+
+def rounds(palette: Palette, found: Sequence[RoundFacts], fragments: int, stages: int = 0) -> Options:
+    """Fragments by rounds: outcome as colour and letter, group size inside, reason on hover. ``stages``: each
+    has ``fragments`` of its own, and rows for them; 0 in a run of one stage."""
     numbers = round_columns(found)
     at = {number: index for index, number in enumerate(numbers)}
     kinds = list(OUTCOMES)
     colours = [{"value": index, "color": OUTCOMES[kind][0]} for index, kind in enumerate(kinds)]
     cells = [
         {
-            "value": [at[facts.round], facts.fragment, kinds.index(facts.outcome),
+            "value": [at[facts.round], facts.stage * fragments + facts.fragment, kinds.index(facts.outcome),
                       f"{facts.group_size or ''}{OUTCOMES[facts.outcome][1]}"],
-            "name": _round_words(facts),
+            "name": _round_words(facts, stages),
             "label": {"color": "#ffffff" if facts.outcome == "committed" else "#101418"},
         }
         for facts in found
-        if facts.round in at and facts.fragment < fragments
+        if facts.round in at and facts.fragment < fragments and facts.stage < max(1, stages)
     ]  # fmt: skip
     series = [{
         "type": "heatmap", "data": cells, "labelLayout": {"hideOverlap": True},
@@ -139,6 +150,8 @@ def rounds(palette: Palette, found: Sequence[RoundFacts], fragments: int) -> Opt
     }]  # fmt: skip
     across = _axis(palette, "category", "round (outer version)", data=[str(n) for n in numbers])
     names = [f"fragment {fragment}" for fragment in range(fragments)]
+    if stages:
+        names = [f"stage {stage}, {name}" for stage in range(stages) for name in names]
     up = _axis(palette, "category", data=names, inverse=True, splitArea={"show": False})
     options = _base(palette, across, up, series, legend=False)
     options["tooltip"] |= {"trigger": "item", "formatter": "{b}"}
@@ -152,9 +165,10 @@ def round_columns(found: Iterable[RoundFacts]) -> list[int]:
     return sorted({facts.round for facts in found})[-MAX_ROUND_COLUMNS:]
 
 
-def _round_words(facts: RoundFacts) -> str:
+def _round_words(facts: RoundFacts, stages: int) -> str:
+    stage = f"stage {facts.stage}, " if stages else ""
     lines = [
-        f"fragment {facts.fragment}, round {facts.round}: {facts.outcome}",
+        f"{stage}fragment {facts.fragment}, round {facts.round}: {facts.outcome}",
         f"{facts.contributors} of {facts.group_size} in the mean, {figure(facts.duration_s, 2)} s",
     ]
     lines += [f"staleness at most {facts.staleness}"] if facts.staleness >= 0 else []

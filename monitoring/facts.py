@@ -91,6 +91,18 @@ class LinkFacts(_Frozen):
     sent_bytes: int = Field(description="Payload bytes since the peer's process started.")
 
 
+class PipelineFacts(_Frozen):
+    """A peer's place in a run with stages, and its microbatches (own word)."""
+
+    stage: int = Field(description="That it holds; the first is 0.")
+    waiting: int = Field(description="Microbatches that are here and not begun.")
+    in_flight: int = Field(description="Microbatches whose gradient has not come back from behind.")
+    counted: int = Field(description="Microbatches in its gradients since its process started.")
+    dropped: int = Field(description="Microbatches given up since its process started.")
+    waiting_share: float | None = Field(description="Of its time it waits for microbatches, 0 to 1.")
+    waits_for: str = Field(description="What for, in words; empty while there is work.")
+
+
 class PeerFacts(_Frozen):
     """One peer."""
 
@@ -131,6 +143,55 @@ class PeerFacts(_Frozen):
     skipped_sends: int = Field(description="Schedule points passed with the round before still in flight.")
     refused: dict[str, int] = Field(description="Messages that it refused, by reason. Own word.")
     nonsense: dict[str, int] = Field(description="What it told that cannot be, by cause. Observed.")
+    pipeline: PipelineFacts | None = Field(description="Null in a run of one stage, or if unknown.")
+
+    @property
+    def stage(self) -> int | None:
+        """None in a run of one stage, or if it has not said so."""
+        return None if self.pipeline is None else self.pipeline.stage
+
+
+class StageFacts(_Frozen):
+    """One stage of a run with several: what its replicas are and do together."""
+
+    stage: int = Field(description="The first is 0.")
+    replicas: int | None = Field(
+        description="Its peers online, or as those beside it hear if none is seen; null if unknown."
+    )
+    known: int = Field(description="Its peers that were ever seen.")
+    versions_apart: int | None = Field(description="Outer versions between its foremost and last replica.")
+    tokens: int = Field(description="Sum of its peers' own words.")
+    tokens_counted: float = Field(description="By certificates.")
+    tokens_per_s: float = Field(description="Sum of its replicas' own words.")
+    waiting: int = Field(description="Its queue: microbatches that are at a replica and not begun. Own word.")
+    in_flight: int = Field(description="Microbatches behind it whose gradient has not come. Own word.")
+    counted: int = Field(description="Microbatches in its gradients. Own word.")
+    dropped: int = Field(description="Microbatches that its peers gave up. Own word.")
+    waiting_share: float | None = Field(
+        description="Of its replicas' time they wait, mean, 0 to 1. Own word."
+    )
+    waits_for: str = Field(description="What most of its waiting replicas wait for; empty if none waits.")
+    utilisation: float | None = Field(description="Mean of its replicas, 0 to 1. Own word.")
+    forward_bytes_per_s: float | None = Field(
+        description="To the stage behind while payload is under way: the median link. Own word."
+    )
+    back_bytes_per_s: float | None = Field(description="The same to the stage before.")
+    forward_round_trip_s: float | None = Field(
+        description="Of the median link to the stage behind. Own word."
+    )
+    back_round_trip_s: float | None = Field(description="The same to the stage before.")
+    forward_bytes: int = Field(description="Sent to the stage behind, payload. Own word.")
+    back_bytes: int = Field(description="Sent to the stage before, payload. Own word.")
+    rounds_committed: int
+    rounds_alone: int
+    rounds_aborted: int
+    trouble: str = Field(description="That it has no replica, or too few, and what to do; empty if neither.")
+    trouble_since_at: float | None = Field(description="Unix seconds.")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is known to have no replica, so that training waits."""
+        return self.replicas == 0 and bool(self.trouble)
 
 
 class Trouble(_Frozen):
@@ -145,6 +206,7 @@ class Trouble(_Frozen):
 class RoundFacts(_Frozen):
     """One round of one fragment."""
 
+    stage: int = Field(description="Whose replicas made it; 0 in a run of one stage.")
     fragment: int
     round: int = Field(description="The outer version that it would make.")
     at: float = Field(description="Unix seconds of its newest news.")
@@ -198,6 +260,7 @@ class SwarmFacts(_Frozen):
     troubles: tuple[Trouble, ...]
     peers: tuple[PeerFacts, ...]
     rounds: tuple[RoundFacts, ...] = Field(description="The newest rounds, newest first.")
+    stages: tuple[StageFacts, ...] = Field(description="In their order; empty in a run of one stage.")
 
 
 # ---- what facts are made of
@@ -225,21 +288,60 @@ class Known:
         return self.view.labels()
 
     @cached_property
+    def stages(self) -> int:
+        """Of the run; 1 where every peer holds the whole model."""
+        return self.run.pipeline.stages if self.run is not None else self.view.stages
+
+    @cached_property
     def fragments(self) -> int:
-        """As the peers cut the model, which may be in more pieces than asked for; at most what a run may."""
-        told = Counter(peer.start.fragments for peer in self.view.peers.values())
+        """As the peers cut the model, which may be in more pieces than asked for; at most what a run may. In
+        a run with stages, as most peers cut theirs."""
+        return self._fragments_of(list(self.view.peers.values()))
+
+    @cached_property
+    def committed(self) -> Counter[int]:
+        """Rounds that were seen to be committed by several peers, by stage."""
+        return self.view.committed_by_stage
+
+    @cached_property
+    def alone(self) -> Counter[int]:
+        """Rounds that one peer made with nobody else, by stage."""
+        return self.view.alone_by_stage
+
+    @cached_property
+    def aborts(self) -> Mapping[int, Counter[str]]:
+        """Aborted rounds by reason, by stage."""
+        return self.view.aborts_by_stage
+
+    @cached_property
+    def by_stage(self) -> Mapping[int, Sequence[PeerView]]:
+        """Peers that were heard themselves, by the stage that they hold."""
+        found: dict[int, list[PeerView]] = {stage: [] for stage in range(self.stages)}
+        for peer in self.view.peers.values():
+            if peer.started and peer.stage in found:
+                found[peer.stage].append(peer)
+        return found
+
+    @cached_property
+    def stage_fragments(self) -> Mapping[int, int]:
+        """As ``fragments``, by stage."""
+        return {stage: self._fragments_of(peers) for stage, peers in self.by_stage.items()}
+
+    def _fragments_of(self, peers: Sequence[PeerView]) -> int:
+        told = Counter(peer.start.fragments for peer in peers)
         possible = [number for number, _ in told.most_common() if 0 < number <= MAX_FRAGMENTS]
         return possible[0] if possible else (self.run.fragments if self.run else 0)
 
     @cached_property
-    def members(self) -> int:
-        """Peers that were heard themselves."""
-        return sum(peer.started for peer in self.view.peers.values())
-
-    @cached_property
-    def counted(self) -> float:
-        """All work that was counted, summed over fragments."""
-        return sum(self.view.counted.values())
+    def counted(self) -> Mapping[int, float]:
+        """Work that was counted, summed over fragments, by stage."""
+        found: dict[int, float] = dict.fromkeys(range(self.stages), 0.0)
+        for peer, weight in self.view.counted.items():
+            known = self.view.peers.get(peer)
+            stage = 0 if self.stages == 1 else known.stage if known is not None and known.started else -1
+            if stage in found:
+                found[stage] += weight
+        return found
 
     @property
     def round_s(self) -> float | None:
@@ -305,33 +407,38 @@ def swarm_facts(known: Known) -> SwarmFacts:
     figures = [peer for peer in in_run.values() if peer.state in ONLINE] or list(in_run.values())
     measured = [one.agreed for one in view.peers.values() if one.agreed and one.peer in in_run]
     agreed = max(measured, key=lambda event: event.at, default=None)
-    training = mean_known(peer.loss for peer in figures)
+    training = mean_known(peer.loss for peer in figures if peer.stage in (None, 0, known.stages - 1))
     is_old = agreed is None or (training is not None and is_behind(agreed.position, at))
-    staleness, aborts, alone = view.staleness, view.abort_reasons, view.alone
-    totals, fragments = view.totals, known.fragments
+    staleness, totals = view.staleness, view.totals
+    aborts = sum(known.aborts.values(), Counter[str]())
+    stages = _stage_facts(known, peers) if known.stages > 1 else ()
+    firsts = [peer for peer in figures if peer.stage in (None, 0)]
     rounds_total = run.clock.rounds if run else 0
     ended = at >= rounds_total > 0 and all(peer.state != "training" for peer in peers)
     is_over = ended or (bool(peers) and all(peer.state in OVER for peer in peers))
     newest = [round_facts(known, view) for view in list(view.rounds.values())[-ROUNDS_SHOWN:]]
     return SwarmFacts(
         at=known.now, run=run.name if run else "", run_digest=run.digest().hex() if run else "",
-        place=known.place, connection=state.phase, connection_words=state.words, fragments=fragments,
-        parameters=max((peer.start.parameters for peer in view.peers.values()), default=0),
+        place=known.place, connection=state.phase, connection_words=state.words, fragments=known.fragments,
+        parameters=sum(
+            max((peer.start.parameters for peer in held), default=0) for held in known.by_stage.values()
+        ),
         round_s=known.round_s, rounds_total=rounds_total, position=at, peers_online=len(online),
         peers_known=len(peers), loss=training if agreed is None or is_old else agreed.loss,
         loss_kind="training" if is_old else "held-out", loss_agreed=agreed.loss if agreed else None,
         loss_agreed_at=agreed.at if agreed else None, loss_training=training,
-        loss_unit=loss_unit(run.recipe) if run else "", tokens=totals.tokens,
-        tokens_counted=known.counted / fragments if fragments else 0.0,
-        tokens_per_s=sum(peer.tokens_per_s for peer in figures),
+        loss_unit=loss_unit(run.recipe) if run else "",
+        tokens=view.tokens if stages else totals.tokens, tokens_counted=_tokens_counted(known, 0),
+        tokens_per_s=sum(peer.tokens_per_s for peer in firsts),
         utilisation=mean_known(peer.utilisation for peer in figures),
         up_bytes=totals.up_bytes, up_bytes_per_s=sum(peer.up_bytes_per_s or 0.0 for peer in peers),
-        rounds_committed=_committed(view, alone), rounds_alone=alone, rounds_aborted=aborts.total(),
+        rounds_committed=sum(_committed(known, stage) for stage in known.by_stage),
+        rounds_alone=known.alone.total(), rounds_aborted=aborts.total(),
         rounds_counted=view.counted_rounds,
         staleness={str(value): staleness[value] for value in sorted(staleness)},
         staleness_mean=mean_of(staleness), sync_delay_steps_mean=mean_of(view.sync_delay_steps),
         abort_reasons=dict(aborts.most_common(16)),
-        troubles=() if is_over else troubles(known, peers),
+        troubles=() if is_over else troubles(known, peers, stages), stages=stages,
         peers=peers, rounds=tuple(sorted(newest, key=lambda facts: -facts.at)),
     )  # fmt: skip
 
@@ -351,7 +458,8 @@ def _placed(peer: PeerFacts, at: float) -> PeerFacts:
 
 
 def _peer_facts(known: Known, peer: PeerView) -> PeerFacts:
-    sighting, fragments, totals = known.sightings.get(peer.peer, _UNSEEN), known.fragments, peer.totals
+    sighting, totals = known.sightings.get(peer.peer, _UNSEEN), peer.totals
+    fragments = known.stage_fragments.get(peer.stage, 0)
     state, reason = peer_state(known, peer)
     if known.is_over and state in ONLINE:
         state, reason = "gone", "it ended without a word"
@@ -365,7 +473,7 @@ def _peer_facts(known: Known, peer: PeerView) -> PeerFacts:
         last_seen_at=peer.last_seen_at, clock_offset_s=sighting.clock_offset_s,
         answer_s=sighting.round_trip_s, tokens=totals.tokens,
         tokens_counted=counted / fragments if counted is not None and fragments else None,
-        share_counted=(counted or 0.0) / known.counted if known.counted else None,
+        share_counted=(counted or 0.0) / of if (of := known.counted.get(peer.stage, 0.0)) else None,
         tokens_per_s=peer.progress.tokens_per_s if online else 0.0, loss=peer.loss,
         inner_steps=totals.inner_steps, position=peer.progress.position, versions=peer.versions,
         staleness_mean=mean_of(peer.staleness), sync_delay_steps_mean=mean_of(peer.tally.sync_delay_steps),
@@ -388,7 +496,19 @@ def _peer_facts(known: Known, peer: PeerView) -> PeerFacts:
             if (link := one.measured) is not None
         ),
         skipped_sends=peer.tally.skipped_sends.total(), refused=dict(peer.tally.refused),
-        nonsense=dict(sighting.refused),
+        nonsense=dict(sighting.refused), pipeline=_pipeline_facts(known, peer, online),
+    )  # fmt: skip
+
+
+def _pipeline_facts(known: Known, peer: PeerView, online: bool) -> PipelineFacts | None:
+    if known.stages == 1 or not peer.started or peer.start.stages == 1:
+        return None
+    said = peer.pipeline
+    return PipelineFacts.model_construct(
+        stage=peer.stage, waiting=said.waiting if said and online else 0,
+        in_flight=said.in_flight if said and online else 0, counted=said.counted if said else 0,
+        dropped=said.dropped if said else 0, waiting_share=peer.waiting_share,
+        waits_for=said.waits_for if said and online else "",
     )  # fmt: skip
 
 
@@ -406,18 +526,23 @@ def round_facts(known: Known, view: RoundView) -> RoundFacts:
         reason = "; ".join(f"{why} ({times})" for why, times in aborts.most_common(3))
     told_at = [commit.at for commit in view.commits.values()] or [view.begun[0] if view.begun else known.now]
     return RoundFacts(
-        fragment=view.fragment, round=view.round, at=max(told_at), outcome=outcome,
+        stage=view.stage, fragment=view.fragment, round=view.round, at=max(told_at), outcome=outcome,
         group_size=view.group_size, contributors=view.contributors, staleness=view.staleness,
         duration_s=view.duration_s, reason=reason[:300], counted=bool(view.weights),
     )  # fmt: skip
 
 
-def _committed(view: SwarmView, alone: int) -> int:
+def _committed(known: Known, stage: int) -> int:
     """Rounds committed since the run began: each outer version is one, but for those that a peer made alone.
     Seen rounds where versions lag."""
-    columns = zip(*(peer.versions for peer in view.peers.values() if peer.versions), strict=False)
+    columns = zip(*(peer.versions for peer in known.by_stage[stage] if peer.versions), strict=False)
     reached = sum(sorted(column)[len(column) // 2] for column in columns)
-    return max(int(reached) - alone, view.committed)
+    return max(int(reached) - known.alone[stage], known.committed[stage])
+
+
+def _tokens_counted(known: Known, stage: int) -> float:
+    fragments = known.stage_fragments[stage]
+    return known.counted[stage] / fragments if fragments else 0.0
 
 
 def _rates(known: Known, peer: PeerView) -> tuple[float | None, float | None]:
@@ -439,15 +564,110 @@ def _needed_bytes_per_s(known: Known, peer: PeerView) -> float | None:
     seconds, steps = known.round_s, peer.totals.inner_steps
     if seconds is None and known.run is not None and steps:
         seconds = known.run.clock.inner_steps_per_round * peer.totals.wall_s / steps
-    if not seconds or not peer.sent or known.members < 2:
+    members = len(known.by_stage.get(peer.stage, ()))
+    if not seconds or not peer.sent or members < 2:
         return None
-    return 2 * (1 - 1 / known.members) * sum(one.payload_bytes for one in peer.sent.values()) / seconds
+    return 2 * (1 - 1 / members) * sum(one.payload_bytes for one in peer.sent.values()) / seconds
+
+
+# ---- stages
+
+
+def _stage_facts(known: Known, peers: Sequence[PeerFacts]) -> tuple[StageFacts, ...]:
+    """All stages. Peers whose stage is not known may be of any, so they spare every stage the reproach of too
+    few replicas."""
+    unplaced = sum(peer.stage is None and peer.state not in ENDED for peer in peers)
+    stage_of = {peer.peer: peer.stage for peer in peers}
+    told = [_one_stage(known, stage, peers, stage_of) for stage in range(known.stages)]
+    is_going = any(peer.state in ONLINE - {"draining"} for peer in peers)
+    began_at = min((peer.joined_at or known.now for peer in peers if peer.state in ONLINE), default=known.now)
+    made: list[StageFacts] = []
+    for facts in told:
+        # Who stands beside an empty stage alone could say more of the one behind it.
+        beside = told[max(0, facts.stage - 1) : facts.stage + 2]
+        is_cut_off = facts.replicas is None and any(one.replicas == 0 for one in beside)
+        replicas = 0 if is_cut_off else facts.replicas
+        seen_at = (
+            one.last_seen_at or 0.0 for one in peers if one.stage == facts.stage and one.state in ENDED
+        )
+        since_at = max([began_at, *seen_at])
+        words = _staffing(known, facts.stage, replicas, unplaced)
+        is_told = bool(words) and is_going and known.now - since_at >= SILENT_AFTER_S
+        found = {"replicas": replicas, "trouble": words if is_told else ""}
+        made.append(facts.model_copy(update={**found, "trouble_since_at": since_at if is_told else None}))
+    return tuple(made)
+
+
+def _staffing(known: Known, stage: int, replicas: int | None, unplaced: int) -> str:
+    """What is wrong with so many replicas, and what to do; "" if that is nothing."""
+    name, cure = f"stage {stage} of {known.stages}", f"join with --stage {stage}"
+    wanted = known.run.pipeline.min_replicas if known.run is not None else 1
+    if replicas == 0:
+        return f"{name} has no replica: training waits; {cure}"
+    if replicas is not None and replicas + unplaced < wanted:
+        return f"{name} is understaffed: {replicas} of at least {wanted} replicas; {cure}"
+    return ""
+
+
+def _one_stage(
+    known: Known, stage: int, peers: Sequence[PeerFacts], stage_of: Mapping[str, int | None]
+) -> StageFacts:
+    """Without its troubles."""
+    mine = [(peer, peer.pipeline) for peer in peers if peer.pipeline and peer.stage == stage]
+    online = [(peer, said) for peer, said in mine if peer.state in ONLINE]
+    figures, last = online or mine, known.stages - 1
+    columns = zip(*(peer.versions for peer, _ in figures if peer.versions), strict=False)
+    forward, back = (
+        [link for peer, _ in figures for link in peer.links if stage_of.get(link.other) == beside]
+        for beside in (stage + 1 if stage < last else -1, stage - 1)
+    )
+    waits_for = Counter(said.waits_for for _, said in online if said.waits_for)
+    heard = _heard(known, stage, {peer.peer: peer.state for peer in peers})
+    seen = len(online) if mine else None
+    return StageFacts(
+        stage=stage, replicas=seen or (seen if heard is None else heard), known=len(mine),
+        versions_apart=max((max(column) - min(column) for column in columns), default=None),
+        tokens=sum(peer.tokens for peer, _ in mine), tokens_counted=_tokens_counted(known, stage),
+        tokens_per_s=sum(peer.tokens_per_s for peer, _ in figures),
+        waiting=sum(said.waiting for _, said in online), in_flight=sum(said.in_flight for _, said in online),
+        counted=sum(said.counted for _, said in mine), dropped=sum(said.dropped for _, said in mine),
+        waiting_share=mean_known(said.waiting_share for _, said in figures),
+        waits_for=waits_for.most_common(1)[0][0] if waits_for else "",
+        utilisation=mean_known(peer.utilisation for peer, _ in figures),
+        forward_bytes_per_s=_median_known(link.bytes_per_s for link in forward),
+        back_bytes_per_s=_median_known(link.bytes_per_s for link in back),
+        forward_round_trip_s=_median_known(link.round_trip_s for link in forward),
+        back_round_trip_s=_median_known(link.round_trip_s for link in back),
+        forward_bytes=sum(link.sent_bytes for link in forward),
+        back_bytes=sum(link.sent_bytes for link in back),
+        rounds_committed=_committed(known, stage), rounds_alone=known.alone[stage],
+        rounds_aborted=known.aborts.get(stage, Counter()).total(), trouble="", trouble_since_at=None,
+    )  # fmt: skip
+
+
+def _heard(known: Known, stage: int, states: Mapping[str, str]) -> int | None:
+    """How many replicas of ``stage`` the peers beside it hear, the lower median of their words; None if
+    nobody says so."""
+    words = [
+        said.behind if said.stage < stage else said.before
+        for beside in (stage - 1, stage + 1)
+        for peer in known.by_stage.get(beside, ())
+        if (said := peer.pipeline) is not None and states[peer.peer] in ONLINE - {"draining"}
+    ]
+    return statistics.median_low(words) if words else None
+
+
+def _median_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 # ---- what is wrong
 
 
-def troubles(known: Known, peers: Sequence[PeerFacts]) -> tuple[Trouble, ...]:
+def troubles(
+    known: Known, peers: Sequence[PeerFacts], stages: Sequence[StageFacts] = ()
+) -> tuple[Trouble, ...]:
     """All that is wrong at ``known.now``, worst first."""
     found: list[Trouble] = []
     if known.state.phase == "lost":
@@ -455,13 +675,23 @@ def troubles(known: Known, peers: Sequence[PeerFacts]) -> tuple[Trouble, ...]:
         what = f"The swarm is out of reach: {plain(known.state.words, 240)}"
         found.append(_trouble("", BAD, what, "what is shown is old, and it is looked for again", known.now))
     else:
-        leading = max((sum(peer.versions) for peer in peers if peer.versions), default=0)
+        leading = Counter[int | None]()
+        for peer in peers:
+            leading[peer.stage] = max(leading[peer.stage], sum(peer.versions))
         for peer in peers:
             since_at = (peer.last_seen_at or known.now) if peer.state in _ABSENT else known.now
             found += [_trouble(peer.peer, *told, since_at) for told in _of_peer(peer)]
             if peer.state == "training":
-                found += [_trouble(peer.peer, ODD, *told, known.now) for told in _of_training(peer, leading)]
+                found += [
+                    _trouble(peer.peer, ODD, *told, known.now)
+                    for told in _of_training(peer, leading[peer.stage])
+                ]
         found += _alone(known, peers)
+        found += [
+            Trouble(peer="", words=one.trouble, severity=BAD if one.is_empty else ODD, since_at=told_at)
+            for one in stages
+            if (told_at := one.trouble_since_at) is not None
+        ]
     found += _skipped(known)
     found += _of_events(known)
     found.sort(key=lambda trouble: (trouble.severity != BAD, -trouble.since_at, trouble.words))
@@ -497,9 +727,11 @@ def _of_training(peer: PeerFacts, leading: int) -> Iterator[tuple[str, str]]:
     if peer.versions and behind >= BEHIND_ROUNDS:
         advice = "it fetches them; if that lasts, look at its line with p2p-co2 plan"
         yield f"{name} is {behind:.0f} rounds behind the foremost peer", advice
-    if peer.utilisation is not None and peer.exposed_s > 5.0 and 1 - peer.utilisation > EXPOSED_SHARE:
+    microbatches = peer.pipeline.waiting_share if peer.pipeline is not None else None  # waits for no round
+    idle = 1 - peer.utilisation - (microbatches or 0.0) if peer.utilisation is not None else 0.0
+    if peer.exposed_s > 5.0 and idle > EXPOSED_SHARE:
         share = percent(peer.exposed_s / (peer.exposed_s + peer.hidden_s))
-        what = f"{name} spends {percent(1 - peer.utilisation)} of its time waiting"
+        what = f"{name} spends {percent(idle)} of its time waiting"
         what += f" ({share} of its communication is not hidden)"
         yield what, "p2p-co2 plan says what rounds its line bears"
     cap, needed = peer.upload_cap_bytes_per_s, peer.needed_bytes_per_s
@@ -509,9 +741,10 @@ def _of_training(peer: PeerFacts, leading: int) -> Iterator[tuple[str, str]]:
 
 
 def _alone(known: Known, peers: Sequence[PeerFacts]) -> list[Trouble]:
-    """One peer trains, and nobody else is there, or only out of our reach."""
+    """One peer trains, and nobody else is there, or only out of our reach. In a run with stages a stage that
+    is understaffed says so."""
     here = [peer for peer in peers if peer.state not in OVER and peer.state != "gone"]
-    if len(here) != 1 or here[0].state not in ONLINE or not here[0].inner_steps:
+    if known.stages > 1 or len(here) != 1 or here[0].state not in ONLINE or not here[0].inner_steps:
         return []
     rounds = [one for one in known.view.rounds.values() if one.outcome == "committed"]
     together = [commit.at for one in rounds for commit in one.commits.values()]
@@ -551,7 +784,7 @@ def _of_events(known: Known) -> list[Trouble]:
         if event.kind not in _ADVICE or known.now - event.at > RECENT_S:
             continue
         about = next(filter(None, (getattr(event, name, "") for name in ("reason", "text", "other"))), "")
-        key, words = describe(event, known.labels)
+        key, words = describe(event, known.labels, known.view.stage_of(event))
         alike.setdefault((event.kind, about), {})[key] = event, words
     found = []
     for (kind, _), told in alike.items():

@@ -53,8 +53,8 @@ _FORMAT = 3
 
 
 class Happening(NamedTuple):
-    """One line of what happened. ``fragment``, ``round``: -1 if it is about none. Of those with one ``key``
-    the first is kept."""
+    """One line of what happened. ``fragment`` (``telemetry.view.numbered``), ``round``: -1 if it is about
+    none. Of those with one ``key`` the first is kept."""
 
     at: float
     kind: str
@@ -69,7 +69,7 @@ class Happening(NamedTuple):
 class Batch:
     """What one ``write`` takes. ``samples``: by peer, ``SWARM`` or ``AGREED``, values in the order of
     ``MEASURES`` (NaN: not known); ``counted``: new totals of work by peer; ``counted_rounds``: (fragment,
-    round) that they hold newly."""
+    round) that they hold newly, fragments as ``telemetry.view.numbered``."""
 
     at: float
     samples: dict[str, Sequence[float]] = field(default_factory=dict)

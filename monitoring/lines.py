@@ -21,11 +21,12 @@ import numpy as np
 from monitoring.words import figure, percent
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.telemetry import events as ev
+from p2p_co2.telemetry.view import numbered
 
 Sample = tuple[float, Mapping[str, tuple[int, int]]]
 """(unix time, bytes (up, down) since the start by peer's name)."""
 Place = tuple[int, int]
-"""(fragment, round)"""
+"""(fragment as ``telemetry.view.numbered``, round)"""
 Spans = list[tuple[float, float]]
 
 
@@ -53,15 +54,20 @@ class ExchangeLog:
     _begun: dict[Place, ev.RoundBegan] = field(default_factory=dict)
     _commits: dict[Place, list[ev.RoundCommitted]] = field(default_factory=dict)
     _payload_bytes: dict[int, int] = field(default_factory=dict)
+    _stages: dict[str, int] = field(default_factory=dict)
 
     def add(self, event: ev.Event) -> None:
+        stage = self._stages.get(event.peer, 0)
         match event:
+            case ev.PeerStarted():
+                self._stages[event.peer] = event.stage
             case ev.FragmentSent():
-                self._payload_bytes[event.fragment] = event.payload_bytes
+                self._payload_bytes[numbered(stage, event.fragment)] = event.payload_bytes
             case ev.RoundBegan():
-                self._begun[event.fragment, event.round] = event
+                self._begun[numbered(stage, event.fragment), event.round] = event
             case ev.RoundCommitted():
-                self._commits.setdefault((event.fragment, event.round), []).append(event)
+                place = numbered(stage, event.fragment), event.round
+                self._commits.setdefault(place, []).append(event)
 
     def exchanges(self) -> list[Exchange]:
         """Those of which both ends are known, by their beginning."""

@@ -1,10 +1,10 @@
 """``/metrics`` for Prometheus, on the board and on every peer's own page.
 
 Names follow Prometheus' conventions (base units, ``_total``, ``_seconds``, ``_bytes``, ``_ratio``) under
-``p2p_co2_``. Law: label sets are bounded: ``peer`` by ``MAX_PEERS``, ``fragment`` by what a run may have, the
-rest are fixed words; a peer's text is a label's value only, and a number that is not known has no sample.
-Figures a peer told of itself and figures the group counted have names of their own. Price: made anew for each
-scrape, some milliseconds for a hundred peers.
+``p2p_co2_``. Law: label sets are bounded: ``peer`` by ``MAX_PEERS``, ``fragment`` and ``stage`` by what a run
+may have, the rest are fixed words; a peer's text is a label's value only, and a number that is not known has
+no sample. Figures a peer told of itself and figures the group counted have names of their own. Price: made
+anew for each scrape, some milliseconds for a hundred peers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from monitoring.charts import OUTCOMES
-from monitoring.facts import ONLINE, STATES, PeerFacts, SwarmFacts
+from monitoring.facts import ONLINE, STATES, PeerFacts, StageFacts, SwarmFacts
 from monitoring.words import plain
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -53,6 +53,21 @@ _SWARM_GAUGES = {
     "swarm_position_rounds": "position", "swarm_staleness_mean_steps": "staleness_mean",
     "swarm_troubles": "troubles", "reader_connected": "connection",
 }  # fmt: skip
+_STAGE_COUNTERS = {
+    "stage_tokens": "tokens", "stage_counted_tokens": "tokens_counted",
+    "stage_counted_microbatches": "counted", "stage_dropped_microbatches": "dropped",
+    "stage_forward_bytes": "forward_bytes", "stage_back_bytes": "back_bytes",
+    "stage_rounds_committed": "rounds_committed", "stage_rounds_aborted": "rounds_aborted",
+}  # fmt: skip
+_STAGE_GAUGES = {
+    "stage_replicas": "replicas", "stage_tokens_per_second": "tokens_per_s",
+    "stage_waiting_microbatches": "waiting", "stage_microbatches_in_flight": "in_flight",
+    "stage_waiting_ratio": "waiting_share", "stage_utilisation_ratio": "utilisation",
+    "stage_versions_apart": "versions_apart", "stage_forward_bytes_per_second": "forward_bytes_per_s",
+    "stage_back_bytes_per_second": "back_bytes_per_s", "stage_forward_round_trip_seconds":
+    "forward_round_trip_s", "stage_back_round_trip_seconds": "back_round_trip_s",
+}  # fmt: skip
+"""Only in a run with stages."""
 _WHILE_ONLINE = {"loss_training", "utilisation"}
 
 
@@ -73,6 +88,9 @@ class FactsCollector(Collector):
             yield _gauge("swarm_peers", "Peers by state.", ["state"], states)
             outcomes = {(kind,): sum(found.outcome == kind for found in facts.rounds) for kind in OUTCOMES}
             yield _gauge("swarm_recent_rounds", "The newest rounds by outcome.", ["outcome"], outcomes)
+            if facts.stages:
+                yield from _of(CounterMetricFamily, _STAGE_COUNTERS, StageFacts, facts.stages, ["stage"])
+                yield from _of(GaugeMetricFamily, _STAGE_GAUGES, StageFacts, facts.stages, ["stage"])
         yield from _of(CounterMetricFamily, _PEER_COUNTERS, PeerFacts, peers, ["peer", "name"])
         yield from _of(GaugeMetricFamily, _PEER_GAUGES, PeerFacts, peers, ["peer", "name"])
         yield _ages(peers)
@@ -80,8 +98,8 @@ class FactsCollector(Collector):
 
 
 def _of(
-    family: Any, table: Mapping[str, str], kind: type[PeerFacts | SwarmFacts], told: Sequence[Any],
-    labels: Sequence[str] = (),
+    family: Any, table: Mapping[str, str], kind: type[PeerFacts | StageFacts | SwarmFacts],
+    told: Sequence[Any], labels: Sequence[str] = (),
 ) -> Iterator[Metric]:  # fmt: skip
     for name, field in table.items():
         words = kind.model_fields[field].description or field.replace("_", " ")
@@ -102,8 +120,8 @@ def _of(
         yield made
 
 
-def _names(peer: PeerFacts) -> list[str]:
-    return [peer.peer, plain(peer.label, 40)]
+def _names(told: PeerFacts | StageFacts) -> list[str]:
+    return [str(told.stage)] if isinstance(told, StageFacts) else [told.peer, plain(told.label, 40)]
 
 
 def _gauge(name: str, words: str, labels: Sequence[str], values: Mapping[Any, float | None]) -> Metric:

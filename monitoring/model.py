@@ -20,7 +20,7 @@ from p2p_co2.errors import EnvironmentFault
 from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, Sighting
-from p2p_co2.telemetry.view import SwarmView
+from p2p_co2.telemetry.view import SwarmView, numbered
 
 ROUNDS_KEPT = 4096
 """And as many news that members may tell again."""
@@ -137,18 +137,20 @@ class Recorder:
 
     def see(self, events: Sequence[ev.Event]) -> None:
         """The events of one of the model's moments."""
-        labels = self._model.known.labels
+        labels, view = self._model.known.labels, self._model.view
         for event in events:
             if isinstance(event, ev.RoundCounted):
-                self._batch.counted_rounds.add((event.fragment, event.round))
+                place = numbered(view.stage_of(event) or 0, event.fragment)
+                self._batch.counted_rounds.add((place, event.round))
             elif isinstance(event, ev.AgreedMeasured) and not is_behind(event.position, self._position):
                 self._agreed = event.loss
-            key, words = describe(event, labels)
+            key, words = describe(event, labels, view.stage_of(event))
             if words and event.at - self._said_at.get(key, -1e9) > 3 * SILENT_AFTER_S:
                 self._said_at[key] = event.at
                 if len(self._said_at) > ROUNDS_KEPT:
                     self._said_at.pop(next(iter(self._said_at)))
-                self._batch.happenings.append(_happening(event, key, words))
+                happening = _happening(event, view.stage_of(event) or 0, key, words)
+                self._batch.happenings.append(happening)
 
     def batch(self) -> Batch | None:
         """What is to be written now, if anything; for ``write``, in any thread, before asking again."""
@@ -182,8 +184,9 @@ class Recorder:
                 self.write(batch)
 
 
-def _happening(event: ev.Event, key: str, words: str) -> Happening:
+def _happening(event: ev.Event, stage: int, key: str, words: str) -> Happening:
     fragment, number = getattr(event, "fragment", -1), getattr(event, "round", -1)
+    fragment = fragment if fragment < 0 else numbered(stage, fragment)
     is_of_round = isinstance(event, ev.RoundCommitted | ev.RoundAborted)
     once = key if is_of_round else f"{key} {event.at:.1f}"
     return Happening(event.at, event.kind, event.peer, fragment, number, words, once)

@@ -90,8 +90,8 @@ def _charts(
     return {
         "loss": charts.loss(palette, rows, agreed),
         "over_tokens": charts.loss(palette, rows, agreed, over_tokens=True),
-        "rounds": charts.rounds(palette, facts.rounds, facts.fragments),
-        "staleness": charts.staleness(palette, model.view.fragment_staleness),
+        "rounds": charts.rounds(palette, facts.rounds, facts.fragments, len(facts.stages)),
+        "staleness": charts.staleness_of(palette, model.view, bool(facts.stages)),
         **{name: charts.over_time(palette, rows, lines) for name, (_, _, lines) in charts.TRENDS.items()},
     }
 

@@ -78,11 +78,15 @@ def open_sinks(tensorboard: Path | None, wandb: str) -> list[Sink]:
 
 
 def figures_of(facts: SwarmFacts) -> dict[str, float]:
-    """What a sink gets: the swarm's figures, and some of each peer's, by name."""
+    """What a sink gets: the swarm's figures, and some of each stage's and peer's, by name."""
     names = ["peers_online", "tokens_per_s", "up_bytes_per_s", "rounds_committed", "rounds_alone",
              "rounds_aborted", "staleness_mean", "sync_delay_steps_mean"]  # fmt: skip
     names += ["loss_agreed", "loss_training", "utilisation"] if facts.peers_online else []
     found = {f"swarm/{name}": getattr(facts, name) for name in names}
+    for stage in facts.stages:
+        for name in ("replicas", "tokens_per_s", "waiting", "waiting_share", "dropped", "utilisation",
+                     "forward_bytes_per_s", "back_bytes_per_s"):  # fmt: skip
+            found[f"stage/{stage.stage}/{name}"] = getattr(stage, name)
     for peer in [peer for peer in facts.peers if peer.state in ONLINE][:MAX_PEERS]:
         label = re.sub(r"[^\w.-]", "_", plain(peer.label, 40))
         for name in ("loss", "tokens_per_s", "utilisation", "exposed_s", "up_bytes"):

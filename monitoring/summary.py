@@ -7,16 +7,17 @@ purpose.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from monitoring.facts import NOT_IN_THE_RUN, Known, mean_known, swarm_facts
+from monitoring.facts import NOT_IN_THE_RUN, Known, StageFacts, mean_known, swarm_facts
 from monitoring.words import loss_unit
 from p2p_co2.config import RunConfig
-from p2p_co2.telemetry.view import PeerView, SwarmView, mean_of
+from p2p_co2.telemetry.view import Counters, PeerView, SwarmView, mean_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +42,26 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
     ``sync_delay_steps``: over all outer steps applied by any peer; ``utilisation``: seconds in inner steps
     over seconds since the first, its mean over the peers that were not behind the run when last heard;
     ``digests_equal``: at least one peer finished and all that did hold the same digest of the agreed state;
-    ``carriers``: open links, counted in each direction; ``outer_versions``: newest per fragment."""
+    ``carriers``: open links, counted in each direction; ``outer_versions``: newest per fragment.
+
+    In a run with stages ``stages`` has the figures of each, digests are held against those of the same stage,
+    and ``tokens`` are those of the first stage: each is trained on once in every stage."""
     labels, config = view.labels(), facts.config
     started = [one for one in view.peers.values() if one.started]
     peers = {labels[one.peer]: one for one in sorted(started, key=lambda one: labels[one.peer])}
-    known = swarm_facts(Known(view, view.last_at or 0.0, config)).peers
-    in_run = [peer.utilisation for peer in known if peer.state not in NOT_IN_THE_RUN]
+    swarm = swarm_facts(Known(view, view.last_at or 0.0, config))
+    in_run = [peer.utilisation for peer in swarm.peers if peer.state not in NOT_IN_THE_RUN]
     exposed_s = {name: round(peer.totals.exposed_s, 3) for name, peer in peers.items()}
-    digests = {peer.end.digest for peer in peers.values() if peer.end is not None}
+    stages = [_stage(one, view, _held(peers, one.stage)) for one in swarm.stages]
+    groups = stages or [{"digests_equal": _is_one_digest(peers.values())}]
     carriers = Counter(carrier for peer in peers.values() for carrier in peer.carriers.values())
     versions = zip(*(peer.versions for peer in peers.values() if peer.versions), strict=False)
     return {
         "run": config.name,
         "peers": len(peers),
         "processes": {name: peer.start.pid for name, peer in peers.items()},
-        "parameters": max((peer.start.parameters for peer in peers.values()), default=0),
-        "tokens": sum(peer.totals.tokens for peer in peers.values()),
+        "parameters": swarm.parameters,
+        "tokens": swarm.tokens,
         "wall_s": _rounded((view.last_at or 0.0) - (view.started_at or 0.0), 2),
         "loss": {"start": _rounded(facts.loss_start, 5), "end": _rounded(facts.loss_end, 5),
                  "unit": loss_unit(config.recipe)},
@@ -67,7 +72,7 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
         "utilisation": {"mean": _rounded(mean_known(in_run), 4),
                         "per_peer": {name: _rounded(peer.utilisation, 4) for name, peer in peers.items()}},
         "exposed_s": {"max": max(exposed_s.values(), default=0.0), "per_peer": exposed_s},
-        "digests_equal": len(digests) == 1 and "" not in digests,
+        "digests_equal": all(group["digests_equal"] for group in groups),
         "carriers": dict(sorted(carriers.items())),
         "codec": config.codec.name,
         "apply_rule": config.outer.rule,
@@ -75,14 +80,16 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
         "outer_versions": [max(column) for column in versions],
         "warnings": view.warnings,
         "expected_peers": facts.expected_peers,
-        "peer_table": {name: _peer(peer, labels) for name, peer in peers.items()},
+        "peer_table": {name: _peer(peer, labels, bool(stages)) for name, peer in peers.items()},
         "text": facts.text,
+        **({"stages": stages} if stages else {}),
     }  # fmt: skip
 
 
 def verdict(summary: dict[str, Any], by_loss: bool = True) -> list[str]:
-    """Why a run failed, one sentence each; empty when it was good: every peer ended with the same digest of
-    the agreed state and, ``by_loss``, the held-out loss of the agreed parameters fell."""
+    """Why a run failed, one sentence each; empty when it was good: every peer, or in a run with stages every
+    replica of a stage, ended with the same digest of the agreed state and, ``by_loss``, the held-out loss of
+    the agreed parameters fell."""
     reasons: list[str] = []
     table: dict[str, dict[str, Any]] = summary["peer_table"]
     if not table:
@@ -93,14 +100,20 @@ def verdict(summary: dict[str, Any], by_loss: bool = True) -> list[str]:
         if not peer["finished"]:
             why = f", {peer['left_reason']}" if peer["left_reason"] else ""
             reasons.append(f"peer {name} did not finish (last phase {peer['phase'] or 'unknown'}{why})")
-    rounds, by_one = summary["rounds"], summary["expected_peers"] == 1
-    if table and not rounds["committed"] and not (by_one and rounds["alone"]):
-        alone = f": {rounds['alone']} were made by one peer alone" if rounds["alone"] else ""
-        reasons.append(f"no round was committed{alone}")
-    finished = {name: peer["digest"] for name, peer in table.items() if peer["finished"]}
-    if finished and not summary["digests_equal"]:
-        held = ", ".join(f"{name} {digest[:12] or 'none'}" for name, digest in finished.items())
-        reasons.append(f"the peers hold different digests of the agreed state: {held}")
+    if "stages" not in summary:
+        by_one = summary["expected_peers"] == 1
+        reasons += _of_group(table, summary["rounds"], summary["digests_equal"], by_one)
+    for stage in summary.get("stages", ()) if table else ():
+        name, held = f"stage {stage['stage']}", stage["stage"]
+        mine = {label: peer for label, peer in table.items() if peer["stage"] == held}
+        if not mine:
+            reasons.append(f"{name} had no replica")
+        elif not any(peer["finished"] for peer in mine.values()):
+            reasons.append(f"{name}: no replica finished")
+        by_one = stage["peers"] == 1
+        reasons += [
+            f"{name}: {why}" for why in _of_group(mine, stage["rounds"], stage["digests_equal"], by_one)
+        ]
     start, end = summary["loss"]["start"], summary["loss"]["end"]
     if by_loss and (start is None or end is None):
         reasons.append("the held-out loss at start and end was not measured")
@@ -109,18 +122,79 @@ def verdict(summary: dict[str, Any], by_loss: bool = True) -> list[str]:
     return reasons
 
 
-def _rounds(view: SwarmView) -> dict[str, Any]:
-    """Rounds of the swarm, each once. ``alone``: made by one peer; ``partial``: somebody is missing from some
-    part; ``missed``: some member gave it up; ``duration_s``: READY to commit, the slowest member of each."""
-    committed = [known for known in view.rounds.values() if known.outcome == "committed"]
+def _of_group(
+    table: Mapping[str, dict[str, Any]], rounds: Mapping[str, Any], digests_equal: bool, by_one: bool
+) -> list[str]:
+    """Why a group of peers that average with each other failed: all of a run, or the replicas of a stage."""
+    reasons: list[str] = []
+    if table and not rounds["committed"] and not (by_one and rounds["alone"]):
+        alone = f": {rounds['alone']} were made by one peer alone" if rounds["alone"] else ""
+        reasons.append(f"no round was committed{alone}")
+    finished = {name: peer["digest"] for name, peer in table.items() if peer["finished"]}
+    if finished and not digests_equal:
+        held = ", ".join(f"{name} {digest[:12] or 'none'}" for name, digest in finished.items())
+        reasons.append(f"the peers hold different digests of the agreed state: {held}")
+    return reasons
+
+
+def _is_one_digest(peers: Iterable[PeerView]) -> bool:
+    digests = {peer.end.digest for peer in peers if peer.end is not None}
+    return len(digests) == 1 and "" not in digests
+
+
+def _held(peers: Mapping[str, PeerView], stage: int) -> dict[str, PeerView]:
+    return {name: peer for name, peer in peers.items() if peer.stage == stage}
+
+
+def _stage(told: StageFacts, view: SwarmView, peers: Mapping[str, PeerView]) -> dict[str, Any]:
+    """One stage. ``microbatches``: summed over its peers, ``waiting_share`` their mean part of the time in
+    which they waited for some; ``hops``: the median link to the stage behind (``forward``) and before
+    (``back``), bytes per second while payload was under way; ``bytes``: payload that went there."""
+    totals = functools.reduce(Counters.plus, (peer.totals for peer in peers.values()), Counters())
+    versions = zip(*(peer.versions for peer in peers.values() if peer.versions), strict=False)
+    drops = sum((peer.tally.dropped for peer in peers.values()), Counter[str]())
+    rate = (peer.totals.tokens / peer.totals.wall_s for peer in peers.values() if peer.totals.wall_s > 0)
+    return {
+        "stage": told.stage,
+        "peers": len(peers),
+        "finished": sum(peer.end is not None for peer in peers.values()),
+        "parameters": max((peer.start.parameters for peer in peers.values()), default=0),
+        "tokens": totals.tokens,
+        "tokens_per_s": _rounded(sum(rate), 1),
+        "inner_steps": totals.inner_steps,
+        "rounds": _rounds(view, told.stage),
+        "digests_equal": _is_one_digest(peers.values()),
+        "outer_versions": [max(column) for column in versions],
+        "versions_apart": told.versions_apart,
+        "microbatches": {"counted": told.counted, "dropped": told.dropped, "drop_reasons": dict(drops),
+                         "waiting_share": _rounded(told.waiting_share, 4)},
+        "utilisation": _rounded(told.utilisation, 4),
+        "exposed_s": _rounded(totals.exposed_s, 3),
+        "hops": {
+            "forward_bytes_per_s": _rounded(told.forward_bytes_per_s, 1),
+            "back_bytes_per_s": _rounded(told.back_bytes_per_s, 1),
+            "forward_round_trip_s": _rounded(told.forward_round_trip_s, 5),
+            "back_round_trip_s": _rounded(told.back_round_trip_s, 5),
+            "forward_bytes": told.forward_bytes,
+            "back_bytes": told.back_bytes,
+        },
+    }  # fmt: skip
+
+
+def _rounds(view: SwarmView, stage: int | None = None) -> dict[str, Any]:
+    """Rounds of the swarm, or of a stage, each once. ``alone``: made by one peer; ``partial``: somebody is
+    missing from some part; ``missed``: some member gave it up; ``duration_s``: READY to commit, the slowest
+    member of each."""
+    rounds = [known for known in view.rounds.values() if stage in (None, known.stage)]
+    committed = [known for known in rounds if known.outcome == "committed"]
     durations_s = sorted(known.duration_s for known in committed if known.duration_s > 0)
-    reasons = view.abort_reasons
+    reasons = view.abort_reasons if stage is None else view.aborts_by_stage.get(stage, Counter())
     return {
         "committed": len(committed),
-        "alone": view.alone,
+        "alone": view.alone if stage is None else view.alone_by_stage[stage],
         "aborted": reasons.total(),
         "abort_reasons": dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
-        "open": sum(known.outcome == "open" for known in view.rounds.values()),
+        "open": sum(known.outcome == "open" for known in rounds),
         "partial": sum(known.partial > 0 or known.contributors < known.group_size for known in committed),
         "missed": sum(bool(known.missed_by) for known in committed),
         "contributors_mean": _rounded(mean_known(known.contributors for known in committed), 3),
@@ -133,20 +207,26 @@ def _bytes(view: SwarmView, peers: Mapping[str, PeerView], config: RunConfig) ->
     """Bytes against synchronous data-parallel training, per peer, parameter and sweep: one committed round of
     every fragment. Data parallel: 4 bytes times 2 (1 - 1/M), a bandwidth-optimal all-reduce of fp32
     gradients, for each of the ``inner_steps_per_sweep``; ``times_less_than_data_parallel`` is that product
-    over ``per_parameter_per_round``. ``encoded_bits_per_parameter``: of one outer gradient of all
-    fragments."""
+    over ``per_parameter_per_round``. ``encoded_bits_per_parameter``: of one outer gradient of all fragments.
+
+    In a run with stages parameters are those of a peer's stage, the average one, and M its replicas; what
+    goes between stages is in the bytes."""
     parameters, count = max((peer.start.parameters for peer in peers.values()), default=0), len(peers)
     # As the peers cut the model, which may be in more pieces than asked for.
     fragments = max((peer.start.fragments for peer in peers.values()), default=0) or config.fragments
-    sweeps = view.committed / fragments
+    stages = config.pipeline.stages
+    if stages > 1 and count:
+        parameters = round(sum(peer.start.parameters for peer in peers.values()) / count)
+    sweeps = view.committed / fragments / stages
     up_bytes = {name: peer.totals.up_bytes for name, peer in peers.items()}
-    whole = [peer.sent for peer in peers.values() if parameters and len(peer.sent) == fragments]
-    encoded = 8 * sum(sent.payload_bytes for sent in whole[0].values()) / parameters if whole else None
+    whole = [peer for peer in peers.values() if peer.start.parameters and len(peer.sent) == fragments]
+    payload_bytes = sum(sent.payload_bytes for sent in whole[0].sent.values()) if whole else 0
+    encoded = 8 * payload_bytes / whole[0].start.parameters if whole else None
     sent = steps = None
     if parameters and count and sweeps:
         sent = sum(up_bytes.values()) / count / parameters / sweeps
         steps = sum(peer.totals.inner_steps for peer in peers.values()) / count / sweeps
-    data_parallel = 4 * 2 * (1 - 1 / count) if count else 0.0
+    data_parallel = 4 * 2 * (1 - min(1.0, stages / count)) if count else 0.0
     return {
         "up_per_peer": up_bytes,
         "down_per_peer": {name: peer.totals.down_bytes for name, peer in peers.items()},
@@ -158,11 +238,12 @@ def _bytes(view: SwarmView, peers: Mapping[str, PeerView], config: RunConfig) ->
     }
 
 
-def _peer(peer: PeerView, labels: dict[str, str]) -> dict[str, Any]:
+def _peer(peer: PeerView, labels: dict[str, str], has_stages: bool) -> dict[str, Any]:
     totals, tally, end = peer.totals, peer.tally, peer.end
     tables = {"skipped_sends": tally.skipped_sends, "caught_up": tally.caught_up, "refused": tally.refused}
     seconds = ("train_s", "exposed_s", "wall_s")
     return {
+        **({"stage": peer.stage} if has_stages else {}),
         "peer": peer.peer, "pid": peer.start.pid, "device": peer.start.device,
         "software": peer.start.software, "phase": peer.phase, "finished": end is not None,
         "left_reason": peer.left_reason, "digest": end.digest if end is not None else "",

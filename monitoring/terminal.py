@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from monitoring.facts import ONLINE, Known, PeerFacts, SwarmFacts, swarm_facts
+from monitoring.facts import ONLINE, Known, PeerFacts, RoundFacts, StageFacts, SwarmFacts, swarm_facts
 from monitoring.model import follow
 from monitoring.words import UNKNOWN, ago, clock, figure, links, news, percent, plain, size
 from p2p_co2.telemetry.feed import Feed
@@ -33,7 +33,8 @@ _CONNECTION_STYLES = {"connected": "green", "connecting": "yellow", "ended": "cy
 _OUTCOME_STYLES = {"committed": ("■", "blue"), "partial": ("p", "cyan"), "late": ("L", "yellow"),
                    "alone": ("1", "magenta"), "aborted": ("A", "bold red"), "open": ("·", "dim")}  # fmt: skip
 _COLUMNS: dict[str, Callable[[PeerFacts], str]] = {
-    "peer": lambda peer: plain(peer.label, 18), "state": lambda peer: plain(peer.state, 12),
+    "peer": lambda peer: plain(peer.label, 18), "stage": lambda peer: figure(peer.stage),
+    "state": lambda peer: plain(peer.state, 12),
     "train\nloss": lambda peer: figure(peer.loss, 3), "tokens\nper s": lambda peer: figure(peer.tokens_per_s),
     "at\nround": lambda peer: figure(peer.position, 1),
     "stale-\nness": lambda peer: figure(peer.staleness_mean, 2),
@@ -41,11 +42,29 @@ _COLUMNS: dict[str, Callable[[PeerFacts], str]] = {
     "exposed\ns": lambda peer: figure(peer.exposed_s, 1), "sent": lambda peer: size(peer.up_bytes),
     "received": lambda peer: size(peer.down_bytes), "tokens": lambda peer: figure(peer.tokens),
     "share*": lambda peer: percent(peer.share_counted), "links": lambda peer: links(peer.carriers)[:20],
+    "waiting": lambda peer: percent(peer.pipeline.waiting_share if peer.pipeline else None),
     "device": lambda peer: plain(peer.device, 10),
 }  # fmt: skip
+_OF_STAGES = ("stage", "waiting")
+"""Columns of a run with stages."""
 _DROP_FIRST = ("device", "received", "tokens", "exposed\ns", "at\nround", "links", "share*", "sent",
-               "compute\nused")  # fmt: skip
+               "waiting", "compute\nused")  # fmt: skip
 """Columns that go where the terminal is narrow, in this order."""
+_STAGE_COLUMNS: dict[str, Callable[[StageFacts], str]] = {
+    "stage": lambda stage: str(stage.stage),
+    "repli-\ncas": lambda stage: figure(stage.replicas),
+    "versions\napart": lambda stage: figure(stage.versions_apart),
+    "tokens\nper s": lambda stage: figure(stage.tokens_per_s),
+    "queue": lambda stage: figure(stage.waiting),
+    "waiting": lambda stage: percent(stage.waiting_share),
+    "drops": lambda stage: figure(stage.dropped),
+    "forward\nper s": lambda stage: size(stage.forward_bytes_per_s),
+    "back\nper s": lambda stage: size(stage.back_bytes_per_s),
+    "hop\nms": lambda stage: figure(_ms(stage.forward_round_trip_s), 1),
+    "rounds": lambda stage: figure(stage.rounds_committed),
+    "aborted": lambda stage: figure(stage.rounds_aborted),
+}  # fmt: skip
+_STAGES_DROP_FIRST = ("aborted", "rounds", "hop\nms", "versions\napart", "back\nper s", "forward\nper s")
 Words = Sequence[tuple[float, str]]
 
 
@@ -118,12 +137,22 @@ def line(facts: SwarmFacts, *, own: bool = False) -> str:
         return f"{facts.connection}: {plain(facts.connection_words, 200)}"
     count = len(facts.troubles)
     wrong = f", {count} trouble{'s'[: count > 1]}: {plain(facts.troubles[0].words, 300)}" if count else ""
+    stages = f", {_stages_in_words(facts)}" if facts.stages and not own else ""
     return (
         f"{_peers_there(facts, own)}, round {figure(facts.position, 1)}, "
         f"loss {figure(facts.loss, 3)} ({facts.loss_kind}), {figure(facts.tokens)} tokens, "
         f"{figure(facts.tokens_per_s)} tokens/s, rounds {_rounds(facts)}, "
-        f"staleness {figure(facts.staleness_mean, 2)}, up {size(facts.up_bytes)}{wrong}"
+        f"staleness {figure(facts.staleness_mean, 2)}, up {size(facts.up_bytes)}{stages}{wrong}"
     )
+
+
+def _stages_in_words(facts: SwarmFacts) -> str:
+    """The stages in a few words, a number for each."""
+    replicas, queues = (
+        " + ".join(figure(getattr(one, name)) for one in facts.stages) for name in ("replicas", "waiting")
+    )
+    dropped = figure(sum(one.dropped for one in facts.stages))
+    return f"replicas by stage {replicas}, queued {queues}, {dropped} dropped"
 
 
 def _rounds(facts: SwarmFacts) -> str:
@@ -159,7 +188,8 @@ def frame(
     start = min((peer.joined_at for peer in facts.peers if peer.joined_at is not None), default=facts.at)
     return Group(
         *_head(facts, own), *(wrong[:4] or [Text("nothing is wrong", style="green")]),
-        _peers(mine, width, max(3, height - _LINES_BESIDE_PEERS), own),
+        *(_own_stage(mine, facts) if own else _stages(facts, width)),
+        _peers(mine, width, max(3, height - _LINES_BESIDE_PEERS - len(facts.stages)), own, facts),
         *(() if own else _staleness(facts, width)),
         *(
             Text(f"  {clock(at - start)}  {words}", style="dim", no_wrap=True, overflow="ellipsis")
@@ -187,21 +217,60 @@ def _head(facts: SwarmFacts, own: bool) -> list[Text]:
     return [title, first, second]
 
 
-def _peers(peers: Sequence[PeerFacts], width: int, most: int, own: bool) -> Table:
-    order = sorted(peers, key=lambda peer: (peer.state not in ONLINE, peer.label))
-    cells = {heading: [Text(cell(peer)) for peer in order[:most]] for heading, cell in _COLUMNS.items()}
+def _own_stage(mine: Sequence[PeerFacts], facts: SwarmFacts) -> list[Text]:
+    """What this machine's peer says of its microbatches; nothing in a run of one stage."""
+    return [
+        Text.assemble(
+            f"stage {said.stage} of {len(facts.stages)}   queue ", (figure(said.waiting), "bold"),
+            f"   in flight {figure(said.in_flight)}   waiting ", (percent(said.waiting_share), "bold"),
+            f"   dropped {figure(said.dropped)} of {figure(said.counted + said.dropped)}",
+            f"   waits for {plain(said.waits_for, 60)}" if said.waits_for else "",
+        )
+        for said in (peer.pipeline for peer in mine)
+        if said is not None
+    ]  # fmt: skip
+
+
+def _stages(facts: SwarmFacts, width: int) -> list[Table]:
+    """A row for each stage; nothing in a run of one."""
+    if not facts.stages:
+        return []
+    cells = {
+        heading: [Text(cell(stage)) for stage in facts.stages] for heading, cell in _STAGE_COLUMNS.items()
+    }
+    for stage, replicas in zip(facts.stages, cells["repli-\ncas"], strict=True):
+        replicas.stylize("bold red" if stage.is_empty else "yellow" if stage.trouble else "bold")
+    return [_table(cells, width, _STAGES_DROP_FIRST)]
+
+
+def _peers(peers: Sequence[PeerFacts], width: int, most: int, own: bool, facts: SwarmFacts) -> Table:
+    order = sorted(peers, key=lambda peer: (peer.state not in ONLINE, peer.stage or 0, peer.label))
+    cells = {
+        heading: [Text(cell(peer)) for peer in order[:most]]
+        for heading, cell in _COLUMNS.items()
+        if facts.stages or heading not in _OF_STAGES
+    }
     for peer, label, state in zip(order, cells["peer"], cells["state"], strict=False):
         label.stylize("bold")
         state.stylize(_STATE_STYLES.get(peer.state, "yellow"))
     if len(order) > most:
         cells["peer"].append(Text(f"and {len(order) - most} more", style="dim"))
+    table = _table(cells, width, _DROP_FIRST)
+    if not own and table.columns:
+        table.caption = Text("* counted by the group; the rest is each peer's own word", style="dim")
+        table.caption_justify = "left"
+    return table
+
+
+def _table(cells: dict[str, list[Text]], width: int, drop_first: Sequence[str]) -> Table:
+    """A table of ``cells`` by heading, without those of ``drop_first`` for which ``width`` has no room."""
     widths = {
         heading: max([*map(len, heading.split("\n")), *(cell.cell_len for cell in column)])
         for heading, column in cells.items()
     }
-    for heading in _DROP_FIRST:  # until the rest fits unshortened; a cell of padding and one between columns
+    for heading in drop_first:  # until the rest fits unshortened; a cell of padding and one between columns
         if sum(widths[kept] + 2 for kept in cells) - 2 > width:
-            del cells[heading]
+            cells.pop(heading, None)
     table = Table(
         box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
     )
@@ -209,9 +278,6 @@ def _peers(peers: Sequence[PeerFacts], width: int, most: int, own: bool) -> Tabl
         table.add_column(heading, justify="left" if heading in {"peer", "state"} else "right", no_wrap=True)
     for row in itertools.zip_longest(*cells.values()):
         table.add_row(*row)
-    if not own and table.columns:
-        table.caption = Text("* counted by the group; the rest is each peer's own word", style="dim")
-        table.caption_justify = "left"
     return table
 
 
@@ -226,14 +292,23 @@ def _staleness(facts: SwarmFacts, width: int) -> list[Text]:
         Text.assemble(("staleness", "bold"), mean, delay),
         Text(f"{legend}oldest fragment: merged {clock(oldest)} ago"),
     ]
-    for fragment in range(min(facts.fragments, 4)):
-        letters = Text(f"  fragment {fragment} ")
-        found = [one for one in facts.rounds if one.fragment == fragment][: max(8, width - 20)]
-        for one in reversed(found):
+    newest: dict[str, list[RoundFacts]] = {f"fragment {one}": [] for one in range(min(facts.fragments, 4))}
+    if facts.stages:
+        newest = {f"stage {one.stage}": [] for one in facts.stages}
+    for told in facts.rounds:
+        name = f"stage {told.stage}" if facts.stages else f"fragment {told.fragment}"
+        newest.get(name, []).append(told)
+    for name, found in newest.items():
+        letters = Text(f"  {name} ")
+        for one in reversed(found[: max(8, width - 20)]):
             letters.append(*_OUTCOME_STYLES[one.outcome])
         rows.append(letters)
     reasons = ", ".join(f"{plain(why, 40)} ({times})" for why, times in list(facts.abort_reasons.items())[:3])
     return [*rows, *([Text(f"aborted: {reasons}")] if reasons else [])]
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
 
 
 def _histogram(counts: Mapping[str, int]) -> str:
@@ -268,8 +343,10 @@ def _summary_table(summary: dict[str, Any]) -> Table:
     of = f", {ended} of {max(summary['peers'], summary['expected_peers'])} peers finished"
     equal = Text.assemble(("yes", "green") if summary["digests_equal"] else ("no", "bold red"), of)
     carriers = ", ".join(f"{times} {plain(carrier, 20)}" for carrier, times in summary["carriers"].items())
+    stages = [(f"stage {one['stage']}", _stage_summary(one)) for one in summary.get("stages", ())]
+    with_hops = ", with hops" if stages else ""
     losses = f"{figure(loss['start'], 4)} to {figure(loss['end'], 4)} {loss['unit']}"
-    for name, value in (
+    rows: list[tuple[str, str | Text]] = [
         ("held-out loss, agreed parameters", losses.strip()),
         ("same digest of the agreed state", equal),
         ("peers, parameters", f"{summary['peers']} peers, {figure(summary['parameters'])} parameters"),
@@ -279,14 +356,32 @@ def _summary_table(summary: dict[str, Any]) -> Table:
         ("rounds aborted", f"{rounds['aborted']}{' (' + reasons + ')' if reasons else ''}"),
         ("compute utilisation, mean", percent(summary["utilisation"]["mean"])),
         ("exposed, worst peer", f"{figure(summary['exposed_s']['max'], 2)} s"),
-        ("sent per parameter and round", f"{figure(sent['per_parameter_per_round'], 3)} bytes"),
+        ("sent per parameter and round", f"{figure(sent['per_parameter_per_round'], 3)} bytes{with_hops}"),
         ("fp32 data-parallel would send", _data_parallel(sent)),
         ("staleness, outer steps", _spread(summary["staleness"])),
         ("send to apply, inner steps", _spread(summary["sync_delay_steps"])),
         ("codec, apply rule, links", f"{summary['codec']}, {summary['apply_rule']}, {carriers or UNKNOWN}"),
-    ):
+    ]
+    for name, value in (*rows, *stages):
         table.add_row(name, value if isinstance(value, Text) else Text(value))
     return table
+
+
+def _stage_summary(stage: dict[str, Any]) -> str:
+    rounds, done, hops = stage["rounds"], stage["microbatches"], stage["hops"]
+    made = f"{rounds['committed']} rounds ({rounds['alone']} alone, {rounds['aborted']} aborted)"
+    ways = ", ".join(
+        f"{way} {size(hops[f'{way}_bytes_per_s'])}/s, {figure(_ms(hops[f'{way}_round_trip_s']), 1)} ms"
+        for way in ("forward", "back")
+        if hops[f"{way}_bytes_per_s"] is not None
+    )
+    return (
+        f"{stage['finished']} of {stage['peers']} peers finished, {figure(stage['parameters'])} parameters, "
+        f"{made}, digests {'equal' if stage['digests_equal'] else 'differ'}, "
+        f"{figure(stage['tokens_per_s'])} tokens/s, waiting {percent(done['waiting_share'])}, "
+        f"{figure(done['dropped'])} of {figure(done['counted'] + done['dropped'])} microbatches dropped"
+        f"{'; ' + ways if ways else ''}"
+    )
 
 
 def _spread(told: dict[str, Any]) -> str:

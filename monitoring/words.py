@@ -99,7 +99,7 @@ def news(view: SwarmView, newest: int) -> list[tuple[float, str]]:
     once."""
     labels, lines = view.labels(), dict[str, tuple[float, str]]()
     for event in reversed(view.notable):
-        key, words = describe(event, labels)
+        key, words = describe(event, labels, view.stage_of(event))
         if words and key not in lines:
             lines[key] = event.at, words
         if len(lines) == newest:
@@ -107,9 +107,9 @@ def news(view: SwarmView, newest: int) -> list[tuple[float, str]]:
     return list(lines.values())[::-1]
 
 
-def describe(event: ev.Event, labels: Mapping[str, str]) -> tuple[str, str]:
+def describe(event: ev.Event, labels: Mapping[str, str], stage: int | None = None) -> tuple[str, str]:
     """What makes the event the same for all that report it, and the event in words ("" if it is not worth a
-    line)."""
+    line). ``stage``: that its writer holds, in a run with several."""
 
     def name(peer: str) -> str:
         return plain(labels.get(peer, f"~{peer[-6:]}"), 24)
@@ -129,7 +129,8 @@ def describe(event: ev.Event, labels: Mapping[str, str]) -> tuple[str, str]:
         case ev.LinkLost():
             words = f"{me} lost its {event.carrier} link to {name(event.other)}: {event.reason}"
         case ev.CaughtUp():
-            span = f"version {event.from_version} to {event.to_version} of fragment {event.fragment}"
+            span = f"version {event.from_version} to {event.to_version}"
+            span += f" of {of_fragment(event.fragment, stage)}"
             lost = event.rounds_given_up
             words = f"{me} caught up, {span}, by {event.how} from {name(event.donor)}"
             words += f"; given up: {lost} round{'s' if lost > 1 else ''} that it made alone" if lost else ""
@@ -138,24 +139,31 @@ def describe(event: ev.Event, labels: Mapping[str, str]) -> tuple[str, str]:
         case ev.MessageRefused():
             words = f"{me} refused a message from {name(event.other)}: {event.reason}"
         case _:
-            key, words = _of_round(event, me)
+            key, words = _of_round(event, me, stage)
             words = words or _of_itself(event, me)
     return key or words, plain(words)
 
 
-def _of_round(event: ev.Event, me: str) -> tuple[str, str]:
+def of_fragment(fragment: int, stage: int | None) -> str:
+    """A fragment's name; ``stage``: whose it is, in a run with several."""
+    return f"fragment {fragment}" + ("" if stage is None else f" of stage {stage}")
+
+
+def _of_round(event: ev.Event, me: str, stage: int | None) -> tuple[str, str]:
+    at = "" if stage is None else f"{stage} "
     match event:
         case ev.RoundCommitted(group_size=1):
-            return "", f"{me} made round {event.round} of fragment {event.fragment} alone"
+            return "", f"{me} made round {event.round} of {of_fragment(event.fragment, stage)} alone"
         case ev.RoundCommitted():
             share = f"{event.contributors} of {event.group_size} are in the mean"
-            words = f"round {event.round} of fragment {event.fragment} committed: {share}, "
-            return f"commit {event.fragment} {event.round}", f"{words}{figure(event.duration_s, 2)} s at {me}"
+            words = f"round {event.round} of {of_fragment(event.fragment, stage)} committed: {share}, "
+            key = f"commit {at}{event.fragment} {event.round}"
+            return key, f"{words}{figure(event.duration_s, 2)} s at {me}"
         case ev.RoundAborted():
-            words = f"round {event.round} of fragment {event.fragment} aborted: {event.reason}"
-            return f"abort {event.fragment} {event.round} {event.reason}", words
+            words = f"round {event.round} of {of_fragment(event.fragment, stage)} aborted: {event.reason}"
+            return f"abort {at}{event.fragment} {event.round} {event.reason}", words
         case ev.SendSkipped():
-            return "", f"{me} skipped a send of fragment {event.fragment}: {event.reason}"
+            return "", f"{me} skipped a send of {of_fragment(event.fragment, stage)}: {event.reason}"
     return "", ""
 
 
@@ -164,6 +172,7 @@ def _of_itself(event: ev.Event, me: str) -> str:
     match event:
         case ev.PeerStarted():
             words = f"started on {event.device}"
+            words += f" with stage {event.stage} of {event.stages}" if event.stages > 1 else ""
             if event.resumed_from:
                 words += f", resumed at step {figure(event.inner_steps)}, round {figure(event.position, 1)}"
         case ev.AgreedMeasured():

@@ -217,9 +217,7 @@ class RunConfig(_Frozen):
     def stage_digest(self, stage: int) -> bytes:
         """Names the group of the peers that hold ``stage``: an ordinary swarm under this digest. The run's
         own digest where there is one stage."""
-        if self.pipeline.stages == 1:
-            return self.digest()
-        return hashlib.sha256(b"p2p-co2 stage\0" + self.digest() + stage.to_bytes(4, "big")).digest()
+        return stage_digest(self.digest(), stage, self.pipeline.stages)
 
     @classmethod
     def from_canonical_bytes(cls, data: bytes) -> RunConfig:
@@ -304,6 +302,13 @@ class PeerConfig(_Frozen):
 
 
 _Config = TypeVar("_Config", RunConfig, PeerConfig)
+
+
+def stage_digest(run: bytes, stage: int, stages: int) -> bytes:
+    """As ``RunConfig.stage_digest``, for who knows only the digest of the ``run``."""
+    return (
+        run if stages == 1 else hashlib.sha256(b"p2p-co2 stage\0" + run + stage.to_bytes(4, "big")).digest()
+    )
 
 
 def read_run_config(path: Path) -> RunConfig:

@@ -15,6 +15,7 @@ import pytest
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.recipes import load_recipe
+from p2p_co2.system import machine as kernel
 from peers.doctor import machine
 from peers.doctor.findings import Diagnosis, Finding, MeasuredLink, Outcome, Role, State, line_of
 from peers.doctor.network import nat_finding
@@ -108,7 +109,7 @@ def test_threads(wanted: int, cores: int, quota: float, state: State, words: str
 def test_memory_is_read_from_the_kernel_and_the_control_group(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    monkeypatch.setattr(kernel, "_CGROUP", tmp_path)
     whole = machine.available_memory_bytes()
     assert whole > 1e8
     assert machine.cpu_quota() == float("inf")

@@ -25,9 +25,10 @@ from p2p_co2.protocol.wire.messages_pb2 import AskOutcome, Envelope, RoundKey
 from tests.envelopes import enveloped
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.play import STRANGER, Game, check_bounds
+from tests.fuzz.stages import KINDS_BETWEEN, StageGame
 from tests.fuzz.world import RUN, World, make_identity, run_virtual
 
-KINDS = set(KINDS_OF_ALL) - {"model_table"}  # a bench has no model to compare
+KINDS = set(KINDS_OF_ALL) - {"model_table"} - set(KINDS_BETWEEN)  # a bench has no model to compare
 PATIENT = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MUTANTS_PER_MESSAGE, MESSAGES_PER_KIND = 6, 8
 SELDOM_WRONG = frozenset({"manifest", "chunk"})
@@ -107,6 +108,30 @@ def test_every_kind_of_message_is_tried() -> None:
     refused = {(sender, kind) for sender, kind, _ in refusals}
     assert {kind for _, kind in refused} >= KINDS - {"leave", "refusal"}  # these hold nothing wrong
     assert STRANGER in {sender for sender, _ in refused}
+
+
+@given(st.binary(max_size=200))
+@PATIENT
+def test_a_strangers_wrong_messages_change_nothing_between_stages(data: bytes) -> None:
+    StageGame(data, insiders=False).play()
+
+
+@given(st.binary(max_size=200))
+@PATIENT
+def test_a_members_wrong_messages_end_nobody_between_stages(data: bytes) -> None:
+    StageGame(data, insiders=True, losses=True).play()
+
+
+def test_every_kind_of_message_is_tried_between_stages() -> None:
+    tried: Counter[str] = Counter()
+    refused: Counter[tuple[str, str, str]] = Counter()
+    for seed in range(6):
+        game = StageGame(random.Random(seed).randbytes(400), insiders=True)
+        game.play()
+        tried += game.tried
+        refused += game.refused
+    assert set(tried) >= {*KINDS_BETWEEN, "ping", "pong"}
+    assert {kind for _, kind, _ in refused} >= {"neighbour", "forward", "backward"}
 
 
 @given(st.lists(st.binary(max_size=400), min_size=1, max_size=30), st.integers(0, 2))

@@ -1,8 +1,9 @@
 """Every message of the schema, wrong in every way that a tape can say, into what reads it.
 
-Those inside an ``Envelope`` go into simulated peers (``fuzz.scenes``), kind by kind; every other one into
-its own reader, inside a good seal where it has one, so that what is wrong gets past the signature. Both lists
-are held against ``messages.proto``: a message that nobody tries fails a test.
+Those inside an ``Envelope`` go into simulated peers, kind by kind (``fuzz.scenes``; ``fuzz.stages`` for those
+between stages); every other one into its own reader, inside a good seal where it has one, so that what is
+wrong gets past the signature. Both lists are held against ``messages.proto``: a message that nobody tries
+fails a test.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from p2p_co2.protocol.wire.kinds import KINDS
 from p2p_co2.system.socket_activation import receive_relayed
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.scenes import Scene, examples
+from tests.fuzz.stages import KINDS_BETWEEN, StageGame, examples_between
 from tests.fuzz.world import make_identity, run_virtual
 
 US, THEM = make_identity("us"), make_identity("them")
@@ -72,7 +74,7 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
     wire.PeerRecord: (
         wire.PeerRecord(
             peer=THEM.peer_id, run=RUN, maddrs=["/ip4/127.0.0.1/tcp/1"], grpc_addresses=["127.0.0.1:1"],
-            certificate_digest=bytes(32), software="p2p-co2", expires_at=NOW + 60,
+            certificate_digest=bytes(32), software="p2p-co2", expires_at=NOW + 60, stage=1, tokens_per_s=9.5,
         ),
         lambda data: records().peer_record(THEM.peer_id, THEM.seal(PEER_CONTEXT, data)),
     ),
@@ -131,19 +133,27 @@ def inside(descriptor: Descriptor) -> set[str]:
 
 
 def test_no_message_of_the_schema_is_left_out() -> None:
-    assert set(examples()) == set(KINDS)
+    assert {*examples(), *examples_between()} == set(KINDS)
     tried = inside(wire.Envelope.DESCRIPTOR) | inside(wire.Outcome.DESCRIPTOR)  # signed inside a Decision
     for kind in READERS:
         tried |= inside(kind.DESCRIPTOR)
     assert tried == set(wire.DESCRIPTOR.message_types_by_name)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(KINDS_BETWEEN)))
 @given(data=st.binary(min_size=8, max_size=120))
 @settings(PATIENT, max_examples=6)
 def test_wrong_messages_of_each_kind_break_no_peer(kind: str, data: bytes) -> None:
     scene = Scene(data, kind)
     scene.play()
+
+
+@pytest.mark.parametrize("kind", KINDS_BETWEEN)
+@given(data=st.binary(min_size=8, max_size=120))
+@settings(PATIENT, max_examples=3)
+def test_wrong_messages_between_stages_break_no_peer(kind: str, data: bytes) -> None:
+    """From members of the stages beside and from strangers, while messages are lost."""
+    StageGame(data[1:], insiders=bool(data[0] & 1), losses=bool(data[0] & 2), kind=kind).play()
 
 
 def test_scenes_do_try_wrong_messages_and_refuse_them() -> None:

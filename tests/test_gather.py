@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ from p2p_co2.recipes import load_run_recipe, recipe_digest
 from p2p_co2.recipes.byte_gpt import ByteGPTStage, Shape, stage_edges
 from p2p_co2.recipes.recipe import Options
 from p2p_co2.tensors import outer
+from p2p_co2.tensors.checkpoint import tensorfile
+from p2p_co2.tensors.checkpoint.agreed import header_bytes
 from p2p_co2.tensors.checkpoint.folder import Checkpoint, load_agreed, save
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
@@ -174,6 +177,7 @@ def test_several_replicas_of_a_stage_may_be_given(tmp_path: Path) -> None:
 
 
 TINY: Options = {"layers": 3, "width": 32, "heads": 2, "context": 32}
+SMALL: Options = {"width": 16, "blocks": 3}
 EXAMPLE = f"{ROOT / 'examples' / 'staged_recipe.py'}:make"
 
 
@@ -201,7 +205,7 @@ def save_as_a_peer(folder: Path, run: RunConfig, stage: int, module: nn.Module) 
 
 @pytest.mark.parametrize(
     ("recipe", "options", "count"),
-    [("byte-gpt", TINY, 2), ("byte-gpt", TINY, 3), (EXAMPLE, {}, 2), (EXAMPLE, {}, 4)],
+    [("byte-gpt", TINY, 3), (EXAMPLE, SMALL, 2)],
 )
 def test_what_is_gathered_is_measured_as_the_stages_in_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, options: Options, count: int
@@ -224,7 +228,7 @@ def test_what_is_gathered_is_measured_as_the_stages_in_a_row(
     assert not end.value.code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"stage 0: round 0, from {folders[0]}"
-    assert lines[count:] == [f"whole model: {tmp_path / 'whole'}"]
+    assert lines[count:] == [f"written to {tmp_path / 'whole'}"]
 
     trained = Trained.load(tmp_path / "whole", own)
     assert made.held_out is not None
@@ -316,3 +320,47 @@ def test_a_torn_checkpoint_falls_back_to_the_one_before_it_and_says_so(tmp_path:
         path.write_bytes(b"hostile")
     with pytest.raises(ConfigError, match="no whole checkpoint there"):
         sources_of([first, second])
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, str], dict[str, torch.Tensor]], None]) -> None:
+    """Its newest file with other content, and the digest of that."""
+    path = max(folder.glob("*.safetensors"))
+    tensors, metadata = tensorfile.read(path, lambda name: True)
+    change(metadata, tensors)
+    writing = tensorfile.Writing(path, tensors, metadata)
+    for name, values in tensors.items():
+        writing.put(name, values)
+    writing.finish()
+
+
+def test_hostile_content_is_refused_by_its_folder(tmp_path: Path) -> None:
+    run, modules = run_of(2), [drawn(0), drawn(1)]
+
+    def without_a_fragment(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
+        metadata["states"] = json.dumps(json.loads(metadata["states"])[:-1])
+
+    def longer(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
+        state = outer.init(torch.zeros(999))
+        metadata["states"] = json.dumps([*json.loads(metadata["states"])[1:], header_bytes(state).hex()])
+        for what in ("params", "momentum"):
+            moved = [tensors[f"agreed.{index}.{what}"] for index in (1, 2)]
+            tensors |= {f"agreed.{index}.{what}": one for index, one in enumerate([*moved, state.params])}
+
+    def endless(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
+        tensors["agreed.1.params"].fill_(torch.inf)
+
+    for change, words in (
+        (lambda metadata, tensors: metadata.update(stage="x"), "its content is not a checkpoint"),
+        (lambda metadata, tensors: metadata.update(stage="99999999999"), "of a run that has 2"),
+        (lambda metadata, tensors: metadata.update(run="{}"), "of a run that has 1"),
+        (lambda metadata, tensors: metadata.update(states="[]"), "is of another stage 1 than the recipe"),
+        (without_a_fragment, "is of another stage 1 than the recipe makes here"),
+        (longer, "is of another stage 1 than the recipe makes here"),
+        (endless, "its content is not a checkpoint .* not finite"),
+    ):
+        first, second = write_all(tmp_path, run, modules)
+        rewritten(second, change)
+        with pytest.raises(ConfigError, match=words) as refused:
+            write_whole(sources_of([first, second]), tmp_path / "whole", Chain(modules), modules)
+        assert refused.value.where == str(second)
+        assert not (tmp_path / "whole").exists()

@@ -448,3 +448,27 @@ async def test_a_claimed_upload_is_the_lines_and_a_heartbeat_does_not_wait_behin
             await links.close()
         # The later half is measured: a machine that stands still then, or before, moves it so far at most.
         assert 0.5 * carried_bytes_per_s < claimed < 1.5 * LINE_BYTES_PER_S
+
+
+async def test_microbatches_go_before_a_round_which_keeps_one_turn_in_eight() -> None:
+    """On a line that both fill: the round is not starved, and nothing is while its own lane is alone."""
+    link = await FakeCarrier("grpc").connect(PeerRecord(peer=B))
+    link.is_far = True
+    uplink, sent = Uplink(), {True: 0, False: 0}
+    uplink.meter.bytes_per_s = 1e6
+    lanes = [Lane(is_urgent=urgent, link=link) for urgent in (True, False)]  # type: ignore[arg-type]
+    uplink.lanes.extend(lanes)
+    for lane in lanes:
+        lane.put(Bulk(bytes(10_000), None))
+    for tick in range(20_000):
+        for lane in lanes:
+            if uplink.wait_s(lane, 0.0, 1000 + 0.001 * tick) <= 0:
+                lane.turn, sent[lane.is_urgent] = Turn(yielded=lane.turn.yielded), sent[lane.is_urgent] + 1
+    assert sent[True] > 4 * sent[False] > 0
+    assert sent[False] >= sum(sent.values()) // 16
+    lanes[0].bulk.clear()
+    before = sent[False]
+    for tick in range(20_000, 22_000):
+        if uplink.wait_s(lanes[1], 0.0, 1000 + 0.001 * tick) <= 0:
+            lanes[1].turn, sent[False] = Turn(yielded=lanes[1].turn.yielded), sent[False] + 1
+    assert sent[False] - before > 150

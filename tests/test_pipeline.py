@@ -1,4 +1,4 @@
-"""The pipeline machine on virtual time: its laws under loss, doubling, overtaking, cuts and deaths."""
+"""The pipeline machine by hand: what it takes and refuses, and who sends whom how much."""
 
 from __future__ import annotations
 
@@ -9,142 +9,6 @@ from p2p_co2.protocol.pipeline.machine import Pipeline, Place, Sizes
 from p2p_co2.protocol.pipeline.routes import shares
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Backward, Dropped, Forward, MicrobatchKey, Neighbour
-from tests.pipeline_world import Faults, World
-
-
-def test_a_chain_steps_with_every_microbatch() -> None:
-    world = World([1, 1, 1], [0.01] * 3)
-    world.run(20)
-    for replica in world.peers.values():
-        assert set(replica.steps) == {8}
-        assert not replica.dropped
-    world.check()
-    world.end()
-    first, *_, last = world.peers.values()
-    assert first.counted == last.counted
-
-
-@pytest.mark.parametrize("microbatches", [16, 64])
-def test_equal_replicas_are_busy(microbatches: int) -> None:
-    """Emulated: 0.79 to 0.98 of the slowest stage's capacity, by microbatches in a step."""
-    world = World([2, 2, 2], [0.05] * 3, microbatches=microbatches, window=8)
-    world.run(120)
-    busy = [replica.busy_s / 120 for replica in world.peers.values()]
-    assert min(busy) > (0.7 if microbatches == 16 else 0.85), busy
-    world.check()
-
-
-def test_unequal_groups_are_busy_where_it_binds() -> None:
-    world = World([3, 1, 2], [0.05, 0.02, 0.04], microbatches=32)
-    world.run(120)
-    binding = [r.busy_s / 120 for r in world.peers.values() if r.stage == 2]
-    assert sum(binding) / 2 > 0.3
-    world.check()
-    world.end()
-
-
-def test_a_slow_replica_holds_nobody_up() -> None:
-    """One of three replicas four times slower costs little where the stage before binds anyway."""
-    made = []
-    for slower in (1.0, 4.0):
-        world = World([2, 2], [0.05, 0.05], microbatches=32)
-        third = world.start(1, slower=slower)
-        world.run(200)
-        world.check()
-        made.append(sum(one.counted.total() for one in world.peers.values() if one.stage == 0))
-    fast = [one for peer, one in world.peers.items() if one.stage == 1 and peer != third]
-    assert world.peers[third].counted.total() < 0.5 * fast[0].counted.total()
-    assert made[1] > 0.85 * made[0], made
-
-
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (3, 12), (4, 16)])
-def test_the_drain_under_1f1b_is_p_of_2m(stages: int, microbatches: int) -> None:
-    """Of all gradients that cross, where each stage has no more in flight than there are stages behind."""
-    windows = [stages - stage for stage in range(stages)]
-    world = World([1] * stages, [0.01] * stages, microbatches=microbatches, window=windows, latency_s=0.0)
-    world.run(30)
-    for machine in world.peers.values():
-        assert len(machine.steps) > 20
-    sent = sum(known.gradients for known in world.peers.values())
-    urgent = sum(len(known.urgent) for known in world.peers.values())
-    assert abs(urgent / sent - stages / (2 * microbatches)) < 0.01
-    world.check()
-
-
-def test_what_low_rank_leaves_out_has_an_heir_until_the_last() -> None:
-    """Of the same path, whose gradient goes later; in each drain one has none, and flushes."""
-    world = World([2, 2, 2, 2], [0.05, 0.03, 0.06, 0.02], microbatches=16, seed=3)
-    world.run(60)
-    world.check()
-    for known in world.peers.values():
-        order = {key: place for place, key in enumerate(known.counted)}
-        for work in known.urgent:
-            assert work.key is not None
-            assert work.heir is None or order.get(work.heir, len(order)) > order[work.key]
-    assert any(work.heir for known in world.peers.values() for work in known.urgent)
-    assert any(not work.heir for known in world.peers.values() for work in known.urgent)
-
-
-def test_gradients_are_urgent_where_the_line_binds() -> None:
-    """And smaller ones then make more of it: three stages, a gradient takes twice as long as computing."""
-    made = []
-    for urgent in (0, 5_000):
-        world = World([1, 1, 1], [0.01] * 3, microbatches=32, bytes_per_s=7e5, urgent=urgent)
-        world.run(60)
-        world.check()
-        known = list(world.peers.values())
-        made.append(known[0].counted.total())
-        if urgent:
-            assert all(len(one.urgent) > 0.9 * one.gradients > 0 for one in known[1:])
-    assert made[1] > 1.1 * made[0], made
-    fast = World([1, 1, 1], [0.01] * 3, microbatches=32)
-    fast.run(30)
-    assert all(len(one.urgent) < 0.5 * one.gradients for one in list(fast.peers.values())[1:])
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_laws_hold_whatever_happens(seed: int) -> None:
-    faults = Faults(lose=0.01, double=0.05, jitter_s=0.2)
-    stages = 2 + seed % 3
-    world = World([2 + seed % 2] * stages, [0.05] * stages, seed=seed, cap_s=20.0, faults=faults)
-    draw = world.random
-    for moment in range(12):
-        world.run(5)
-        world.check()
-        up = [peer for peer, known in world.peers.items() if known.is_up]
-        if moment % 3 == 0:
-            victim = draw.choice(up)
-            stage = world.peers[victim].stage
-            world.kill(victim)
-            again = victim if draw.random() < 0.5 else ""
-            world.at(2.0, lambda stage=stage, again=again: world.start(stage, again))  # type: ignore[misc]
-        elif moment % 3 == 1:
-            world.cut(*draw.sample(up, 2), for_s=1.0)
-        else:
-            world.draw()
-    made = sum(r.counted.total() for r in world.peers.values() if r.stage == 0)
-    assert made > 50
-    world._faults = Faults()
-    world.run(40)
-    world.end()
-
-
-def test_an_empty_stage_is_said_and_comes_back() -> None:
-    world = World([1, 1], [0.01, 0.01])
-    world.run(5)
-    lone = next(peer for peer, known in world.peers.items() if known.stage == 1)
-    world.kill(lone)
-    world.run(5)
-    first = next(iter(world.peers.values()))
-    assert first.machine.waits_for == "stage 1 has no replica"
-    stood = first.counted.total()
-    world.run(30)
-    assert first.counted.total() == stood
-    world.start(1)
-    world.run(5)
-    assert first.counted.total() > stood + 8
-    world.check()
-
 
 SIZES = Sizes(8, 4, 8, 1000, (1000, 500), b"b", 60.0)
 
@@ -177,8 +41,7 @@ def test_hostile_messages_are_refused() -> None:
         one.receive(forward(1), behind, 1.0)
     with pytest.raises(RemoteProtocolError, match="wrong size"):
         one.receive(forward(1, total=2000), before, 1.0)
-    with pytest.raises(RemoteProtocolError, match="did not go there"):
-        one.receive(backward(9), behind, 1.0)
+    assert not one.receive(backward(9), behind, 1.0)  # it may be an earlier process's
     with pytest.raises(RemoteProtocolError, match="boundaries"):
         one.receive(Neighbour(stage=2, meeting=5, boundaries=b"x"), behind, 1.0)
     nan = Neighbour(stage=2, meeting=5, boundaries=b"b", tokens_per_s=float("nan"))

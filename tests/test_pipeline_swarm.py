@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from safetensors.torch import load_file
 from bootstrap.local_swarm import environment
 from p2p_co2.config import ClockConfig, PipelineConfig, RunConfig
 from p2p_co2.recipes import load_run_recipe, recipe_digest
+from p2p_co2.telemetry.events import Progress, StageProgress
 from p2p_co2.trainer.stage_peer import data_seed
-from tests.campaign import Campaign
+from tests.campaign import Campaign, console
 from tests.test_swarm import START_S, opened
 
 pytestmark = pytest.mark.swarm
@@ -65,7 +67,7 @@ def trained_whole(run: RunConfig, owner: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_over_sockets_split_equals_whole(stages: int, tmp_path: Path) -> None:
     """fp32, a replica a stage, no outer round in the time: the parameters of the unsplit model, to 1e-6."""
-    run = run_of(stages, round_s=1e6)
+    run = run_of(stages, round_s=1e9)  # so long that the warm-up stands still
     with opened(tmp_path) as swarm:
         swarm.start_seed(run)
         peers = [start(swarm, stage) for stage in range(stages)]
@@ -84,3 +86,31 @@ def start(swarm: Campaign, stage: int):  # type: ignore[no-untyped-def]
     script = str(Path(__file__).with_name("stage_peer_process.py"))
     command = [sys.executable, script, swarm.ticket, str(folder), str(stage), str(STEPS)]
     return swarm.start(f"stage-{stage}", command, environment())
+
+
+def test_those_who_join_choose_what_is_needed_and_all_comes_to_its_end(tmp_path: Path) -> None:
+    """The program itself, int8: two that come together hold both stages; nothing is dropped at the end."""
+    with opened(tmp_path) as swarm:
+        swarm.start_seed(run_of(2, round_s=2.0, rounds=6, codec="int8"))
+        peers = [swarm.join(name, recipe="") for name in ("one", "two")]
+        assert swarm.wait(peers, START_S), swarm.tails()
+        assert [peer.exit_status() for peer in peers] == [0, 0], [peer.last_lines() for peer in peers]
+        told = [swarm.events(name, StageProgress)[-1] for name in ("one", "two")]
+        assert {one.stage for one in told} == {0, 1}
+        assert [one.dropped for one in told] == [0, 0]
+        assert told[0].counted == told[1].counted > 0
+        losses = [one.loss for one in swarm.events("one", Progress) if one.loss == one.loss]
+        assert losses[-1] < losses[0]
+        folders = [str(tmp_path / name / "checkpoint") for name in ("one", "two")]
+        whole = subprocess.run(
+            console("gather", *folders, "--out", str(tmp_path / "whole")),
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert whole.returncode == 0, whole.stderr
+        measured = subprocess.run(
+            console("eval", str(tmp_path / "whole")), check=False, capture_output=True, text=True
+        )
+        assert measured.returncode == 0, measured.stderr
+        assert float(measured.stdout) < losses[0]

@@ -140,6 +140,18 @@ def test_byte_gpt_in_stages_is_one_model_in_one_process(count: int) -> None:
     assert recipe.generate(whole, "def ", 5, 0).startswith("def ")
 
 
+def test_a_model_that_fits_nowhere_has_sizes_and_nothing_of_it_is_made() -> None:
+    """52 GB of parameters."""
+    layers, width = 16, 8192
+    options = {"layers": layers, "width": width, "heads": 64, "context": 256}
+    run = run_of(8, BYTE_GPT, options)
+    sizes = stage_sizes(load_recipe(BYTE_GPT, options, 0, 8), run)
+    blocks = layers * 12 * width**2
+    assert sum(size.parameters for size in sizes) == blocks + 2 * 256 * width + width
+    assert sizes[3].parameter_bytes == 4 * blocks // 8
+    assert sizes[3].activation_bytes == 2 * 256 * width * 4
+
+
 @pytest.mark.parametrize(("name", "options"), [(BYTE_GPT, TINY), (EXAMPLE, SMALL)])
 def test_sizes_are_those_of_the_stages_made(name: str, options: Any) -> None:
     run = run_of(3, name, options)
@@ -245,7 +257,8 @@ def test_a_cut_sequential_begins_as_the_whole_model_and_is_the_same_on_every_pee
 
 def test_a_made_sequential_is_drawn_stage_by_stage() -> None:
     stages = Stages.of_sequential(lambda: linears(4), [2], both, summed)
-    alone = stages.build(5, 1)
+    with torch.device("meta"):  # whatever device the caller's program builds on
+        alone = stages.build(5, 1)
     stages.build(5, 0)
     assert alone.get_parameter("3.weight").equal(stages.build(5, 1).get_parameter("3.weight"))
     assert not alone.get_parameter("3.weight").equal(stages.build(6, 1).get_parameter("3.weight"))
@@ -325,6 +338,20 @@ def test_a_stage_with_nothing_to_train_is_said_before_a_peer_holds_it() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     with pytest.raises(ConfigError, match="stage 1 of 3 has no parameter to train; cut the model elsewhere"):
         recipe_with(Stages.of_sequential(model, [1, 2], both, summed)).in_stages(3)
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        (lambda batch: (batch[0], batch[0]), r"stages.split: .* torch.float32, .*: side.view\(torch.int32\)"),
+        (lambda batch: (batch[0], batch[1][:1]), r"stages.split: must give two tensors \[sequences, "),
+        (lambda batch: (list(batch[0]), batch[1]), r"stages.split: must give two tensors \[sequences, "),
+    ],
+)
+def test_a_split_that_cannot_travel_is_refused(split: Any, message: str) -> None:
+    stages = Stages.of_sequential(linears(2), [1], split, summed)
+    with pytest.raises(ConfigError, match=message):
+        stage_sizes(recipe_with(stages), run_of(2))
 
 
 OWN = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from google.protobuf.message import Message
@@ -36,6 +37,7 @@ from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
 from p2p_co2.telemetry.events import MessageRefused
 from tests.envelopes import enveloped
 from tests.fuzz.scenes import examples
+from tests.fuzz.stages import KINDS_BETWEEN, StageWorld, examples_between
 from tests.fuzz.world import RUN, Trainer, World, make_identity, run_virtual
 
 A, B = PeerId("a"), PeerId("b")
@@ -140,7 +142,8 @@ FAR = 10**6
 
 def far_away(kind: str) -> bytes:
     """A right message of this kind, as small as they come, of a round that does not exist."""
-    message = wire.Envelope.FromString(min(examples()[kind], key=len))
+    some = examples_between() if kind in KINDS_BETWEEN else examples()
+    message = wire.Envelope.FromString(min(some[kind], key=len))
     message.run = RUN.digest()
     body: Message = getattr(message, kind)
     body.SetInParent()  # type: ignore[attr-defined]
@@ -152,16 +155,17 @@ def far_away(kind: str) -> bytes:
     return message.SerializeToString()
 
 
-def attack(work: Callable[[Trainer], Awaitable[None]]) -> None:
+def attack(work: Callable[[Any], Awaitable[None]], between_stages: bool = False) -> None:
     """A peer that knows both, and has nothing else to do."""
 
     async def play() -> None:
-        world = World("a")
+        world = StageWorld(0, 1, 0) if between_stages else World("a")
+        victim = world.volunteers[0] if isinstance(world, StageWorld) else world.trainers[0]
         world.start()
         await asyncio.sleep(0)
         for peer in (MALLORY, FRIEND):
-            world.trainers[0].node.router.take(peer, PING)
-        await work(world.trainers[0])
+            victim.node.router.take(peer, PING)
+        await work(victim)
         await world.close()
 
     run_virtual(play())
@@ -171,7 +175,7 @@ def attack(work: Callable[[Trainer], Awaitable[None]]) -> None:
 def test_a_flood_is_counted_named_and_shut_out_and_nobody_else_waits(kind: str) -> None:
     flood = far_away(kind)
 
-    async def work(victim: Trainer) -> None:
+    async def work(victim: Any) -> None:
         node, router = victim.node, victim.node.router
         began_at, read, beat_at = node.now(), 0, node.now()
         while True:
@@ -196,7 +200,7 @@ def test_a_flood_is_counted_named_and_shut_out_and_nobody_else_waits(kind: str) 
             router.take(MALLORY, PING)
         assert router.take(FRIEND, PING) == 0.0
 
-    attack(work)
+    attack(work, kind in KINDS_BETWEEN)
 
 
 def test_who_opens_links_without_end_is_shut_out_and_who_is_turned_away_now_and_then_is_not() -> None:

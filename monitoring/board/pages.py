@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 from nicegui import ui
+from pydantic.fields import FieldInfo
 
 from monitoring import charts
-from monitoring.board.shell import Chart, Frame, Page, Table, Told, Trends, block, card, choice, text
-from monitoring.facts import ENDED, ONLINE, PeerFacts, SwarmFacts, Trouble
+from monitoring.board.shell import Chart, Columns, Frame, Page, Table, Told, Trends, block, card, choice, text
+from monitoring.facts import (
+    ENDED,
+    ONLINE,
+    PeerFacts,
+    PipelineFacts,
+    RoundFacts,
+    StageFacts,
+    SwarmFacts,
+    Trouble,
+)
 from monitoring.history import AGREED, MAX_LINES, SWARM, Happening
-from monitoring.words import ago, clock, date, figure, links, percent, plain, size
+from monitoring.words import ago, clock, date, figure, links, of_fragment, percent, plain, size
+from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS
+from p2p_co2.telemetry.view import numbered
 
 
 class SwarmPage(Page):
@@ -22,6 +35,7 @@ class SwarmPage(Page):
         self._shown: tuple[Trouble, ...] | None = None
         with card("What is wrong now"):
             self._troubles = ui.element("div").props("data-testid=troubles")
+        self._stages = _stages_table() if frame.model.facts().stages else None
         unit = frame.model.facts().loss_unit or "in the recipe's own unit"
         with card("Loss of the agreed parameters", unit, self._add_controls):
             self._loss = Chart("chart-loss")
@@ -46,6 +60,35 @@ class SwarmPage(Page):
         rows, agreed = (history.series(key, since, until) for key in (SWARM, AGREED))
         self._loss.set(charts.loss(palette, rows, agreed, over_tokens=self._axis.value == "over tokens"))
         self._trends.set(palette, rows)
+        if self._stages is not None:
+            self._stages.set(facts.stages)
+
+
+def _stages_table() -> Table:
+    """A row for each stage of a run with several."""
+    hint = "from the first to the last; hops: the median link while microbatches are under way, own word"
+    with card("Stages", hint):
+        return Table("stages", (
+            ("Stage", 0, lambda stage: stage.stage),
+            ("Replicas", 0, lambda stage: stage.replicas),
+            ("Is", -1, _staffed),
+            ("Versions apart", 0, lambda stage: stage.versions_apart),
+            ("Tokens/s", 0, lambda stage: round(stage.tokens_per_s)),
+            ("Queue", 0, lambda stage: stage.waiting),
+            ("Waiting (%)", 1, lambda stage: _times(stage.waiting_share, 100)),
+            ("Dropped", 0, lambda stage: stage.dropped),
+            ("Forward (kB/s)", 0, lambda stage: _times(stage.forward_bytes_per_s, 1e-3)),
+            ("Back (kB/s)", 0, lambda stage: _times(stage.back_bytes_per_s, 1e-3)),
+            ("Hop (ms)", 1, lambda stage: _times(stage.forward_round_trip_s, 1e3)),
+            ("Rounds", 0, lambda stage: stage.rounds_committed),
+            ("Waits for", -1, lambda stage: plain(stage.waits_for, 60)),
+        ), rows_a_page=0)  # fmt: skip
+
+
+def _staffed(stage: StageFacts) -> str:
+    if stage.is_empty:
+        return "without replica"
+    return "understaffed" if stage.trouble else "staffed" if stage.replicas else "over"
 
 
 def swarm_told(facts: SwarmFacts) -> Told:
@@ -55,13 +98,14 @@ def swarm_told(facts: SwarmFacts) -> Told:
     every = f", {figure(facts.round_s, 0)} s each" if facts.round_s else ""
     alone = f"{facts.rounds_alone} alone, " if facts.rounds_alone else ""
     made = f"{alone}{facts.rounds_aborted} aborted, {facts.rounds_counted} checked"
+    per_s = "through all stages" if facts.stages else "sum of the peers"
     counted, rate = f"{figure(facts.tokens_counted)} counted by the group", f"{size(facts.up_bytes_per_s)}/s"
     return {
         "loss": ("Loss", figure(facts.loss, 3), facts.loss_unit.replace(" per ", "/"), kind),
         "peers-online": ("Peers online", figure(facts.peers_online), "", f"of {facts.peers_known} known"),
         "round": ("Current round", figure(facts.position, 1), "", f"{total}{every}"),
         "tokens": ("Tokens trained", figure(facts.tokens), "", counted),
-        "tokens-per-s": ("Tokens per second", figure(facts.tokens_per_s), "tokens/s", "sum of the peers"),
+        "tokens-per-s": ("Tokens per second", figure(facts.tokens_per_s), "tokens/s", per_s),
         "utilisation": ("Compute utilisation", percent(facts.utilisation), "", "of the time is training"),
         "bytes-per-s": ("Sent per second", rate, "", f"{size(facts.up_bytes)} so far"),
         "rounds": ("Rounds committed", figure(facts.rounds_committed), "", made),
@@ -79,6 +123,10 @@ def _show_troubles(facts: SwarmFacts) -> None:
             text("b-when", f"{clock(max(0.0, facts.at - trouble.since_at))} ago")
 
 
+MAX_LOW_ROWS = 10
+"""Of fragments, that a chart of rounds of usual height has room for."""
+
+
 class StalenessPage(Page):
     """How late answers come, fragment by fragment and round by round."""
 
@@ -91,19 +139,24 @@ class StalenessPage(Page):
                     with ui.element("span"):
                         ui.element("i").style(f"background:{colour}")
                         ui.label(words)
-            self._heat = Chart("chart-rounds", "", on_click=self._open_round)
+            known = frame.model.known
+            kind = "tall" if known.stages * known.fragments > MAX_LOW_ROWS else ""
+            self._heat = Chart("chart-rounds", kind, on_click=self._open_round)
         with card("Staleness", "outer steps between a gradient's parameters and those it met"):
             self._histogram = Chart("chart-staleness")
 
     def redraw(self, facts: SwarmFacts) -> None:
         palette = self.frame.palette
-        self._heat.set(charts.rounds(palette, facts.rounds, facts.fragments))
-        self._histogram.set(charts.staleness(palette, self.frame.model.view.fragment_staleness))
+        self._heat.set(charts.rounds(palette, facts.rounds, facts.fragments, len(facts.stages)))
+        self._histogram.set(charts.staleness_of(palette, self.frame.model.view, bool(facts.stages)))
 
     def _open_round(self, click: Any) -> None:
         value = click.data["value"] if isinstance(click.data, dict) else click.value
-        numbers = charts.round_columns(self.frame.model.facts().rounds)
-        ui.navigate.to(f"/round/{int(value[1])}/{numbers[int(value[0])]}")
+        facts = self.frame.model.facts()
+        numbers, fragment = charts.round_columns(facts.rounds), int(value[1])
+        if facts.stages:
+            fragment = numbered(*divmod(fragment, max(1, facts.fragments)))
+        ui.navigate.to(f"/round/{fragment}/{numbers[int(value[0])]}")
 
 
 def staleness_told(facts: SwarmFacts) -> Told:
@@ -142,6 +195,7 @@ class BandwidthPage(Page):
                 ("Hidden (s)", 1, lambda peer: peer.hidden_s),
                 ("Exposed (s)", 1, lambda peer: peer.exposed_s),
             ), to=_place_of)  # fmt: skip
+        self._hops = _hops_table() if frame.model.facts().stages else None
         with card("Links", "as their senders measured them, about every ten seconds"):
             self._links = Table("links-table", (
                 ("From", -1, lambda link: link[0]), ("To", -1, lambda link: link[1]),
@@ -156,12 +210,29 @@ class BandwidthPage(Page):
         rows = self.frame.history.series(SWARM, *self.frame.span(facts))
         self._traffic.set(charts.over_time(self.frame.palette, rows, charts.TRENDS["traffic"][2]))
         self._peers.set(facts.peers)
+        if self._hops is not None:
+            self._hops.set(itertools.pairwise(facts.stages))
         names = {peer.peer: plain(peer.label, 24) for peer in facts.peers}
         self._links.set([
             (names[peer.peer], names.get(link.other, f"~{link.other[-6:]}"), link)
             for peer in facts.peers
             for link in peer.links
         ])  # fmt: skip
+
+
+def _hops_table() -> Table:
+    """A row for each two neighbouring stages."""
+    hint = "activations go forward, gradients back; the median link while they are under way, own word"
+    with card("Hops between stages", hint):
+        return Table("hops", (
+            ("From, to", -1, lambda hop: f"stage {hop[0].stage}, {hop[1].stage}"),
+            ("Forward (Mbit/s)", 2, lambda hop: _times(hop[0].forward_bytes_per_s, 8e-6)),
+            ("Back (Mbit/s)", 2, lambda hop: _times(hop[1].back_bytes_per_s, 8e-6)),
+            ("Round trip (ms)", 1, lambda hop: _times(hop[0].forward_round_trip_s, 1e3)),
+            ("And back (ms)", 1, lambda hop: _times(hop[1].back_round_trip_s, 1e3)),
+            ("Sent forward (MB)", 1, lambda hop: hop[0].forward_bytes / 1e6),
+            ("Sent back (MB)", 1, lambda hop: hop[1].back_bytes / 1e6),
+        ), rows_a_page=0)  # fmt: skip
 
 
 def bandwidth_told(facts: SwarmFacts) -> Told:
@@ -193,9 +264,16 @@ class PeersPage(Page):
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
+        of_stages: Columns = (
+            ("Stage", 0, lambda peer: peer.stage),
+            ("Queue", 0, lambda peer: peer.pipeline and peer.pipeline.waiting),
+            ("Waiting (%)", 1, lambda peer: peer.pipeline and _times(peer.pipeline.waiting_share, 100)),
+            ("Dropped", 0, lambda peer: peer.pipeline and peer.pipeline.dropped),
+        ) if frame.model.facts().stages else ()  # fmt: skip
         with card("Peers", controls=self._add_count):
             self._table = Table("peers-table", (
                 ("Peer", -1, lambda peer: plain(peer.label, 32)), ("State", -1, lambda peer: peer.state),
+                *of_stages,
                 ("Device", -1, lambda peer: plain(peer.device, 16)),
                 ("Tokens, own word", 0, lambda peer: peer.tokens),
                 ("Share, counted (%)", 2, lambda peer: _times(peer.share_counted, 100)),
@@ -258,10 +336,11 @@ class PeerPage(Page):
 
 def fact_rows(peer: PeerFacts) -> list[dict[str, str]]:
     """Every fact of a peer but its links, with what it is."""
+    pipeline = () if peer.pipeline is None else _named_facts(peer.pipeline)
     rows = []
-    for name, field in PeerFacts.model_fields.items():
-        value = getattr(peer, name)
-        if name == "links":
+    for name, field, told in (*_named_facts(peer), *pipeline):
+        value = told
+        if name in {"links", "pipeline"}:
             continue
         if name.endswith("_at"):
             value = date(value)
@@ -274,6 +353,11 @@ def fact_rows(peer: PeerFacts) -> list[dict[str, str]]:
         shown = {"name": name.replace("_", " "), "value": plain(str(value), 80)}
         rows.append({**shown, "what": field.description or ""})
     return rows
+
+
+def _named_facts(told: PeerFacts | PipelineFacts) -> list[tuple[str, FieldInfo, Any]]:
+    """(name, what it is, value)"""
+    return [(name, field, getattr(told, name)) for name, field in type(told).model_fields.items()]
 
 
 class EventsPage(Page):
@@ -298,6 +382,10 @@ def _events_table(test_id: str, rows_a_page: int, search: bool = False) -> Table
     ), rows_a_page, place, search)  # fmt: skip
 
 
+def _key_of(found: RoundFacts) -> tuple[int, int]:
+    return numbered(found.stage, found.fragment), found.round
+
+
 class RoundPage(Page):
     """One round of one fragment: its outcome, and each member's times and counted work."""
 
@@ -305,7 +393,9 @@ class RoundPage(Page):
         self._key = fragment, number
         with ui.element("div"):
             ui.link("All events", "/events").classes("b-link")
-            text("b-title", f"Round {number} of fragment {fragment}")
+            stage, own = divmod(fragment, MAX_FRAGMENTS)
+            name = of_fragment(own, stage if frame.model.facts().stages else None)
+            text("b-title", f"Round {number} of {name}")
         super().__init__(frame, self._round_told)
 
         def seconds(name: str) -> Callable[[Any], float | None]:
@@ -326,7 +416,7 @@ class RoundPage(Page):
             self._table.set((plain(name(peer), 40), told.get(peer), counted.get(peer)) for peer in members)
 
     def _round_told(self, facts: SwarmFacts) -> Told:
-        found = next((one for one in facts.rounds if (one.fragment, one.round) == self._key), None)
+        found = next((one for one in facts.rounds if _key_of(one) == self._key), None)
         outcome, group, duration, stale = [("", "", "")] * 4
         if found is None:
             outcome = "unknown", "", "this round is not among the newest here"

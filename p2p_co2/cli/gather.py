@@ -34,9 +34,10 @@ def gather(
     else:
         taken = gather_folders([Path(source) for source in sources], out, recipe)
     for source in taken:
-        print(f"stage {source.stage}: {source.came_to}" + ("" if tickets else f", from {source.folder}"))
+        what = f"stage {source.stage}" if len(taken) > 1 else "whole model"
+        print(f"{what}: {source.came_to}" + ("" if tickets else f", from {source.folder}"))
         for damage in source.damaged:
             print(f"  passed over, damaged: {damage}")
     if len({source.came_to for source in taken}) > 1:
         print("the stages are of different rounds: each of them goes its own way in a swarm that trains")
-    print(f"whole model: {out}")
+    print(f"written to {out}")

@@ -50,7 +50,7 @@ class JoinWatch:
             if isinstance(event, ev.PeerFinished):
                 self._last_words = f"left: {event.reason}; agreed state {event.digest[:16]}"
             if isinstance(event, LOGGED) and not self._console.is_terminal:
-                words = describe(event, {event.peer: "this peer"})[1]
+                words = describe(event, {event.peer: "this peer"}, self._view.stage_of(event))[1]
                 if isinstance(event, ev.Warned):
                     words = f"warning: {event.text}"  # whole, with its cure
                 self._print(f"{time.strftime('%H:%M:%S')} {words}")

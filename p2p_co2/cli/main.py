@@ -144,6 +144,9 @@ def join(
         bool, says("Insist on the checkpoint in the folder: it is gone on from anyway.", "--resume")
     ] = False,
     start_over: Annotated[bool, says("Begin anew, whatever was trained before.", "--start-over")] = False,
+    restart_stage: Annotated[
+        bool, says("With --stage, where nobody has that stage any more: begin it anew.", "--restart-stage")
+    ] = False,
     checkpoint_every: Annotated[
         float | None, says("Between checkpoints; 0 for what 100 GB of writes a day allow.", metavar="SECONDS")
     ] = None,
@@ -156,6 +159,8 @@ def join(
     """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once; SIGUSR1 pauses and goes on."""
     from p2p_co2.peer_options import peer_config
 
+    if restart_stage and stage is None:
+        raise ConfigError.of_option("--restart-stage", "say which stage is to begin anew, with --stage N")
     config = peer_config(
         config_file,
         {
@@ -175,8 +180,8 @@ def join(
 
     data = {key: str(path.resolve()) for key, path in (("text", text), ("tokens", tokens)) if path}
     options = JoinOptions(
-        ticket=ticket, config=config, recipe=recipe, data=data, resume=resume, start_over=start_over,
-        parent=parent,
+        ticket=ticket, config=config, recipe=recipe, data=data, resume=resume,
+        start_over=start_over or restart_stage, parent=parent,
     )  # fmt: skip
     import_slow()
     from p2p_co2.cli.join import JoinWatch

@@ -59,6 +59,7 @@ class Links(Protocol):
     """Links to other peers; see ``links.LinkPool``."""
 
     up_bytes: int
+    is_urgent: bool
     traffic: dict[PeerId, LinkTraffic]
 
     @property

@@ -8,7 +8,8 @@ that is what counts as sent, and bulk waits for room on the way.
 Bulk keeps to the receiver's rate and to our own cap, and over far ways it takes turns: TCP gives lanes on one
 line unequal shares. Turns are given at little more than the line has shown, as long as what is under way
 waits for little. A lane that has less left to carry than another that waits leaves it a turn before each of
-its own. In a lane, pieces of a round that began earlier go before those of later ones.
+its own; so do the lanes of a round to those of microbatches, for which a peer stands still, but for one turn
+in ``TURNS_OF_ONE``. In a lane, pieces of a round that began earlier go before those of later ones.
 
 Laws: all that leaves this machine for a peer leaves through ``post``; a lane never waits for one that does
 not ask, and a control message never for a turn; what is no piece is overtaken by nothing. Price: the
@@ -46,6 +47,8 @@ the second waits before and after it, the line was full."""
 MOST_LOOKED_AT, COMMON_OF = 9, 4
 """Lanes that are asked for that: a look costs 25 us for each connection. The lane counts on which what is
 under way waits least, once one of so many has been left out."""
+TURNS_OF_ONE = 8
+"""On a line that urgent lanes fill, one in so many turns is another lane's."""
 ATTEMPTS_KEPT = 256
 """Whose order is remembered: many more than are open at once."""
 MAX_QUEUED_BYTES = 1 << 30
@@ -123,14 +126,15 @@ class Turn:
     asked_cap: bool = False
     asked_line: bool = False
     """Whether it has its turn on our line, or needs none."""
-    has_yielded: bool = False
-    """Whether it leaves a turn to a lane with more to carry."""
+    yielded: int = 0
+    """Turns in a row that it has left to lanes with more to carry, or more urgent ones."""
 
 
 @dataclass(eq=False)
 class Lane:
-    """What goes to one peer."""
+    """What goes to one peer. ``is_urgent``: a peer stands still for it."""
 
+    is_urgent: bool = False
     control: deque[Unsent] = field(default_factory=deque)
     control_bytes: int = 0
     bulk: deque[Bulk] = field(default_factory=deque)
@@ -216,14 +220,19 @@ class Uplink:
         self.meter.rest(now)
         self._look(now)
         self._line.follow(self.meter.bytes_per_s, self._waits_s)
-        turn_s = self._line.turn_s(size_bytes)
-        yields = bool(turn_s) and not lane.turn.has_yielded and self._is_ahead(lane, size_bytes, now)
-        lane.turn.has_yielded = yields
+        turn_s, yielded = self._line.turn_s(size_bytes), lane.turn.yielded
+        is_behind = yielded < TURNS_OF_ONE - 1 and self._is_less_urgent(lane)
+        yields = bool(turn_s) and (is_behind or (not yielded and self._is_ahead(lane, size_bytes, now)))
+        lane.turn.yielded = yielded + 1 if yields else 0
         at = now + self._line.free_in_s(now) + turn_s
         if not yields:
             at = self._line.admit_at(size_bytes, now)
         self.meter.held(now, at)
         return at, not yields
+
+    def _is_less_urgent(self, lane: Lane) -> bool:
+        """Whether a lane that is urgent, as this one is not, has something to send."""
+        return not lane.is_urgent and any(one.is_urgent and one.bulk for one in self.lanes)
 
     def _is_ahead(self, lane: Lane, size_bytes: int, now: float) -> bool:
         """Whether a lane with a message more to carry waits for its turn."""
@@ -295,6 +304,8 @@ class LinkPool:
         """Bulk that waits for all peers together."""
         self._joined_last: tuple[Unsent | None, bytes] = (None, b"")
         self.up_bytes = 0
+        self.is_urgent = False
+        """Whether peers stand still for what is posted; may be set before anything is."""
         self.traffic: dict[PeerId, LinkTraffic] = {}
 
     @property
@@ -323,7 +334,7 @@ class LinkPool:
         if lane is None:
             if len(self._lanes) >= 2 * MAX_PEERS:
                 return False
-            lane = self._lanes[peer] = Lane()
+            lane = self._lanes[peer] = Lane(self.is_urgent)
             self._uplink.lanes.append(lane)
         if bulk:
             if not lane.bulk and not lane.carrying:
@@ -474,7 +485,7 @@ class LinkPool:
 
     async def _send_bulk(self, lane: Lane, link: Link) -> None:
         """The lane's next bulk message, whose turn it is."""
-        lane.turn, data = Turn(has_yielded=lane.turn.has_yielded), lane.take().data
+        lane.turn, data = Turn(yielded=lane.turn.yielded), lane.take().data
         self.queued_bytes -= len(data)
         self._uplink.meter.started(time.monotonic())
         lane.carrying += 1

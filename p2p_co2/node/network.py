@@ -12,7 +12,7 @@ import hashlib
 import math
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -410,22 +410,30 @@ class Network:
         """Records of the other peers that hold ``stage``, as the DHT listed them last."""
         return [record for record in self.records.known(MAX_PEERS) if record.stage == stage]
 
-    async def needed_stage(self) -> int:
-        """The stage in which this peer is needed most: the emptiest of those below ``min_replicas``, else the
-        slowest. This peer is listed in it, and looks again a moment later: newcomers crowd.
-        Raises ``TransportError``."""
+    async def needed_stage(self, fits: Collection[int]) -> int:
+        """The stage of those that ``fits`` in which this peer is needed most: the emptiest of those below
+        ``min_replicas``, else the slowest. Raises ``TransportError``.
+
+        This peer is listed in it, and looks again a moment later, since newcomers crowd: all but the first
+        of them by id move to where fewer are."""
         await self.records.search()
-        self.holds.stage = stage = self._neediest()
-        self._done_at.pop("record", None)
-        await self.publish_self()
-        await asyncio.sleep(2 * HEARTBEAT_S)
-        await self.records.search()
-        if len(self.listed(stage)) >= self.run.pipeline.min_replicas:
-            self.holds.stage = stage = self._neediest()
+        stage = self._neediest(fits)
+        for _ in fits:
+            self.holds.stage = stage
             self._done_at.pop("record", None)
+            await self.publish_self()
+            await asyncio.sleep(2 * HEARTBEAT_S)
+            await self.records.search()
+            others, better = self.listed(stage), self._neediest(fits)
+            is_first = self.identity.peer_id < min((one.peer for one in others), default="~")
+            if is_first or len(self.listed(better)) >= len(others):
+                break
+            stage = better
+        self.holds.stage = stage
+        self._done_at.pop("record", None)
         return stage
 
-    def _neediest(self) -> int:
+    def _neediest(self, fits: Collection[int]) -> int:
         pipeline, me = self.run.pipeline, self.identity.peer_id
 
         def need(stage: int) -> tuple[int, float, bytes]:
@@ -434,7 +442,7 @@ class Network:
             rate = sum(record.tokens_per_s for record in held) if few == pipeline.min_replicas else 0.0
             return few, rate, hashlib.sha256(f"{me} {stage}".encode()).digest()
 
-        return min(range(pipeline.stages), key=need)
+        return min(fits, key=need)
 
     async def find_record(self, peer: PeerId, fresh: bool = False) -> PeerRecord | None:
         """See ``RecordBook.record_of``."""

@@ -159,6 +159,7 @@ class PipelineNode:
             carriers = await environment.switch.join(environment.group, *heard, self._is_neighbour)
             find = environment.network.find_record
             self.links = environment.make_links(carriers, find, observer, tasks, environment.uplink)
+            self.links.is_urgent = True
             background = tasks.create_task(self._keep_time(), name="pipeline")
             await self.life.stopping.wait()
             background.cancel()
@@ -239,6 +240,7 @@ class PipelineNode:
         if self.machine.is_over and not self.handed.is_over:
             self.handed.is_over = True
             self.membership.announce(self.now())
+            self._tell()
         if not self._alarm.is_awake:
             self._alarm.ring_by(self._next_timer_at())
 

@@ -27,6 +27,7 @@ from p2p_co2.net.transport.libp2p.streams import AnswerServer, QuestionClient
 from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
+from p2p_co2.node.pipeline_node import PipelineNode
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.reports import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, Poller, Responder
 from p2p_co2.protocol.wire.identity import PeerId
@@ -61,7 +62,7 @@ class ReportService:
             lambda _: MAX_REQUEST_BYTES, pause_s,
         )  # fmt: skip
         self._asking = QuestionClient(network.p2p, PROTOCOL, MAX_REPORT_BYTES)
-        self._measuring: asyncio.Task[None] | None = None
+        self._measuring: list[asyncio.Task[None]] = []
 
     def see(self, event: Event) -> None:
         """An event of this peer."""
@@ -72,39 +73,44 @@ class ReportService:
         """Answer from now on, and measure the links of ``node``."""
         node.commits.on_decision = self._responder.remember
         await self._answering.start()
-        self._measuring = asyncio.create_task(self._measure(node), name="measure links")
+        self.measure(node)
+
+    def measure(self, node: Node | PipelineNode) -> None:
+        """Measure the links of ``node`` from now on."""
+        self._measuring.append(asyncio.create_task(self._measure(node), name="measure links"))
 
     async def say_last_words(self) -> None:
         """Let observers that are here fetch the newest events, at most ``LAST_WORDS_S``."""
         ends_at = time.monotonic() + LAST_WORDS_S
-        while self._measuring is not None and time.monotonic() < ends_at:
+        while self._measuring and time.monotonic() < ends_at:
             if self._responder.told_everybody(time.monotonic()):
                 return
             await asyncio.sleep(0.05)
 
     async def close(self) -> None:
         """Neither answer nor ask any more. May be called twice."""
-        if self._measuring is not None:
-            self._measuring.cancel()
-            await asyncio.gather(self._measuring, return_exceptions=True)
-            self._measuring = None
+        for measuring in self._measuring:
+            measuring.cancel()
+        await asyncio.gather(*self._measuring, return_exceptions=True)
+        self._measuring.clear()
         await self._answering.close()
         await self._asking.close()
 
-    async def _measure(self, node: Node) -> None:
+    async def _measure(self, node: Node | PipelineNode) -> None:
         """Every link every ten heartbeats; with more links than that a heartbeat for each."""
         seen, nothing = dict[str, LinkTraffic](), LinkTraffic()
         while True:
-            await asyncio.sleep(HEARTBEAT_S * max(10, node.live_peers()))
-            if not node.live_peers():
+            await asyncio.sleep(HEARTBEAT_S * max(10, len(node.membership.live)))
+            live, links = node.membership.live, node.links
+            if not live or links is None:
                 continue
             ways: dict[str, list[str]] = {}
             with contextlib.suppress(TransportError):  # without a daemon nothing is relayed
                 ways = await ways_to_peers(self._network.p2p, CONNECT_TIMEOUT_S)
-            for peer, carrier in node.links.carriers_used().items():
-                if (info := node.membership.live.get(PeerId(peer))) is None:
+            for peer, carrier in links.carriers_used().items():
+                if (info := live.get(PeerId(peer))) is None:
                     continue
-                now, before = replace(node.links.traffic.get(PeerId(peer), nothing)), seen.get(peer, nothing)
+                now, before = replace(links.traffic.get(PeerId(peer), nothing)), seen.get(peer, nothing)
                 busy_s, seen[peer] = now.bulk_s - before.bulk_s, now
                 node.report(
                     LinkMeasured, other=peer, carrier=carrier, sent_bytes=now.bulk_bytes,

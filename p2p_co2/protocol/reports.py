@@ -27,11 +27,12 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
+from p2p_co2.config import stage_digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.rounds import check_certificate, counted_weights
 from p2p_co2.protocol.wire.identity import Identity, PeerId, public_key_of, unseal
-from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS, MAX_MEMBERS, MAX_STRING
+from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS, MAX_MEMBERS, MAX_STAGES, MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, Report, ReportRequest
 from p2p_co2.telemetry.events import (
     Event,
@@ -40,6 +41,7 @@ from p2p_co2.telemetry.events import (
     LinkOpened,
     PeerJoined,
     PeerLeft,
+    PeerStarted,
     Recalled,
     RoundBegan,
     RoundCommitted,
@@ -47,7 +49,7 @@ from p2p_co2.telemetry.events import (
 )  # fmt: skip
 from p2p_co2.telemetry.feed import News, Sighting
 from p2p_co2.telemetry.journal import event_line, parse_event
-from p2p_co2.telemetry.view import PeerView, recalled
+from p2p_co2.telemetry.view import PeerView, numbered, recalled
 
 REPORT_CONTEXT = b"p2p-co2 report"
 MAX_REPORT_BYTES = 512 << 10
@@ -61,7 +63,9 @@ MAX_COUNT = 2**53
 """Most that a counter may say: past it a float (and a browser) counts no more."""
 MAX_REAL = 1e15
 MAX_ROUND = 2**40
-_MOST: dict[str, float] = {"fragment": MAX_FRAGMENTS - 1, "round": MAX_ROUND}
+_MOST: dict[str, float] = {
+    "fragment": MAX_FRAGMENTS - 1, "round": MAX_ROUND, "stage": MAX_STAGES - 1, "stages": MAX_STAGES,
+}  # fmt: skip
 OLDEST_S, NEWEST_S = 400 * 86400.0, 60.0
 """How far an event's time may lie before and after the moment in which its sender reports it."""
 
@@ -164,8 +168,8 @@ def _is_peer_id(name: str) -> bool:
 
 
 def read_decision(decision: Decision, run: bytes, at: float) -> tuple[RoundCounted, frozenset[str]]:
-    """Whose work a commit of this run says was in the mean, and who signed it, if its certificate holds.
-    Raises ``RemoteProtocolError``."""
+    """Whose work a commit says was in the mean, and who signed it, if its certificate holds. ``run``: digest
+    of the run, or of the group of a stage. Raises ``RemoteProtocolError``."""
     votes = [(vote.member, vote.signature) for vote in decision.votes[: MAX_MEMBERS + 1]]
     outcome = check_certificate(decision.outcome, votes, run)
     weights = {member.peer: member.weight for member in outcome.members}
@@ -334,6 +338,9 @@ class _Asked:
     sighting: Sighting
     next_at: float
     listed_at: float
+    group: bytes
+    """Digest under which its rounds are made: the run's, or its stage's."""
+    stage: int = 0
     process: int = 0
     after: int = 0
     failures: int = 0
@@ -385,7 +392,7 @@ class Poller:
             if known is not None:
                 known.listed_at = now
             elif len(self._asked) < MAX_ASKED:
-                self._asked[peer] = _Asked(Sighting(peer), next_at=now, listed_at=now)
+                self._asked[peer] = _Asked(Sighting(peer), now, now, self._run)
                 self._news.sightings.append(self._asked[peer].sighting)
         self._asked = {
             peer: asked
@@ -432,7 +439,7 @@ class Poller:
             asked.next_at = now  # more than fits into one answer
         signatures = 0
         for decision in report.decisions[:MAX_DECISIONS]:
-            wanted = self._wanted_by(decision)
+            wanted = self._wanted_by(decision, asked.stage)
             if wanted is not None and signatures + len(decision.votes) <= MAX_SIGNATURES:
                 signatures += len(decision.votes)
                 self._read(asked, wanted, decision, unix_now)
@@ -470,31 +477,36 @@ class Poller:
             is_ours = abs(offset_s) <= OFFSET_MATTERS_S and event.at <= unix_now
             at = event.at if is_ours else min(event.at - offset_s, unix_now)
             self._news.events.append(dataclasses.replace(event, at=at))
-            if isinstance(event, RoundCommitted):
-                self._told(event, asked.sighting.peer)
+            if isinstance(event, PeerStarted):
+                asked.stage = event.stage
+                asked.group = stage_digest(self._run, event.stage, event.stages)
+            elif isinstance(event, RoundCommitted):
+                self._told(event, asked)
 
     # ---- certificates
 
-    def _told(self, event: RoundCommitted, teller: str) -> None:
-        wanted = self._wanted.setdefault((event.fragment, event.round), _Wanted(event.at))
+    def _told(self, event: RoundCommitted, teller: _Asked) -> None:
+        key = numbered(teller.stage, event.fragment), event.round
+        wanted = self._wanted.setdefault(key, _Wanted(event.at))
         if len(self._wanted) > MAX_ROUNDS_WANTED:
             self._wanted.popitem(last=False)
         if len(wanted.tellers) < MAX_ASKED:
-            wanted.tellers.add(teller)
+            wanted.tellers.add(teller.sighting.peer)
         self._count(wanted)
 
-    def _wanted_by(self, decision: Decision) -> _Wanted | None:
-        """The round that this certificate, not yet checked, says it is of; None if that needs no more."""
+    def _wanted_by(self, decision: Decision, stage: int) -> _Wanted | None:
+        """The round of ``stage`` that this certificate, not yet checked, says it is of; None if that needs no
+        more."""
         try:
             key = Outcome.FromString(decision.outcome).key
         except DecodeError:
             return None
-        wanted = self._wanted.get((key.fragment, key.round))
+        wanted = self._wanted.get((numbered(stage, key.fragment), key.round))
         return wanted if wanted and not wanted.done and len(wanted.reads) < MAX_READS else None
 
     def _read(self, asked: _Asked, wanted: _Wanted, decision: Decision, unix_now: float) -> None:
         try:
-            counted, signers = read_decision(decision, self._run, unix_now)
+            counted, signers = read_decision(decision, asked.group, unix_now)
         except RemoteProtocolError as error:
             self._see(asked, [error.reason])
             return
@@ -506,4 +518,6 @@ class Poller:
         read = None if wanted.done else wanted.believed()
         if read is not None:
             wanted.done, wanted.reads = True, {}
-            self._news.events.append(dataclasses.replace(read, at=wanted.at))
+            told = wanted.tellers  # whose stage is known: the coordinator may be nobody whom we ask
+            peer = read.peer if read.peer in told else min(told)
+            self._news.events.append(dataclasses.replace(read, at=wanted.at, peer=peer))

@@ -13,11 +13,14 @@ a second or two of processor time.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.planning.pipeline import StageLoad
+from p2p_co2.planning.profiles import profile_of
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.simnet.internet import Noise
+from p2p_co2.simnet.microbatches import Layout, StagePeer, VirtualStages
 from p2p_co2.simnet.scene import Settings
 from p2p_co2.simnet.swarm import Swarm
 from p2p_co2.telemetry.events import RoundBegan
@@ -156,3 +159,75 @@ def storm_settings(seed: int, peers: int = 32) -> Settings:
         faults=Storm(STORM_FROM_S, STORM_UNTIL_S), checkpoint_every_s=4.0, start_spread_s=0.5,
         offers_within_s=STORM_OFFER_S,
     )  # fmt: skip
+
+
+# ---- stages
+
+
+STORM_LINES = "fibre", "cable", "dsl", "4g"
+"""What is on its way over them comes back within the cap; a window over a relayed satellite does not."""
+
+
+def play_stage_storm(seed: int, stages: int = 0) -> VirtualStages:
+    """A storm of microbatches over ``stages`` (0: 2 to 4, by the seed): unequal peers that crash, lose their
+    power, stall and start anew, stages that stand empty, ways that are cut, messages lost, doubled and late.
+    Then calm, in which every stage must count again, and the end."""
+    rng = random.Random(f"{seed}/stage storm")
+    stages = stages or 2 + seed % 3
+    world = _stages_before_the_storm(rng, stages, seed)
+    noise = replace(STORM_NOISE, late_s=rng.choice((0.1, 1.0)))
+    at_, from_s, until_s = world.world.call_at, 5.0, 65.0
+    at_(from_s, world.internet.set_noise, noise)
+    at_(until_s, world.internet.set_noise, Noise())
+    peers = sorted(world.replicas)
+    for _ in range(rng.randint(3, 8)):
+        victim, at = rng.choice(peers), rng.uniform(from_s, until_s)
+        away_s = rng.choice((0.1, 2.0, 20.0)) * rng.uniform(0.5, 1.5)
+        if rng.random() < 1 / 3:
+            at_(at, world.stall, victim, min(away_s, until_s - at))
+        else:
+            at_(at, world.kill, victim, rng.random() < LEAVES + CRASHES)
+            at_(min(until_s, at + away_s), world.start, victim)
+    for _ in range(rng.randint(0, 3)):
+        at = rng.uniform(from_s, until_s)
+        at_(at, world.cut, *rng.sample(peers, 2), min(rng.choice((1.0, 15.0)), until_s - at))
+    if rng.random() < 1 / 3:
+        empty = rng.randrange(stages)
+        for peer in (replica.me for replica in world.of_stage(empty)):
+            at_(30.0, world.kill, peer, True)
+            at_(30.0 + rng.uniform(1, 20), world.start, peer)
+    world.run(until_s + 2 * world.layout.cap_s)
+    counted = list(world.books.tokens)
+    world.run(2 * world.layout.cap_s)
+    for stage, (before, after) in enumerate(zip(counted, world.books.tokens, strict=True)):
+        if after <= before:
+            waits = {replica.me: replica.machine.waits_for for replica in world.of_stage(stage)}
+            world.books.broken(PeerId(""), "progress", f"stage {stage} counts nothing in the calm: {waits}")
+    world.end()
+    return world
+
+
+def _stages_before_the_storm(rng: random.Random, stages: int, seed: int) -> VirtualStages:
+    """One to four replicas of each stage, up to four times slower than others, on ordinary lines."""
+    size = rng.choice((4_000, 20_000))
+    forward_s = rng.choice((0.02, 0.1))
+    loads = tuple(
+        StageLoad(
+            forward_s=forward_s * rng.uniform(0.5, 1.5),
+            backward_s=2 * forward_s * rng.uniform(0.5, 1.5),
+            ahead_bytes=size if stage < stages - 1 else 0,
+            back_bytes=size if stage else 0,
+        )
+        for stage in range(stages)
+    )
+    layout = Layout(
+        stages=loads, microbatches=rng.choice((8, 16, 32)), window=rng.choice((4, 8, 16)), cap_s=20.0
+    )
+    peers = [
+        [
+            StagePeer(profile_of(rng.choice(STORM_LINES), seed, 0), rng.uniform(0.25, 1.0))
+            for _ in range(rng.randint(1, 4))
+        ]
+        for stage in range(stages)
+    ]
+    return VirtualStages(layout, peers, seed)

@@ -317,7 +317,7 @@ class VirtualLinks:
         self._gone_at = 0.0
         """When all that was sent so far has left the uplink."""
         self._is_closed = False
-        self.up_bytes = 0
+        self.up_bytes, self.is_urgent = 0, False
         self.traffic: dict[PeerId, LinkTraffic] = {}
 
     @property

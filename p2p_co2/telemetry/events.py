@@ -345,6 +345,8 @@ class Recalled(Event):
     skipped_sends: dict[str, int] = field(default_factory=dict)
     caught_up: dict[str, int] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Microbatches, in a run with stages."""
 
 
 EVENT_TYPES: dict[str, type[Event]] = {event_type.kind: event_type for event_type in Event.__subclasses__()}

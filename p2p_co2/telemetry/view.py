@@ -3,8 +3,9 @@
 Law: the view is a function of each peer's own sequence of events; how those of different peers were
 interleaved does not matter. A round of the swarm is counted once, although every member writes of it. Rounds
 are keyed by (fragment, round), where ``round`` is the outer version it would make: a key may hold several
-aborts and at most one commit. Price: some 2 kB per round of four members, for the whole run unless
-``rounds_kept`` bounds it.
+aborts and at most one commit. In a run with stages each has fragments of its own, told apart by ``numbered``;
+an event is of the stage that its writer holds. Price: some 2 kB per round of four members, for the whole run
+unless ``rounds_kept`` bounds it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS, MAX_STAGES
 from p2p_co2.telemetry import events as ev
 
 MAX_DISTINCT = 64
@@ -61,6 +63,11 @@ class Counters:
 _COUNTERS = tuple(Counters.__dataclass_fields__)
 
 
+def numbered(stage: int, fragment: int) -> int:
+    """The number of a stage's fragment among those of all stages; its own in stage 0."""
+    return stage * MAX_FRAGMENTS + fragment
+
+
 @dataclass
 class Tally:
     """What one peer's events are counted as. ``staleness``: applied outer steps by (fragment, staleness);
@@ -71,6 +78,8 @@ class Tally:
     skipped_sends: Counter[str] = field(default_factory=Counter)
     caught_up: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Microbatches given up, by reason."""
     sends: int = 0
     rounds_alone: int = 0
     in_flight_s: float = 0.0
@@ -84,7 +93,7 @@ class Tally:
         """Begin with what an observer could not see for itself."""
         self.sends, self.rounds_alone, self.in_flight_s = event.sends, event.rounds_alone, event.in_flight_s
         self.skipped_sends, self.caught_up = Counter(event.skipped_sends), Counter(event.caught_up)
-        self.refused = Counter(event.refused)
+        self.refused, self.dropped = Counter(event.refused), Counter(event.dropped)
         for delay, times in event.sync_delay_steps.items():
             if _is_number(delay):
                 _count_value(self.sync_delay_steps, int(delay), times)
@@ -106,16 +115,18 @@ class LinkView:
 @dataclass
 class PeerView:
     """One peer. ``start``, ``progress``, ``end``: newest of this process (a figure that is no number is as
-    before); ``earlier``: counters of its earlier processes. ``sent``, ``arrived``: newest by fragment;
-    ``agreed``: newest held-out loss; ``recent_sends``: (at, why skipped, "" if not); ``recent_bytes``: (at,
-    sent, received), of this process. ``seen_left``: (at, reason) by the peer that said so: nothing else in
-    here is the word of others."""
+    before); ``earlier``: counters of its earlier processes. ``pipeline``: newest word of its microbatches, of
+    this process; None in a run of one stage. ``sent``, ``arrived``: newest by fragment; ``agreed``: newest
+    held-out loss; ``recent_sends``: (at, why skipped, "" if not); ``recent_bytes``: (at, sent, received), of
+    this process. ``seen_left``: (at, reason) by the peer that said so: nothing else in here is the word of
+    others."""
 
     peer: str
     first_seen_at: float | None = None
     last_seen_at: float | None = None
     start: ev.PeerStarted = _NOT_STARTED
     progress: ev.Progress = _NO_PROGRESS
+    pipeline: ev.StageProgress | None = None
     end: ev.PeerFinished | None = None
     earlier: Counters = field(default_factory=Counters)
     tally: Tally = field(default_factory=Tally)
@@ -131,6 +142,11 @@ class PeerView:
     def started(self) -> bool:
         """Whether we have an event of its own, not only the word of others."""
         return self.first_seen_at is not None
+
+    @property
+    def stage(self) -> int:
+        """That it holds; 0 in a run of one stage, and as long as it has not said so."""
+        return self.start.stage if self.start.stages > 1 else 0
 
     @property
     def phase(self) -> str:
@@ -176,6 +192,16 @@ class PeerView:
         return max(self.seen_left.values(), default=(0.0, ""))[1]
 
     @property
+    def waiting_share(self) -> float | None:
+        """Of the time in which this process trained, stood still or waited for microbatches, the part that it
+        waited; None in a run of one stage, and before there was any."""
+        if self.pipeline is None:
+            return None
+        waited_s = _finite_or(self.pipeline.waiting_s, 0.0)
+        whole_s = waited_s + self.progress.train_s + self.progress.exposed_s
+        return waited_s / whole_s if whole_s > 0 else None
+
+    @property
     def utilisation(self) -> float | None:
         """Share of the wall time since the first inner step that was spent in inner steps; None before."""
         totals = self.totals
@@ -189,6 +215,8 @@ class PeerView:
         match event:
             case ev.Progress():
                 self._progress(event)
+            case ev.StageProgress():
+                self.pipeline = event
             case ev.FragmentSent():
                 self.tally.sends += 1
                 self.sent[event.fragment] = event
@@ -215,7 +243,7 @@ class PeerView:
                 self._link(event.other).measured = event
             case ev.PeerStarted():
                 self.earlier = self.totals
-                self.start, self.progress, self.end = event, _NO_PROGRESS, None
+                self.start, self.progress, self.pipeline, self.end = event, _NO_PROGRESS, None, None
                 self.recent_bytes.clear()
                 for link in self.links.values():
                     link.lost = ""
@@ -230,6 +258,8 @@ class PeerView:
                 self.agreed = event
             case ev.MessageRefused():
                 _count(self.tally.refused, event.reason)
+            case ev.MicrobatchDropped():
+                _count(self.tally.dropped, event.reason)
             case ev.Recalled():
                 self.tally.recall(event)
 
@@ -264,9 +294,10 @@ def recalled(view: PeerView) -> list[ev.Event]:
         staleness={f"{fragment}:{stale}": times for (fragment, stale), times in staleness.items()},
         sync_delay_steps={str(delay): times for delay, times in delays.items()},
         skipped_sends=dict(tally.skipped_sends), caught_up=dict(tally.caught_up - newer.caught_up),
-        refused=dict(tally.refused),
+        refused=dict(tally.refused), dropped=dict(tally.dropped),
     )  # fmt: skip
-    newest = [event for event in (view.start, view.progress, view.end, view.agreed) if event and event.peer]
+    told = view.start, view.progress, view.pipeline, view.end, view.agreed
+    newest = [event for event in told if event and event.peer]
     opened = [
         ev.LinkOpened(at=at, peer=view.peer, other=other, carrier=carrier)
         for other, carrier in list(view.open_links.items())[:MAX_NOTABLE]
@@ -276,13 +307,14 @@ def recalled(view: PeerView) -> list[ev.Event]:
 
 @dataclass(slots=True)
 class RoundView:
-    """One (fragment, round) as all its members tell it. ``begun``: (at, coordinator, group) of the newest
-    BEGIN. ``commits``: by the member that learned of one; ``aborted``: attempts by reason, by member.
-    ``staleness``: of the most stale outer step that came of it; -1 if none is known. ``weights``: whose work
-    is in the mean, as a certificate says; empty if none was seen."""
+    """One round of a fragment of ``stage`` as all its members tell it. ``begun``: (at, coordinator, group) of
+    the newest BEGIN. ``commits``: by the member that learned of one; ``aborted``: attempts by reason, by
+    member. ``staleness``: of the most stale outer step that came of it; -1 if none is known. ``weights``:
+    whose work is in the mean, as a certificate says; empty if none was seen."""
 
     fragment: int
     round: int
+    stage: int = 0
     begun: tuple[float, str, tuple[str, ...]] | None = None
     commits: dict[str, ev.RoundCommitted] = field(default_factory=dict)
     aborted: dict[str, Counter[str]] = field(default_factory=dict)
@@ -345,32 +377,33 @@ class SwarmView:
     counted_rounds: int = 0
     counted_before: set[tuple[int, int]] = field(default_factory=set)
     rounds_kept: int = 0
-    _old_outcomes: Counter[str] = field(default_factory=Counter)
-    _old_aborts: Counter[str] = field(default_factory=Counter)
+    _old_outcomes: Counter[tuple[int, str]] = field(default_factory=Counter)
+    _old_aborts: dict[int, Counter[str]] = field(default_factory=dict)
 
     def add(self, event: ev.Event) -> None:
         """Take in one event; events of one peer must come in the order it wrote them."""
         if isinstance(event, ev.Recalled) and event.peer in self.peers:
             self.peers[event.peer] = PeerView(event.peer, seen_left=self.peers[event.peer].seen_left)
-        self._peer(event.peer).add(event)
+        teller = self._peer(event.peer)
+        teller.add(event)
         match event:
             case ev.PeerJoined():
                 self._peer(event.other).seen_left.pop(event.peer, None)
             case ev.PeerLeft():
                 _keep(self._peer(event.other).seen_left, event.peer, (event.at, event.reason))
             case ev.RoundBegan():
-                round_ = self._round(event.fragment, event.round)
+                round_ = self._round(teller, event)
                 begun = (event.at, event.peer, event.group)
                 round_.begun = begun if round_.begun is None else max(round_.begun, begun)
             case ev.RoundCommitted():
-                self._round(event.fragment, event.round).commits[event.peer] = event
+                self._round(teller, event).commits[event.peer] = event
             case ev.RoundAborted():
-                round_ = self._round(event.fragment, event.round)
+                round_ = self._round(teller, event)
                 _count(round_.aborted.setdefault(event.peer, Counter()), event.reason)
             case ev.RoundCounted():
-                self._count(event)
+                self._count(teller, event)
             case ev.FragmentApplied():
-                known = self.rounds.get((event.fragment, event.version))
+                known = self.rounds.get((numbered(teller.stage, event.fragment), event.version))
                 # If this peer itself told of the commit: then nobody else's events matter.
                 if known is not None and event.peer in known.commits:
                     known.staleness = max(known.staleness, event.staleness)
@@ -386,23 +419,24 @@ class SwarmView:
             self.peers[peer] = PeerView(peer)
         return self.peers[peer]
 
-    def _round(self, fragment: int, number: int) -> RoundView:
-        known = self.rounds.get((fragment, number))
+    def _round(self, teller: PeerView, event: _OfRound) -> RoundView:
+        key = numbered(teller.stage, event.fragment), event.round
+        known = self.rounds.get(key)
         if known is None:
             if self.rounds_kept and len(self.rounds) >= self.rounds_kept:
                 old = self.rounds.pop(next(iter(self.rounds)))
-                self._old_outcomes[old.outcome] += 1
-                self._old_aborts += old.aborts
-            known = self.rounds[fragment, number] = RoundView(fragment, number)
+                self._old_outcomes[old.stage, old.outcome] += 1
+                self._old_aborts[old.stage] = self._old_aborts.get(old.stage, Counter()) + old.aborts
+            known = self.rounds[key] = RoundView(event.fragment, event.round, teller.stage)
         return known
 
-    def _count(self, event: ev.RoundCounted) -> None:
+    def _count(self, teller: PeerView, event: ev.RoundCounted) -> None:
         """Every member reads the same decision, so the first that tells of it is enough."""
-        known = self._round(event.fragment, event.round)
+        known = self._round(teller, event)
         if known.weights:
             return
         known.weights = event.weights
-        if (event.fragment, event.round) in self.counted_before:
+        if (numbered(teller.stage, event.fragment), event.round) in self.counted_before:
             return
         self.counted_rounds += 1
         for peer, weight in event.weights.items():
@@ -431,27 +465,73 @@ class SwarmView:
         return max((at for one in self.peers.values() if (at := one.last_seen_at) is not None), default=None)
 
     @property
+    def stages(self) -> int:
+        """Of the run, as most of its peers say; 1 until one has said so."""
+        told = Counter(peer.start.stages for peer in self.peers.values() if peer.start is not _NOT_STARTED)
+        possible = [number for number, _ in told.most_common() if 0 < number <= MAX_STAGES]
+        return possible[0] if possible else 1
+
+    def stage_of(self, event: ev.Event) -> int | None:
+        """That the writer of ``event`` holds; None in a run of one stage."""
+        teller = self.peers.get(event.peer)
+        return teller.stage if teller is not None and teller.start.stages > 1 else None
+
+    @property
     def committed(self) -> int:
         """Rounds of the swarm that several peers committed, each counted once."""
+        return sum(self.committed_by_stage.values())
+
+    @property
+    def committed_by_stage(self) -> Counter[int]:
+        """The same, by stage."""
         return self._made("committed")
 
     @property
     def alone(self) -> int:
         """Rounds that one peer made with nobody else: nothing was exchanged."""
-        return max([self._made("alone"), *(peer.tally.rounds_alone for peer in self.peers.values())])
+        return sum(self.alone_by_stage.values())
 
-    def _made(self, outcome: str) -> int:
-        return self._old_outcomes[outcome] + sum(view.outcome == outcome for view in self.rounds.values())
+    @property
+    def alone_by_stage(self) -> Counter[int]:
+        """The same, by stage."""
+        made = self._made("alone")
+        for peer in self.peers.values():
+            made[peer.stage] = max(made[peer.stage], peer.tally.rounds_alone)
+        return made
+
+    def _made(self, outcome: str) -> Counter[int]:
+        """Rounds with this outcome, by stage."""
+        made = Counter(view.stage for view in self.rounds.values() if view.outcome == outcome)
+        for (stage, old), times in self._old_outcomes.items():
+            made[stage] += times if old == outcome else 0
+        return made
 
     @property
     def abort_reasons(self) -> Counter[str]:
         """Aborted rounds of the swarm by reason, each counted once."""
-        return sum((view.aborts for view in self.rounds.values()), self._old_aborts)
+        return sum(self.aborts_by_stage.values(), Counter[str]())
+
+    @property
+    def aborts_by_stage(self) -> dict[int, Counter[str]]:
+        """The same, by stage."""
+        found = {stage: Counter(old) for stage, old in self._old_aborts.items()}
+        for view in self.rounds.values():
+            if view.aborted:
+                found.setdefault(view.stage, Counter()).update(view.aborts)
+        return found
 
     @property
     def fragment_staleness(self) -> dict[int, Counter[int]]:
-        """Applied outer steps of all peers by staleness, by fragment."""
+        """Applied outer steps of all peers by staleness, by fragment (``numbered``)."""
         return _by_fragment(self.peers.values())
+
+    @property
+    def stage_staleness(self) -> dict[int, Counter[int]]:
+        """The same by stage."""
+        found: dict[int, Counter[int]] = {}
+        for peer in self.peers.values():
+            found.setdefault(peer.stage, Counter()).update(peer.staleness)
+        return found
 
     @property
     def staleness(self) -> Counter[int]:
@@ -464,8 +544,14 @@ class SwarmView:
         return sum((peer.tally.sync_delay_steps for peer in self.peers.values()), Counter[int]())
 
     @property
+    def tokens(self) -> int:
+        """That were trained on. In a run with stages each is trained on once in every stage: those of the
+        first one count."""
+        return sum(peer.totals.tokens for peer in self.peers.values() if peer.stage == 0)
+
+    @property
     def totals(self) -> Counters:
-        """What all peers did."""
+        """What all peers did, in whatever stage."""
         return functools.reduce(Counters.plus, (peer.totals for peer in self.peers.values()), Counters())
 
 
@@ -473,7 +559,7 @@ def _by_fragment(peers: Iterable[PeerView]) -> dict[int, Counter[int]]:
     found: dict[int, Counter[int]] = {}
     for peer in peers:
         for (fragment, stale), times in peer.tally.staleness.items():
-            found.setdefault(fragment, Counter())[stale] += times
+            found.setdefault(numbered(peer.stage, fragment), Counter())[stale] += times
     return found
 
 
@@ -503,6 +589,9 @@ def _count_value(histogram: Counter[_K], value: _K, times: int = 1) -> None:
 def _count(counter: Counter[str], name: str) -> None:
     """Count ``name``, under ``OTHERS`` once ``MAX_DISTINCT`` names are known."""
     counter[name if name in counter or len(counter) < MAX_DISTINCT else OTHERS] += 1
+
+
+_OfRound = ev.RoundBegan | ev.RoundCommitted | ev.RoundCounted | ev.RoundAborted
 
 
 def _is_number(text: str) -> bool:

@@ -21,13 +21,14 @@ from tempfile import TemporaryDirectory
 from torch import Tensor, nn
 
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.errors import ConfigError, TransportError
+from p2p_co2.errors import ConfigError, RunOver, TransportError
 from p2p_co2.recipes import Recipe, load_run_recipe
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import state_digest
 from p2p_co2.tensors.checkpoint.folder import Checkpoint, has_checkpoint, load_agreed, save
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.stages.whole import WholeModel, whole_names
+from p2p_co2.ticket import Ticket
 from p2p_co2.trainer.connection import connect
 from p2p_co2.trainer.resuming import shapes_of
 
@@ -94,8 +95,9 @@ def gather_swarm(ticket: str, out: Path, own_recipe: str = "") -> list[Source]:
     """As ``gather_folders``, from a swarm that trains: this process joins the peers of each stage as a
     newcomer, loads what they agree on, with its digests, and leaves without having trained.
 
-    Blocks, bounded. Raises ``TransportError`` if nobody gives a stage, and as ``connect`` and ``start``.
+    Blocks, bounded. Raises ``TransportError`` if nobody gives a stage, and else as ``connect`` and ``start``.
     """
+    Ticket.parse(ticket)
     _refuse_used(out)
     out.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="stages-", dir=out) as place:
@@ -157,16 +159,20 @@ def _fetch(ticket: str, folder: Path, stage: int, own_recipe: str) -> RunConfig:
         if isinstance(event, ev.PeerJoined):
             met.append(event)
 
-    connection = connect(ticket, PeerConfig(folder=folder, stage=stage, board=False), on_event)
     try:
-        run = connection.run
-        peer = connection.visit(load_run_recipe(run, own_recipe))
-        peer.stop()
-        peer.leave("has what it came for")
-    finally:
-        connection.close()
-    if not met:
-        raise TransportError(f"nobody trains stage {stage} of this run now; try again when somebody does")
+        connection = connect(ticket, PeerConfig(folder=folder, stage=stage, board=False), on_event)
+        try:
+            run = connection.run
+            peer = connection.visit(load_run_recipe(run, own_recipe))
+            peer.stop()
+            peer.leave("has what it came for")
+        finally:
+            connection.close()
+        if not met:
+            raise TransportError("none of its peers is there")
+    except (RunOver, TransportError) as error:
+        problem = f"nobody gives stage {stage} now: {error}"
+        raise TransportError(f"{problem} (or gather the checkpoint folders of its peers)") from error
     return run
 
 
@@ -178,7 +184,7 @@ def _look(folder: Path) -> Source:
     if stage is None:
         problem = "holds the whole model already: sample and eval read it; give folders of its stages"
         raise ConfigError(str(folder), "", problem)
-    if not 0 <= stage < count or not saved.states:
+    if not 0 <= stage < count:
         problem = f"holds stage {stage} of a run that has {count} (from 0 on): nobody's checkpoint"
         raise ConfigError(str(folder), "", f"{problem}; give another folder")
     versions = tuple(state.version for state in saved.states)

@@ -13,7 +13,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, TypeVar, cast
@@ -23,7 +23,7 @@ import uvloop
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, RemoteProtocolError, TransportError
 from p2p_co2.node.environment import Environment
-from p2p_co2.node.network import Network
+from p2p_co2.node.network import Held, Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.peer_finder import PositionWriter
 from p2p_co2.node.pipeline_node import PipelineNode, Result
@@ -61,6 +61,8 @@ class NodeView:
     ) -> None:
         self.node, self._loop = node, loop
         self.report, self.failure = report, failure
+        self.pipeline: PipelineNode | None = None
+        """The same process between the stages, once it runs."""
         self._buffers: ModelBuffers | None = None
 
     def offer(self, offer: Offer) -> None:
@@ -100,8 +102,9 @@ class NodeView:
         return self.node.links.is_full
 
     def traffic_bytes(self) -> tuple[int, int]:
-        """Bytes of messages (up, down) since the start."""
-        return self.node.links.up_bytes, self.node.router.down_bytes
+        """Bytes of messages (up, down) since the start, those between stages too."""
+        up, down = self.pipeline.traffic_bytes() if self.pipeline is not None else (0, 0)
+        return self.node.links.up_bytes + up, self.node.router.down_bytes + down
 
     def live_trainers(self) -> list[str]:
         """The other peers that train, as they said last."""
@@ -142,8 +145,8 @@ class NodeView:
 class PipelineView:
     """What the training thread reads of a running pipeline node and asks of it. Only ``wait`` waits."""
 
-    def __init__(self, node: PipelineNode, loop: asyncio.AbstractEventLoop) -> None:
-        self.node, self._loop = node, loop
+    def __init__(self, node: PipelineNode, loop: asyncio.AbstractEventLoop, holds: Held) -> None:
+        self.node, self._loop, self._holds = node, loop, holds
 
     def exchange(self, result: Result | None) -> None:
         """Tell what has come of the last work, and ask for the next."""
@@ -161,6 +164,8 @@ class PipelineView:
             yield self.node.handed.dropped.get_nowait()
 
     def draw(self, round_: int, tokens_per_s: float) -> None:
+        """As ``PipelineNode.draw``; this peer's record says the rate, too."""
+        self._holds.tokens_per_s = tokens_per_s
         self._loop.call_soon_threadsafe(self.node.draw, round_, tokens_per_s)
 
     def finish(self, at_once: bool) -> None:
@@ -237,14 +242,15 @@ class NetworkThread:
         self.view = NodeView(node, self._loop, self.report, lambda: self._failure)
         return node
 
-    def choose_stage(self, wanted: int = -1) -> int:
-        """Hold stage ``wanted``, or (-1) the one that is needed most; this peer's record says so from now on.
-        Raises ``ConfigError`` for a stage that the run has not, ``TransportError``."""
+    def choose_stage(self, wanted: int, fits: Callable[[], Collection[int]]) -> int:
+        """Hold stage ``wanted``, or (-1) of those that ``fits`` gives the one that is needed most; this
+        peer's record says so from now on. Raises ``ConfigError`` for a stage that the run has not, and where
+        none fits; ``TransportError``."""
         network, pipeline = self.network, self.network.run.pipeline
         if wanted >= pipeline.stages:
             problem = f"this run has stages 0 to {pipeline.stages - 1} (got {wanted})"
             raise ConfigError.of_option("--stage", problem)
-        stage = network.holds.stage = wanted if wanted >= 0 else self.ask(network.needed_stage())
+        stage = network.holds.stage = wanted if wanted >= 0 else self.ask(network.needed_stage(fits()))
         return stage
 
     def start_pipeline(self, place: Place, sizes: Sizes) -> PipelineView:
@@ -257,10 +263,12 @@ class NetworkThread:
             pipeline = PipelineNode(environment, place, sizes, listed, status, self.on_event)
             node.environment.elsewhere = pipeline.positions
             asyncio.create_task(pipeline.run(), name="pipeline").add_done_callback(self._node_ended)
+            if self._reporting is not None:
+                self._reporting.measure(pipeline)
             return pipeline
 
-        self._pipeline = pipeline = self.ask(start())
-        return PipelineView(pipeline, self._loop)
+        self._pipeline = self.view.pipeline = pipeline = self.ask(start())
+        return PipelineView(pipeline, self._loop, self.network.holds)
 
     def _live_peers(self) -> int:
         """Others that are heard, those of the neighbouring stages too."""
@@ -330,11 +338,21 @@ class NetworkThread:
                 raise TransportError("this peer is still joining")
             if relayed.peer:
                 return Relayed(answer=await self._reporting.ask(PeerId(relayed.peer), relayed.request))
-            live = sorted(self.view.node.membership.live) if self.view is not None else []
-            peers = [self.network.identity.peer_id, *live]
+            peers = [self.network.identity.peer_id, *sorted(self._heard())]
             return Relayed(peers=peers, answer=self.network.run.canonical_bytes())
 
         return asyncio.run_coroutine_threadsafe(answer(), self._loop)
+
+    def _heard(self) -> set[PeerId]:
+        """The other peers that are live, and of the stages that this one never meets those that are
+        listed."""
+        heard = set(self.view.node.membership.live) if self.view is not None else set()
+        if self._pipeline is not None:
+            network, mine = self.network, self.network.holds.stage or 0
+            far = (stage for stage in range(network.run.pipeline.stages) if abs(stage - mine) > 1)
+            heard |= self._pipeline.membership.live.keys()
+            heard |= {PeerId(one.peer) for stage in far for one in network.listed(stage)}
+        return heard
 
     # ---- the end
 
@@ -344,6 +362,8 @@ class NetworkThread:
 
         async def say() -> dict[str, str]:
             carriers = self.view.node.links.carriers_used()
+            if self._pipeline is not None and self._pipeline.links is not None:
+                carriers |= self._pipeline.links.carriers_used()
             if self._reporting is not None:
                 me, fields = self.network.identity.peer_id, {**last, "carriers": carriers}
                 self._reporting.see(ev.PeerFinished(at=time.time(), peer=me, reason=reason, **fields))

@@ -13,20 +13,26 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
+from p2p_co2.errors import ConfigError
 from p2p_co2.protocol.pipeline import Pipeline, Place, Sizes, Work
 from p2p_co2.protocol.pipeline.machine import Do
+from p2p_co2.recipes.sizes import StageSize
+from p2p_co2.system.machine import available_memory_bytes
 from p2p_co2.trainer.network_thread import PipelineView
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.stage_work import Crossings, Done, StageWork
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
 
+TRAINED_COPIES, AGREED_COPIES = 4, 4
+"""Of the parameters: those in training, their gradient and two moments; and what is beside training."""
 WINDOW = 4
 """Times the stages from here to the last: microbatches between forward and backward. One of each is enough
 where links take no time; latency needs the rest."""
@@ -52,6 +58,30 @@ def sizes_of(run: RunConfig, crossings: Crossings, stage: int, cache_bytes: int)
         pipeline.microbatches, window, min(room, 2 * window), comes, returns, crossings.digest(), cap_s,
         crossings.up_bytes(stage),
     )  # fmt: skip
+
+
+def fitting(sizes: Sequence[StageSize], run: RunConfig, device: str) -> list[int]:
+    """The stages that this machine has the memory for: for training with two moments on ``device``, with the
+    graphs of all microbatches under way; and for what peers agree on in the host's memory. Raises
+    ``ConfigError`` if there is none."""
+    is_host = torch.device(device).type != "cuda"
+    host = available_memory_bytes()
+    there = host if is_host else float(torch.cuda.mem_get_info(device)[0])
+    fits, needed = list[int](), list[float]()
+    for stage, size in enumerate(sizes):
+        window = min(run.pipeline.microbatches, WINDOW * (len(sizes) - stage))
+        trained = TRAINED_COPIES * size.parameter_bytes + window * size.graph_bytes
+        agreed = AGREED_COPIES * size.parameter_bytes
+        needed.append(trained + agreed)
+        if trained + is_host * agreed <= there and agreed <= host:
+            fits.append(stage)
+    if not fits:
+        least = min(needed)
+        problem = f"no stage fits: the smallest needs {least / 1e9:.1f} GB, {there / 1e9:.1f} GB are there"
+        raise ConfigError.of_option(
+            "--stage", f"{problem}; free some memory, or cut the run into more stages"
+        )
+    return fits
 
 
 class StagePeer:

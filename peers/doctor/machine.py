@@ -21,6 +21,7 @@ from pathlib import Path
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.system.machine import available_memory_bytes, cpu_quota, field_of
 from p2p_co2.system.process import require_supported_platform
 from peers.doctor.findings import Finding, MeasuredLink, State
 
@@ -30,7 +31,6 @@ model of 1.3 million parameters)."""
 BYTES_PER_VALUE = 16
 """Weights, gradients and AdamW's two moments in fp32; and as much in a checkpoint: agreed parameters and
 momentum, AdamW's two moments."""
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def look_at_machine(config: PeerConfig) -> Iterator[Finding]:
@@ -82,7 +82,7 @@ def check_device(name: str) -> Finding:
     except RuntimeError:
         return Finding("device", State.CANNOT, f"torch knows no device {name!r}", "use --device cpu or cuda")
     if device.type == "cpu":
-        processor = _field_of("/proc/cpuinfo", "model name") or platform.machine()
+        processor = field_of("/proc/cpuinfo", "model name") or platform.machine()
         return Finding("device", State.OK, f"cpu, {processor}")
     if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
         advice = "use --device cpu, or install a build of torch for it and its driver; they count from cuda:0"
@@ -183,32 +183,6 @@ def cannot_listen(host: str, port: int) -> str:
             listener.listen(1)
     except OSError as error:
         return error.strerror or str(error)
-    return ""
-
-
-def available_memory_bytes() -> float:
-    """What this process can still get: the machine's, or its control group's if that is less."""
-    machine = 1024.0 * int(_field_of("/proc/meminfo", "MemAvailable").split()[0])
-    try:
-        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-    except (OSError, ValueError):  # no control group of its own, or "max"
-        return machine
-    return min(machine, float(limit - used))
-
-
-def cpu_quota() -> float:
-    """CPU seconds per second that the control group allows; inf without a limit."""
-    try:
-        share, period = (_CGROUP / "cpu.max").read_text(encoding="ascii").split()
-        return int(share) / int(period)
-    except (OSError, ValueError):  # as above
-        return float("inf")
-
-
-def _field_of(path: str, name: str) -> str:
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith(name):
-            return line.partition(":")[2].strip()
     return ""
 
 

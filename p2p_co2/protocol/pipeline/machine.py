@@ -331,6 +331,7 @@ class Pipeline:
         """What came for ``key`` could not be used: it is dropped."""
         if key in self._held:
             self._drop(key, reason)
+            self._grant()
 
     def stepped(self) -> None:
         """The inner step has been taken."""
@@ -366,6 +367,9 @@ class Pipeline:
     def handle_timer(self, now: float) -> None:
         for key, one in list(self._held.items()):
             if one.deadline <= now:
+                late = self._peers.get(one.receiver) if one.receiver is not None else None
+                if late is not None:
+                    late.granted = late.used  # the next ones go elsewhere, until it says anew
                 what = "gradient" if one.phase is Phase.AWAY else "rest of it"
                 self._drop(key, f"the {what} did not come in time")
         self._grant()
@@ -411,10 +415,10 @@ class Pipeline:
             one = _Microbatch(Phase.RECEIVING, sender, path=message.path, coming=coming)
             one.deadline = now + self._sizes.cap_s
             self._held[key] = one
-        elif one.sender != sender:
-            raise RemoteProtocolError("wrong sender", "a microbatch that another peer has sent")
         elif one.coming is None:
             return False
+        elif one.sender != sender:
+            raise RemoteProtocolError("wrong sender", "a microbatch that another peer has sent")
         else:
             one.coming.add(message.offset, message.total, message.data)
         if one.coming is not None and one.coming.whole is not None:
@@ -432,6 +436,8 @@ class Pipeline:
                 peer.durations.add(now - past.given_up)  # the next ones are given more time
                 self._recent[key] = _Past(sender)
             return False
+        if one is None and past is None:
+            return False  # of a process that was here before: it waited in the sender's queue
         if one is None or one.receiver != sender:
             raise RemoteProtocolError("wrong sender", "a gradient of what did not go there")
         if one.phase is not Phase.AWAY:
@@ -467,11 +473,11 @@ class Pipeline:
             if (past is None or past.declined) and peer.is_before:
                 peer.used += 1  # it was lost on its way, and what comes of it is not taken
                 self._remember(key, _Past(None))
-                self._grant()
         elif one.receiver == sender and one.phase is Phase.AWAY:
             self._drop(key, "dropped behind")
         elif one.sender == sender and one.phase in {Phase.RECEIVING, Phase.WAITING}:
             self._drop(key, "dropped before")
+        self._grant()
 
     # ---- what follows
 

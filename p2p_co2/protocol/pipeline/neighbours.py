@@ -126,6 +126,8 @@ class Neighbours:
         """Routes of a new round; ``peers``: tokens a second of this stage's replicas, this one's too."""
         behind = {peer: known.rate for peer, known in self.behind().items()}
         self._shares = shares(self._me, peers, behind, seed)
+        for peer in self.before():
+            self.introduce(peer)  # our rate has changed, and a grant may have been lost
 
     def receiver(self, away: Mapping[PeerId | None, int], window: int) -> PeerId | None:
         """Who gets the next microbatch: of those with room the one where it would wait least, beyond that

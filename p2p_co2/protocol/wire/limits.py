@@ -13,6 +13,8 @@ MAX_STATUS_BYTES = 32 << 10
 """A Ping, Pong or Leave: what they say of a peer is kept for as long as it lives."""
 MAX_MEMBERS = 64
 MAX_FRAGMENTS = 256
+MAX_STAGES = 32
+"""Into which a model may be cut."""
 MAX_VERSION = 1 << 48
 """Rounds that one fragment may ever make."""
 MAX_PEERS = 4096
