@@ -245,7 +245,7 @@ class Swarm:
             done = work.compute(self._sending(at, Work(Do.FORWARD, key, done.payload)))
             assert not done.refused, done.refused
         for at in reversed(range(len(works) - 1)):
-            asked = Work(Do.BACKWARD, key, done.payload, done.tokens, done.loss, done.codec)
+            asked = Work(Do.BACKWARD, key, done.payload, done.tokens, done.loss, codec=done.codec)
             done = works[at].compute(self._sending(at, asked))
             assert not done.refused, done.refused
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.pipeline.machine import Pipeline, Place, Sizes
+from p2p_co2.protocol.pipeline.machine import Key, Pipeline, Place, Sizes, UselessPayload
+from p2p_co2.protocol.pipeline.neighbours import MAX_NEIGHBOURS
 from p2p_co2.protocol.pipeline.routes import shares
+from p2p_co2.protocol.rounds.assembly import PIECE_UNIT_BYTES
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Backward, Dropped, Forward, MicrobatchKey, Neighbour
+from p2p_co2.protocol.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
 
 SIZES = Sizes(8, 4, 8, 1000, (1000, 500), b"b", 60.0)
 
@@ -42,8 +47,6 @@ def test_hostile_messages_are_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="wrong size"):
         one.receive(forward(1, total=2000), before, 1.0)
     assert not one.receive(backward(9), behind, 1.0)  # it may be an earlier process's
-    with pytest.raises(RemoteProtocolError, match="boundaries"):
-        one.receive(Neighbour(stage=2, meeting=5, boundaries=b"x"), behind, 1.0)
     nan = Neighbour(stage=2, meeting=5, boundaries=b"b", tokens_per_s=float("nan"))
     with pytest.raises(RemoteProtocolError, match="out of range"):
         one.receive(nan, behind, 1.0)
@@ -59,6 +62,86 @@ def test_hostile_messages_are_refused() -> None:
         one.receive(backward(1), before, 3.0)
     assert one.receive(backward(1), behind, 3.0)
     assert not one.receive(forward(1), PeerId("stranger"), 3.0)
+
+
+def test_nothing_is_taken_from_one_for_whom_something_else_crosses() -> None:
+    one, before = machine(1), PeerId("before")
+    with pytest.raises(RemoteProtocolError, match="other boundaries"):
+        one.receive(Neighbour(stage=0, meeting=5, boundaries=b"x", granted=3), before, 1.0)
+    assert not one.receive(forward(1), before, 1.0)
+    one.receive(Neighbour(stage=0, meeting=6, boundaries=b"b"), before, 1.0)
+    assert one.receive(forward(1), before, 1.0)
+    stranger = PeerId("who has said nothing")
+    one.join(stranger, 0)
+    assert not one.receive(forward(2), stranger, 1.0)
+
+
+def test_one_that_has_moved_is_not_blamed() -> None:
+    one, behind = machine(1), PeerId("behind")
+    moved = Neighbour(stage=0, meeting=9, boundaries=b"b", granted=50)
+    assert one.receive(moved, behind, 1.0)
+    one.receive(forward(1), PeerId("before"), 1.0)
+    work = one.next_work(1.0)
+    assert work is not None
+    assert work.key is not None
+    one.forwarded(work.key, bytes(1000), 100, 1.0)
+    assert Dropped not in {type(message) for _, message in one.messages_to_send()}
+
+
+def test_pieces_that_come_again_are_no_use() -> None:
+    """Else they would cost their sender nothing."""
+    unit = PIECE_UNIT_BYTES
+    one = machine(1, replace(SIZES, forward_bytes=3 * unit, backward_bytes=[3 * unit]))
+    before, behind, key = PeerId("before"), PeerId("behind"), MicrobatchKey(owner=1, number=1)
+
+    def piece(kind: type[Any], at: int, **fields: Any) -> Any:
+        return kind(key=key, offset=at * unit, total=3 * unit, data=bytes(unit), **fields)
+
+    for at, is_new in ((0, True), (0, False), (2, True), (2, False), (1, True), (1, False)):
+        assert one.receive(piece(Forward, at), before, 1.0) == is_new
+    other = MicrobatchKey(owner=1, number=2)
+    with pytest.raises(RemoteProtocolError, match="wrong size"):
+        one.receive(Forward(key=other, total=1 << 60, data=bytes(unit)), before, 1.0)
+    work = one.next_work(1.0)
+    assert work is not None
+    assert work.key is not None
+    one.forwarded(work.key, bytes(3 * unit), 100, 2.0)
+    for at, is_new in ((1, True), (1, False), (0, True), (0, False), (2, True), (2, False)):
+        assert one.receive(piece(Backward, at, tokens=100, loss=1.0), behind, 3.0) == is_new
+
+
+def test_what_is_no_use_is_held_against_who_sent_it() -> None:
+    one, before, behind = machine(1), PeerId("before"), PeerId("behind")
+    error = RemoteProtocolError("not finite")
+
+    def blamed() -> list[tuple[str, type]]:
+        happened = iter(one.next_event, None)
+        return [(event.sender, event.kind) for event in happened if isinstance(event, UselessPayload)]
+
+    for number in (1, 2):
+        one.receive(forward(number), before, 1.0)
+    work = one.next_work(1.0)
+    assert work is not None
+    assert work.sender == before
+    one.failed(Key(1, 1), error)
+    assert blamed() == [(before, Forward)]
+    work = one.next_work(1.0)
+    one.forwarded(Key(1, 2), bytes(1000), 100, 2.0)
+    assert one.receive(backward(2), behind, 3.0)
+    work = one.next_work(3.0)
+    assert work is not None
+    assert work.sender == behind
+    one.failed(Key(1, 2), error)
+    assert blamed() == [(behind, Backward)]
+    assert not one.in_flight
+
+
+def test_no_more_neighbours_than_the_bound() -> None:
+    one = machine(1)
+    for number in range(3 * MAX_NEIGHBOURS):
+        one.join(PeerId(f"more {number}"), 2 * (number % 2))
+    now, most = one.held()["MAX_NEIGHBOURS"]
+    assert now == most == 2 * MAX_NEIGHBOURS
 
 
 def sent_on(one: Pipeline) -> Pipeline:
@@ -108,22 +191,16 @@ def test_no_more_is_taken_than_was_granted() -> None:
     assert len(declined) == 29 - SIZES.room
 
 
-def test_what_was_declined_is_never_taken() -> None:
-    """A second copy that comes when there is room again: another replica may have it by then. Whoever sends
-    it here once more hears nothing and drops it, and what it was granted for that is granted anew."""
+def test_what_was_declined_is_not_taken_when_it_comes_again() -> None:
+    """It may be elsewhere by then."""
     one, before = machine(1), PeerId("before")
-    for number in range(SIZES.room + 1):
-        one.receive(forward(number), before, 1.0)
-    for number in range(SIZES.room):
-        one.receive(Dropped(key=MicrobatchKey(owner=1, number=number)), before, 2.0)
-    one.handle_timer(2.0)
-    said = [message.granted for _, message in one.messages_to_send() if isinstance(message, Neighbour)]
-    assert not one.receive(forward(SIZES.room), before, 3.0)
-    assert one.next_work(3.0) is None
-    for _ in range(2):
-        one.receive(Dropped(key=MicrobatchKey(owner=1, number=SIZES.room)), before, 4.0)
-    again = [message.granted for _, message in one.messages_to_send() if isinstance(message, Neighbour)]
-    assert again == [max(said) + 1]
+    for number in range(1, SIZES.room + 1):
+        assert one.receive(forward(number), before, 1.0)
+    assert not one.receive(forward(99), before, 1.0)
+    for message in (Dropped(key=forward(number).key) for number in range(1, 5)):
+        assert one.receive(message, before, 2.0)
+    assert not one.receive(forward(99), before, 3.0)
+    assert one.receive(forward(100), before, 3.0)
 
 
 def test_a_gradient_that_comes_late_counts_nowhere_and_gives_more_time() -> None:
@@ -139,6 +216,28 @@ def test_a_gradient_that_comes_late_counts_nowhere_and_gives_more_time() -> None
     assert not one.receive(backward(1), PeerId("behind"), timer + 1)
     assert one.next_work(timer + 1) is None
     assert one.in_flight == 0
+
+
+@pytest.mark.parametrize("closes_first", [True, False])
+def test_what_is_declined_at_the_end_is_dropped_in_time(closes_first: bool) -> None:
+    """The stage behind leaves with this one, and nobody else is there to take it."""
+    one, behind = machine(1), PeerId("behind")
+    one.receive(forward(1), PeerId("before"), 1.0)
+    work = one.next_work(1.0)
+    assert work is not None
+    assert work.key is not None
+    one.forwarded(work.key, bytes(1000), 100, 2.0)
+    if closes_first:
+        one.close(2.0)
+    assert one.receive(Declined(key=forward(1).key, reason="leaving"), behind, 3.0)
+    one.lose(behind)
+    if not closes_first:
+        assert one.get_timer() is None
+        one.close(3.0)
+    assert not one.is_over
+    assert one.get_timer() == 3.0 + SIZES.cap_s
+    one.handle_timer(3.0 + SIZES.cap_s)
+    assert one.is_over
 
 
 def test_shares_are_a_permutation_for_equals() -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 
+from p2p_co2.errors import ConfigError
 from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, Work
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.recipes.stages import Stages
 from p2p_co2.tensors.stages import Chain
-from p2p_co2.trainer.stage_work import Crossings, StageWork
+from p2p_co2.trainer.stage_work import Crossings, Done, StageWork
 from tests.test_stages import byte_stages, microbatches
 
 M = 3
@@ -135,7 +137,11 @@ def test_a_lost_message_costs_its_microbatch_alone(kind: str) -> None:
 
 
 def work_of(payload: bytes) -> Work:
-    return Work(Do.FORWARD, Key(1, 1), payload)
+    return Work(Do.FORWARD, Key(1, 1), payload, sender=PeerId("before"))
+
+
+def reason(done: Done) -> str:
+    return done.refused.reason if done.refused is not None else ""
 
 
 def test_what_is_no_use_is_refused_and_counts_nowhere() -> None:
@@ -146,7 +152,47 @@ def test_what_is_no_use_is_refused_and_counts_nowhere() -> None:
     size = crossings.forward_bytes(0)
     side = torch.full((crossings.side_bytes // 8,), 256).numpy().tobytes()
     rest = size - len(side)
-    for payload in (side + bytes(rest), bytes(len(side)) + b"\xff" * rest, bytes(size - 1)):
-        assert last.compute(work_of(payload)).refused
+    wrong = {
+        "out of range": side + bytes(rest),
+        "not finite": bytes(len(side)) + b"\xff" * rest,
+        "wrong size": bytes(size - 1),
+        "too large": bytes(len(side)) + crossed(crossings, 1e9),
+    }
+    for why, payload in wrong.items():
+        assert reason(last.compute(work_of(payload))) == why
     assert last.replica.counted.tokens == 0
-    assert not last.compute(work_of(bytes(size))).refused
+    for values in (1.0, 2.0):
+        assert not last.compute(work_of(bytes(len(side)) + crossed(crossings, values))).refused
+    assert reason(last.compute(work_of(bytes(len(side)) + crossed(crossings, 200.0)))) == "too large"
+    assert last.replica.counted.microbatches == 2
+
+
+def crossed(crossings: Crossings, value: float) -> bytes:
+    """Activations that are all of one value, as they cross."""
+    boundary = crossings.ahead(0)
+    return boundary.encode(torch.full(boundary.shape, value)).numpy().tobytes()
+
+
+def test_a_gradient_that_is_no_use_is_refused_and_its_microbatch_counts_nowhere() -> None:
+    stages = byte_stages(2)
+    crossings = crossings_of(stages)
+    first = StageWork(stages, stages.build(0, 0), 0, crossings, iter(microbatches(0, 9)))
+    back, parameters = crossings.back(0), list(first.replica.module.parameters())
+    for number, value in enumerate([1.0, math.nan, 1e9, 200.0]):
+        key = Key(1, number)
+        assert not first.compute(Work(Do.FORWARD, key)).refused
+        payload = torch.full(back.shape, value).numpy().tobytes()
+        done = first.compute(Work(Do.BACKWARD, key, payload, 32, 1.0, PeerId("behind")))
+        assert reason(done) == ["", "not finite", "too large", "too large"][number]
+        assert first.replica.in_flight == 0
+    assert first.replica.counted.microbatches == 1
+    assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in parameters)
+
+
+def test_microbatches_that_are_too_large_to_cross_are_refused_by_configuration() -> None:
+    makers = [lambda: torch.nn.Linear(8, 1 << 14), lambda: torch.nn.Linear(1 << 14, 8)]
+    stages = Stages(makers, lambda batch: batch, lambda output, side: output.sum())
+    side = torch.zeros(4096, 1, dtype=torch.long)
+    Crossings.of(stages, torch.zeros(4000, 8), side[:4000], "fp32", "int8")
+    with pytest.raises(ConfigError, match=r"pipeline: sequences: 4100 .* 256 MiB is the most"):
+        Crossings.of(stages, torch.zeros(4100, 8), side, "fp32", "int8")

@@ -31,7 +31,7 @@ from p2p_co2.node.router import Router
 from p2p_co2.node.state import Effects
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.membership import Joined, Membership, positions
-from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, Work
+from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, UselessPayload, Work
 from p2p_co2.protocol.wire.envelope import Opened, head_of, unsent
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.kinds import Machine, kind_of
@@ -174,6 +174,7 @@ class PipelineNode:
         self.life.stopping.set()
 
     def say_goodbye(self, reason: str) -> None:
+        self._tell()
         self.membership.say_goodbye(reason)
         self.pump()
 
@@ -262,14 +263,17 @@ class PipelineNode:
                 self.handed.dropped.put(happened.key)
                 self.handed.drops += 1
                 self.report(ev.MicrobatchDropped, reason=happened.reason)
+            elif isinstance(happened, UselessPayload):
+                self.router.on_useless(happened.sender, happened.error, kind_of(happened.kind()))
         return is_some
 
     def _tell(self) -> None:
         machine, handed = self.machine, self.handed
+        waits_for = machine.waits_for if handed.is_asked else ""  # else it computes
         self.report(
             ev.StageProgress, stage=self._place.stage, waiting=machine.waiting, in_flight=machine.in_flight,
             counted=handed.counted, dropped=handed.drops, waiting_s=handed.waited_s,
-            before=len(self.beside.live(-1)), behind=len(self.beside.live(1)), waits_for=machine.waits_for,
+            before=len(self.beside.live(-1)), behind=len(self.beside.live(1)), waits_for=waits_for,
         )  # fmt: skip
 
     async def _keep_time(self) -> None:

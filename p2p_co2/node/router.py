@@ -43,6 +43,9 @@ USELESS_UNITS, USELESS_BYTES_PER_UNIT = 0.25, 256 << 10
 ASKED_UNITS, OVERASKED_UNITS = 0.1, 4.0
 """For asking for a chunk, and for one that found the asker's queue here full of what it does not take."""
 REFUSED_UNITS, GRAVE_UNITS = 4.0, 20.0
+USELESS_PAYLOAD_UNITS = 500.0
+"""For a payload that was waited for and computed with, and was no use: it has cost a microbatch, and one that
+answers at once with nothing gets ever more of them."""
 LINK_UNITS = 100.0
 """For a link that was turned away, or broke the rules of links."""
 TOO_SLOW = "too slow"
@@ -273,8 +276,16 @@ class Router:
         self.refuse(peer or "unknown", error.reason, error.detail)
         if peer is None or error.reason in _SAID:
             return
+        self._hold_against(peer, lambda now: self._quotas.charge_link(peer, error.reason, now))
+
+    def on_useless(self, peer: PeerId, error: RemoteProtocolError, kind: Kind) -> None:
+        """What ``peer`` has sent was waited for, and is no use after all."""
+        self.refuse(peer, error.reason, error.detail, kind)
+        self._hold_against(peer, lambda now: self._quotas.charge(peer, USELESS_PAYLOAD_UNITS, now))
+
+    def _hold_against(self, peer: PeerId, charge: Callable[[float], object]) -> None:
         try:
-            self._quotas.charge_link(peer, error.reason, self._do.now())
+            charge(self._do.now())
         except RemoteProtocolError as out:
             self.refuse(peer, "shut out", out.detail)
             self._shut_out(peer, str(out))

@@ -32,7 +32,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -41,7 +41,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.links import LinkObserver
 from p2p_co2.planning.pipeline import StageLoad
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, Work
+from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, Work, window_of
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.protocol.wire.envelope import head_of, unsent
 from p2p_co2.protocol.wire.identity import PeerId
@@ -68,13 +68,13 @@ class StagePeer:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What is agreed. ``tokens``: of a microbatch, about (they differ, so that a mistake shows); ``window``:
-    of all stages, or by stage; ``room``: 0 for twice the largest. ``urgent_bytes``: of an urgent gradient, 0
-    for those of any other. Routes are drawn anew every ``round_s``."""
+    """What is agreed. ``tokens``: of a microbatch, about (they differ, so that a mistake shows). ``window``:
+    0 for that of real peers, of all stages or by stage; ``room``: 0 for twice the window. ``urgent_bytes``:
+    of an urgent gradient, 0 for those of any other. Routes are drawn anew every ``round_s``."""
 
     stages: tuple[StageLoad, ...]
     microbatches: int = 8
-    window: int | tuple[int, ...] = 8
+    window: int | tuple[int, ...] = 0
     room: int = 0
     urgent_bytes: int = 0
     tokens: int = 100
@@ -91,12 +91,11 @@ class Layout:
         """Of the machines of ``stage``, in bytes that are played."""
         comes = self.played(self.stages[stage - 1].ahead_bytes) if stage else 0
         returns = self.gradients(stage + 1) if stage + 1 < len(self.stages) else []
-        windows = self.window if isinstance(self.window, tuple) else (self.window,) * len(self.stages)
-        room, load = self.room or 2 * max(windows), self.stages[stage]
+        window = self.window[stage] if isinstance(self.window, tuple) else self.window
+        window = window or window_of(stage, len(self.stages), self.microbatches)
+        room, load = self.room or 2 * window, self.stages[stage]
         up = self.played(load.ahead_bytes) + self.played(load.back_bytes)
-        return Sizes(
-            self.microbatches, windows[stage], room, comes, returns, b"simulated", self.cap_s, up
-        )  # fmt: skip
+        return Sizes(self.microbatches, window, room, comes, returns, b"simulated", self.cap_s, up)
 
     def gradients(self, stage: int) -> list[int]:
         """Bytes of a gradient that ``stage`` sends, by its codec."""
@@ -211,7 +210,7 @@ class Replica:
         self.endpoint.on_message = self._take
         observer = LinkObserver(self._opened, self._lost, lambda other, reason: self._lost(other, "", reason))
         self.links = VirtualLinks(internet, self.endpoint, observer)
-        self.spent = Spent()
+        self.spent = Spent(internet.world.now)
         self._work: Work | None = None
         self._step: list[Key] = []
         self._weight = 0
@@ -367,11 +366,12 @@ class Record(NamedTuple):
 
 @dataclass
 class Spent:
-    """What a training thread's time went to, seconds. ``waited_s``: by what it waited for; ``dropped``:
+    """What a training thread's time went to, seconds since ``began_at``. ``waited_s``: by what; ``dropped``:
     microbatches, by reason."""
 
+    began_at: float
     busy_s: float = 0.0
-    waited_s: Counter[str] = field(default_factory=Counter)
+    waited_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     dropped: Counter[str] = field(default_factory=Counter)
     _since: float = 0.0
     _why: str = ""
@@ -385,7 +385,7 @@ class Spent:
 
     def waits(self, now: float, why: str) -> None:
         if self._why:
-            self.waited_s[self._why] += now - self._since  # type: ignore[assignment]
+            self.waited_s[self._why] += now - self._since
         self._since, self._why = now, why
 
 

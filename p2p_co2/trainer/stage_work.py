@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +29,12 @@ from p2p_co2.protocol.pipeline import Key, Work
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.recipes.stages import Stages
 from p2p_co2.system.memory import Buffer
-from p2p_co2.tensors.stages import Boundary, Counted, LowRank, StageReplica
+from p2p_co2.tensors.stages import Boundary, Counted, LowRank, StageReplica, UsualSizes
 
 _SIDE_BYTES = 8
 """Of each of its values."""
+MOST_BYTES = 256 << 20
+"""Of a microbatch, where it crosses."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,18 @@ class Crossings:
     def of(
         cls, stages: Stages, inputs: Tensor, side: Tensor, forward: str, backward: str, critical: str = ""
     ) -> Crossings:
-        """For microbatches like ``inputs`` and ``side``. Raises ``ConfigError`` as ``Stages.crossing``, and
-        for a rank that a gradient cannot have or that saves nothing."""
+        """For microbatches like ``inputs`` and ``side``. Raises ``ConfigError`` as ``Stages.crossing``, for
+        microbatches that are too large to cross, and for a rank that a gradient cannot have or that saves
+        nothing."""
         shapes = stages.crossing(inputs)
         made = cls(shapes, tuple(side.shape[1:]), len(inputs), forward, backward, critical)
-        for boundary in range(len(shapes)):
+        for boundary in range(len(stages) - 1):
             plain, *urgent = made.backward_bytes(boundary)
+            size = max(made.forward_bytes(boundary), plain)
+            if size > MOST_BYTES:
+                problem = f"{len(inputs)} make microbatches of {size / 2**20:.0f} MiB behind stage {boundary}"
+                advice = f"{MOST_BYTES >> 20} MiB is the most; use fewer, or a codec with fewer bits"
+                raise ConfigError("pipeline", "sequences", f"{problem}: {advice}")
             if urgent and urgent[0] >= plain:
                 sizes = f"{urgent[0]} bytes of a gradient in {critical}, {plain} in {backward}"
                 problem = f"saves nothing at boundary {boundary}: {sizes}; use a lower rank, or none"
@@ -114,7 +123,7 @@ class Done:
     payload: Buffer | None = None
     tokens: int = 0
     loss: float = 0.0
-    refused: str = ""
+    refused: RemoteProtocolError | None = None
     counted: Counted | None = None
     codec: int = 0
 
@@ -124,11 +133,11 @@ class StageWork:
 
     def __init__(
         self, stages: Stages, module: nn.Module, stage: int, crossings: Crossings,
-        batches: Iterator[Any] | None = None, recompute: bool = False,
+        batches: Iterator[Any] | None = None, graph_room_bytes: float = math.inf,
     ) -> None:  # fmt: skip
         is_first, self._is_last = stage == 0, stage == len(stages) - 1
         loss = stages.loss if self._is_last else None
-        self.replica = StageReplica(module, is_first=is_first, loss=loss, recompute=recompute)
+        self.replica = StageReplica(module, is_first=is_first, loss=loss, graph_room_bytes=graph_room_bytes)
         self._stages, self._crossings, self._batches = stages, crossings, batches
         self._device = next(module.parameters()).device
         self._comes = None if is_first else crossings.ahead(stage - 1)
@@ -138,6 +147,7 @@ class StageWork:
         self._comes_back = [] if self._is_last else crossings.gradients(stage)
         self._rest: dict[Key, Tensor] = {}
         """What is to be added to a gradient that is yet to be sent, in this inner step."""
+        self._usual = UsualSizes()
 
     @property
     def is_between_steps(self) -> bool:
@@ -154,7 +164,7 @@ class StageWork:
                 return self._forward(work)
         except RemoteProtocolError as error:
             self.forget(work.key)
-            return Done(work, refused=str(error))
+            return Done(work, refused=error)
         self._rest.clear()
         return Done(work, counted=self.replica.take())
 
@@ -179,6 +189,7 @@ class StageWork:
     def _backward(self, work: Work) -> Done:
         assert work.payload is not None
         gradient = self._comes_back[work.codec].decode(work.payload, self._device)
+        self._usual.admit(work.sender, gradient)
         back = self.replica.backward(work.key, gradient, work.tokens, work.loss)
         payload, codec = self._encoded(work, back)
         return Done(work, payload, work.tokens, work.loss, codec=codec)
@@ -214,7 +225,9 @@ class StageWork:
             raise RemoteProtocolError(
                 "out of range", f"values outside of {least} to {beyond - 1} in the side"
             )
-        return self._comes.decode(view[cut:], self._device), side
+        hidden = self._comes.decode(view[cut:], self._device)
+        self._usual.admit(work.sender, hidden)
+        return hidden, side
 
 
 def _bytes(payload: Tensor) -> memoryview:

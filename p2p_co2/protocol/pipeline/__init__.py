@@ -8,9 +8,22 @@ from p2p_co2.protocol.pipeline.machine import (
     Pipeline,
     Place,
     Sizes,
+    UselessPayload,
     Work,
     WorkReady,
+    window_of,
 )
 from p2p_co2.protocol.pipeline.routes import shares
 
-__all__ = ["DroppedMicrobatch", "Key", "Pipeline", "Place", "Sizes", "Work", "WorkReady", "shares"]
+__all__ = [
+    "DroppedMicrobatch",
+    "Key",
+    "Pipeline",
+    "Place",
+    "Sizes",
+    "UselessPayload",
+    "Work",
+    "WorkReady",
+    "shares",
+    "window_of",
+]

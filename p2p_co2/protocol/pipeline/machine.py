@@ -50,8 +50,17 @@ from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
 from p2p_co2.system.memory import Buffer
 
+WINDOW = 6
+"""Times the stages from here to the last: microbatches between forward and backward. One of each is enough
+where links take no time; latency needs the rest."""
 RECENT = 4096
 """Microbatches that are over and still known, so that what comes twice counts once."""
+
+
+def window_of(stage: int, stages: int, microbatches: int) -> int:
+    """How many microbatches of an inner step may be between forward and backward at a replica of
+    ``stage``."""
+    return min(microbatches, WINDOW * (stages - stage))
 
 
 class Key(NamedTuple):
@@ -124,15 +133,16 @@ class Do(Enum):
 @dataclass(frozen=True)
 class Work:
     """``payload``: the bytes from the stage before (None at the first stage, which draws its own), or those
-    of the gradient, in ``codec``. ``tokens``, ``loss``: with a gradient, what it is the gradient of.
-    ``is_urgent``: others wait for the gradient that this sends. ``heir``: whose gradient goes after it and
-    may carry what its encoding leaves out."""
+    of the gradient, in ``codec``; ``sender``: the peer that sent them. ``tokens``, ``loss``: with a gradient,
+    what it is the gradient of. ``is_urgent``: others wait for the gradient that this sends. ``heir``: whose
+    gradient goes after it and may carry what its encoding leaves out."""
 
     do: Do
     key: Key | None = None
     payload: Buffer | None = None
     tokens: int = 0
     loss: float = 0.0
+    sender: PeerId | None = None
     codec: int = 0
     is_urgent: bool = False
     heir: Key | None = None
@@ -151,7 +161,16 @@ class DroppedMicrobatch:
     reason: str
 
 
-PipelineEvent = WorkReady | DroppedMicrobatch
+@dataclass(frozen=True)
+class UselessPayload:
+    """What ``sender`` gave us to compute with was no use: ``kind`` of message, and why."""
+
+    sender: PeerId
+    kind: type[Message]
+    error: RemoteProtocolError
+
+
+PipelineEvent = WorkReady | DroppedMicrobatch | UselessPayload
 PipelineMessage = Neighbour | Forward | Backward | Declined | Dropped
 
 
@@ -232,7 +251,7 @@ class Pipeline:
             if one.phase in {Phase.RECEIVING, Phase.WAITING}:
                 self._decline(key, one, "leaving")
             elif one.phase is Phase.PLACING:
-                one.deadline = now + self._sizes.cap_s
+                one.deadline = self._placed_by(now)
         self._events.append(WorkReady())
 
     @property
@@ -263,11 +282,11 @@ class Pipeline:
             return f"stage {self._place.stage + 1} has no replica"
         if any(one.phase is Phase.PLACING for one in self._held.values()):
             return f"stage {self._place.stage + 1} has no room"
-        if self.in_flight:
+        if self.in_flight and not self._place.is_last:
             return f"gradients from stage {self._place.stage + 1}"
         if not self._place.is_first and not self._peers.before():
             return f"stage {self._place.stage - 1} has no replica"
-        return f"microbatches from stage {self._place.stage - 1}"
+        return "the end" if self._place.is_first else f"microbatches from stage {self._place.stage - 1}"
 
     # ---- what the training thread asks and says
 
@@ -306,7 +325,7 @@ class Pipeline:
         _must_be(one, Phase.COMPUTING)
         one.forward_s = now - one.begun_at
         one.phase, one.payload, one.tokens = Phase.PLACING, payload, tokens
-        one.deadline = now + self._sizes.cap_s if self._is_closing else math.inf
+        one.deadline = self._placed_by(now)
         self._place_all(now)
 
     def counted(
@@ -327,11 +346,14 @@ class Pipeline:
                 self._out.append((one.sender, with_data(body, data)))
         self._grant()
 
-    def failed(self, key: Key, reason: str) -> None:
-        """What came for ``key`` could not be used: it is dropped."""
-        if key in self._held:
-            self._drop(key, reason)
-            self._grant()
+    def failed(self, key: Key, error: RemoteProtocolError) -> None:
+        """What came for ``key`` could not be used: it is dropped, and held against its sender."""
+        one = self._held[key]
+        is_forward = one.phase is Phase.COMPUTING
+        if (sender := one.sender if is_forward else one.receiver) is not None:
+            self._events.append(UselessPayload(sender, Forward if is_forward else Backward, error))
+        self._drop(key, str(error))
+        self._grant()
 
     def stepped(self) -> None:
         """The inner step has been taken."""
@@ -353,6 +375,8 @@ class Pipeline:
             self._grant()
             self._place_all(now)
             return True
+        if not peer.theirs:
+            return False  # it has not said what crosses
         key = Key(message.key.owner, message.key.number)
         if isinstance(message, Forward):
             return self._take_forward(message, key, sender, peer, now)
@@ -369,7 +393,7 @@ class Pipeline:
             if one.deadline <= now:
                 late = self._peers.get(one.receiver) if one.receiver is not None else None
                 if late is not None:
-                    late.granted = late.used  # the next ones go elsewhere, until it says anew
+                    late.is_late = True
                 what = "gradient" if one.phase is Phase.AWAY else "rest of it"
                 self._drop(key, f"the {what} did not come in time")
         self._grant()
@@ -415,12 +439,10 @@ class Pipeline:
             one = _Microbatch(Phase.RECEIVING, sender, path=message.path, coming=coming)
             one.deadline = now + self._sizes.cap_s
             self._held[key] = one
-        elif one.coming is None:
+        elif one.coming is None or one.sender != sender:
+            return False  # doubled; or another has sent it too, and one of them lies
+        elif not one.coming.add(message.offset, message.total, message.data):
             return False
-        elif one.sender != sender:
-            raise RemoteProtocolError("wrong sender", "a microbatch that another peer has sent")
-        else:
-            one.coming.add(message.offset, message.total, message.data)
         if one.coming is not None and one.coming.whole is not None:
             one.phase, one.payload, one.coming, one.deadline = Phase.WAITING, one.coming.whole, None, math.inf
             self._events.append(WorkReady())
@@ -434,6 +456,7 @@ class Pipeline:
         if past is not None and past.receiver == sender:
             if past.given_up is not None and message.offset + len(message.data) == message.total:
                 peer.durations.add(now - past.given_up)  # the next ones are given more time
+                peer.is_late = False
                 self._recent[key] = _Past(sender)
             return False
         if one is None and past is None:
@@ -450,9 +473,11 @@ class Pipeline:
             one.codec, one.coming = message.codec, Assembly(self._sizes.backward_bytes[message.codec])
         elif message.codec != one.codec:
             raise RemoteProtocolError("wrong codec", "a gradient's pieces are in two codecs")
-        one.coming.add(message.offset, message.total, message.data)
+        if not one.coming.add(message.offset, message.total, message.data):
+            return False
         if one.coming.whole is not None:
             peer.durations.add(now - one.sent_at)
+            peer.is_late = False
             one.payload, one.loss, one.coming = one.coming.whole, message.loss, None
             one.phase, one.deadline = Phase.RETURNED, math.inf
             self._events.append(WorkReady())
@@ -463,7 +488,7 @@ class Pipeline:
         if one is not None and one.receiver == sender and one.phase is Phase.AWAY and one.coming is None:
             peer.used -= 1
             peer.granted = peer.used  # until it says anew what it has room for
-            one.phase, one.receiver, one.deadline = Phase.PLACING, None, math.inf
+            one.phase, one.receiver, one.deadline = Phase.PLACING, None, self._placed_by(now)
             self._place_all(now)
 
     def _take_dropped(self, key: Key, sender: PeerId, peer: NeighbourPeer) -> None:
@@ -484,7 +509,9 @@ class Pipeline:
     def _work(self) -> Work | None:
         for key, one in self._held.items():
             if one.phase is Phase.RETURNED:
-                return Work(Do.BACKWARD, key, one.payload, one.tokens, one.loss, one.codec)
+                return Work(
+                    Do.BACKWARD, key, one.payload, one.tokens, one.loss, one.receiver, one.codec
+                )  # fmt: skip
         begun, is_draining = self.in_flight, self._is_draining
         if self._counted and not begun and is_draining:
             return Work(Do.STEP)
@@ -494,13 +521,17 @@ class Pipeline:
             return Work(Do.FORWARD, Key(self._place.process, self._made + 1))
         for key, one in self._held.items():
             if one.phase is Phase.WAITING:
-                return Work(Do.FORWARD, key, one.payload)
+                return Work(Do.FORWARD, key, one.payload, sender=one.sender)
         return None
 
     @property
     def _is_draining(self) -> bool:
         """Whether this inner step begins no more."""
         return self._is_closing or self.in_flight + self._counted >= self._sizes.microbatches
+
+    def _placed_by(self, now: float) -> float:
+        """Until when what is computed waits for room behind: without end, while this peer goes on."""
+        return now + self._sizes.cap_s if self._is_closing else math.inf
 
     def _place_all(self, now: float) -> None:
         """Send what waits for room behind, as far as there is any."""

@@ -26,7 +26,8 @@ _NUMBERS = 1 << 64
 class NeighbourPeer:
     """One of them. ``is_before``: it sends us forwards; else we send it ours. ``granted``: how many may be
     sent in all since we met; ``used``: how many were. ``ours``, ``theirs``: each side's number of the
-    meeting. ``durations``: from a forward that went there to its gradient."""
+    meeting, 0 for its until it has said what crosses. ``durations``: from a forward that went there to its
+    gradient; ``is_late``: one was given up, and none has come since."""
 
     is_before: bool
     ours: int
@@ -35,6 +36,7 @@ class NeighbourPeer:
     granted: int = 0
     used: int = 0
     durations: Durations = field(default_factory=Durations)
+    is_late: bool = False
 
     @property
     def room(self) -> int:
@@ -79,12 +81,15 @@ class Neighbours:
         return self._peers.pop(peer, None) is not None
 
     def hear(self, said: Neighbour, sender: PeerId) -> bool:
-        """What a neighbour says of itself; True if it has met us anew: what it had of us is gone. Raises
-        ``RemoteProtocolError``."""
+        """What a neighbour says of itself; True if it has met us anew: what it had of us is gone. One of
+        another stage than its record's has moved, and is met once its record says so. Raises
+        ``RemoteProtocolError``; then nothing is taken from it."""
         peer = self._peers[sender]
-        stage = self._stage - 1 if peer.is_before else self._stage + 1
-        if said.boundaries != self._boundaries or said.stage != stage:
-            raise RemoteProtocolError("other boundaries", f"stage {said.stage}, its record says {stage}")
+        if said.boundaries != self._boundaries:
+            peer.theirs = 0
+            raise RemoteProtocolError("other boundaries", f"{said.boundaries[:8].hex()} crosses there")
+        if said.stage != (self._stage - 1 if peer.is_before else self._stage + 1):
+            return False
         if not math.isfinite(said.tokens_per_s) or said.tokens_per_s < 0:
             raise RemoteProtocolError("out of range", f"{said.tokens_per_s} tokens a second")
         peer.rate = said.tokens_per_s
@@ -126,18 +131,22 @@ class Neighbours:
         """Routes of a new round; ``peers``: tokens a second of this stage's replicas, this one's too."""
         behind = {peer: known.rate for peer, known in self.behind().items()}
         self._shares = shares(self._me, peers, behind, seed)
-        for peer in self.before():
-            self.introduce(peer)  # our rate has changed, and a grant may have been lost
+        for peer, known in self._peers.items():
+            known.is_late = False
+            self.introduce(peer)  # our rate has changed, and what was said before may have been lost
 
     def receiver(self, away: Mapping[PeerId | None, int], window: int) -> PeerId | None:
         """Who gets the next microbatch: of those with room the one where it would wait least, beyond that
         peer's share of the window. ``away``: how many are there. A share alone would let all wait for the
-        slowest replica while others wait for an inner step to be drained."""
+        slowest replica while others wait for an inner step to be drained. One that is late is left out for
+        the rest of the round, unless all are: what it does not answer holds an inner step up each time."""
 
         def wait(item: tuple[PeerId, NeighbourPeer]) -> tuple[float, PeerId]:
             peer, known = item
             beyond = away.get(peer, 0) + 1 - window * self._shares.get(peer, 0.0)
             return beyond / (known.rate or 1.0), peer
 
-        room = [item for item in self.behind().items() if item[1].room > 0]
+        behind = self.behind()
+        answering = {peer: known for peer, known in behind.items() if not known.is_late} or behind
+        room = [item for item in answering.items() if item[1].room > 0]
         return min(room, key=wait)[0] if room else None

@@ -7,9 +7,9 @@ forward and back and keeps its gradient;
 
 from __future__ import annotations
 
-from p2p_co2.tensors.stages.boundary import Boundary
+from p2p_co2.tensors.stages.boundary import Boundary, UsualSizes
 from p2p_co2.tensors.stages.chain import Chain
 from p2p_co2.tensors.stages.low_rank import LowRank
 from p2p_co2.tensors.stages.replica import Counted, StageReplica
 
-__all__ = ["Boundary", "Chain", "Counted", "LowRank", "StageReplica"]
+__all__ = ["Boundary", "Chain", "Counted", "LowRank", "StageReplica", "UsualSizes"]

@@ -6,19 +6,27 @@
 
 Law (straight-through): what a stage computes on is the decoded value, when it computes it again too. The
 sender never decodes. Bytes of a peer are checked for size and finite values before they become a tensor.
+``UsualSizes`` refuses values that are far larger than their sender's usual ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
+from statistics import median
 
 import torch
 from torch import Tensor
 
-from p2p_co2.errors import LocalProtocolError
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors.codec import get_codec
+
+MOST_TIMES, MOST = 100.0, 1e6
+"""A root mean square is at most so many times the median of its sender's last ``RECENT``, and at most so
+large at all: beyond that squares and products overflow, and a peer that computes with it diverges."""
+RECENT, MAX_SENDERS = 64, 128
 
 
 class Boundary:
@@ -48,3 +56,25 @@ class Boundary:
         values = torch.empty(self.numel, dtype=torch.float32, device="cpu")
         self.codec.admit(payload, values)
         return values.view(self.shape).to(device)
+
+
+class UsualSizes:
+    """How large the values are that each sender sends: one payload that is far larger than its last ones
+    would be all of an inner step's gradient."""
+
+    def __init__(self) -> None:
+        self._recent: OrderedDict[Hashable, deque[float]] = OrderedDict()
+
+    def admit(self, sender: Hashable, values: Tensor) -> None:
+        """``values``: finite, of any shape. Raises ``RemoteProtocolError``. A size that was refused counts as
+        well, so that one that stays is the usual one in a while."""
+        size = float(torch.linalg.vector_norm(values)) / math.sqrt(max(1, values.numel()))
+        recent = self._recent.setdefault(sender, deque(maxlen=RECENT))
+        self._recent.move_to_end(sender)
+        if len(self._recent) > MAX_SENDERS:
+            self._recent.popitem(last=False)
+        usual = median(recent) if recent else 0.0
+        if size <= MOST:
+            recent.append(size)
+        if not size <= MOST or 0 < MOST_TIMES * usual < size:
+            raise RemoteProtocolError("too large", f"root mean square {size:.3g}, {usual:.3g} as a rule")
