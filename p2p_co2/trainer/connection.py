@@ -206,7 +206,8 @@ class Connection:
         module = stages.build(run.seed, stage).to(device)
         optimizer = recipe.optimizer(module.parameters())
         like = stages.microbatch(next(recipe.batches(0, pipeline.sequences)))
-        crossings = Crossings.of(stages, *like, pipeline.forward, pipeline.backward)
+        codecs = pipeline.forward, pipeline.backward, pipeline.backward_critical
+        crossings = Crossings.of(stages, *like, *codecs)
         place = Place(me, int.from_bytes(os.urandom(8)), stage, pipeline.stages)
         sizes = sizes_of(run, crossings, stage, cache_bytes)
         peer = self.start(module, optimizer, recipe.learning_rate, resume, start_over)

@@ -46,14 +46,15 @@ def sizes_of(run: RunConfig, crossings: Crossings, stage: int, cache_bytes: int)
     that are under way here, in half of ``cache_bytes``. Graphs have the other."""
     pipeline, is_first, is_last = run.pipeline, stage == 0, stage == run.pipeline.stages - 1
     comes = 0 if is_first else crossings.forward_bytes(stage - 1)
-    returns = 0 if is_last else crossings.back(stage).payload_bytes
+    returns = [] if is_last else crossings.backward_bytes(stage)
     goes = 0 if is_last else crossings.forward_bytes(stage)
-    room = max(2, cache_bytes // 2 // (comes + returns + goes))
+    room = max(2, cache_bytes // 2 // (comes + max(returns, default=0) + goes))
     window = min(window_of(stage, pipeline.stages, pipeline.microbatches), room // 2)
     cap_s = run.clock.round_s if run.clock.mode == "time" else 60.0
     return Sizes(
-        pipeline.microbatches, window, min(room, 2 * window), comes, returns, crossings.digest(), cap_s
-    )
+        pipeline.microbatches, window, min(room, 2 * window), comes, returns, crossings.digest(), cap_s,
+        crossings.up_bytes(stage),
+    )  # fmt: skip
 
 
 def fitting(sizes: Sequence[StageSize], run: RunConfig, device: str, cache_bytes: int) -> list[int]:
@@ -161,7 +162,7 @@ class StagePeer:
             if done.refused:
                 machine.failed(work.key, done.refused)
             elif is_counted:
-                machine.counted(work.key, done.payload, done.tokens, done.loss, now)
+                machine.counted(work.key, done.payload, done.tokens, done.loss, now, done.codec)
             else:
                 machine.forwarded(work.key, done.payload or b"", done.tokens, now)
 

@@ -666,32 +666,36 @@ class Neighbour(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., meeting: _Optional[int] = ..., boundaries: _Optional[bytes] = ..., tokens_per_s: _Optional[float] = ..., granted: _Optional[int] = ...) -> None: ...
 
 class Forward(_message.Message):
-    __slots__ = ("key", "offset", "total", "data")
+    __slots__ = ("key", "offset", "total", "data", "path")
     KEY_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
     key: MicrobatchKey
     offset: int
     total: int
     data: bytes
-    def __init__(self, key: _Optional[_Union[MicrobatchKey, _Mapping]] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    path: int
+    def __init__(self, key: _Optional[_Union[MicrobatchKey, _Mapping]] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ..., path: _Optional[int] = ...) -> None: ...
 
 class Backward(_message.Message):
-    __slots__ = ("key", "tokens", "loss", "offset", "total", "data")
+    __slots__ = ("key", "tokens", "loss", "offset", "total", "data", "codec")
     KEY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     key: MicrobatchKey
     tokens: int
     loss: float
     offset: int
     total: int
     data: bytes
-    def __init__(self, key: _Optional[_Union[MicrobatchKey, _Mapping]] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    codec: int
+    def __init__(self, key: _Optional[_Union[MicrobatchKey, _Mapping]] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ..., codec: _Optional[int] = ...) -> None: ...
 
 class Declined(_message.Message):
     __slots__ = ("key", "reason")
