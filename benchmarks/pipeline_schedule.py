@@ -1,7 +1,7 @@
 """How busy stages are, on virtual time: shares of capacity, a slow replica, computing on a dsl line, int8 by
 fp32; and storms. Prints JSON.
 
-    python benchmarks/pipeline_schedule.py [--cases shares slow dsl codecs kills storms] [--storms N] [--seed 0]
+    python benchmarks/pipeline_schedule.py [--cases shares slow dsl codecs kills storms] [--storms N]
 
 shares   of what the slowest stage could do if it never waited, for equal groups and unequal ones (peers up to
          twice as slow as others, groups of 1 to 3), S = 2, 3, 4 and M = 16, 32, 64; hops shorter than
