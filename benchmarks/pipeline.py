@@ -9,11 +9,12 @@ Every peer is a process of one thread (``pipeline_workers.py ours``). Sections:
   a ``RemoteExpert`` of hivemind's: a server with the last stage and its loss, a client that computes the
   first and has several microbatches under way. In turns; ``--sequences`` of a microbatch.
 - ``codecs``: int8 by fp32 on a line on which fp32's hop takes twice as long as computing, M = 32.
-- ``dsl``: the share of time in which the slowest stage computes, on that line, M = 32.
+- ``dsl``: the share of time in which the slowest stage computes, on that line, M = 32: all in which its
+  training thread does not wait. ``rests_alone``: the share that the rests would have had on idle cores.
 - ``bytes``: sent per token and hop by arithmetic, rounds off.
 - ``rounds``: schedule points with a committed round, while microbatches fill the uplink.
 - ``kills``: 2 x 2, a peer killed every 20 s for two minutes, and a newcomer at once.
-- ``slow``: one of three replicas four times slower.
+- ``slow``: one of three replicas four times slower: what they count by what they would without waiting.
 - ``memory``: peak of a stage's process by that of the same stage alone.
 
 All but ``loopback``, ``bytes`` and ``memory`` train ``pipeline_recipe``, whose stages rest instead of
@@ -26,6 +27,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -195,13 +197,14 @@ def _job_file(swarm: Bench, job: Figures) -> Path:
 # ---- lines
 
 
-def _chain(run: RunConfig, steps: int, line: str) -> list[list[Figures]]:
-    """What one replica of each stage says of ``steps`` inner steps, all behind such lines."""
+def _chain(run: RunConfig, steps: int, line: str) -> tuple[list[list[Figures]], int]:
+    """What one replica of each stage says of ``steps`` inner steps, all behind such lines; and how many
+    microbatches the first has dropped."""
     with bench() as swarm:
         swarm.start_seed(run)
         peers = [swarm.ours(f"stage{s}", s, slow_line=line) for s in range(run.pipeline.stages)]
         swarm.wait_for_steps(peers[0], steps)
-        return [swarm.said(peer) for peer in peers]
+        return [swarm.said(peer) for peer in peers], len(swarm.events("stage0", ev.MicrobatchDropped))
 
 
 def codecs(options: argparse.Namespace) -> Figures:
@@ -210,18 +213,20 @@ def codecs(options: argparse.Namespace) -> Figures:
     found: Figures = {"line": line}
     for stages, bar in ((2, 1.8), (4, 2.8)):
         turns: dict[str, list[float]] = {"fp32": [], "int8": []}
+        dropped = 0
         for _ in range(options.turns):
             for codec, rates in turns.items():
                 steps = 4 if codec == "fp32" else 6
-                said = _chain(run_of(stages, 32, codec), steps, line)[0]
+                (said, *_), drops = _chain(run_of(stages, 32, codec), steps, line)
                 rates.append(round(rate(said, POSITIONS, 1), 1))
+                dropped += drops
             print("codecs", stages, turns, os.getloadavg()[0], file=sys.stderr)
         medians = {codec: statistics.median(rates) for codec, rates in turns.items()}
         most = POSITIONS / COMPUTE_S
         found[f"{stages} stages"] = {
             "int8_by_fp32": against(medians["int8"] / medians["fp32"], bar),
             "share_of_computing": {codec: round(one / most, 3) for codec, one in medians.items()},
-            "turns": turns,
+            "turns": turns, "dropped": dropped,
         }  # fmt: skip
     return found
 
@@ -236,13 +241,13 @@ def dsl(options: argparse.Namespace) -> Figures:
     )  # fmt: skip
     shares, waited = [], []
     for _ in range(options.turns):
-        said = _chain(run_of(2, 32, "int8"), 8, line)
+        said, dropped = _chain(run_of(2, 32, "int8"), 8, line)
         shares.append(rate(said[0], POSITIONS, 2) * COMPUTE_S / POSITIONS)
         waited.append([round(_waited(one), 3) for one in said])
-        print("dsl", shares[-1], waited[-1], os.getloadavg()[0], file=sys.stderr)
+        print("dsl", shares[-1], waited[-1], dropped, os.getloadavg()[0], file=sys.stderr)
     return {
-        "computing": against(statistics.median(shares), 0.85),
-        "turns": [round(share, 4) for share in shares], "waited_share": waited, "line": line,
+        "computing": against(1 - statistics.median(min(two) for two in waited), 0.85),
+        "rests_alone": [round(share, 4) for share in shares], "waited_share": waited, "line": line,
     }  # fmt: skip
 
 
@@ -285,7 +290,7 @@ def rounds(options: argparse.Namespace) -> Figures:
     """Two replicas a stage, fp32 and the line of ``codecs``: a hop takes twice as long as computing."""
     up = 8 * FP32_BYTES / (2 * COMPUTE_S)
     round_s, fragments, seconds = 10.0, 2, max(60.0, options.seconds)
-    run = run_of(2, 32, "fp32", round_s=round_s, fragments=fragments, bulk=500_000)
+    run = run_of(2, 32, "fp32", round_s=round_s, fragments=fragments, bulk=3_000_000)
     with bench() as swarm:
         swarm.start_seed(run)
         names = [f"stage{stage}-{replica}" for stage in range(2) for replica in range(2)]
@@ -388,6 +393,7 @@ def _first_counted(swarm: Bench, name: str, child: Child, timeout_s: float) -> f
 def slow(options: argparse.Namespace) -> Figures:
     """Three replicas a stage; one of the last stage is four times slower in every other turn."""
     turns: dict[str, list[float]] = {"alike": [], "slower": []}
+    of_capacity: dict[str, list[float]] = {"alike": [], "slower": []}
     shares: list[Figures] = []
     for _ in range(options.turns):
         for case, found in turns.items():
@@ -401,26 +407,36 @@ def slow(options: argparse.Namespace) -> Figures:
                 for name in names[:3]:
                     swarm.wait_for_steps(peers[name], 4)
                 owners, last = names[:3], names[3:]
-                at, counted = time.time(), {name: _counted(swarm, [name]) for name in names}
+                began = {name: swarm.last(name) for name in names}
                 time.sleep(max(30.0, options.seconds))
-                seconds = time.time() - at
-                grown = {name: _counted(swarm, [name]) - counted[name] for name in names}
-                found.append(sum(grown[name] for name in owners) / seconds)
-                shares.append({"case": case, **{name: round(grown[name] / seconds, 2) for name in last}})
+                grown = {name: _grown(began[name], swarm.last(name)) for name in names}
+                found.append(sum(grown[name][0] for name in owners))
+                capacity = sum(grown[name][1] for name in last)
+                of_capacity[case].append(sum(grown[name][0] for name in last) / capacity)
+                shares.append({"case": case, **{name: round(grown[name][0], 2) for name in last}})
             print("slow", case, found[-1], shares[-1], os.getloadavg()[0], file=sys.stderr)
     alike, slower = (statistics.median(rates) for rates in turns.values())
     return {
-        "of_capacity_left": against(slower / alike / 0.75, 0.85),
-        "of_resting_alone": round(slower * COMPUTE_S / (3 * 0.75), 3),
+        "of_capacity_left": against(statistics.median(of_capacity["slower"]), 0.85),
+        "of_capacity": of_capacity,
+        "by_all_alike_and_2.25_of_3": round(slower / alike / 0.75, 3),
         "microbatches_per_s": turns, "last_stage": shares,
     }  # fmt: skip
+
+
+def _grown(first: ev.StageProgress | None, last: ev.StageProgress | None) -> tuple[float, float]:
+    """Microbatches per second that a peer has counted, and that it would have without waiting."""
+    assert first is not None
+    assert last is not None
+    seconds, counted = last.at - first.at, last.counted - first.counted
+    return counted / seconds, counted / (seconds - (last.waiting_s - first.waiting_s))
 
 
 # ---- memory
 
 
 def memory(options: argparse.Namespace) -> Figures:
-    width, layers, cache = 512, 10, 32 << 20
+    width, layers, cache = 512, 6, 32 << 20
     settings: Figures = {"layers": layers, "width": width, "heads": 8}
     run = run_of(2, 8, "int8", recipe="byte-gpt", round_s=8.0, fragments=4, **settings)
     job = {
@@ -487,6 +503,7 @@ def main() -> None:
     parser.add_argument("--choose", action="store_true", help="newcomers choose their stage themselves")
     parser.add_argument("--out", type=Path, help="add a line of JSON per section")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no process is left behind
     for name in options.sections or SECTIONS:
         if name not in SECTIONS:
             parser.error(f"no section is called {name}: {', '.join(SECTIONS)}")

@@ -119,7 +119,7 @@ class PeerFacts(_Frozen):
     answer_s: float | None = Field(description="Seconds it took to answer the last question. Observed.")
     tokens: int = Field(description="Trained by its processes so far. Own word.")
     tokens_counted: float | None = Field(description="Work in committed means, by fragment. Counted.")
-    share_counted: float | None = Field(description="Its part of all counted work, 0 to 1. Counted.")
+    share_counted: float | None = Field(description="Its part of all counted work of its stage, 0 to 1. Counted.")
     tokens_per_s: float = Field(description="Own word.")
     loss: float | None = Field(description="Training loss of late, in loss_unit. Own word.")
     inner_steps: int = Field(description="Own word.")
@@ -243,9 +243,9 @@ class SwarmFacts(_Frozen):
     loss_agreed_at: float | None
     loss_training: float | None = Field(description="Mean training loss of the peers in the run.")
     loss_unit: str = Field(description="Known for the built-in recipe; empty where only its author knows.")
-    tokens: int = Field(description="Sum of the peers' own words.")
-    tokens_counted: float = Field(description="By certificates.")
-    tokens_per_s: float
+    tokens: int = Field(description="Sum of the peers' own words; with stages, of the first that is heard.")
+    tokens_counted: float = Field(description="By certificates; the same peers'.")
+    tokens_per_s: float = Field(description="Sum of the same peers' own words.")
     utilisation: float | None = Field(description="Mean of the peers online, else of all; 0 to 1.")
     up_bytes: int = Field(description="Sum of the peers' own words.")
     up_bytes_per_s: float = Field(description="Sum over the peers.")
@@ -321,6 +321,12 @@ class Known:
             if peer.started and peer.stage in found:
                 found[peer.stage].append(peer)
         return found
+
+    @cached_property
+    def first_stage(self) -> int:
+        """Whose tokens are the swarm's: each is trained on once in every stage. The first of which somebody
+        was heard."""
+        return next((stage for stage, peers in self.by_stage.items() if peers), 0)
 
     @cached_property
     def stage_fragments(self) -> Mapping[int, int]:
@@ -409,10 +415,9 @@ def swarm_facts(known: Known) -> SwarmFacts:
     agreed = max(measured, key=lambda event: event.at, default=None)
     training = mean_known(peer.loss for peer in figures if peer.stage in (None, 0, known.stages - 1))
     is_old = agreed is None or (training is not None and is_behind(agreed.position, at))
-    staleness, totals = view.staleness, view.totals
+    staleness, first = view.staleness, known.first_stage
     aborts = sum(known.aborts.values(), Counter[str]())
     stages = _stage_facts(known, peers) if known.stages > 1 else ()
-    firsts = [peer for peer in figures if peer.stage in (None, 0)]
     rounds_total = run.clock.rounds if run else 0
     ended = at >= rounds_total > 0 and all(peer.state != "training" for peer in peers)
     is_over = ended or (bool(peers) and all(peer.state in OVER for peer in peers))
@@ -428,10 +433,11 @@ def swarm_facts(known: Known) -> SwarmFacts:
         loss_kind="training" if is_old else "held-out", loss_agreed=agreed.loss if agreed else None,
         loss_agreed_at=agreed.at if agreed else None, loss_training=training,
         loss_unit=loss_unit(run.recipe) if run else "",
-        tokens=view.tokens if stages else totals.tokens, tokens_counted=_tokens_counted(known, 0),
-        tokens_per_s=sum(peer.tokens_per_s for peer in firsts),
+        tokens=sum(peer.totals.tokens for peer in known.by_stage[first]),
+        tokens_counted=_tokens_counted(known, first),
+        tokens_per_s=sum(peer.tokens_per_s for peer in figures if peer.stage in (None, first)),
         utilisation=mean_known(peer.utilisation for peer in figures),
-        up_bytes=totals.up_bytes, up_bytes_per_s=sum(peer.up_bytes_per_s or 0.0 for peer in peers),
+        up_bytes=view.totals.up_bytes, up_bytes_per_s=sum(peer.up_bytes_per_s or 0.0 for peer in peers),
         rounds_committed=sum(_committed(known, stage) for stage in known.by_stage),
         rounds_alone=known.alone.total(), rounds_aborted=aborts.total(),
         rounds_counted=view.counted_rounds,
@@ -577,10 +583,11 @@ def _stage_facts(known: Known, peers: Sequence[PeerFacts]) -> tuple[StageFacts, 
     """All stages. Peers whose stage is not known may be of any, so they spare every stage the reproach of too
     few replicas."""
     unplaced = sum(peer.stage is None and peer.state not in ENDED for peer in peers)
-    stage_of = {peer.peer: peer.stage for peer in peers}
-    told = [_one_stage(known, stage, peers, stage_of) for stage in range(known.stages)]
+    by_peer = {peer.peer: peer for peer in peers}
+    told = [_one_stage(known, stage, by_peer) for stage in range(known.stages)]
     is_going = any(peer.state in ONLINE - {"draining"} for peer in peers)
-    began_at = min((peer.joined_at or known.now for peer in peers if peer.state in ONLINE), default=known.now)
+    joined_at = (peer.joined_at for peer in peers if peer.state in ONLINE)
+    began_at = min((at for at in joined_at if at is not None), default=known.now)
     made: list[StageFacts] = []
     for facts in told:
         # Who stands beside an empty stage alone could say more of the one behind it.
@@ -609,20 +616,24 @@ def _staffing(known: Known, stage: int, replicas: int | None, unplaced: int) -> 
     return ""
 
 
-def _one_stage(
-    known: Known, stage: int, peers: Sequence[PeerFacts], stage_of: Mapping[str, int | None]
-) -> StageFacts:
+def _one_stage(known: Known, stage: int, peers: Mapping[str, PeerFacts]) -> StageFacts:
     """Without its troubles."""
-    mine = [(peer, peer.pipeline) for peer in peers if peer.pipeline and peer.stage == stage]
+    held = (peers[peer.peer] for peer in known.by_stage[stage])
+    mine = [(peer, peer.pipeline) for peer in held if peer.pipeline]
     online = [(peer, said) for peer, said in mine if peer.state in ONLINE]
     figures, last = online or mine, known.stages - 1
     columns = zip(*(peer.versions for peer, _ in figures if peer.versions), strict=False)
     forward, back = (
-        [link for peer, _ in figures for link in peer.links if stage_of.get(link.other) == beside]
+        [
+            link
+            for peer, _ in figures
+            for link in peer.links
+            if link.other in peers and peers[link.other].stage == beside
+        ]
         for beside in (stage + 1 if stage < last else -1, stage - 1)
     )
     waits_for = Counter(said.waits_for for _, said in online if said.waits_for)
-    heard = _heard(known, stage, {peer.peer: peer.state for peer in peers})
+    heard = _heard(known, stage, peers)
     seen = len(online) if mine else None
     return StageFacts(
         stage=stage, replicas=seen or (seen if heard is None else heard), known=len(mine),
@@ -645,14 +656,14 @@ def _one_stage(
     )  # fmt: skip
 
 
-def _heard(known: Known, stage: int, states: Mapping[str, str]) -> int | None:
+def _heard(known: Known, stage: int, peers: Mapping[str, PeerFacts]) -> int | None:
     """How many replicas of ``stage`` the peers beside it hear, the lower median of their words; None if
     nobody says so."""
     words = [
         said.behind if said.stage < stage else said.before
         for beside in (stage - 1, stage + 1)
         for peer in known.by_stage.get(beside, ())
-        if (said := peer.pipeline) is not None and states[peer.peer] in ONLINE - {"draining"}
+        if (said := peer.pipeline) is not None and peers[peer.peer].state in ONLINE - {"draining"}
     ]
     return statistics.median_low(words) if words else None
 
@@ -694,7 +705,8 @@ def troubles(
         ]
     found += _skipped(known)
     found += _of_events(known)
-    found.sort(key=lambda trouble: (trouble.severity != BAD, -trouble.since_at, trouble.words))
+    first = {one.trouble for one in stages}  # without a stage nobody trains
+    found.sort(key=lambda one: (one.severity != BAD, one.words not in first, -one.since_at, one.words))
     return tuple(found[:MAX_TROUBLES])
 
 

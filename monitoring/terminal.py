@@ -224,7 +224,7 @@ def _own_stage(mine: Sequence[PeerFacts], facts: SwarmFacts) -> list[Text]:
             f"stage {said.stage} of {len(facts.stages)}   queue ", (figure(said.waiting), "bold"),
             f"   in flight {figure(said.in_flight)}   waiting ", (percent(said.waiting_share), "bold"),
             f"   dropped {figure(said.dropped)} of {figure(said.counted + said.dropped)}",
-            f"   waits for {plain(said.waits_for, 60)}" if said.waits_for else "",
+            f"   idle: {plain(said.waits_for, 60)}" if said.waits_for else "",
         )
         for said in (peer.pipeline for peer in mine)
         if said is not None
@@ -368,6 +368,7 @@ def _summary_table(summary: dict[str, Any]) -> Table:
 
 
 def _stage_summary(stage: dict[str, Any]) -> str:
+    """Who finished, what was computed, and how fast the hops are: a line each."""
     rounds, done, hops = stage["rounds"], stage["microbatches"], stage["hops"]
     made = f"{rounds['committed']} rounds ({rounds['alone']} alone, {rounds['aborted']} aborted)"
     ways = ", ".join(
@@ -375,13 +376,14 @@ def _stage_summary(stage: dict[str, Any]) -> str:
         for way in ("forward", "back")
         if hops[f"{way}_bytes_per_s"] is not None
     )
-    return (
-        f"{stage['finished']} of {stage['peers']} peers finished, {figure(stage['parameters'])} parameters, "
-        f"{made}, digests {'equal' if stage['digests_equal'] else 'differ'}, "
+    digests = "equal" if stage["digests_equal"] else "differ" if stage["finished"] else "unknown"
+    held = f"{stage['finished']} of {stage['peers']} peers finished, digests {digests}, {made}"
+    microbatches = figure(done["counted"] + done["dropped"])
+    work = (
         f"{figure(stage['tokens_per_s'])} tokens/s, waiting {percent(done['waiting_share'])}, "
-        f"{figure(done['dropped'])} of {figure(done['counted'] + done['dropped'])} microbatches dropped"
-        f"{'; ' + ways if ways else ''}"
+        f"{figure(done['dropped'])} of {microbatches} microbatches dropped"
     )
+    return "\n".join(filter(None, (held, work, ways)))
 
 
 def _spread(told: dict[str, Any]) -> str:

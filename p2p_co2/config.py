@@ -258,7 +258,8 @@ class PeerConfig(_Frozen):
     stage: int = Field(default=-1, ge=-1, lt=32)
     """Of a run with stages: which one to hold; -1 for the one that is needed most."""
     cache_bytes: int = Field(default=1 << 30, ge=1 << 20)
-    """Microbatches on their way through this peer's stage may take so much memory."""
+    """Microbatches on their way through this peer's stage may take so much memory: payloads half of it, and
+    graphs half. Where those of all do not fit, the rest are computed again for their backward."""
     host: str = ""
     announce_host: str = ""
     grpc_port: int = Field(default=0, ge=0, le=65535)

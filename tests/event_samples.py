@@ -11,14 +11,17 @@ from p2p_co2.telemetry.events import (
     Progress,
     RoundAborted,
     RoundCommitted,
+    StageProgress,
 )
 from p2p_co2.telemetry.view import SwarmView
 
 
-def started(peer: str, at: float = 0.0, name: str = "", pid: int = 7) -> PeerStarted:
+def started(
+    peer: str, at: float = 0.0, name: str = "", pid: int = 7, *, stage: int = 0, stages: int = 1
+) -> PeerStarted:
     return PeerStarted(
         at=at, peer=peer, name=name, pid=pid, software="0", device="cpu", parameters=1000, fragments=2,
-        run="aa",
+        run="aa", stage=stage, stages=stages,
     )  # fmt: skip
 
 
@@ -27,6 +30,13 @@ def progress(peer: str, at: float, *, loss: float = 2.0, inner_steps: int = 10) 
         at=at, peer=peer, phase="training", position=at / 10, inner_steps=inner_steps,
         tokens=100 * inner_steps, tokens_per_s=50.0, loss=loss, train_s=9.0, exposed_s=0.5,
         wall_s=10.0, up_bytes=500, down_bytes=400, versions=(1, 0),
+    )  # fmt: skip
+
+
+def between(peer: str, at: float, stage: int) -> StageProgress:
+    return StageProgress(
+        at=at, peer=peer, stage=stage, waiting=3, in_flight=4, counted=90, dropped=10, waiting_s=2.5,
+        before=min(stage, 1), behind=1, waits_for="",
     )  # fmt: skip
 
 

@@ -15,11 +15,11 @@ from functools import cache
 from typing import Any
 
 from monitoring.model import Model
-from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.config import ClockConfig, PipelineConfig, RunConfig
 from p2p_co2.protocol.wire.identity import PeerId, peer_id_of
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, FeedState, News, Sighting
-from tests.event_samples import aborted, applied, committed, progress, started
+from tests.event_samples import aborted, applied, between, committed, progress, started
 
 TOKENS_PER_S = 2400
 PAYLOAD_BYTES = 170_000
@@ -34,17 +34,19 @@ def peer_id(number: int) -> PeerId:
 class MadeSwarm:
     """``peers`` of them, ``fragments`` each with a round every ``round_s`` seconds, from ``start_at`` on
     (unix seconds). ``dead``: number of the peer that falls silent half-way, ``late`` of the one that comes
-    then; -1 for none. ``length_s``: when that half-way is, times two."""
+    then; -1 for none. ``length_s``: when that half-way is, times two. ``stages``: which they hold in turn."""
 
     def __init__(
         self, peers: int, *, fragments: int = 4, round_s: float = 5.0, start_at: float = 0.0,
-        length_s: float = 120.0, dead: int = -1, late: int = -1,
+        length_s: float = 120.0, dead: int = -1, late: int = -1, stages: int = 1,
     ) -> None:  # fmt: skip
         self.peers, self.fragments, self.start_at = peers, fragments, start_at
         self.round_s, self.half_s, self.dead, self.late = round_s, length_s / 2, dead, late
+        self.stages = stages
         self.run_config = RunConfig(
-            name="made-up", fragments=fragments, clock=ClockConfig(mode="time", round_s=round_s, rounds=400)
-        )
+            name="made-up", fragments=fragments, clock=ClockConfig(mode="time", round_s=round_s, rounds=400),
+            pipeline=PipelineConfig(stages=stages),
+        )  # fmt: skip
         self._random = random.Random(1)
 
     def present(self, number: int, t: float) -> bool:
@@ -61,18 +63,20 @@ class MadeSwarm:
             if not self.present(number, t - 1) or t == 0:
                 found += self._started(number, now)
             found.append(self._progress(number, t, now))
+            if self.stages > 1:
+                found.append(self._stage_progress(number, t, now))
             if t % 10 == number % 10:
                 found += self._links(number, t, now)
         for fragment in range(self.fragments):
             due_s = fragment * self.round_s / self.fragments
             number = int((t - due_s) // self.round_s) + 1
             if number > 0 and int((t - 1 - due_s) // self.round_s) + 1 != number:
-                found += self._round(fragment, number, t, now)
+                for stage in range(self.stages):
+                    found += self._round(fragment, number, t, now, stage)
         if self.dead >= 0 and t == int(self.half_s) + 7:
             found += [
                 ev.PeerLeft(at=now, peer=peer_id(other), other=peer_id(self.dead), reason="silent for 6 s")
-                for other in range(self.peers)
-                if self.present(other, t)
+                for other in self._of_stage(self.dead % self.stages, t)
             ]
         return sorted(found, key=lambda event: event.at)
 
@@ -81,8 +85,25 @@ class MadeSwarm:
         return [replace(
             made, software="p2p-co2 0.1.0", device="cuda" if number % 3 == 1 else "cpu", parameters=1_300_000,
             fragments=self.fragments, run=self.run_config.digest().hex(),
-            upload_cap_bytes_per_s=60_000.0 if number == 1 else 0.0,
+            upload_cap_bytes_per_s=60_000.0 if number == 1 else 0.0, stage=number % self.stages,
+            stages=self.stages,
         )]  # fmt: skip
+
+    def _of_stage(self, stage: int, t: float) -> list[int]:
+        """Peers that hold it and are there."""
+        return [one for one in range(self.peers) if one % self.stages == stage and self.present(one, t)]
+
+    def _stage_progress(self, number: int, t: int, now: float) -> ev.Event:
+        """A stage beside one that is empty waits."""
+        stage = number % self.stages
+        before, behind = (len(self._of_stage(stage + side, t)) for side in (-1, 1))
+        is_cut_off = stage < self.stages - 1 and not behind
+        waited_s = 0.2 * t + (0.8 * max(0.0, t - self.half_s) if is_cut_off else 0.0)
+        return replace(
+            between(peer_id(number), now, stage), waiting=stage, in_flight=4 * (self.stages - 1 - stage),
+            counted=6 * t, dropped=t // 50, waiting_s=waited_s, before=before, behind=behind,
+            waits_for=f"stage {stage + 1} has no replica" if is_cut_off else "",
+        )  # fmt: skip
 
     def _progress(self, number: int, t: int, now: float) -> ev.Progress:
         own_s = t - (self.half_s if number == self.late else 0.0)
@@ -100,7 +121,12 @@ class MadeSwarm:
 
     def _links(self, number: int, t: int, now: float) -> list[ev.Event]:
         """Links to at most 16 others, so that a large swarm does not drown in them."""
-        others = [other for other in range(self.peers) if other != number and self.present(other, t)][:16]
+        others = [
+            other
+            for other in range(self.peers)
+            if other != number and self.present(other, t)
+            and abs(other % self.stages - number % self.stages) < 2
+        ][:16]  # fmt: skip
         return [
             ev.LinkMeasured(
                 at=now, peer=peer_id(number), other=peer_id(other),
@@ -111,13 +137,16 @@ class MadeSwarm:
             for other in others
         ]  # fmt: skip
 
-    def _round(self, fragment: int, number: int, t: int, now: float) -> list[ev.Event]:
-        group = [peer for peer in range(self.peers) if self.present(peer, t)][:32]
+    def _round(self, fragment: int, number: int, t: int, now: float, stage: int) -> list[ev.Event]:
+        group = self._of_stage(stage, t)[:32]
+        if not group:
+            return []
         names = tuple(sorted(peer_id(peer) for peer in group))
         first = names[(fragment * 31 + number) % len(names)]
         key: dict[str, Any] = {"fragment": fragment, "round": number}
         found: list[ev.Event] = [ev.RoundBegan(at=now, peer=first, **key, group=names)]
-        if self.dead >= 0 and 0 <= t - self.half_s < 5 and fragment % 2 == 0:
+        is_hit = self.dead >= 0 and self.dead % self.stages == stage
+        if is_hit and 0 <= t - self.half_s < 5 and fragment % 2 == 0:
             reason = "the owner of part 2 fell silent"
             return found + [replace(aborted(name, number, reason), at=now + 0.9, **key) for name in names]
         partial = int(number % 7 == 3)
@@ -138,7 +167,7 @@ class MadeSwarm:
             ]  # fmt: skip
         weights = {name: 1800.0 + 100 * place for place, name in enumerate(names)}
         found.append(ev.RoundCounted(at=now + 0.7, peer=first, **key, weights=weights))
-        if fragment == 0 and number % 2 == 1:
+        if fragment == 0 and number % 2 == 1 and self.stages == 1:
             found.append(ev.AgreedMeasured(
                 at=now + 0.8, peer=first, loss=1.45 + 4.0 / (1 + t / 20) ** 0.6, position=t / self.round_s,
                 tokens=0, duration_s=0.2,

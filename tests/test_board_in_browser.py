@@ -21,6 +21,7 @@ from selenium.webdriver.common.by import By
 
 from monitoring.summary import RunFacts, summarise
 from p2p_co2.config import ClockConfig, RunConfig
+from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.telemetry.events import Progress, RoundCommitted
 from tests.browser import board, browser, errors, missing, text_of, wait_for
@@ -259,8 +260,23 @@ def test_a_lost_swarm_is_shown_as_it_was_with_its_age() -> None:
         assert number(wait_for(driver, "tokens")) > 0
 
 
-def test_a_page_fits_a_phone() -> None:
-    with made_board("6") as address, browser(phone=True) as driver:
+def test_every_page_says_that_a_stage_has_no_replica() -> None:
+    with made_board("stages") as address, browser() as driver:
+        for page, ready in READY.items():
+            see(driver, address + page, ready)
+            wait_until(driver, "banner", "Stage 3 of 4 has no replica: training waits; join with --stage 3")
+            assert errors(driver) == [], page
+        driver.get(address)
+        assert "without replica" in wait_for(driver, "stages")
+        driver.get(f"{address}bandwidth")
+        assert "stage 2 and 3" in wait_for(driver, "hops")
+        driver.get(f"{address}round/{2 * MAX_FRAGMENTS + 1}/20")
+        assert "stage 2" in driver.page_source
+
+
+@pytest.mark.parametrize("kind", ["6", "stages"])
+def test_a_page_fits_a_phone(kind: str) -> None:
+    with made_board(kind) as address, browser(phone=True) as driver:
         for page, ready in READY.items():
             see(driver, address + page, ready)
             wider = driver.execute_script("return document.documentElement.scrollWidth - window.innerWidth")

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
+from p2p_co2.errors import ConfigError, EnvironmentFault, PeerLost, TransportError
 from p2p_co2.net.transport.admission import Admission
 from p2p_co2.net.transport.base import Link
 from p2p_co2.net.transport.libp2p import carrier as carrier_room
@@ -29,6 +29,7 @@ from p2p_co2.net.transport.libp2p.carrier import (
     LOOKS_BEFORE,
     PROTOCOL,
     Libp2pCarrier,
+    Libp2pLink,
     LinkUpgrades,
     Receipt,
 )
@@ -494,3 +495,33 @@ async def test_the_end_that_does_not_make_it_anew_dials_at_once(monkeypatch: pyt
         ways.ended(MadeLink())
         await asyncio.sleep(0)
         assert dialled == wanted, "nobody dials after the end"
+
+
+async def test_a_link_whose_stream_has_just_ended_closes_without_a_word() -> None:
+    """uvloop raises RuntimeError for what is written to it then, before anybody has seen its end."""
+
+    class Ended:
+        def is_closing(self) -> bool:
+            return True
+
+        @property
+        def transport(self) -> Ended:
+            return self
+
+        def abort(self) -> None: ...
+
+        def write(self, data: bytes) -> None:
+            raise RuntimeError("the handler is closed")
+
+        def close(self) -> None: ...
+
+        async def wait_closed(self) -> None: ...
+
+    reader = asyncio.StreamReader()
+    link = Libp2pLink(PeerId("b"), (reader, Ended(), ""), (), lambda link: None)  # type: ignore[arg-type]
+    asyncio.get_running_loop().call_later(0.1, reader.feed_eof)
+    with pytest.raises(PeerLost):
+        await link.send(b"more")
+    reader = asyncio.StreamReader()
+    link = Libp2pLink(PeerId("b"), (reader, Ended(), ""), (), lambda link: None)  # type: ignore[arg-type]
+    await link.close()

@@ -13,7 +13,7 @@ from p2p_co2.protocol.pipeline.neighbours import MAX_NEIGHBOURS
 from p2p_co2.protocol.pipeline.routes import shares
 from p2p_co2.protocol.rounds.assembly import PIECE_UNIT_BYTES
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Backward, Dropped, Forward, MicrobatchKey, Neighbour
+from p2p_co2.protocol.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
 
 SIZES = Sizes(8, 4, 8, 1000, 1000, b"b", 60.0)
 
@@ -176,6 +176,28 @@ def test_a_gradient_that_comes_late_counts_nowhere_and_gives_more_time() -> None
     assert not one.receive(backward(1), PeerId("behind"), timer + 1)
     assert one.next_work(timer + 1) is None
     assert one.in_flight == 0
+
+
+@pytest.mark.parametrize("closes_first", [True, False])
+def test_what_is_declined_at_the_end_is_dropped_in_time(closes_first: bool) -> None:
+    """The stage behind leaves with this one, and nobody else is there to take it."""
+    one, behind = machine(1), PeerId("behind")
+    one.receive(forward(1), PeerId("before"), 1.0)
+    work = one.next_work(1.0)
+    assert work is not None
+    assert work.key is not None
+    one.forwarded(work.key, bytes(1000), 100, 2.0)
+    if closes_first:
+        one.close(2.0)
+    assert one.receive(Declined(key=forward(1).key, reason="leaving"), behind, 3.0)
+    one.lose(behind)
+    if not closes_first:
+        assert one.get_timer() is None
+        one.close(3.0)
+    assert not one.is_over
+    assert one.get_timer() == 3.0 + SIZES.cap_s
+    one.handle_timer(3.0 + SIZES.cap_s)
+    assert one.is_over
 
 
 def test_shares_are_a_permutation_for_equals() -> None:

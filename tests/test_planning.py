@@ -18,6 +18,7 @@ from round_network import Faults, Network
 
 from bootstrap.options import PlanOptions
 from bootstrap.plan.plan import make_plan, print_plan, read_links, run_plan
+from bootstrap.plan.stages import make_staged_plan, print_staged_plan, run_any_plan
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
@@ -33,6 +34,14 @@ from p2p_co2.planning.forecast import (
     even_fragments,
     forecast,
     setting_of,
+)
+from p2p_co2.planning.pipeline import (
+    StageCost,
+    StagedSetting,
+    StageMember,
+    cheapest_change,
+    forecast_stages,
+    loads_of,
 )
 from p2p_co2.planning.profiles import MIX_SHARES, PROFILES, profile_of
 from p2p_co2.planning.simulator import Job, utilisation
@@ -488,3 +497,104 @@ def test_impossible_options_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         make_plan(options(run_file, **changes))
+
+
+# ---- stages
+
+
+def staged(counts: tuple[int, ...] = (1, 1), microbatches: int = 32, **link: float) -> StagedSetting:
+    member = StageMember(Link(up_bytes_per_s=1e12, down_bytes_per_s=1e12, **link))
+    costs = stage_costs(len(counts))
+    return StagedSetting(
+        loads=loads_of(costs, "int8", "int8"), peers=tuple((member,) * count for count in counts),
+        microbatches=microbatches, tokens=64,
+    )  # fmt: skip
+
+
+def stage_costs(stages: int) -> list[StageCost]:
+    return [
+        StageCost(forward_s=0.01, backward_s=0.02, values=128_000 if stage + 1 < stages else 0)
+        for stage in range(stages)
+    ]
+
+
+def test_a_chain_takes_the_time_of_a_flow_shop() -> None:
+    """By hand: 31 times 0.03 s, and once through both stages: 0.06."""
+    shown = forecast_stages(staged())
+    assert shown.step_s == pytest.approx(31 * 0.03 + 0.06, rel=1e-3)
+    assert shown.tokens_per_s == pytest.approx(32 * 64 / shown.step_s)
+    assert shown.binding == "computing"
+
+
+def test_bytes_of_a_hop_are_those_of_its_codecs() -> None:
+    first, middle, last = loads_of(stage_costs(3), "bf16", "int4")
+    assert (first.ahead_bytes, first.back_bytes) == (256_000, 0)
+    assert (middle.ahead_bytes, middle.back_bytes) == (256_000, 128_000 * 68 // 128)
+    assert (last.ahead_bytes, last.back_bytes) == (0, middle.back_bytes)
+
+
+def test_a_middle_stage_sends_both_ways_on_one_uplink() -> None:
+    member = StageMember(Link(up_bytes_per_s=1e6, down_bytes_per_s=1e9))
+    setting = replace(staged((1, 1, 1)), peers=((member,),) * 3)
+    shown = forecast_stages(setting)
+    assert shown.binding == "uplink"
+    assert shown.bottleneck == 1
+    assert shown.stages[1].uplink_s == pytest.approx(traffic.LINK_OVERHEAD * 2 * 132_000 / 1e6)
+    assert shown.microbatches_per_s <= 1 / shown.stages[1].uplink_s
+
+
+def test_more_microbatches_drain_less_and_the_advice_says_so() -> None:
+    short = staged((1, 1, 1), microbatches=4)
+    assert forecast_stages(short).binding == "drain"
+    change = cheapest_change(stage_costs(3), short, "int8", "int8")
+    assert change is not None
+    assert change.words == "pipeline.microbatches = 8"
+    assert change.forecast.tokens_per_s > 1.1 * forecast_stages(short).tokens_per_s
+
+
+def test_fewer_bits_are_advised_where_the_uplink_binds() -> None:
+    member = StageMember(Link(up_bytes_per_s=1e6, down_bytes_per_s=1e9))
+    costs = stage_costs(2)
+    setting = replace(staged(), peers=((member,),) * 2, loads=loads_of(costs, "bf16", "bf16"))
+    change = cheapest_change(costs, setting, "bf16", "bf16")
+    assert change is not None
+    assert change.words == 'pipeline.forward = "int8", pipeline.backward = "int8"'
+    gain = change.forecast.tokens_per_s / forecast_stages(setting).tokens_per_s
+    assert gain == pytest.approx(256 / 132, rel=0.05)
+
+
+STAGED = (
+    'name = "staged"\n[clock]\nround_s = 30.0\n[pipeline]\nstages = 2\nmicrobatches = 32\nsequences = 8\n'
+)
+
+
+@pytest.fixture
+def staged_file(tmp_path: Path) -> Path:
+    path = tmp_path / "staged.toml"
+    path.write_text(STAGED)
+    return path
+
+
+def test_a_run_with_stages_is_planned_by_stage(staged_file: Path) -> None:
+    told: list[str] = []
+    assert run_any_plan(PlanOptions(run_file=staged_file, step_s=1.664, as_json=True), told.append) == 0
+    table = json.loads(told[0])
+    first, last = table["stages"]
+    assert first["ahead_bytes"] == 84_480 + 8 * 8 * 64  # int8 of 8 x 64 x 160 values, and the targets
+    assert (first["back_bytes"], last["ahead_bytes"], last["back_bytes"]) == (0, 0, 84_480)
+    assert first["replicas"] == last["replicas"] == 2
+    assert first["memory_bytes"] > 32 * first["parameters"]
+    assert 0 < table["utilisation"] <= 1
+    plan = make_staged_plan(PlanOptions(run_file=staged_file, step_s=1.664))
+    console = Console(file=StringIO(), width=140)
+    print_staged_plan(plan, console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "stage 1" in shown
+    assert "What binds:" in shown
+
+
+def test_too_few_peers_and_what_stages_do_not_take_are_refused(staged_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--peers: 2 stages need a peer each"):
+        make_staged_plan(PlanOptions(run_file=staged_file, step_s=1.0, peers=1))
+    with pytest.raises(ConfigError, match=r"--parameters"):
+        make_staged_plan(PlanOptions(run_file=staged_file, step_s=1.0, parameters=10))

@@ -340,6 +340,20 @@ def test_a_stage_with_nothing_to_train_is_said_before_a_peer_holds_it() -> None:
         recipe_with(Stages.of_sequential(model, [1, 2], both, summed)).in_stages(3)
 
 
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        (lambda batch: (batch[0], batch[0]), r"stages.split: .* torch.float32, .*: side.view\(torch.int32\)"),
+        (lambda batch: (batch[0], batch[1][:1]), r"stages.split: must give two tensors \[sequences, "),
+        (lambda batch: (list(batch[0]), batch[1]), r"stages.split: must give two tensors \[sequences, "),
+    ],
+)
+def test_a_split_that_cannot_travel_is_refused(split: Any, message: str) -> None:
+    stages = Stages.of_sequential(linears(2), [1], split, summed)
+    with pytest.raises(ConfigError, match=message):
+        stage_sizes(recipe_with(stages), run_of(2))
+
+
 OWN = """
 import torch
 from torch import nn

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from p2p_co2.config import stage_digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.reports import (
     ANSWER_BYTES,
@@ -21,10 +22,12 @@ from p2p_co2.protocol.reports import (
     REPORT_CONTEXT,
     Poller,
     Responder,
+    check_event,
     open_report,
     read_decision,
 )
 from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.protocol.wire.limits import MAX_STAGES
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, Report, ReportRequest
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.journal import event_line
@@ -208,6 +211,28 @@ def test_a_decision_of_another_run_or_with_a_wrong_signature_counts_nothing() ->
             table.see(committed(1, who, coordinator=A))
             table.remember(0, 1, bad)
         assert weights_told(*tables) == []
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_stage_counts_by_certificates_of_its_own_group(is_own: bool) -> None:
+    """Two stages make a round of the same number: each has a certificate under its own digest."""
+    held = ((A, 0), (B, 0), (C, 1))
+    tables = tuple((who, responder(who)) for who, _ in held)
+    for (who, stage), (_, table) in zip(held, tables, strict=True):
+        members = {C.peer_id: 7.0} if stage else {A.peer_id: 300.0, B.peer_id: 100.0}
+        group = stage_digest(RUN, stage if is_own else 1 - stage, 2)
+        table.see(samples.started(who.peer_id, NOW, stage=stage, stages=2))
+        table.see(replace(committed(1, who, coordinator=who), group_size=len(members)))
+        table.remember(0, 1, decision(1, C if stage else A, members, run=group))
+    told = [{C.peer_id: 7.0}, {A.peer_id: 300.0, B.peer_id: 100.0}] if is_own else []
+    found = weights_told(*tables)
+    assert sorted(found, key=len) == told
+
+
+def test_a_stage_that_no_run_has_is_refused() -> None:
+    told = samples.started(A.peer_id, NOW, stage=MAX_STAGES, stages=2)
+    with pytest.raises(ValueError, match="impossible number"):
+        check_event(told, A.peer_id, NOW)
 
 
 def test_a_peers_own_word_of_a_count_is_refused() -> None:

@@ -144,3 +144,27 @@ def test_a_run_that_has_an_end_is_not_played_beyond_it(
     assert settings.run.clock.rounds == rounds
     assert isinstance(settings.faults, Churn)
     assert settings.faults.calm_at == pytest.approx(calm_at)
+
+
+def test_a_run_with_stages_is_played_by_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file = tmp_path / "staged.toml"
+    run_file.write_text(RUN + "[pipeline]\nstages = 2\nmicrobatches = 8\nsequences = 8\n")
+    digests = set()
+    for folder in (tmp_path / "first", tmp_path / "again"):
+        assert run_simulation(options_of(run_file, hours=0.02, step_s=1.0, churn="30/h", folder=folder)) == 0
+        told = json.loads((folder / "summary.json").read_text())["simulation"]
+        assert [stage["peers"] for stage in told["stages"]] == [2, 2]
+        assert told["violations"] == []
+        assert told["tokens_per_s"] > 0.5 * told["planned_tokens_per_s"]
+        digests.add(told["digest"])
+    assert len(digests) == 1
+    assert "law violations: 0" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="2 stages need a peer each"):
+        run_simulation(options_of(run_file, peers=1, folder=tmp_path / "third"))
+
+
+def test_a_storm_over_stages_is_played(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_simulation(options_of(None, storm=True, stages=3, seed=7)) == 0
+    assert "law violations: 0" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--stages"):
+        run_simulation(options_of(None, storm=True, stages=33))

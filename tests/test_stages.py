@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ class Line:
         count = len(self.modules)
         self.replicas = [
             StageReplica(
-                module, is_first=stage == 0, recompute=recompute,
+                module, is_first=stage == 0, graph_room_bytes=0 if recompute else math.inf,
                 loss=stages.loss if stage == count - 1 else None,
             )
             for stage, module in enumerate(self.modules)
@@ -113,19 +114,24 @@ def test_recomputation_draws_the_same_numbers() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.dropout(self.inner(x), 0.5)  # type: ignore[no-any-return]
 
-    gradients = []
-    for recompute in (False, True):
+    gradients, forwards = [], []
+    for room_bytes in (math.inf, 0, 1):  # of all, of none, of the first, which tells what one takes
         torch.manual_seed(1)
         module = Noisy()
-        replica = StageReplica(module, is_first=False, recompute=recompute)
+        replica = StageReplica(module, is_first=False, graph_room_bytes=room_bytes)
+        calls = [0]
+        module.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         inputs = torch.randn(2, 8)
-        replica.forward("a", inputs)
-        replica.forward("b", inputs + 1)
+        for number in range(3):
+            replica.forward(number, inputs + number)
         torch.rand(3)  # what the training thread draws meanwhile
-        gradients.append(replica.backward("a", torch.ones(2, 8), 16, 1.0))
-        assert replica.in_flight == 1
-    assert gradients[0] is not None
-    assert torch.equal(gradients[0], gradients[1])  # type: ignore[arg-type]
+        backs = [replica.backward(number, torch.ones(2, 8), 16, 1.0) for number in range(3)]
+        assert all(back is not None for back in backs)
+        gradients.append(torch.stack([back for back in backs if back is not None]))
+        forwards.append(sum(calls))
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
+    assert forwards == [3, 6, 5]
 
 
 def test_a_dropped_microbatch_is_in_neither_sum() -> None:

@@ -21,7 +21,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.events import EVENT_TYPES, Event, PeerLeft, Warned
 from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, Tail, read_events
 from p2p_co2.telemetry.view import MAX_DISTINCT, MAX_NOTABLE, OTHERS, SwarmView, mean_of, recalled
-from tests.event_samples import aborted, applied, committed, fold, progress, started
+from tests.event_samples import aborted, applied, between, committed, fold, progress, started
 
 # ---- the journal
 
@@ -302,6 +302,8 @@ _NAMES = st.sampled_from(["a", "b", "c"])
 _SMALL = st.integers(0, 2)
 _SWARM_EVENT = st.one_of(
     st.builds(started, _NAMES, st.floats(0, 9)),
+    st.builds(started, _NAMES, st.floats(0, 9), stage=st.integers(0, 1), stages=st.just(2)),
+    st.builds(between, _NAMES, st.floats(0, 9), st.integers(0, 1)),
     st.builds(progress, _NAMES, st.floats(0, 9), loss=st.floats(0, 9), inner_steps=st.integers(0, 50)),
     st.builds(applied, _NAMES, _SMALL, st.integers(0, 40), gap=st.floats(1, 9)),
     st.builds(committed, _NAMES, _SMALL, contributors=st.integers(1, 3), duration_s=st.floats(0, 9)),

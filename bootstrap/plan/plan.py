@@ -39,7 +39,7 @@ class Plan:
 
 def make_plan(options: PlanOptions) -> Plan:
     """Read, measure, reckon. Raises ``ConfigError`` and ``EnvironmentFault``."""
-    _check(options)
+    check(options)
     run = read_run_config(options.run_file)
     links, link_source = read_links(options, run.seed)
     if options.peers > run.group_size:
@@ -70,9 +70,10 @@ def make_plan(options: PlanOptions) -> Plan:
     )
 
 
-def _check(options: PlanOptions) -> None:
+def check(options: PlanOptions, most_peers: int = MAX_MEMBERS) -> None:
+    """Raises ``ConfigError`` for figures that no run has."""
     wrong = (
-        ("--peers", not 1 <= options.peers <= MAX_MEMBERS, f"1 to {MAX_MEMBERS} (got {options.peers})"),
+        ("--peers", not 1 <= options.peers <= most_peers, f"1 to {most_peers} (got {options.peers})"),
         ("--step-s", not 0 <= options.step_s < 1e6, f"seconds, above 0 (got {options.step_s:g})"),
         ("--parameters", not 0 <= options.parameters < 10**14, f"a count (got {options.parameters})"),
         ("--target", not 0 < options.target < 1, f"between 0 and 1, such as 0.95 (got {options.target:g})"),

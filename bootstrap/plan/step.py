@@ -5,18 +5,24 @@ the recipe, for some seconds; the first steps, which allocate, are thrown away."
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.recipes import Recipe, load_recipe
+from p2p_co2.planning.pipeline import StageCost
+from p2p_co2.recipes import Recipe, StageSize, load_recipe, stage_sizes
+from p2p_co2.recipes.stages import Stages
 from p2p_co2.tensors.fragments import plan_fragments
+from p2p_co2.tensors.stages import StageReplica
 
 
 @dataclass(frozen=True)
@@ -71,3 +77,87 @@ def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepM
     how = f"measured here, median of {len(counted)} steps, {torch.get_num_threads()} threads, {device}"
     largest_bytes = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return StepMeasure(statistics.median(counted), tokens, largest_bytes, how)
+
+
+def stage_costs(
+    run: RunConfig, step_s: float, device: str, threads: int
+) -> tuple[tuple[StageCost, ...], int, str]:
+    """(what a microbatch costs in each stage, its tokens, where the seconds come from). ``step_s``: computing
+    of one inner step in the largest stage, others by their parameters; 0 measures. Raises ``ConfigError``."""
+    pipeline = run.pipeline
+    recipe = load_recipe(run.recipe, run.recipe_options, run.seed, pipeline.stages)
+    stages, sizes = recipe.in_stages(pipeline.stages), stage_sizes(recipe, run)
+    inputs, side = stages.split(next(recipe.batches(0, pipeline.sequences)))
+    most = max(size.parameters for size in sizes)
+    how = "given"
+    if step_s:
+        each = [step_s / pipeline.microbatches * size.parameters / most for size in sizes]
+        taken = [(seconds / 3, 2 * seconds / 3) for seconds in each]
+    else:
+        torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+        how = f"measured here, {torch.get_num_threads()} threads, {device}"
+        taken = _measured_stages(stages, sizes, run, (inputs, side), device)
+    costs = tuple(
+        StageCost(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            values=pipeline.sequences * math.prod(size.sequence_shape) if size.sequence_shape else 0,
+            side_bytes=8 * side.numel(),
+            parameters=size.parameters,
+            entry_bytes=size.graph_bytes,
+        )
+        for size, (forward_s, backward_s) in zip(sizes, taken, strict=True)
+    )
+    return costs, stages.tokens(side), how
+
+
+def _measured_stages(
+    stages: Stages, sizes: Sequence[StageSize], run: RunConfig, like: tuple[Tensor, Tensor], device: str
+) -> list[tuple[float, float]]:
+    """Seconds forward and back; of middle stages the first is measured, the others by their parameters."""
+    last = len(stages) - 1
+    taken = {
+        stage: _measured(stages, sizes, run, stage, like, device) for stage in sorted({0, min(1, last), last})
+    }
+    for stage in range(2, last):
+        share = sizes[stage].parameters / sizes[1].parameters
+        taken[stage] = (share * taken[1][0], share * taken[1][1])
+    return [taken[stage] for stage in range(len(stages))]
+
+
+def _measured(
+    stages: Stages,
+    sizes: Sequence[StageSize],
+    run: RunConfig,
+    stage: int,
+    like: tuple[Tensor, Tensor],
+    device: str,
+) -> tuple[float, float]:
+    """Medians of at least five, for at most two seconds; what allocates first is thrown away."""
+    is_last = stage == len(stages) - 1
+    inputs, side = (tensor.to(device) for tensor in like)
+    if stage:
+        inputs = torch.randn(len(inputs), *sizes[stage - 1].sequence_shape, device=device)
+    module = stages.build(run.seed, stage).to(device)
+    replica = StageReplica(module, is_first=stage == 0, loss=stages.loss if is_last else None)
+    times: list[tuple[float, float]] = []
+    began_at = time.perf_counter()
+    while len(times) < 7 or time.perf_counter() - began_at < 1.0:
+        at = time.perf_counter()
+        if is_last:
+            replica.last(inputs, side, 1)
+            whole_s = _now(device) - at
+            times.append((whole_s / 3, 2 * whole_s / 3))
+        else:
+            output = replica.forward(len(times), inputs)
+            middle = _now(device)
+            replica.backward(len(times), torch.ones_like(output), 1, 0.0)
+            times.append((middle - at, _now(device) - middle))
+    forward, backward = zip(*times[2:], strict=True)
+    return statistics.median(forward), statistics.median(backward)
+
+
+def _now(device: str) -> float:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -81,7 +81,7 @@ def _stages_table() -> Table:
             ("Back (kB/s)", 0, lambda stage: _times(stage.back_bytes_per_s, 1e-3)),
             ("Hop (ms)", 1, lambda stage: _times(stage.forward_round_trip_s, 1e3)),
             ("Rounds", 0, lambda stage: stage.rounds_committed),
-            ("Waits for", -1, lambda stage: plain(stage.waits_for, 60)),
+            ("Idle because of", -1, lambda stage: plain(stage.waits_for, 60)),
         ), rows_a_page=0)  # fmt: skip
 
 
@@ -123,10 +123,6 @@ def _show_troubles(facts: SwarmFacts) -> None:
             text("b-when", f"{clock(max(0.0, facts.at - trouble.since_at))} ago")
 
 
-MAX_LOW_ROWS = 10
-"""Of fragments, that a chart of rounds of usual height has room for."""
-
-
 class StalenessPage(Page):
     """How late answers come, fragment by fragment and round by round."""
 
@@ -140,7 +136,7 @@ class StalenessPage(Page):
                         ui.element("i").style(f"background:{colour}")
                         ui.label(words)
             known = frame.model.known
-            kind = "tall" if known.stages * known.fragments > MAX_LOW_ROWS else ""
+            kind = "tall" if known.stages * known.fragments > charts.MAX_LOW_ROWS else ""
             self._heat = Chart("chart-rounds", kind, on_click=self._open_round)
         with card("Staleness", "outer steps between a gradient's parameters and those it met"):
             self._histogram = Chart("chart-staleness")
@@ -212,7 +208,7 @@ class BandwidthPage(Page):
         self._peers.set(facts.peers)
         if self._hops is not None:
             self._hops.set(itertools.pairwise(facts.stages))
-        names = {peer.peer: plain(peer.label, 24) for peer in facts.peers}
+        names = {peer.peer: _name_and_stage(peer) for peer in facts.peers}
         self._links.set([
             (names[peer.peer], names.get(link.other, f"~{link.other[-6:]}"), link)
             for peer in facts.peers
@@ -220,12 +216,17 @@ class BandwidthPage(Page):
         ])  # fmt: skip
 
 
+def _name_and_stage(peer: PeerFacts) -> str:
+    """The stage only in a run with several."""
+    return plain(peer.label, 24) + ("" if peer.stage is None else f", stage {peer.stage}")
+
+
 def _hops_table() -> Table:
     """A row for each two neighbouring stages."""
     hint = "activations go forward, gradients back; the median link while they are under way, own word"
     with card("Hops between stages", hint):
         return Table("hops", (
-            ("From, to", -1, lambda hop: f"stage {hop[0].stage}, {hop[1].stage}"),
+            ("Between", -1, lambda hop: f"stage {hop[0].stage} and {hop[1].stage}"),
             ("Forward (Mbit/s)", 2, lambda hop: _times(hop[0].forward_bytes_per_s, 8e-6)),
             ("Back (Mbit/s)", 2, lambda hop: _times(hop[1].back_bytes_per_s, 8e-6)),
             ("Round trip (ms)", 1, lambda hop: _times(hop[0].forward_round_trip_s, 1e3)),
@@ -266,9 +267,7 @@ class PeersPage(Page):
         super().__init__(frame)
         of_stages: Columns = (
             ("Stage", 0, lambda peer: peer.stage),
-            ("Queue", 0, lambda peer: peer.pipeline and peer.pipeline.waiting),
             ("Waiting (%)", 1, lambda peer: peer.pipeline and _times(peer.pipeline.waiting_share, 100)),
-            ("Dropped", 0, lambda peer: peer.pipeline and peer.pipeline.dropped),
         ) if frame.model.facts().stages else ()  # fmt: skip
         with card("Peers", controls=self._add_count):
             self._table = Table("peers-table", (

@@ -296,7 +296,7 @@ class Frame:
             newest = max((peer.last_seen_at or 0.0 for peer in facts.peers), default=facts.at)
             old = f"what is shown is {clock(max(0.0, facts.at - newest))} old"
             said = f"The swarm is out of reach, {old}. {plain(facts.connection_words, 300)}"
-        said = said or ". ".join(stage.trouble for stage in facts.stages if stage.is_empty)
+        said = said or ". ".join(stage.trouble.capitalize() for stage in facts.stages if stage.is_empty)
         self._banner.text = said
         self._banner.visible = bool(said)
 

@@ -46,9 +46,9 @@ def doctor(
 @takes(PlanOptions)
 def plan(options: PlanOptions) -> int:
     """What a run will cost on given links, whether they are enough, and what to change."""
-    from bootstrap.plan.plan import run_plan
+    from bootstrap.plan.stages import run_any_plan
 
-    return run_plan(options)
+    return run_any_plan(options)
 
 
 @takes(SimulationOptions)

@@ -63,3 +63,6 @@ class SimulationOptions:
     storm: Annotated[
         bool, says("A short run of its own, every fault at once: --peers and --seed count.", "--storm")
     ] = False
+    stages: Annotated[
+        int, says("Of a storm: microbatches between so many stages are played; --seed counts.")
+    ] = 1

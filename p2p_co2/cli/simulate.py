@@ -2,7 +2,8 @@
 
 ``simnet`` plays, ``monitoring`` sums up: the same ``events.jsonl`` and ``summary.json`` as a real run
 writes. Exit status 0 only if no law was broken. A Ctrl-C or SIGTERM ends it with what was played by then,
-status 130. A model's size counts on the links, not its values: nothing is said about its loss."""
+status 130. A model's size counts on the links, not its values: nothing is said about its loss. A run with
+stages has figures of its own (``simulate_stages``)."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from typing import Any
 
 from monitoring.summary import RunFacts, summarise
 from p2p_co2.cli.options import SimulationOptions
+from p2p_co2.cli.simulate_stages import play, play_storm, write_summary
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault
@@ -33,6 +35,8 @@ BLOCKS = 16
 """Simulated blocks per fragment; each stands for its share of the real bytes."""
 STEP_S, STEPS_IN_A_LONG_ROUND = 0.5, 120
 """A typical peer's inner step where nobody says: models whose rounds take minutes have slower ones."""
+MICROBATCH_SHARE = 0.1
+"""Of such a step: one microbatch of a stage, where nobody says."""
 MAX_HOURS, MIN_STEP_S, MAX_STEP_S = 1e5, 1e-3, 86_400.0
 
 
@@ -52,8 +56,15 @@ def read_churn(text: str) -> float:
 def run_simulation(options: SimulationOptions) -> int:
     """Play it, print its figures; 0 if every law held, 130 if somebody stopped it. Raises ``ConfigError``,
     ``EnvironmentFault``."""
+    if options.storm and options.stages > 1:
+        return play_storm(options)
     settings = settings_of(options)
     folder = _new_folder(options)
+    if settings.run.pipeline.stages > 1:
+        step_s = options.step_s or MICROBATCH_SHARE * STEP_S * settings.run.pipeline.microbatches
+        told, status = play(options, settings.run, step_s, read_churn(options.churn))
+        write_summary(folder, options, step_s, told)
+        return status
     view = SwarmView()
     log = EventLog(folder / "events.jsonl")
     log.readers.append(view.add)

@@ -41,7 +41,7 @@ def stage_sizes(recipe: Recipe, run: RunConfig) -> list[StageSize]:
     """Each stage's of ``run``, first to last. Draws one batch. Raises ``ConfigError`` as ``in_stages`` and
     ``crossing`` do."""
     stages = recipe.in_stages(run.pipeline.stages)
-    inputs, side = stages.split(next(recipe.batches(0, run.pipeline.sequences)))
+    inputs, side = stages.microbatch(next(recipe.batches(0, run.pipeline.sequences)))
     shapes = [*stages.crossing(inputs), ()]
     hidden, sizes = inputs.to("meta"), list[StageSize]()
     for module, shape in zip(stages.outlines(), shapes, strict=True):

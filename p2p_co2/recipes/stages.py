@@ -96,9 +96,20 @@ class Stages:
         is no module or has nothing to train."""
         return [self._trainable(stage, _outline(make)) for stage, make in enumerate(self.makers)]
 
+    def microbatch(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """(inputs, side) of ``batch``. Raises ``ConfigError`` if they are not what can travel."""
+        inputs, side = self.split(batch)
+        if not (isinstance(inputs, Tensor) and isinstance(side, Tensor) and len(inputs) == len(side)):
+            problem = "must give two tensors [sequences, ...]: what the first stage takes, and the side"
+            raise ConfigError("recipe", "stages.split", problem)
+        if side.is_floating_point() or side.is_complex():
+            problem = f"gives a side of {side.dtype}, but integers travel; give a float32's bits"
+            raise ConfigError("recipe", "stages.split", f"{problem}: side.view(torch.int32)")
+        return inputs, side
+
     def mean_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The mean over tokens by the whole ``model``: what a recipe calls its ``loss``."""
-        inputs, side = self.split(batch)
+        inputs, side = self.microbatch(batch)
         device = next(model.parameters()).device
         return self.loss(model(inputs.to(device)), side.to(device)) / self.tokens(side)
 

@@ -164,6 +164,29 @@ def storm_settings(seed: int, peers: int = 32) -> Settings:
 # ---- stages
 
 
+@dataclass(frozen=True)
+class StageChurn:
+    """As ``Churn``, of peers that hold stages: they crash or lose their power, and come back."""
+
+    per_h: float
+    calm_at: float
+    seed: int
+    away_mean_s: float = 600.0
+
+    def plan(self, world: VirtualStages) -> None:
+        """Put the faults into the world's time."""
+        for index, peer in enumerate(sorted(world.replicas)):
+            rng, at = random.Random(f"{self.seed}/churn/{index}"), 0.0
+            while self.per_h > 0:
+                at += rng.expovariate(self.per_h / 3600)
+                away_s = rng.expovariate(1 / self.away_mean_s)
+                if at + away_s >= self.calm_at:
+                    break
+                world.world.call_at(at, world.kill, peer, rng.random() < LEAVES + CRASHES)
+                at += away_s
+                world.world.call_at(at, world.start, peer)
+
+
 STORM_LINES = "fibre", "cable", "dsl", "4g"
 """What is on its way over them comes back within the cap; a window over a relayed satellite does not."""
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -40,7 +40,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.node.links import LinkObserver
 from p2p_co2.planning.pipeline import StageLoad
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, Work
+from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, Work, window_of
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.protocol.wire.envelope import head_of, unsent
 from p2p_co2.protocol.wire.identity import PeerId
@@ -67,12 +67,12 @@ class StagePeer:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What is agreed. ``tokens``: of a microbatch, about (they differ, so that a mistake shows); ``room``: 0
-    for twice the window. Routes are drawn anew every ``round_s``."""
+    """What is agreed. ``tokens``: of a microbatch, about (they differ, so that a mistake shows). ``window``:
+    0 for that of real peers; ``room``: 0 for twice the window. Routes are drawn anew every ``round_s``."""
 
     stages: tuple[StageLoad, ...]
     microbatches: int = 8
-    window: int = 8
+    window: int = 0
     room: int = 0
     tokens: int = 100
     cap_s: float = 60.0
@@ -88,8 +88,9 @@ class Layout:
         """Of the machines of ``stage``, in bytes that are played."""
         comes = self.played(self.stages[stage - 1].ahead_bytes) if stage else 0
         back = self.played(self.stages[stage + 1].back_bytes) if stage + 1 < len(self.stages) else 0
-        room = self.room or 2 * self.window
-        return Sizes(self.microbatches, self.window, room, comes, back, b"simulated", self.cap_s)
+        window = self.window or window_of(stage, len(self.stages), self.microbatches)
+        room = self.room or 2 * window
+        return Sizes(self.microbatches, window, room, comes, back, b"simulated", self.cap_s)
 
     def played(self, real_bytes: int) -> int:
         return max(_HEADER.size, round(real_bytes / self.scale)) if real_bytes else 0
@@ -178,7 +179,7 @@ class Replica:
         self.endpoint.on_message = self._take
         observer = LinkObserver(self._opened, self._lost, lambda other, reason: self._lost(other, "", reason))
         self.links = VirtualLinks(internet, self.endpoint, observer)
-        self.spent = Spent()
+        self.spent = Spent(internet.world.now)
         self._work: Work | None = None
         self._step: list[Key] = []
         self._weight = 0
@@ -330,11 +331,12 @@ class Record(NamedTuple):
 
 @dataclass
 class Spent:
-    """What a training thread's time went to, seconds. ``waited_s``: by what it waited for; ``dropped``:
+    """What a training thread's time went to, seconds since ``began_at``. ``waited_s``: by what; ``dropped``:
     microbatches, by reason."""
 
+    began_at: float
     busy_s: float = 0.0
-    waited_s: Counter[str] = field(default_factory=Counter)
+    waited_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     dropped: Counter[str] = field(default_factory=Counter)
     _since: float = 0.0
     _why: str = ""
@@ -348,7 +350,7 @@ class Spent:
 
     def waits(self, now: float, why: str) -> None:
         if self._why:
-            self.waited_s[self._why] += now - self._since  # type: ignore[assignment]
+            self.waited_s[self._why] += now - self._since
         self._since, self._why = now, why
 
 

@@ -544,12 +544,6 @@ class SwarmView:
         return sum((peer.tally.sync_delay_steps for peer in self.peers.values()), Counter[int]())
 
     @property
-    def tokens(self) -> int:
-        """That were trained on. In a run with stages each is trained on once in every stage: those of the
-        first one count."""
-        return sum(peer.totals.tokens for peer in self.peers.values() if peer.stage == 0)
-
-    @property
     def totals(self) -> Counters:
         """What all peers did, in whatever stage."""
         return functools.reduce(Counters.plus, (peer.totals for peer in self.peers.values()), Counters())

@@ -199,17 +199,21 @@ class Connection:
         stages, me = recipe.in_stages(pipeline.stages), self._thread.network.identity.peer_id
         goes_on = resume is not False and not start_over
         wanted, device = self._wanted_stage(goes_on), self.config.device
-        stage = self._thread.choose_stage(wanted, lambda: fitting(stage_sizes(recipe, run), run, device))
+        cache_bytes = self.config.cache_bytes
+        stage = self._thread.choose_stage(
+            wanted, lambda: fitting(stage_sizes(recipe, run), run, device, cache_bytes)
+        )
         module = stages.build(run.seed, stage).to(device)
         optimizer = recipe.optimizer(module.parameters())
-        like = stages.split(next(recipe.batches(0, pipeline.sequences)))
+        like = stages.microbatch(next(recipe.batches(0, pipeline.sequences)))
         crossings = Crossings.of(stages, *like, pipeline.forward, pipeline.backward)
         place = Place(me, int.from_bytes(os.urandom(8)), stage, pipeline.stages)
-        sizes = sizes_of(run, crossings, stage, self.config.cache_bytes)
+        sizes = sizes_of(run, crossings, stage, cache_bytes)
         peer = self.start(module, optimizer, recipe.learning_rate, resume, start_over)
         try:
             draws = recipe.batches(data_seed(run, me, peer.inner_steps), pipeline.sequences)
-            work = StageWork(stages, module, stage, crossings, draws if stage == 0 else None)
+            own = draws if stage == 0 else None
+            work = StageWork(stages, module, stage, crossings, own, cache_bytes // 2)
             return StagePeer(peer, self._thread.start_pipeline(place, sizes), place, work, optimizer)
         except BaseException:
             peer.leave("could not meet the stages beside it")

@@ -13,7 +13,7 @@ From a swarm a stage after the other is loaded, as a newcomer does, so the later
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -119,15 +119,9 @@ def write_whole(sources: Sequence[Source], out: Path, whole: nn.Module, stages: 
     run = sources[0].run
     plan, names = plan_fragments(whole, run.fragments), whole_names(whole, stages)
     gathered, buffers = WholeModel(plan, names), dict[str, Tensor]()
-    for source, module in zip(sources, stages, strict=True):
-        saved, cut = load_agreed(source.file), plan_fragments(module, run.fragments)
-        sizes = [state.params.numel() for state in saved.states]
-        if saved.plan_digest != cut.digest or sizes != [one.numel for one in cut.fragments]:
-            problem = f"is of another stage {source.stage} than the recipe makes here"
-            raise ConfigError(str(source.folder), "", problem)
-        gathered.put(source.stage, cut, saved.states)
-        there = names[source.stage]
-        buffers |= {there[name]: values for name, values in saved.buffers.items() if name in there}
+    for source, module, there in zip(sources, stages, names, strict=True):
+        found = _put(gathered, source, module)
+        buffers |= {there[name]: values for name, values in found.items() if name in there}
     checkpoint = Checkpoint(
         run_config_json=run.canonical_bytes().decode(), plan_digest=plan.digest, states=gathered.states(),
         buffers=buffers, optimizer={}, position=min(one.position for one in sources),
@@ -135,6 +129,17 @@ def write_whole(sources: Sequence[Source], out: Path, whole: nn.Module, stages: 
         parameters=shapes_of(whole),
     )  # fmt: skip
     return save(out, checkpoint)
+
+
+def _put(gathered: WholeModel, source: Source, module: nn.Module) -> Mapping[str, Tensor]:
+    """Read one stage; returns its buffers."""
+    saved, cut = load_agreed(source.file), plan_fragments(module, source.run.fragments)
+    sizes = [state.params.numel() for state in saved.states]
+    if saved.plan_digest != cut.digest or sizes != [one.numel for one in cut.fragments]:
+        problem = f"is of another stage {source.stage} than the recipe makes here"
+        raise ConfigError(str(source.folder), "", problem)
+    gathered.put(source.stage, cut, saved.states)
+    return saved.buffers
 
 
 def _refuse_used(out: Path) -> None:

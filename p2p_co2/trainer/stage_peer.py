@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.protocol.pipeline import Pipeline, Place, Sizes, Work
+from p2p_co2.protocol.pipeline import Pipeline, Place, Sizes, Work, window_of
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.recipes.sizes import StageSize
 from p2p_co2.system.machine import available_memory_bytes
@@ -33,9 +33,6 @@ from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
 
 TRAINED_COPIES, AGREED_COPIES = 4, 4
 """Of the parameters: those in training, their gradient and two moments; and what is beside training."""
-WINDOW = 4
-"""Times the stages from here to the last: microbatches between forward and backward. One of each is enough
-where links take no time; latency needs the rest."""
 
 
 def data_seed(run: RunConfig, peer: str, inner_steps: int) -> int:
@@ -45,31 +42,32 @@ def data_seed(run: RunConfig, peer: str, inner_steps: int) -> int:
 
 
 def sizes_of(run: RunConfig, crossings: Crossings, stage: int, cache_bytes: int) -> Sizes:
-    """What the replicas of ``stage`` have agreed on, and what there is room for in ``cache_bytes``: payloads
-    of microbatches that are under way here."""
+    """What the replicas of ``stage`` have agreed on, and what there is room for: payloads of microbatches
+    that are under way here, in half of ``cache_bytes``. Graphs have the other."""
     pipeline, is_first, is_last = run.pipeline, stage == 0, stage == run.pipeline.stages - 1
     comes = 0 if is_first else crossings.forward_bytes(stage - 1)
     returns = 0 if is_last else crossings.back(stage).payload_bytes
     goes = 0 if is_last else crossings.forward_bytes(stage)
-    room = max(2, cache_bytes // (comes + returns + goes))
-    window = min(pipeline.microbatches, WINDOW * (pipeline.stages - stage), room // 2)
+    room = max(2, cache_bytes // 2 // (comes + returns + goes))
+    window = min(window_of(stage, pipeline.stages, pipeline.microbatches), room // 2)
     cap_s = run.clock.round_s if run.clock.mode == "time" else 60.0
     return Sizes(
         pipeline.microbatches, window, min(room, 2 * window), comes, returns, crossings.digest(), cap_s
     )
 
 
-def fitting(sizes: Sequence[StageSize], run: RunConfig, device: str) -> list[int]:
+def fitting(sizes: Sequence[StageSize], run: RunConfig, device: str, cache_bytes: int) -> list[int]:
     """The stages that this machine has the memory for: for training with two moments on ``device``, with the
-    graphs of all microbatches under way; and for what peers agree on in the host's memory. Raises
-    ``ConfigError`` if there is none."""
+    graphs of all microbatches under way or as many as half of ``cache_bytes`` holds; and for what peers agree
+    on in the host's memory. Raises ``ConfigError`` if there is none."""
     is_host = torch.device(device).type != "cuda"
     host = available_memory_bytes()
     there = host if is_host else float(torch.cuda.mem_get_info(device)[0])
     fits, needed = list[int](), list[float]()
     for stage, size in enumerate(sizes):
-        window = min(run.pipeline.microbatches, WINDOW * (len(sizes) - stage))
-        trained = TRAINED_COPIES * size.parameter_bytes + window * size.graph_bytes
+        window = window_of(stage, len(sizes), run.pipeline.microbatches)
+        graphs = min(window * size.graph_bytes, max(size.graph_bytes, cache_bytes // 2))
+        trained = TRAINED_COPIES * size.parameter_bytes + graphs
         agreed = AGREED_COPIES * size.parameter_bytes
         needed.append(trained + agreed)
         if trained + is_host * agreed <= there and agreed <= host:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,11 +97,11 @@ class StageWork:
 
     def __init__(
         self, stages: Stages, module: nn.Module, stage: int, crossings: Crossings,
-        batches: Iterator[Any] | None = None, recompute: bool = False,
+        batches: Iterator[Any] | None = None, graph_room_bytes: float = math.inf,
     ) -> None:  # fmt: skip
         is_first, self._is_last = stage == 0, stage == len(stages) - 1
         loss = stages.loss if self._is_last else None
-        self.replica = StageReplica(module, is_first=is_first, loss=loss, recompute=recompute)
+        self.replica = StageReplica(module, is_first=is_first, loss=loss, graph_room_bytes=graph_room_bytes)
         self._stages, self._crossings, self._batches = stages, crossings, batches
         self._device = next(module.parameters()).device
         self._comes = None if is_first else crossings.ahead(stage - 1)

@@ -11,6 +11,7 @@ from p2p_co2.protocol.pipeline.machine import (
     UselessPayload,
     Work,
     WorkReady,
+    window_of,
 )
 from p2p_co2.protocol.pipeline.routes import shares
 
@@ -24,4 +25,5 @@ __all__ = [
     "Work",
     "WorkReady",
     "shares",
+    "window_of",
 ]

@@ -44,8 +44,17 @@ from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
 from p2p_co2.system.memory import Buffer
 
+WINDOW = 6
+"""Times the stages from here to the last: microbatches between forward and backward. One of each is enough
+where links take no time; latency needs the rest."""
 RECENT = 4096
 """Microbatches that are over and still known, so that what comes twice counts once."""
+
+
+def window_of(stage: int, stages: int, microbatches: int) -> int:
+    """How many microbatches of an inner step may be between forward and backward at a replica of
+    ``stage``."""
+    return min(microbatches, WINDOW * (stages - stage))
 
 
 class Key(NamedTuple):
@@ -216,7 +225,7 @@ class Pipeline:
             if one.phase in {Phase.RECEIVING, Phase.WAITING}:
                 self._decline(key, one, "leaving")
             elif one.phase is Phase.PLACING:
-                one.deadline = now + self._sizes.cap_s
+                one.deadline = self._placed_by(now)
         self._events.append(WorkReady())
 
     @property
@@ -251,7 +260,7 @@ class Pipeline:
             return f"gradients from stage {self._place.stage + 1}"
         if not self._place.is_first and not self._peers.before():
             return f"stage {self._place.stage - 1} has no replica"
-        return f"microbatches from stage {self._place.stage - 1}"
+        return "the end" if self._place.is_first else f"microbatches from stage {self._place.stage - 1}"
 
     # ---- what the training thread asks and says
 
@@ -283,7 +292,7 @@ class Pipeline:
             return
         self._must_be(one, Phase.COMPUTING)
         one.phase, one.payload, one.tokens = Phase.PLACING, payload, tokens
-        one.deadline = now + self._sizes.cap_s if self._is_closing else math.inf
+        one.deadline = self._placed_by(now)
         self._place_all(now)
 
     def counted(self, key: Key, payload: Buffer | None, tokens: int, loss: float, now: float) -> None:
@@ -435,7 +444,7 @@ class Pipeline:
         if one is not None and one.receiver == sender and one.phase is Phase.AWAY and one.coming is None:
             peer.used -= 1
             peer.granted = peer.used  # until it says anew what it has room for
-            one.phase, one.receiver, one.deadline = Phase.PLACING, None, math.inf
+            one.phase, one.receiver, one.deadline = Phase.PLACING, None, self._placed_by(now)
             self._place_all(now)
 
     def _take_dropped(self, key: Key, sender: PeerId, peer: NeighbourPeer) -> None:
@@ -471,6 +480,10 @@ class Pipeline:
             if one.phase is Phase.WAITING:
                 return Work(Do.FORWARD, key, one.payload, sender=one.sender)
         return None
+
+    def _placed_by(self, now: float) -> float:
+        """Until when what is computed waits for room behind: without end, while this peer goes on."""
+        return now + self._sizes.cap_s if self._is_closing else math.inf
 
     def _place_all(self, now: float) -> None:
         """Send what waits for room behind, as far as there is any."""

@@ -8,13 +8,15 @@
 
 Losses are sums over tokens, so ``n`` is the only normaliser. Between a forward and its backward the
 parameters stand still (drained inner steps), so the gradient is exact. What is held for a microbatch is its
-graph, or with ``recompute`` only its input and torch's random state; the backward then runs the forward
-again, bit for bit.
+graph, as long as there is room for graphs; beyond, only its input and torch's random state, and the backward
+runs the forward again, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +49,15 @@ class _Held:
 
 
 class StageReplica:
-    """``module``: the stage; ``loss``: at the last stage alone; ``is_first``: no gradient by its input."""
+    """``module``: the stage; ``loss``: at the last stage alone; ``is_first``: no gradient by its input.
+    ``graph_room_bytes``: what graphs may take, 0 for none; the first tells how much one takes."""
 
     def __init__(
-        self, module: nn.Module, *, is_first: bool, loss: Loss | None = None, recompute: bool = False
-    ) -> None:
-        self.module, self._is_first, self._loss, self._recompute = module, is_first, loss, recompute
+        self, module: nn.Module, *, is_first: bool, loss: Loss | None = None,
+        graph_room_bytes: float = math.inf,
+    ) -> None:  # fmt: skip
+        self.module, self._is_first, self._loss = module, is_first, loss
+        self._graph_room_bytes, self._graph_bytes = graph_room_bytes, 0
         self._held: dict[Hashable, _Held] = {}
         self.counted = Counted()
 
@@ -67,11 +72,37 @@ class StageReplica:
             raise LocalProtocolError(f"microbatch {key} was computed before")
         if not self._is_first:
             inputs = inputs.detach().requires_grad_()
-        random = _random_state(self.module) if self._recompute else None
-        with torch.set_grad_enabled(not self._recompute):
+        keeps = self._has_room
+        random = None if keeps else _random_state(self.module)
+        with torch.set_grad_enabled(keeps), self._measured(keeps and not self._graph_bytes):
             output = self.module(inputs)
-        self._held[key] = _Held(inputs, None if self._recompute else output, random)
+        self._held[key] = _Held(inputs, output if keeps else None, random)
         return output.detach()  # type: ignore[no-any-return]
+
+    @property
+    def _has_room(self) -> bool:
+        """For one more graph; as long as it is not known what one takes, for any."""
+        kept = sum(held.output is not None for held in self._held.values())
+        return max(1, self._graph_bytes * (kept + 1)) <= self._graph_room_bytes
+
+    @contextmanager
+    def _measured(self, is_wanted: bool) -> Iterator[None]:
+        """While entered, learn what autograd keeps beside the module's own tensors."""
+        if not is_wanted:
+            yield
+            return
+        own = {one.untyped_storage()._cdata for one in (*self.module.parameters(), *self.module.buffers())}
+        saved = dict[int, int]()
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                saved[storage._cdata] = storage.nbytes()
+            return tensor.detach()  # an output that its own graph held would never be freed
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            yield
+        self._graph_bytes = sum(saved.values())
 
     def backward(self, key: Hashable, gradient: Tensor, tokens: int, loss: float) -> Tensor | None:
         """Count microbatch ``key``: ``gradient`` of the loss by its output. Returns that by its input, None

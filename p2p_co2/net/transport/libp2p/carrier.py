@@ -187,15 +187,22 @@ class Libp2pLink(Link):
     async def _put(self, data: bytes) -> None:
         if self.acknowledged is not None:
             self.acknowledged.sent(len(data), time.monotonic())
-        self._writer.write(framed(data))
+        self._put_frame(data)
         await self._writer.drain()
+
+    def _put_frame(self, data: bytes) -> None:
+        """Raises ``ConnectionError`` where the stream has ended a moment ago, which the watcher has yet to
+        see."""
+        if self._writer.is_closing():
+            raise ConnectionResetError("the stream has ended")
+        self._writer.write(framed(data))
 
     async def _is_welcome(self) -> bool:
         await self._welcome.wait()
         return not self._watcher.done()
 
     async def _say_goodbye(self) -> None:
-        self._writer.write(framed(b""))
+        self._put_frame(b"")
 
     async def _cut_off(self) -> None:
         await hang_up(self._writer)
