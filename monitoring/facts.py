@@ -119,7 +119,9 @@ class PeerFacts(_Frozen):
     answer_s: float | None = Field(description="Seconds it took to answer the last question. Observed.")
     tokens: int = Field(description="Trained by its processes so far. Own word.")
     tokens_counted: float | None = Field(description="Work in committed means, by fragment. Counted.")
-    share_counted: float | None = Field(description="Its part of all counted work of its stage, 0 to 1. Counted.")
+    share_counted: float | None = Field(
+        description="Its part of all counted work of its stage, 0 to 1. Counted."
+    )
     tokens_per_s: float = Field(description="Own word.")
     loss: float | None = Field(description="Training loss of late, in loss_unit. Own word.")
     inner_steps: int = Field(description="Own word.")
