@@ -261,3 +261,11 @@ def test_shares_follow_speed() -> None:
             total[receiver] += share * rate / 4
     assert all(abs(part - 1 / 3) < 0.06 for part in total.values()), total
     assert shares(PeerId("a"), rates, {}, b"") == {}
+
+
+@pytest.mark.parametrize("rate", [1e308, 5e-324, 0.0])
+def test_shares_add_up_whatever_rate_others_claim(rate: float) -> None:
+    rates = {PeerId("a"): 1.0, PeerId("b"): rate, PeerId("c"): rate}
+    behind = {PeerId("x"): rate, PeerId("y"): 3.0, PeerId("z"): rate}
+    for peer in rates:
+        assert sum(shares(peer, rates, behind, b"seed").values()) == pytest.approx(1.0)
