@@ -44,6 +44,8 @@ TRENDS: dict[str, tuple[str, str, dict[str, tuple[str, str, float]]]] = {
 }  # fmt: skip
 """What is drawn over time of the swarm and of each peer: title, unit, and the lines for ``over_time``."""
 MAX_NAMED = 6
+MAX_LOW_ROWS = 10
+"""Fragments that a chart of rounds of usual height has room for."""
 MAX_ROUND_COLUMNS = 60
 
 

@@ -119,7 +119,9 @@ class PeerFacts(_Frozen):
     answer_s: float | None = Field(description="Seconds it took to answer the last question. Observed.")
     tokens: int = Field(description="Trained by its processes so far. Own word.")
     tokens_counted: float | None = Field(description="Work in committed means, by fragment. Counted.")
-    share_counted: float | None = Field(description="Its part of all counted work, 0 to 1. Counted.")
+    share_counted: float | None = Field(
+        description="Its part of all counted work of its stage, 0 to 1. Counted."
+    )
     tokens_per_s: float = Field(description="Own word.")
     loss: float | None = Field(description="Training loss of late, in loss_unit. Own word.")
     inner_steps: int = Field(description="Own word.")
@@ -583,8 +585,8 @@ def _stage_facts(known: Known, peers: Sequence[PeerFacts]) -> tuple[StageFacts, 
     """All stages. Peers whose stage is not known may be of any, so they spare every stage the reproach of too
     few replicas."""
     unplaced = sum(peer.stage is None and peer.state not in ENDED for peer in peers)
-    stage_of = {peer.peer: peer.stage for peer in peers}
-    told = [_one_stage(known, stage, peers, stage_of) for stage in range(known.stages)]
+    by_peer = {peer.peer: peer for peer in peers}
+    told = [_one_stage(known, stage, by_peer) for stage in range(known.stages)]
     is_going = any(peer.state in ONLINE - {"draining"} for peer in peers)
     joined_at = (peer.joined_at for peer in peers if peer.state in ONLINE)
     began_at = min((at for at in joined_at if at is not None), default=known.now)
@@ -616,20 +618,24 @@ def _staffing(known: Known, stage: int, replicas: int | None, unplaced: int) -> 
     return ""
 
 
-def _one_stage(
-    known: Known, stage: int, peers: Sequence[PeerFacts], stage_of: Mapping[str, int | None]
-) -> StageFacts:
+def _one_stage(known: Known, stage: int, peers: Mapping[str, PeerFacts]) -> StageFacts:
     """Without its troubles."""
-    mine = [(peer, peer.pipeline) for peer in peers if peer.pipeline and peer.stage == stage]
+    held = (peers[peer.peer] for peer in known.by_stage[stage])
+    mine = [(peer, peer.pipeline) for peer in held if peer.pipeline]
     online = [(peer, said) for peer, said in mine if peer.state in ONLINE]
     figures, last = online or mine, known.stages - 1
     columns = zip(*(peer.versions for peer, _ in figures if peer.versions), strict=False)
     forward, back = (
-        [link for peer, _ in figures for link in peer.links if stage_of.get(link.other) == beside]
+        [
+            link
+            for peer, _ in figures
+            for link in peer.links
+            if link.other in peers and peers[link.other].stage == beside
+        ]
         for beside in (stage + 1 if stage < last else -1, stage - 1)
     )
     waits_for = Counter(said.waits_for for _, said in online if said.waits_for)
-    heard = _heard(known, stage, {peer.peer: peer.state for peer in peers})
+    heard = _heard(known, stage, peers)
     seen = len(online) if mine else None
     return StageFacts(
         stage=stage, replicas=seen or (seen if heard is None else heard), known=len(mine),
@@ -652,14 +658,14 @@ def _one_stage(
     )  # fmt: skip
 
 
-def _heard(known: Known, stage: int, states: Mapping[str, str]) -> int | None:
+def _heard(known: Known, stage: int, peers: Mapping[str, PeerFacts]) -> int | None:
     """How many replicas of ``stage`` the peers beside it hear, the lower median of their words; None if
     nobody says so."""
     words = [
         said.behind if said.stage < stage else said.before
         for beside in (stage - 1, stage + 1)
         for peer in known.by_stage.get(beside, ())
-        if (said := peer.pipeline) is not None and states[peer.peer] in ONLINE - {"draining"}
+        if (said := peer.pipeline) is not None and peers[peer.peer].state in ONLINE - {"draining"}
     ]
     return statistics.median_low(words) if words else None
 

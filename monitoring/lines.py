@@ -161,10 +161,11 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
 
 @dataclass
 class _Course:
-    """A peer's ``Progress`` after its first rounds and its last, and by event the (at, seconds) for which
-    training stood still."""
+    """A peer's stage, its ``Progress`` after its first rounds and its last, and by event the (at, seconds)
+    for which training stood still."""
 
     name: str = ""
+    stage: int = 0
     first: ev.Progress | None = None
     last: ev.Progress | None = None
     stood: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
@@ -185,7 +186,7 @@ class SteadyState:
         course = self._courses.setdefault(event.peer, _Course(event.peer))
         match event:
             case ev.PeerStarted():
-                course.name, course.first = event.name, None
+                course.name, course.stage, course.first = event.name, event.stage, None
             case ev.Progress(phase="training") if event.inner_steps:
                 if course.first is None and min(event.versions, default=0) >= self.first_rounds:
                     course.first = event
@@ -201,7 +202,7 @@ class SteadyState:
     def figures(self) -> dict[str, Any]:
         """By peer's name: ``utilisation``, seconds in inner steps over seconds; of the same time what went
         into checkpoints (``saving_share``) and into measuring (``measuring_share``). ``tokens_per_s`` of all
-        peers together."""
+        peers of the first stage together."""
         told: dict[str, dict[str, float]] = {"utilisation": {}, "saving_share": {}, "measuring_share": {}}
         tokens_per_s = 0.0
         for course in sorted(self._courses.values(), key=lambda course: course.name):
@@ -209,7 +210,7 @@ class SteadyState:
             if first is None or last is None or last.wall_s <= first.wall_s:
                 continue
             wall_s = last.wall_s - first.wall_s
-            tokens_per_s += (last.tokens - first.tokens) / wall_s
+            tokens_per_s += (last.tokens - first.tokens) / wall_s if course.stage == 0 else 0.0
             told["utilisation"][course.name] = round((last.train_s - first.train_s) / wall_s, 4)
             for name, kind in (("saving_share", "checkpoint_saved"), ("measuring_share", "agreed_measured")):
                 stood = course.stood.get(kind, ())

@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from monitoring.charts import OUTCOMES
-from monitoring.facts import ONLINE, STATES, PeerFacts, StageFacts, SwarmFacts
+from monitoring.facts import ONLINE, STATES, PeerFacts, PipelineFacts, StageFacts, SwarmFacts
 from monitoring.words import plain
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -68,6 +68,12 @@ _STAGE_GAUGES = {
     "forward_round_trip_s", "stage_back_round_trip_seconds": "back_round_trip_s",
 }  # fmt: skip
 """Only in a run with stages."""
+_PIPELINE_GAUGES = {
+    "peer_waiting_microbatches": "waiting", "peer_microbatches_in_flight": "in_flight",
+    "peer_counted_microbatches": "counted", "peer_dropped_microbatches": "dropped",
+    "peer_waiting_ratio": "waiting_share",
+}  # fmt: skip
+"""By name, the field of ``PipelineFacts``."""
 _WHILE_ONLINE = {"loss_training", "utilisation"}
 
 
@@ -93,6 +99,11 @@ class FactsCollector(Collector):
                 yield from _of(GaugeMetricFamily, _STAGE_GAUGES, StageFacts, facts.stages, ["stage"])
         yield from _of(CounterMetricFamily, _PEER_COUNTERS, PeerFacts, peers, ["peer", "name"])
         yield from _of(GaugeMetricFamily, _PEER_GAUGES, PeerFacts, peers, ["peer", "name"])
+        for name, field in _PIPELINE_GAUGES.items() if facts.stages else ():
+            told = {(*_names(one), str(one.stage)): one.pipeline for one in peers if one.pipeline is not None}
+            words = PipelineFacts.model_fields[field].description or field
+            values = {key: getattr(pipeline, field) for key, pipeline in told.items()}
+            yield _gauge(name, words, ["peer", "name", "stage"], values)
         yield _ages(peers)
         yield from _links(peers)
 

@@ -101,11 +101,12 @@ def _page(facts: SwarmFacts, options: dict[str, Any], texts: dict[str, str]) -> 
     legend = "".join(
         f'<span><i style="background:{one[0]}"></i>{one[2]}</span>' for one in charts.OUTCOMES.values()
     )
+    tall = " tall" if len(facts.stages) * facts.fragments > charts.MAX_LOW_ROWS else ""
     cards = "".join(
         f'<div class="b-card"><div class="b-head"><span class="b-title">{name}</span><span class="b-hint">'
         f"{hint.replace('UNIT', facts.loss_unit)}</span></div>"
         f'{f"""<div class="b-legend">{legend}</div>""" if key == "rounds" else ""}'
-        f'<div class="b-chart" data-chart="{key}"></div></div>'
+        f'<div class="b-chart{tall if key == "rounds" else ""}" data-chart="{key}"></div></div>'
         for key, name, hint in _CARDS
     )
     told = "".join(

@@ -147,20 +147,21 @@ def _held(peers: Mapping[str, PeerView], stage: int) -> dict[str, PeerView]:
 
 
 def _stage(told: StageFacts, view: SwarmView, peers: Mapping[str, PeerView]) -> dict[str, Any]:
-    """One stage. ``microbatches``: summed over its peers, ``waiting_share`` their mean part of the time in
-    which they waited for some; ``hops``: the median link to the stage behind (``forward``) and before
-    (``back``), bytes per second while payload was under way; ``bytes``: payload that went there."""
+    """One stage. ``tokens_per_s``: over the time of the peer that trained longest. ``microbatches``: summed
+    over its peers; ``waiting_share``: their mean part of the time in which they waited for some. ``hops``:
+    the median link to the stage behind (``forward``) and before (``back``), bytes per second while payload
+    was under way, and the payload bytes that went there."""
     totals = functools.reduce(Counters.plus, (peer.totals for peer in peers.values()), Counters())
     versions = zip(*(peer.versions for peer in peers.values() if peer.versions), strict=False)
     drops = sum((peer.tally.dropped for peer in peers.values()), Counter[str]())
-    rate = (peer.totals.tokens / peer.totals.wall_s for peer in peers.values() if peer.totals.wall_s > 0)
+    wall_s = max((peer.totals.wall_s for peer in peers.values()), default=0.0)
     return {
         "stage": told.stage,
         "peers": len(peers),
         "finished": sum(peer.end is not None for peer in peers.values()),
         "parameters": max((peer.start.parameters for peer in peers.values()), default=0),
         "tokens": totals.tokens,
-        "tokens_per_s": _rounded(sum(rate), 1),
+        "tokens_per_s": _rounded(totals.tokens / wall_s, 1) if wall_s > 0 else None,
         "inner_steps": totals.inner_steps,
         "rounds": _rounds(view, told.stage),
         "digests_equal": _is_one_digest(peers.values()),

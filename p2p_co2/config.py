@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from p2p_co2.codec_specs import SPECS, codec_names
 from p2p_co2.errors import ConfigError
+from p2p_co2.protocol.wire.limits import MAX_STAGES
 from p2p_co2.system.governor import read_hours
 
 ApplyRule = Literal["keep", "co2", "blend", "eager"]
@@ -104,7 +105,7 @@ class PipelineConfig(_Frozen):
     and nobody moves away from one with no more.
     """
 
-    stages: int = Field(default=1, ge=1, le=32)
+    stages: int = Field(default=1, ge=1, le=MAX_STAGES)
     microbatches: int = Field(default=64, ge=1, le=4096)
     sequences: int = Field(default=1, ge=1, le=4096)
     forward: BoundaryCodec = "int8"
@@ -255,7 +256,7 @@ class PeerConfig(_Frozen):
     name: str = Field(default="", max_length=64)
     device: str = "cpu"
     batch: int = Field(default=0, ge=0)
-    stage: int = Field(default=-1, ge=-1, lt=32)
+    stage: int = Field(default=-1, ge=-1, lt=MAX_STAGES)
     """Of a run with stages: which one to hold; -1 for the one that is needed most."""
     cache_bytes: int = Field(default=1 << 30, ge=1 << 20)
     """Microbatches on their way through this peer's stage may take so much memory: payloads half of it, and

@@ -18,16 +18,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from p2p_co2.recipes import Recipe
+from p2p_co2.recipes import Recipe, Stages
 
 SAMPLE_EVERY_S = 10.0
+CLASSES = 16
 
 
 class Descent:
@@ -92,6 +93,44 @@ def make(step_s: float = 0.1, width: int = 32) -> Recipe:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
     return Recipe(model, batches, loss, optimizer=Descent)  # type: ignore[arg-type]  # see the class
+
+
+class Resting(nn.Sequential):
+    """Layers whose forward takes ``step_s`` more."""
+
+    def __init__(self, step_s: float, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.step_s = step_s
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if hidden.device.type != "meta":
+            time.sleep(self.step_s)
+        return super().forward(hidden)  # type: ignore[no-any-return]
+
+
+def make_stages(step_s: float = 0.05, width: int = 32) -> Recipe:
+    """For a run of any number of stages from 2: a table, layers that rest, a head."""
+
+    def batches(seed: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            inputs = torch.randint(CLASSES, (batch, 16), generator=generator)
+            yield inputs, inputs.roll(1, 1)
+
+    def loss(output: Tensor, side: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), side.flatten(), reduction="sum")
+
+    def stages(count: int) -> Stages:
+        makers: list[Callable[[], nn.Module]] = [lambda: Resting(step_s, nn.Embedding(CLASSES, width))]
+        makers += [lambda: Resting(step_s, nn.Linear(width, width), nn.Tanh())] * (count - 2)
+        makers.append(lambda: Resting(step_s, nn.Linear(width, CLASSES)))
+        return Stages(makers, lambda batch: batch, loss, side_range=(0, CLASSES))
+
+    whole = nn.Sequential(nn.Embedding(CLASSES, width), nn.Linear(width, CLASSES))
+    return Recipe(
+        whole, batches, lambda model, batch: loss(model(batch[0]), batch[1]) / batch[1].numel(),
+        optimizer=Descent, stages=stages,  # type: ignore[arg-type]  # see the class
+    )  # fmt: skip
 
 
 def no_memory(*_: object) -> tuple[int, float]:

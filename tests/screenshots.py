@@ -137,7 +137,7 @@ def _deeper(driver: WebDriver, address: str, folder: Path, mode: str) -> None:
 def _states(folder: Path) -> None:
     shown = {
         "connecting": "nothing-connecting", "empty": "nothing-empty", "gone": "nothing-lost",
-        "lost": "banner",
+        "lost": "banner", "stages": "stages",
     }  # fmt: skip
     for kind, ready in shown.items():
         with board(["-m", "tests.board_server", kind]) as address, browser() as driver:

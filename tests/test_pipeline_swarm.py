@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from bootstrap.local_swarm import environment
 from p2p_co2.config import ClockConfig, PipelineConfig, RunConfig
 from p2p_co2.recipes import load_run_recipe, recipe_digest
-from p2p_co2.telemetry.events import Progress, StageProgress
+from p2p_co2.telemetry.events import LinkMeasured, Progress, StageProgress
 from p2p_co2.trainer.stage_peer import data_seed
 from tests.campaign import Campaign, console
 from tests.test_swarm import START_S, opened
@@ -99,6 +99,12 @@ def test_those_who_join_choose_what_is_needed_and_all_comes_to_its_end(tmp_path:
         assert {one.stage for one in told} == {0, 1}
         assert [one.dropped for one in told] == [0, 0]
         assert told[0].counted == told[1].counted > 0
+        for name, payload_bytes in (("one", 32 * 32), ("two", 32 * 32)):  # int8, width times context
+            hop = swarm.events(name, LinkMeasured)[-1]  # the group has no links: each stage has one replica
+            assert hop.bytes_per_s > 0
+            assert hop.sent_bytes > payload_bytes
+            sent_bytes = swarm.events(name, Progress)[-1].up_bytes
+            assert sent_bytes > payload_bytes * told[0].counted, "microbatches are in a peer's traffic"
         losses = [one.loss for one in swarm.events("one", Progress) if one.loss == one.loss]
         assert losses[-1] < losses[0]
         folders = [str(tmp_path / name / "checkpoint") for name in ("one", "two")]

@@ -135,6 +135,7 @@ def test_the_summary_has_a_table_of_stages() -> None:
     assert (first["rounds"]["committed"], first["rounds"]["aborted"]) == (2, 1)
     assert (second["rounds"]["committed"], second["rounds"]["aborted"]) == (2, 0)
     assert second["microbatches"]["drop_reasons"] == {"late": 1}
+    assert second["tokens_per_s"] == 240.0  # 2,400 in 10 s
     assert (summary["tokens"], summary["parameters"], summary["digests_equal"]) == (2200, 2000, True)
     assert [peer["stage"] for peer in summary["peer_table"].values()] == [0, 1, 0, 1]
     assert verdict(summary) == []
@@ -270,6 +271,8 @@ def test_metrics_and_sinks_have_each_stage() -> None:
     queue = families["p2p_co2_stage_waiting_microbatches"].samples
     assert {sample.labels["stage"]: sample.value for sample in queue} == {"0": 0.0, "1": 6.0}
     assert families["p2p_co2_stage_forward_bytes_per_second"].samples[0].value == 6e6
+    waiting = families["p2p_co2_peer_waiting_microbatches"].samples
+    assert {sample.labels["name"]: sample.value for sample in waiting} == {"a": 0, "b": 2, "c": 0, "d": 4}
     assert figures_of(facts)["stage/1/waiting"] == 6.0
     rows = {row["name"]: row["value"] for row in fact_rows(facts.peers[1])}
     assert (rows["stage"], rows["waiting"], rows["waits for"]) == ("1", "2", "")

@@ -123,10 +123,6 @@ def _show_troubles(facts: SwarmFacts) -> None:
             text("b-when", f"{clock(max(0.0, facts.at - trouble.since_at))} ago")
 
 
-MAX_LOW_ROWS = 10
-"""Of fragments, that a chart of rounds of usual height has room for."""
-
-
 class StalenessPage(Page):
     """How late answers come, fragment by fragment and round by round."""
 
@@ -140,7 +136,7 @@ class StalenessPage(Page):
                         ui.element("i").style(f"background:{colour}")
                         ui.label(words)
             known = frame.model.known
-            kind = "tall" if known.stages * known.fragments > MAX_LOW_ROWS else ""
+            kind = "tall" if known.stages * known.fragments > charts.MAX_LOW_ROWS else ""
             self._heat = Chart("chart-rounds", kind, on_click=self._open_round)
         with card("Staleness", "outer steps between a gradient's parameters and those it met"):
             self._histogram = Chart("chart-staleness")

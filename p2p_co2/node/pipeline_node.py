@@ -174,6 +174,7 @@ class PipelineNode:
         self.life.stopping.set()
 
     def say_goodbye(self, reason: str) -> None:
+        self._tell()
         self.membership.say_goodbye(reason)
         self.pump()
 
@@ -268,10 +269,11 @@ class PipelineNode:
 
     def _tell(self) -> None:
         machine, handed = self.machine, self.handed
+        waits_for = machine.waits_for if handed.is_asked else ""  # else it computes
         self.report(
             ev.StageProgress, stage=self._place.stage, waiting=machine.waiting, in_flight=machine.in_flight,
             counted=handed.counted, dropped=handed.drops, waiting_s=handed.waited_s,
-            before=len(self.beside.live(-1)), behind=len(self.beside.live(1)), waits_for=machine.waits_for,
+            before=len(self.beside.live(-1)), behind=len(self.beside.live(1)), waits_for=waits_for,
         )  # fmt: skip
 
     async def _keep_time(self) -> None:

@@ -140,7 +140,10 @@ class Peer:
             now = time.monotonic()
             if now - sync.figures.made_at >= 10 * REPORT_EVERY_S:
                 sync.report()
-        return not (sync.stopped or sync.account.is_over(sync.clock.position(now, sync.inner_steps)))
+            position = sync.clock.position(now, sync.inner_steps)
+            if (over := sync.account.is_over(position)) and between_steps:
+                sync.position = position  # though no step brings it there; one that is under way counts
+        return not (sync.stopped or over)
 
     def stop(self) -> None:
         """Ask the loop to end: the next ``step`` returns False. Safe in a signal handler."""

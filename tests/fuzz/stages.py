@@ -82,8 +82,9 @@ class Volunteer:
             0 if last else crossings.back(stage).payload_bytes, crossings.digest(), 20.0,
         )  # fmt: skip
         self.place = Place(self.me, sum(name.encode()) << 32, stage, world.count)
+        self.environment = world.environment(self.identity)
         self.node = PipelineNode(
-            world.environment(self.identity), self.place, sizes, partial(world.listed, self.me), self._status,
+            self.environment, self.place, sizes, partial(world.listed, self.me), self._status,
             self.events.append,
         )  # fmt: skip
         module = world.stages.build(0, stage)

@@ -256,7 +256,7 @@ class Pipeline:
             return f"stage {self._place.stage + 1} has no replica"
         if any(one.phase is Phase.PLACING for one in self._held.values()):
             return f"stage {self._place.stage + 1} has no room"
-        if self.in_flight:
+        if self.in_flight and not self._place.is_last:
             return f"gradients from stage {self._place.stage + 1}"
         if not self._place.is_first and not self._peers.before():
             return f"stage {self._place.stage - 1} has no replica"
@@ -354,7 +354,7 @@ class Pipeline:
             if one.deadline <= now:
                 late = self._peers.get(one.receiver) if one.receiver is not None else None
                 if late is not None:
-                    late.granted = late.used  # the next ones go elsewhere, until it says anew
+                    late.is_late = True
                 what = "gradient" if one.phase is Phase.AWAY else "rest of it"
                 self._drop(key, f"the {what} did not come in time")
         self._grant()
@@ -416,6 +416,7 @@ class Pipeline:
         if past is not None and past.receiver == sender:
             if past.given_up is not None and message.offset + len(message.data) == message.total:
                 peer.durations.add(now - past.given_up)  # the next ones are given more time
+                peer.is_late = False
                 self._recent[key] = _Past(sender)
             return False
         if one is None and past is None:
@@ -432,6 +433,7 @@ class Pipeline:
             return False
         if one.coming.whole is not None:
             peer.durations.add(now - one.sent_at)
+            peer.is_late = False
             one.payload, one.loss, one.coming = one.coming.whole, message.loss, None
             one.phase, one.deadline = Phase.RETURNED, math.inf
             self._events.append(WorkReady())

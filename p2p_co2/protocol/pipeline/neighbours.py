@@ -27,7 +27,7 @@ class NeighbourPeer:
     """One of them. ``is_before``: it sends us forwards; else we send it ours. ``granted``: how many may be
     sent in all since we met; ``used``: how many were. ``ours``, ``theirs``: each side's number of the
     meeting, 0 for its until it has said what crosses. ``durations``: from a forward that went there to its
-    gradient."""
+    gradient; ``is_late``: one was given up, and none has come since."""
 
     is_before: bool
     ours: int
@@ -36,6 +36,7 @@ class NeighbourPeer:
     granted: int = 0
     used: int = 0
     durations: Durations = field(default_factory=Durations)
+    is_late: bool = False
 
     @property
     def room(self) -> int:
@@ -130,18 +131,22 @@ class Neighbours:
         """Routes of a new round; ``peers``: tokens a second of this stage's replicas, this one's too."""
         behind = {peer: known.rate for peer, known in self.behind().items()}
         self._shares = shares(self._me, peers, behind, seed)
-        for peer in self._peers:
+        for peer, known in self._peers.items():
+            known.is_late = False
             self.introduce(peer)  # our rate has changed, and what was said before may have been lost
 
     def receiver(self, away: Mapping[PeerId | None, int], window: int) -> PeerId | None:
         """Who gets the next microbatch: of those with room the one where it would wait least, beyond that
         peer's share of the window. ``away``: how many are there. A share alone would let all wait for the
-        slowest replica while others wait for an inner step to be drained."""
+        slowest replica while others wait for an inner step to be drained. One that is late is left out for
+        the rest of the round, unless all are: what it does not answer holds an inner step up each time."""
 
         def wait(item: tuple[PeerId, NeighbourPeer]) -> tuple[float, PeerId]:
             peer, known = item
             beyond = away.get(peer, 0) + 1 - window * self._shares.get(peer, 0.0)
             return beyond / (known.rate or 1.0), peer
 
-        room = [item for item in self.behind().items() if item[1].room > 0]
+        behind = self.behind()
+        answering = {peer: known for peer, known in behind.items() if not known.is_late} or behind
+        room = [item for item in answering.items() if item[1].room > 0]
         return min(room, key=wait)[0] if room else None
