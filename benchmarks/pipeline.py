@@ -24,7 +24,9 @@ computing, so that two cores are enough. Lines are ``PeerConfig.slow_line``'s: c
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -32,7 +34,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -387,9 +389,10 @@ def rounds(options: argparse.Namespace) -> Figures:
         for name, peer in zip(names, peers, strict=True):
             within = [e for e in swarm.events(name, ev.RoundCommitted, began_at) if e.at < ended_at]
             points = fragments * (ended_at - began_at) / round_s
-            both = sum(e.contributors >= 2 for e in within)
             found[name] = {
-                "share": round(both / points, 3), "committed": len(within), "points": points,
+                "share": round(sum(e.group_size >= 2 for e in within) / points, 3),
+                "whole": round(sum(e.contributors >= 2 for e in within) / points, 3),
+                "committed": len(within), "points": round(points, 1),
                 "aborted": [e.reason for e in swarm.aborts(name, began_at)][:5],
                 "skipped": len(swarm.events(name, ev.SendSkipped, began_at)),
                 "duration_s": [round(e.duration_s, 2) for e in within],
@@ -403,63 +406,79 @@ def _counted(swarm: Bench, names: Sequence[str]) -> int:
     return sum(last.counted for name in names if (last := swarm.last(name)) is not None)
 
 
+@dataclass
+class Life:
+    """From when to when a replica of ``stage`` has counted microbatches."""
+
+    stage: int
+    since: float = 0.0
+    until: float = math.inf
+
+
 def kills(options: argparse.Namespace) -> Figures:
     random_ = random.Random(options.seed)
     every_s, kill_count = 20.0, 6
     with bench() as swarm:
         swarm.start_seed(run_of(2, 16, "int8", round_s=10.0, fragments=2, bulk=20_000))
-        live = {f"s{stage}-{replica}": stage for stage in range(2) for replica in range(2)}
-        children = {name: swarm.ours(name, stage) for name, stage in live.items()}
+        lives = {f"s{stage}-{replica}": Life(stage) for stage in range(2) for replica in range(2)}
+        children = {name: swarm.ours(name, life.stage) for name, life in lives.items()}
         for child in children.values():
             swarm.wait_for_steps(child, 2)
-        calm_at, calm = time.time(), _counted(swarm, list(live))
-        owners = [name for name, stage in live.items() if stage == 0]
-        before = _counted(swarm, owners)
+        calm_at, before = time.time(), _counted(swarm, _owners(lives))
         time.sleep(every_s)
-        base = (_counted(swarm, owners) - before) / (time.time() - calm_at)
-        began_at, made_before = time.time(), _counted(swarm, owners)
-        everybody, newcomers, deaths = list(live), [], []
-        absent: list[list[float]] = []  # stage, from, until
+        began_at, made_before = time.time(), _counted(swarm, _owners(lives))
+        calm_rate = (made_before - before) / (began_at - calm_at)
+        newcomers, deaths = list[Figures](), list[Figures]()
         for number in range(kill_count):
-            victim = random_.choice(sorted(live))
-            stage, killed_at = live.pop(victim), time.time()
-            last = swarm.last(victim)
+            victim = random_.choice(sorted(name for name, life in lives.items() if life.until == math.inf))
+            stage, killed_at, last = lives[victim].stage, time.time(), swarm.last(victim)
+            lives[victim].until = killed_at
             swarm.kill(children[victim])
-            deaths.append({"peer": victim, "in_flight": last.in_flight if last else 0})
-            name = f"s{stage}-new{number}"
+            deaths.append({"stage": stage, "in_flight": last.in_flight if last else 0})
+            name = f"new{number}"
             children[name] = swarm.ours(name, -1 if options.choose else stage)
-            started_at, everybody = time.time(), [*everybody, name]
-            first_at = _first_counted(swarm, name, children[name], every_s * 2)
             ready = json.loads(swarm.wait_for_line(children[name], "ready:", START_S))
+            lives[name] = Life(ready["stage"], _first_counted(swarm, name, every_s * 2))
             newcomers.append({
-                "stage": ready["stage"], "ready_s": round(ready["at"] - started_at, 1),
-                "counted_s": round(first_at - started_at, 1),
+                "stage": ready["stage"], "ready_s": round(ready["at"] - killed_at, 1),
+                "counted_s": round(lives[name].since - killed_at, 1),
             })  # fmt: skip
             print("kills", deaths[-1], newcomers[-1], os.getloadavg()[0], file=sys.stderr)
-            live[name] = ready["stage"]
-            absent.append([stage, killed_at, first_at])
             time.sleep(max(0.0, killed_at + every_s - time.time()))
-        ended_at = time.time()
-        owners = [name for name in everybody if name.startswith("s0")]
+        ended_at, owners = time.time(), _owners(lives)
         counted = _counted(swarm, owners) - made_before
-        drops = [e for name in everybody for e in swarm.events(name, ev.MicrobatchDropped, began_at)]
-        owned = [e for name in owners for e in swarm.events(name, ev.MicrobatchDropped, began_at)]
-        lost = sum(d["in_flight"] for d in deaths if d["peer"].startswith("s0"))
-        reasons = sorted({e.reason.split(" peer ")[0].split(" 12D")[0][:60] for e in drops})
-    whole = ended_at - began_at
-    left = whole - sum(until - since for _, since, until in absent) / 2
+        drops = [e for name in owners for e in swarm.events(name, ev.MicrobatchDropped, began_at)]
+    dropped = len(drops) + sum(d["in_flight"] for d in deaths if d["stage"] == 0)
+    left_s = _left_s(lives, began_at, ended_at)
     return {
-        "dropped": against((len(owned) + lost) / (counted + len(owned) + lost), 0.03, at_most=True),
-        "of_what_is_left": against(counted / (base * left), 0.8),
-        "of_all": round(counted / (base * whole), 3),
+        "dropped": against(dropped / (counted + dropped), 0.03, at_most=True),
+        "of_what_is_left": against(counted / (calm_rate * left_s), 0.8),
         "newcomer_s": against(max(n["counted_s"] for n in newcomers), 20.0, at_most=True),
-        "newcomers": newcomers, "deaths": deaths, "drops": len(drops), "owners_drops": len(owned),
-        "lost_with_owners": lost, "reasons": reasons, "calm_microbatches_per_s": round(base, 2),
-        "counted": counted, "calm": calm,
+        "of_all": round(counted / (calm_rate * (ended_at - began_at)), 3),
+        "left_share": round(left_s / (ended_at - began_at), 3),
+        "newcomers": newcomers, "deaths": deaths, "dropped_microbatches": dropped, "counted": counted,
+        "calm_microbatches_per_s": round(calm_rate, 2),
+        "reasons": sorted({e.reason.split(" 12D")[0][:60] for e in drops}),
     }  # fmt: skip
 
 
-def _first_counted(swarm: Bench, name: str, child: Child, timeout_s: float) -> float:
+def _owners(lives: Mapping[str, Life]) -> list[str]:
+    return [name for name, life in lives.items() if life.stage == 0]
+
+
+def _left_s(lives: Mapping[str, Life], began_at: float, ended_at: float) -> float:
+    """Seconds at the capacity of two replicas in either stage: the smaller stage decides."""
+    times = {began_at, ended_at, *(life.since for life in lives.values())}
+    times |= {life.until for life in lives.values()}
+    edges = sorted(at for at in times if began_at <= at <= ended_at)
+    left_s = 0.0
+    for since, until in itertools.pairwise(edges):
+        alive = [life.stage for life in lives.values() if life.since <= since and life.until >= until]
+        left_s += (until - since) * min(alive.count(0), alive.count(1)) / 2
+    return left_s
+
+
+def _first_counted(swarm: Bench, name: str, timeout_s: float) -> float:
     """When a newcomer's first microbatch was counted, or when it was waited for no more."""
     until = time.time() + timeout_s
     while time.time() < until:
