@@ -114,10 +114,12 @@ class Stages:
 
     def groups(self, stage: int, module: nn.Module) -> list[nn.Module]:
         """What the groups train that a peer with ``module``, which is ``stage``, is in: the stage's, and that
-        of the tied table, if it has one. The tensors are the module's."""
+        of the tied table, if it has one. The tensors are the module's. Raises ``ConfigError`` if nothing is
+        left beside the table."""
         if not (name := self.tied_name(stage)):
             return [module]
-        return list(apart(module, module.get_parameter(name)))
+        rest, table = apart(module, module.get_parameter(name))
+        return [self._trainable(stage, rest), table]
 
     def whole(self, seed: int) -> nn.Module:
         """All stages as their peers start with them, joined."""
