@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ from torch import Tensor, nn
 from p2p_co2.config import CodecConfig, OuterConfig, PipelineConfig, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.node.ledger import PartWeights
+from p2p_co2.node.node import Node
+from p2p_co2.node.state import LocalProgress, PeerState
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.recipes import Stages, load_recipe, load_run_recipe, recipe_digest
 from p2p_co2.recipes.byte_gpt import byte_gpt_stages
 from p2p_co2.recipes.stages import TiedTable
@@ -20,6 +25,7 @@ from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.gather import gather_folders
+from p2p_co2.trainer.network_thread import NodeView
 from tests.test_gather import loaded, write
 from tests.test_stages import SHAPE
 
@@ -180,3 +186,32 @@ def test_two_tables_of_one_round_are_one(tmp_path: Path) -> None:
         write(tmp_path / str(stage) / "tied" / "checkpoint", run, 2, table, [4] * run.fragments)
     with pytest.raises(ConfigError, match="holds another state of tied table at round 4 than"):
         gather_folders(folders, tmp_path / "whole")
+
+
+# ---- resting
+
+
+def test_a_group_rests_with_the_main_one_until_it_trains_again() -> None:
+    views = [NodeView(ShownNode(), ONE_THREAD, lambda kind, fields: None, lambda: None) for _ in range(2)]
+    main, table = views
+    main.rest_with.append(table)
+    table.show(LocalProgress(Status.TRAINING, position=3.5, inner_steps=7))
+    main.show(LocalProgress(Status.TRAINING, position=4.5, inner_steps=9))
+    assert table.node.state.local.phase == Status.TRAINING
+    main.show(LocalProgress(Status.PAUSED, position=4.5, inner_steps=9))
+    assert table.node.state.local == LocalProgress(Status.PAUSED, position=3.5, inner_steps=7)
+    table.show(LocalProgress(Status.TRAINING, position=6.0, inner_steps=8))
+    assert table.node.state.local.phase == Status.TRAINING
+
+
+class ShownNode(Node):
+    """Nothing but what it was shown."""
+
+    def __init__(self) -> None:
+        self.state = PeerState(PeerId("me"), [])
+
+    def show(self, progress: LocalProgress) -> None:
+        self.state.show(progress)
+
+
+ONE_THREAD = cast(Any, SimpleNamespace(call_soon_threadsafe=lambda call, *arguments: call(*arguments)))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import uvloop
@@ -71,6 +72,8 @@ class NodeView:
         self.report, self.failure = report, failure
         self.beside = list[Callable[[], tuple[int, int]]]()
         """The traffic of this process's other groups."""
+        self.rest_with = list[NodeView]()
+        """Of groups that rest with this one."""
         self._buffers: ModelBuffers | None = None
 
     def offer(self, offer: Offer) -> None:
@@ -78,6 +81,13 @@ class NodeView:
 
     def show(self, progress: LocalProgress) -> None:
         self._loop.call_soon_threadsafe(self.node.show, progress)
+        if progress.phase == Status.PAUSED:
+            for other in self.rest_with:
+                self._loop.call_soon_threadsafe(other.rest)
+
+    def rest(self) -> None:
+        """Say that this peer rests, until ``show`` says what it does. On the loop."""
+        self.node.show(replace(self.node.state.local, phase=Status.PAUSED))
 
     def swarm_position(self) -> tuple[float, float] | None:
         return self.node.progress.swarm_position

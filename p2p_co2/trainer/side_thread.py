@@ -3,8 +3,9 @@
     thread = SideThread(main, 3, {0, 2}, "the tied table")     # the group ``run.stage_digest(3)``
 
 Its node runs on the main thread's loop, over its carriers, line, clock and records; the main node lists this
-peer in the DHT and keeps the daemon. Peers that hold one of ``stages`` are those of the group. Only warnings
-are told, under the group's name: other events speak of fragments, and would be taken for the main group's.
+peer in the DHT and keeps the daemon. Peers that hold one of ``stages`` are those of the group. Only warnings,
+under the group's name, and broken rules are told: other events speak of fragments and members, and would be
+taken for the main group's.
 
 Price: two groups that share a peer may have a link to it each.
 """
@@ -115,10 +116,13 @@ class SideThread:
 
         node = self.ask(start())
         self._main.view.beside.append(self.view.traffic_bytes)
+        self._main.view.rest_with.append(self.view)
         return node
 
     def on_event(self, event: ev.Event) -> None:
-        if isinstance(event, ev.Warned):
+        if isinstance(event, ev.MessageRefused):
+            self._main.on_event(event)
+        elif isinstance(event, ev.Warned):
             self._main.on_event(replace(event, text=f"{self._name}: {event.text}"))
 
     def report(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None:

@@ -95,8 +95,7 @@ class Trained(NamedTuple):
 class StagePeer:
     """Made by ``Connection.start_stage``. A context manager: leaving the block leaves the swarm.
 
-    ``groups``: the stage's own, and that of the tied table after it, if the stage has one. Price: while this
-    peer rests, the latter takes it for one that trains and sends nothing."""
+    ``groups``: the stage's own, and that of the tied table after it, if the stage has one."""
 
     def __init__(
         self, groups: Sequence[Trained], pipeline: PipelineView, place: Place, work: StageWork
