@@ -106,8 +106,9 @@ class PipelineConfig(_Frozen):
     ``backward``: how activations and their gradients cross to the next stage and back: what is lost forward
     is lost for the loss itself, so never 4 bits. ``backward_critical``: of gradients that others wait for, on
     a line that carries less than is computed and at the end of an inner step; "int4", or "rank16" for low
-    rank, or "" for none of its own. ``min_replicas``: a stage with fewer gets newcomers first,
-    and nobody moves away from one with no more.
+    rank, or "" for none of its own. ``min_replicas``: a stage with fewer gets newcomers first, and nobody
+    moves away from one with no more. ``tied`` "fused": the first stage and the last hold one table, which
+    their peers agree on in a group of its own (Optimus-CC's fused embedding synchronisation).
     """
 
     stages: int = Field(default=1, ge=1, le=MAX_STAGES)
@@ -117,6 +118,11 @@ class PipelineConfig(_Frozen):
     backward: Literal["fp32", "bf16", "int8", "int4"] = "int8"
     backward_critical: str = ""
     min_replicas: int = Field(default=2, ge=1, le=64)
+    tied: Literal["no", "fused"] = "no"
+
+    @property
+    def is_tied(self) -> bool:
+        return self.stages > 1 and self.tied == "fused"
 
     @field_validator("backward_critical")
     @classmethod
@@ -217,7 +223,7 @@ class RunConfig(_Frozen):
 
     def stage_digest(self, stage: int) -> bytes:
         """Names the group of the peers that hold ``stage``: an ordinary swarm under this digest. The run's
-        own digest where there is one stage."""
+        own digest where there is one stage. One past the last stage is the group of the tied table."""
         return stage_digest(self.digest(), stage, self.pipeline.stages)
 
     @classmethod

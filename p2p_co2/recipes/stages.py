@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes.drawing import drawn_from
 from p2p_co2.tensors.stages import Chain
+from p2p_co2.tensors.stages.tied import apart
 
 MakeStage = Callable[[], nn.Module]
 Split = Callable[[Any], tuple[Tensor, Tensor]]
@@ -110,6 +111,15 @@ class Stages:
         if self.tied is None or stage not in {0, len(self) - 1}:
             return ""
         return self.tied.first if stage == 0 else self.tied.last
+
+    def groups(self, stage: int, module: nn.Module) -> list[nn.Module]:
+        """What the groups train that a peer with ``module``, which is ``stage``, is in: the stage's, and that
+        of the tied table, if it has one. The tensors are the module's. Raises ``ConfigError`` if nothing is
+        left beside the table."""
+        if not (name := self.tied_name(stage)):
+            return [module]
+        rest, table = apart(module, module.get_parameter(name))
+        return [self._trainable(stage, rest), table]
 
     def whole(self, seed: int) -> nn.Module:
         """All stages as their peers start with them, joined."""
