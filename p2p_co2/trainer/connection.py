@@ -220,6 +220,7 @@ class Connection:
         in a run with stages, which need not meet the stages beside it. Raises as ``start``."""
         model, pipeline = recipe.model, self.run.pipeline
         if pipeline.stages > 1:
+            self._thread.network.holds.visits = True
             stages = recipe.in_stages(pipeline.stages)
             model = stages.build(
                 self.run.seed, self._thread.choose_stage(self.config.stage, lambda: range(pipeline.stages))
