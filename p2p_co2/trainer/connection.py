@@ -262,6 +262,7 @@ class Connection:
         table's group too, if there is one. Leave from the last to the first. Raises as ``start``."""
         models, count = [recipe.model], self.run.pipeline.stages
         if count > 1:
+            self._main.network.holds.visits = True
             stages = recipe.in_stages(count)
             stage = self._main.choose_stage(self.config.stage, lambda: range(count))
             models = stages.groups(stage, stages.build(self.run.seed, stage))

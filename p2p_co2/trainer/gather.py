@@ -112,9 +112,11 @@ def gather_swarm(ticket: str, out: Path, own_recipe: str = "") -> list[Source]:
     _refuse_used(out)
     out.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="stages-", dir=out) as place:
-        run = _fetch(ticket, Path(place) / "0", 0, own_recipe)
+        visitor = PeerConfig(folder=Path(place) / "0", stage=0, board=False)
+        run = fetch(ticket, visitor, own_recipe)
         for stage in range(1, run.pipeline.stages):
-            _fetch(ticket, Path(place) / str(stage), stage, own_recipe)
+            there = {"folder": Path(place) / str(stage), "stage": stage}
+            fetch(ticket, visitor.model_copy(update=there), own_recipe)
         folders = [Path(place) / str(stage) / "checkpoint" for stage in range(run.pipeline.stages)]
         return gather_folders(folders, out, own_recipe)
 
@@ -169,8 +171,9 @@ def _models(recipe: Recipe, run: RunConfig) -> tuple[nn.Module, Sequence[nn.Modu
     return stages.join(outlines), [own for own, *_ in groups] + groups[0][1:]
 
 
-def _fetch(ticket: str, folder: Path, stage: int, own_recipe: str) -> RunConfig:
-    """Leave a checkpoint of ``stage`` in ``folder``, as the peers that hold it agree on it."""
+def fetch(ticket: str, config: PeerConfig, own_recipe: str = "") -> RunConfig:
+    """Leave a checkpoint of ``config.stage`` in ``config.folder``, as the peers that hold it agree on it.
+    Blocks and raises as ``gather_swarm``."""
     met = list[ev.PeerJoined]()
 
     def on_event(event: ev.Event) -> None:
@@ -178,7 +181,7 @@ def _fetch(ticket: str, folder: Path, stage: int, own_recipe: str) -> RunConfig:
             met.append(event)
 
     try:
-        connection = connect(ticket, PeerConfig(folder=folder, stage=stage, board=False), on_event)
+        connection = connect(ticket, config, on_event)
         try:
             run = connection.run
             for peer in reversed(connection.visit(load_run_recipe(run, own_recipe))):
@@ -189,7 +192,7 @@ def _fetch(ticket: str, folder: Path, stage: int, own_recipe: str) -> RunConfig:
         if not met:
             raise TransportError("none of its peers is there")
     except (RunOver, TransportError) as error:
-        problem = f"nobody gives stage {stage} now: {error}"
+        problem = f"nobody gives stage {config.stage} now: {error}"
         raise TransportError(f"{problem} (or gather the checkpoint folders of its peers)") from error
     return run
 

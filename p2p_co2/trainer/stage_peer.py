@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
+from p2p_co2.node.pipeline_node import BesideStages
 from p2p_co2.protocol.pipeline import Pipeline, Place, Sizes, Work, window_of
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.recipes.sizes import StageSize
@@ -111,6 +112,11 @@ class StagePeer:
     @property
     def stage(self) -> int:
         return self._place.stage
+
+    @property
+    def beside(self) -> BesideStages:
+        """Who is in the stages beside this one's; any thread may ask."""
+        return self._pipeline.node.beside
 
     @property
     def module(self) -> nn.Module:
