@@ -76,5 +76,6 @@ def test_a_stage_whose_only_peer_was_killed_comes_back_from_what_was_kept(tmp_pa
         assert swarm.events("new", CaughtUp)
         committed = swarm.events("new", RoundCommitted)
         assert min(one.round for one in committed) >= min(rounds)
+        swarm.wait_until("it is given no more", lambda: is_kept(kept.parent) is False)
         seen = swarm.commits("first")
         swarm.wait_until("both train on", lambda: swarm.commits("first") >= seen + 4)
