@@ -75,6 +75,7 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
         wire.PeerRecord(
             peer=THEM.peer_id, run=RUN, maddrs=["/ip4/127.0.0.1/tcp/1"], grpc_addresses=["127.0.0.1:1"],
             certificate_digest=bytes(32), software="p2p-co2", expires_at=NOW + 60, stage=1, tokens_per_s=9.5,
+            visits=True,
         ),
         lambda data: records().peer_record(THEM.peer_id, THEM.seal(PEER_CONTEXT, data)),
     ),
