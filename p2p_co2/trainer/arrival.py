@@ -17,7 +17,7 @@ from p2p_co2.config import ClockConfig
 from p2p_co2.errors import ConfigError, RunOver, TransportError
 from p2p_co2.node.node import Node
 from p2p_co2.protocol.wire.messages_pb2 import RunPosition
-from p2p_co2.trainer.network_thread import NetworkThread
+from p2p_co2.trainer.side_thread import PeerThread
 from p2p_co2.trainer.synchroniser import Progressed
 
 GATHER_BOUND_S = 120.0
@@ -107,9 +107,7 @@ class Beginning:
     ``resumed_at``: the position, in rounds, of the checkpoint that this peer goes on from; None without
     one."""
 
-    def __init__(
-        self, thread: NetworkThread, rounds: int, resumed_at: float | None, start_over: bool
-    ) -> None:
+    def __init__(self, thread: PeerThread, rounds: int, resumed_at: float | None, start_over: bool) -> None:
         self._thread, self._rounds, self._resumed_at = thread, rounds, resumed_at
         self._is_allowed = start_over
         self._refusal: TransportError | RunOver | None = None

@@ -79,7 +79,7 @@ class Volunteer:
         sizes = Sizes(
             MICROBATCHES, 3, 6,
             crossings.forward_bytes(stage - 1) if stage else 0,
-            0 if last else crossings.back(stage).payload_bytes, crossings.digest(), 20.0,
+            [] if last else crossings.backward_bytes(stage), crossings.digest(), 20.0,
         )  # fmt: skip
         self.place = Place(self.me, sum(name.encode()) << 32, stage, world.count)
         self.environment = world.environment(self.identity)
@@ -122,7 +122,8 @@ class Volunteer:
             return lambda machine, now: machine.failed(key, done.refused)
         if work.do is Do.BACKWARD or self.stage == self.place.stages - 1:
             self.counted[key] += 1
-            return lambda machine, now: machine.counted(key, done.payload, done.tokens, done.loss, now)
+            said = done.payload, done.tokens, done.loss
+            return lambda machine, now: machine.counted(key, *said, now, done.codec)
         return lambda machine, now: machine.forwarded(key, done.payload or b"", done.tokens, now)
 
 
@@ -132,7 +133,7 @@ class StageWorld(World):
     def __init__(self, *replicas: int) -> None:
         super().__init__()
         self.count, self.stages = len(replicas), stages_of(len(replicas))
-        self.crossings = Crossings.of(self.stages, *next(batches(0)), "int8", "int8")
+        self.crossings = Crossings.of(self.stages, *next(batches(0)), "int8", "int8", "int4")
         self.volunteers = [
             Volunteer(self, f"s{stage} {number}", stage)
             for stage, count in enumerate(replicas)
