@@ -151,7 +151,7 @@ def test_wrong_messages_of_each_kind_break_no_peer(kind: str, data: bytes) -> No
 
 @pytest.mark.parametrize("kind", KINDS_BETWEEN)
 @given(data=st.binary(min_size=8, max_size=120))
-@settings(PATIENT, max_examples=3)
+@settings(PATIENT, max_examples=5)
 def test_wrong_messages_between_stages_break_no_peer(kind: str, data: bytes) -> None:
     """From members of the stages beside and from strangers, while messages are lost."""
     StageGame(data[1:], insiders=bool(data[0] & 1), losses=bool(data[0] & 2), kind=kind).play()
