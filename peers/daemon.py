@@ -193,10 +193,14 @@ def _train(
         running.take(stage_peer)
         from peers.guardian import Errand, Guardian
 
+        errand = Errand(options.ticket, options.config, options.recipe)
+        if options.start_over:
+            errand.forget()
+
         def warn(text: str) -> None:
             on_event(Warned(at=time.time(), peer=stage_peer.peer.peer_id, text=text))
 
-        with Guardian(Errand(options.ticket, options.config, options.recipe), stage_peer, warn):
+        with Guardian(errand, stage_peer, warn):
             stage_peer.train()
         return
     from p2p_co2.trainer.stage_peer import data_seed

@@ -41,6 +41,7 @@ from p2p_co2.trainer.arrival import CATCH_UP_BOUND_S
 from p2p_co2.trainer.network_thread import CLOSE_BOUND_S
 
 if TYPE_CHECKING:
+    from p2p_co2.protocol.wire.identity import PeerId
     from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
     from p2p_co2.trainer.stage_peer import StagePeer
 
@@ -61,11 +62,19 @@ def guardians(stage: int, beside: Collection[str]) -> list[str]:
     return sorted(beside, key=lambda peer: hashlib.sha256(f"{peer} {stage}".encode()).digest())[:GUARDIANS]
 
 
-def duty(replicas: int, least: int, empty_s: float, is_guardian: bool, is_due: bool, is_kept: bool) -> Duty:
-    """What a peer owes a stage of ``replicas`` peers, where the run wants ``least``. ``empty_s``: seconds
-    without any; ``is_due``: a tenth round has begun; ``is_kept``: it has that stage's state."""
+def tens_of(position: float, rounds: int) -> int:
+    """How many times a stage was to be kept before ``position``: not again in the last ten of ``rounds``,
+    where the run has an end (0 for none)."""
+    came_to = min(int(position), max(0, rounds - KEPT_EVERY_ROUNDS)) if rounds else int(position)
+    return came_to // KEPT_EVERY_ROUNDS
+
+
+def duty(replicas: int, least: int, unheard_s: float, is_guardian: bool, is_due: bool, is_kept: bool) -> Duty:
+    """What a peer owes a stage of which ``replicas`` are listed, where the run wants ``least``.
+    ``unheard_s``: seconds without a word of any; ``is_due``: a tenth round has begun; ``is_kept``: it has
+    that stage's state."""
     if not replicas:
-        return Duty.GIVE if is_kept and empty_s >= RECORD_LIFETIME_S else Duty.NOTHING
+        return Duty.GIVE if is_kept and unheard_s >= RECORD_LIFETIME_S else Duty.NOTHING
     return Duty.KEEP if replicas < least and is_guardian and is_due else Duty.NOTHING
 
 
@@ -81,6 +90,10 @@ class Errand:
     def kept(self) -> Path:
         """Where the state of ``config.stage`` lies."""
         return self.config.folder / "guarded" / f"stage-{self.config.stage}"
+
+    def forget(self) -> None:
+        """Keep nothing: what there is may be of another history."""
+        shutil.rmtree(self.kept.parent, ignore_errors=True)
 
     def of(self, stage: int) -> Errand:
         """For another stage."""
@@ -103,7 +116,7 @@ class Process:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 program("peers.guardian", what.value, *fields),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0,
             )  # fmt: skip
 
     @property
@@ -138,8 +151,7 @@ class Guardian:
         self._process: Process | None = None
         stages = peer.peer.run.pipeline.stages
         self._beside = [stage for stage in (peer.stage - 1, peer.stage + 1) if 0 <= stage < stages]
-        self._seen_at = dict.fromkeys(self._beside, time.monotonic())
-        """When each stage was not empty."""
+        self._heard_at = dict.fromkeys(self._beside, time.monotonic())
         self._tens = dict.fromkeys(self._beside, 0)
         """Of rounds, for which each was kept, or tried to be."""
         self._told = set[str]()
@@ -156,7 +168,7 @@ class Guardian:
         while not self._ended.wait(HEARTBEAT_S):
             try:
                 self._look()
-            except OSError as error:
+            except (OSError, P2PCo2Error) as error:
                 self._process = None
                 self._tell("no process", f"the state of the stages beside this one is not kept: {error}")
         if self._process is not None:
@@ -164,12 +176,12 @@ class Guardian:
 
     def _look(self) -> None:
         for stage in self._beside:
-            if self._replicas(stage):
-                self._seen_at[stage] = time.monotonic()
+            if self._heard(stage):
+                self._heard_at[stage] = time.monotonic()
         if self._process is not None:
             self._attend(self._process)
             return
-        tens = int(self._peer.peer.position) // KEPT_EVERY_ROUNDS
+        tens = tens_of(self._peer.peer.position, self._peer.peer.run.clock.rounds)
         for stage in self._beside:
             found = self._duty(stage, is_due=tens > self._tens[stage])
             if found is Duty.KEEP:
@@ -177,6 +189,9 @@ class Guardian:
                 if not _has_memory():
                     self._tell("no memory", f"stage {stage}'s state is not kept here: too little memory")
                     continue
+            if found is Duty.GIVE:
+                text = f"nobody holds stage {stage} any more: what is kept here is given to who joins it"
+                self._tell(f"given {stage}", text)
             if found is not Duty.NOTHING:
                 self._process = Process(found, self._errand.of(stage))
                 return
@@ -185,15 +200,17 @@ class Guardian:
         me = self._peer.peer.peer_id
         beside = {one.peer for side in (stage - 1, stage + 1) for one in self._replicas(side)} | {me}
         is_kept = has_checkpoint(self._errand.of(stage).kept / "checkpoint")
-        empty_s = time.monotonic() - self._seen_at[stage]
+        unheard_s = time.monotonic() - self._heard_at[stage]
         least, is_guardian = self._peer.peer.run.pipeline.min_replicas, me in guardians(stage, beside)
-        return duty(len(self._replicas(stage)), least, empty_s, is_guardian, is_due, is_kept)
+        return duty(len(self._replicas(stage)), least, unheard_s, is_guardian, is_due, is_kept)
 
     def _replicas(self, stage: int) -> list[PeerRecord]:
         """Those that are heard, or whose record has not expired: one that is in use is kept for longer."""
-        beside, now = self._peer.beside, time.time()
-        live = {peer for side in (-1, 1) for peer in beside.live(side)}
-        return [one for one in beside.listed(stage) if one.peer in live or one.expires_at > now]
+        live, now = self._heard(stage), time.time()
+        return [one for one in self._peer.beside.listed(stage) if one.peer in live or one.expires_at > now]
+
+    def _heard(self, stage: int) -> list[PeerId]:
+        return self._peer.beside.live(stage - self._peer.stage)
 
     def _attend(self, process: Process) -> None:
         """Look after the process that runs."""
@@ -207,11 +224,11 @@ class Guardian:
             return
         self._process = None
         if not is_keeping:
-            self._seen_at[stage] = time.monotonic()  # another try in a minute
-        if status:
+            self._heard_at[stage] = time.monotonic()  # another try in a minute
+        if status and not (is_keeping and not self._heard(stage)):
             said = "kept here for others" if is_keeping else "given to others from here"
             self._tell(process.what.value, f"stage {stage}'s state is not {said}: {process.last_words()}")
-        elif is_keeping:
+        elif is_keeping and not status:
             count = len(self._replicas(stage))
             few = f"{count} peer{'s' * (count != 1)}"
             price = f"a process of {process.last_words()} for {process.age_s:.0f} s every {KEPT_EVERY_ROUNDS}"

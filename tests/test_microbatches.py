@@ -299,6 +299,16 @@ def test_a_gradient_that_is_late_counts_nowhere_before_and_blames_nobody() -> No
     finish(world)
 
 
+def test_a_long_queue_that_moves_is_not_late() -> None:
+    """Where the uplink binds, a window takes several times as long as the first microbatch of a step."""
+    slow = replace(LINE, up_bits_per_s=20_000_000)
+    stages = loads(*[0.02] * 4, size=500_000)
+    world = VirtualStages(Layout(stages=stages, microbatches=128), [[StagePeer(slow)]] * 4)
+    world.run(150)
+    assert not any(replica.spent.dropped for replica in world.replicas.values())
+    finish(world)
+
+
 def test_who_dies_in_an_inner_step_begins_anew() -> None:
     world = world_of([1, 1, 1])
     world.run(20)

@@ -27,7 +27,10 @@ pytestmark = pytest.mark.swarm
 STEPS = 20
 
 
-def run_of(stages: int, round_s: float, rounds: int = 0, codec: str = "fp32", tied: str = "no") -> RunConfig:
+def run_of(
+    stages: int, round_s: float, rounds: int = 0, codec: str = "fp32", min_replicas: int = 1, tied: str = "no"
+) -> RunConfig:
+    """``min_replicas``: with 1 nobody guards a stage of one peer."""
     options: dict[str, str | int | float | bool] = {"layers": stages, "width": 32, "heads": 2, "context": 32}
     return RunConfig(
         name="stages",
@@ -42,6 +45,7 @@ def run_of(stages: int, round_s: float, rounds: int = 0, codec: str = "fp32", ti
                 "forward": codec,
                 "backward": codec,
                 "tied": tied,
+                "min_replicas": min_replicas,
             }
         ),
     )
@@ -101,7 +105,7 @@ def start(swarm: Campaign, stage: int):  # type: ignore[no-untyped-def]
 def test_those_who_join_choose_what_is_needed_and_all_comes_to_its_end(tmp_path: Path) -> None:
     """The program itself, int8: two that come together hold both stages; nothing is dropped at the end."""
     with opened(tmp_path) as swarm:
-        swarm.start_seed(run_of(2, round_s=2.0, rounds=6, codec="int8"))
+        swarm.start_seed(run_of(2, round_s=2.0, rounds=6, codec="int8", min_replicas=2))
         peers = [swarm.join(name, recipe="") for name in ("one", "two")]
         assert swarm.wait(peers, START_S), swarm.tails()
         assert [peer.exit_status() for peer in peers] == [0, 0], [peer.last_lines() for peer in peers]

@@ -199,9 +199,10 @@ class RecordBook:
         self._began_at = -math.inf
 
     def known(self, most: int) -> list[PeerRecord]:
-        """Records of others, those that were used last first."""
-        peers = sorted(self._records, key=lambda peer: (-self._used_at.get(peer, 0.0), peer))
-        return [self._records[peer] for peer in peers[:most]]
+        """Records of others, those that were used last first. Any thread may ask."""
+        records = self._records
+        peers = sorted(records, key=lambda peer: (-self._used_at.get(peer, 0.0), peer))
+        return [records[peer] for peer in peers[:most]]
 
     def maddrs_of(self, peer: PeerId) -> Sequence[str]:
         """Where its last record says that ``peer`` is; empty if it is not known."""

@@ -480,6 +480,7 @@ class Pipeline:
             peer.is_late = False
             one.payload, one.loss, one.coming = one.coming.whole, message.loss, None
             one.phase, one.deadline = Phase.RETURNED, math.inf
+            self._wait_on(sender, peer, now)
             self._events.append(WorkReady())
         return True
 
@@ -545,13 +546,25 @@ class Pipeline:
                 return
             peer.used += 1
             away[receiver] += 1
-            late_s = peer.durations.deadline_s(self._sizes.cap_s, SILENCE_FLOOR_S, self._sizes.cap_s)
+            late_s = self._late_s(peer)
             one.phase, one.receiver, one.sent_at, one.deadline = Phase.AWAY, receiver, now, now + late_s
             view = memoryview(one.payload).cast("B")
             path = _onward(one.path, self._place.process, self._steps)
             for offset, data in pieces(view, MAX_PIECE_BYTES):
                 body = Forward(key=key.on_wire(), offset=offset, total=len(view), path=path)
                 self._out.append((receiver, with_data(body, data)))
+
+    def _late_s(self, peer: NeighbourPeer) -> float:
+        """After this a gradient from ``peer`` is late."""
+        return peer.durations.deadline_s(self._sizes.cap_s, SILENCE_FLOOR_S, self._sizes.cap_s)
+
+    def _wait_on(self, sender: PeerId, peer: NeighbourPeer, now: float) -> None:
+        """A queue that moves is not late, however long it has become: what else is at ``sender`` has its time
+        from now, within the cap."""
+        by, cap_s = now + self._late_s(peer), self._sizes.cap_s
+        for one in self._held.values():
+            if one.receiver == sender and one.phase is Phase.AWAY:
+                one.deadline = min(one.sent_at + cap_s, max(one.deadline, by))
 
     def _drop(self, key: Key, reason: str) -> None:
         """And tell those on both sides of it."""
