@@ -26,7 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +46,7 @@ from p2p_co2.recipes.byte_gpt import ByteGPTStage, Shape, next_token_loss, next_
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus
 from p2p_co2.recipes.stages import Stages
 from p2p_co2.tensors.stages import Chain
+from p2p_co2.trainer.stage_peer import WINDOW
 from p2p_co2.trainer.stage_work import Crossings, Done, StageWork
 
 SHAPE = Shape(layers=4, width=64, heads=4, context=64)
@@ -61,7 +62,9 @@ Batch = tuple[Tensor, Tensor]
 @dataclass(frozen=True)
 class Variant:
     """``forward``, ``backward``: codecs at the boundaries. ``split`` False: whole-model peers. ``routes``:
-    number of the draw. ``scattered``: drawn anew for each microbatch, not each round."""
+    number of the draw. ``scattered``: drawn anew for each microbatch, not each round. ``critical``: of all
+    gradients, as where every line binds; the last of an inner step flushes. ``drain``: of those alone that
+    are sent when no forward is left."""
 
     name: str
     forward: str = "fp32"
@@ -69,6 +72,8 @@ class Variant:
     split: bool = True
     routes: int = 0
     scattered: bool = False
+    critical: str = ""
+    drain: bool = False
 
 
 VARIANTS = (
@@ -78,6 +83,10 @@ VARIANTS = (
     Variant("scattered", scattered=True),
     Variant("int8", "int8", "int8"),
     Variant("int8-int4", "int8", "int4"),
+    Variant("int8-rank16", "int8", "int8", critical="rank16"),
+    Variant("int8-rank8", "int8", "int8", critical="rank8"),
+    Variant("drain-int4", "int8", "int8", critical="int4", drain=True),
+    Variant("drain-rank8", "int8", "int8", critical="rank8", drain=True),
     Variant("int4", "int4", "int4"),
 )
 
@@ -117,6 +126,10 @@ BARS = (
     Bar("bar", "int8", "fp32", 0.3),
     Bar("kill", "int8", "fp32", 0.5),
     Bar("kill", "int8-int4", "fp32", 0.5),
+    *(
+        Bar("kill", name, "int8", 0.5)
+        for name in ("int8-int4", "int8-rank16", "int8-rank8", "drain-int4", "drain-rank8")
+    ),
     Bar("kill", "int8", "whole", 1.0, lambda case: case.stages == case.replicas == 4),
 )
 
@@ -183,7 +196,8 @@ class Swarm:
             HeldFragment(row, list(params), 0, params, every=STEPS) for params in self._params if rounds
         ]
         first = next(windows.of(0))
-        crossings = Crossings.of(self._stages, *first, variant.forward, variant.backward)
+        codecs = variant.forward, variant.backward, variant.critical
+        crossings = Crossings.of(self._stages, *first, *codecs)
         self._works = [
             [
                 StageWork(self._stages, module, at, crossings, None if at else windows.of(replica))
@@ -193,7 +207,6 @@ class Swarm:
         ]
         values = [p for modules in self.modules for module in modules for p in module.parameters()]
         self._optimizer = torch.optim.AdamW(values, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-        self._made = 0
 
     def train(self, progress: Callable[[int, float], None]) -> None:
         """All inner steps of the run. ``progress``: told each round and its mean loss so far."""
@@ -215,7 +228,7 @@ class Swarm:
         for number in range(self._case.microbatches):
             when = f"{step} {number}" if self._variant.scattered else f"{step // STEPS}"
             for path in self._draw(when):
-                self._microbatch(path)
+                self._microbatch(path, step * self._case.microbatches + number)
         done = [[work.compute(Work(Do.STEP)).counted for work in works] for works in self._works]
         # Equal shares: each replica counts as many tokens as any other, so all weigh alike in a round.
         assert {one.microbatches for each in done for one in each if one} == {self._case.microbatches}
@@ -224,17 +237,29 @@ class Swarm:
         last = [one for one in done[-1] if one]
         return sum(one.loss for one in last) / sum(one.tokens for one in last)
 
-    def _microbatch(self, path: list[int]) -> None:
-        """Forward and back through ``path``, which has a replica of each stage."""
-        self._made += 1
-        key, works = Key(path[0], self._made), [self._works[at][replica] for at, replica in enumerate(path)]
+    def _microbatch(self, path: list[int], number: int) -> None:
+        """Forward and back through ``path``, which has a replica of each stage; ``number`` of its owner's."""
+        key, works = Key(path[0], number), [self._works[at][replica] for at, replica in enumerate(path)]
         done = Done(Work(Do.FORWARD, key))
-        for work in works:
-            done = work.compute(Work(Do.FORWARD, key, done.payload))
+        for at, work in enumerate(works):
+            done = work.compute(self._sending(at, Work(Do.FORWARD, key, done.payload)))
             assert not done.refused, done.refused
-        for work in reversed(works[:-1]):
-            done = work.compute(Work(Do.BACKWARD, key, done.payload, done.tokens, done.loss))
+        for at in reversed(range(len(works) - 1)):
+            asked = Work(Do.BACKWARD, key, done.payload, done.tokens, done.loss, codec=done.codec)
+            done = works[at].compute(self._sending(at, asked))
             assert not done.refused, done.refused
+
+    def _sending(self, at: int, work: Work) -> Work:
+        """``work`` as the machine of stage ``at`` hands it out: urgent or not, and with an heir, the next of
+        the same owner in this inner step, if routes stay for as long."""
+        assert work.key is not None
+        left = self._case.microbatches - 1 - work.key.number % self._case.microbatches
+        is_last = at == len(self._works) - 1
+        window = 1 if is_last else WINDOW * (len(self._works) - at)
+        is_urgent = bool(self._variant.critical) and (left < window or not self._variant.drain)
+        has_heir = is_urgent and left > 0 and not self._variant.scattered
+        heir = Key(work.key.owner, work.key.number + 1) if has_heir else None
+        return replace(work, is_urgent=is_urgent, heir=heir)
 
     def _draw(self, when: str) -> list[list[int]]:
         """The path of each owner's next microbatch. Equal peers: each sender has one receiver."""

@@ -1,7 +1,7 @@
 """How busy stages are, on virtual time: shares of capacity, a slow replica, computing on a dsl line, int8 by
 fp32; and storms. Prints JSON.
 
-    python benchmarks/pipeline_schedule.py [--cases shares slow dsl codecs storms] [--storms 200] [--seed 0]
+    python benchmarks/pipeline_schedule.py [--cases shares slow dsl codecs kills storms] [--storms N]
 
 shares   of what the slowest stage could do if it never waited, for equal groups and unequal ones (peers up to
          twice as slow as others, groups of 1 to 3), S = 2, 3, 4 and M = 16, 32, 64; hops shorter than
@@ -13,6 +13,9 @@ dsl      computing's share at S = 2, M = 32, 84,480 bytes a hop and 52 ms of com
          it is measured without and with
 codecs   microbatches a second in int8 by those in fp32 on a line whose uplink takes twice a stage's computing
          for one fp32 payload, M = 32. Bars: 1.8 at S = 2, 2.8 at S = 4
+kills    2 x 2, a kill every 20 s for 2 minutes, each back after 10 s: tokens that were made and never counted
+         (bar: 3 %), microbatches a second of what capacity is left (bar: 0.8), and seconds until a process
+         that came back counts
 storms   seeds 1 to so many over 2 to 4 stages: broken laws
 
 Each figure beside the planner's. Price: minutes of one core; mean values, no learning.
@@ -150,6 +153,43 @@ def codecs(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def kills(options: argparse.Namespace) -> dict[str, Any]:
+    """Capacity: of the stage with fewer replicas at each moment."""
+    compute_s, away_s = 0.1, 10.0
+    layout = Layout(stages=loads_of(2, compute_s, HOP_BYTES), microbatches=32)
+    world = VirtualStages(layout, [[StagePeer(FAST)] * 2] * 2, options.seed)
+    rng, capacity, back_s = random.Random(options.seed), 0.0, []
+    world.run(30.0)
+    before, made = len(world.books.counted[0]), len(world.books.made)
+    for _ in range(6):
+        victim = rng.choice(sorted(world.replicas))
+        stage = world.replicas[victim].stage
+        world.kill(victim)
+        world.run(away_s)
+        world.start(victim)
+        began_at, counted = world.now, list(world.books.counted[stage].values()).count(victim)
+        while world.now < began_at + away_s:
+            world.run(0.25)
+            if list(world.books.counted[stage].values()).count(victim) > counted:
+                back_s.append(round(world.now - began_at, 2))
+                break
+        world.run(began_at + away_s - world.now)
+        capacity += (away_s + 2 * away_s) / compute_s
+    played = len(world.books.counted[0]) - before
+    world.end()
+    lost = 1 - len(world.books.counted[0]) / len(world.books.made)
+    calm, _, most = play(layout.stages, [[StagePeer(FAST)] * 2] * 2, 32, options.seed)
+    return {
+        "made": len(world.books.made) - made,
+        "never_counted": round(lost, 4),
+        "share_of_what_is_left": round(played / capacity, 3),
+        "share_without_kills": round(calm / most, 3),
+        "counts_again_s": back_s,
+        "violations": len(world.books.violations),
+        "bars": {"never_counted": 0.03, "share_of_what_is_left": 0.8},
+    }
+
+
 def storms(options: argparse.Namespace) -> dict[str, Any]:
     began_at, broken = time.process_time(), []
     for seed in range(1, options.storms + 1):
@@ -160,7 +200,7 @@ def storms(options: argparse.Namespace) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[argparse.Namespace], Any]] = {
-    "shares": shares, "slow": slow, "dsl": dsl, "codecs": codecs, "storms": storms,
+    "shares": shares, "slow": slow, "dsl": dsl, "codecs": codecs, "kills": kills, "storms": storms,
 }  # fmt: skip
 
 

@@ -53,6 +53,7 @@ sequences = 1                  # in a microbatch
 forward = "int8"               # how activations cross: fp32, bf16 or int8
 backward = "int8"              # how their gradients come back: fp32, bf16, int8 or int4
 min_replicas = 2               # newcomers go to a stage with fewer first
+tied = "no"                    # "fused": first and last stage share the token table
 """
 
 

@@ -152,7 +152,9 @@ def prepare(config: RunConfig, folder: Path, *, is_judged: bool = False) -> tupl
     if not config.recipe_digest:
         digest = recipe_digest(config.recipe, config.recipe_options)
         config = config.model_copy(update={"recipe_digest": digest})
-    recipe = load_recipe(config.recipe, config.recipe_options, config.seed, config.pipeline.stages)
+    recipe = load_recipe(
+        config.recipe, config.recipe_options, config.seed, config.pipeline.stages, config.pipeline.is_tied
+    )
     if is_judged and recipe.held_out is None:
         problem = "the demo judges a run by its held-out loss; give the recipe one"
         raise ConfigError(config.recipe, "held_out", problem)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -93,6 +94,8 @@ class OuterConfig(_Frozen):
 
 
 BoundaryCodec = Literal["fp32", "bf16", "int8"]
+RANK = "rank"
+"""Begins the name of a low-rank codec: "rank16"."""
 
 
 class PipelineConfig(_Frozen):
@@ -101,8 +104,11 @@ class PipelineConfig(_Frozen):
 
     ``microbatches``: of an inner step of each replica of a stage; ``sequences``: in each. ``forward``,
     ``backward``: how activations and their gradients cross to the next stage and back: what is lost forward
-    is lost for the loss itself, so never 4 bits. ``min_replicas``: a stage with fewer gets newcomers first,
-    and nobody moves away from one with no more.
+    is lost for the loss itself, so never 4 bits. ``backward_critical``: of gradients that others wait for, on
+    a line that carries less than is computed and at the end of an inner step; "int4", or "rank16" for low
+    rank, or "" for none of its own. ``min_replicas``: a stage with fewer gets newcomers first, and nobody
+    moves away from one with no more. ``tied`` "fused": the first stage and the last hold one table, which
+    their peers agree on in a group of its own (Optimus-CC's fused embedding synchronisation).
     """
 
     stages: int = Field(default=1, ge=1, le=MAX_STAGES)
@@ -110,7 +116,27 @@ class PipelineConfig(_Frozen):
     sequences: int = Field(default=1, ge=1, le=4096)
     forward: BoundaryCodec = "int8"
     backward: Literal["fp32", "bf16", "int8", "int4"] = "int8"
+    backward_critical: str = ""
     min_replicas: int = Field(default=2, ge=1, le=64)
+    tied: Literal["no", "fused"] = "no"
+
+    @property
+    def is_tied(self) -> bool:
+        return self.stages > 1 and self.tied == "fused"
+
+    @field_validator("backward_critical")
+    @classmethod
+    def _is_a_gradient_codec(cls, name: str) -> str:
+        if name in {"", "int4"} or re.fullmatch(RANK + "[1-9][0-9]{0,3}", name):
+            return name
+        raise ValueError('use "int4", low rank as "rank16", or "" for the same as backward')
+
+    @model_validator(mode="after")
+    def _critical_is_smaller(self) -> PipelineConfig:
+        if self.backward_critical == self.backward:
+            problem = f"backward_critical is {self.backward}, as backward is"
+            raise ValueError(f'{problem}; leave it out, or use low rank, as "rank16"')
+        return self
 
     @model_validator(mode="after")
     def _fills_all_stages(self) -> PipelineConfig:
@@ -197,7 +223,7 @@ class RunConfig(_Frozen):
 
     def stage_digest(self, stage: int) -> bytes:
         """Names the group of the peers that hold ``stage``: an ordinary swarm under this digest. The run's
-        own digest where there is one stage."""
+        own digest where there is one stage. One past the last stage is the group of the tied table."""
         return stage_digest(self.digest(), stage, self.pipeline.stages)
 
     @classmethod

@@ -178,17 +178,30 @@ def _join_and_train(
             say(f"board: {connection.board}")
         say(f'run "{connection.run.name}", recipe {connection.run.recipe}')
         recipe = load_run_recipe(connection.run, options.recipe, options.data)
-        _train(connection, recipe, options, running)
+        _train(connection, recipe, options, running, on_event)
     finally:
         connection.close()
 
 
-def _train(connection: Connection, recipe: Recipe, options: JoinOptions, running: _Running) -> None:
+def _train(
+    connection: Connection, recipe: Recipe, options: JoinOptions, running: _Running,
+    on_event: Callable[[Event], None],
+) -> None:  # fmt: skip
     if connection.run.pipeline.stages > 1:
         running.go_on()
         stage_peer = connection.start_stage(recipe, options.resume or None, options.start_over)
         running.take(stage_peer)
-        stage_peer.train()
+        from peers.guardian import Errand, Guardian
+
+        errand = Errand(options.ticket, options.config, options.recipe)
+        if options.start_over:
+            errand.forget()
+
+        def warn(text: str) -> None:
+            on_event(Warned(at=time.time(), peer=stage_peer.peer.peer_id, text=text))
+
+        with Guardian(errand, stage_peer, warn):
+            stage_peer.train()
         return
     from p2p_co2.trainer.stage_peer import data_seed
 

@@ -38,6 +38,11 @@ WRONG = [
     ("[outer]\nrule = 'co2'\nsync_delay_steps = 3", "", "leave it at 0"),
     ("name = 'a b'", "name", "pattern"),
     ("seed = 'one'", "seed", "integer"),
+    ("[pipeline]\nforward = 'int4'", "pipeline.forward", "'fp32', 'bf16' or 'int8'"),
+    ("[pipeline]\nbackward = 'rank16'", "pipeline.backward", "'int8' or 'int4'"),
+    ("[pipeline]\nbackward_critical = 'rank0'", "pipeline.backward_critical", 'low rank as "rank16"'),
+    ("[pipeline]\nbackward_critical = 'int8'", "pipeline.backward_critical", 'use "int4"'),
+    ("[pipeline]\nbackward = 'int4'\nbackward_critical = 'int4'", "pipeline", "leave it out"),
     ("recipe_digest = 'abc'", "recipe_digest", "pattern"),
 ]
 

@@ -75,6 +75,7 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
         wire.PeerRecord(
             peer=THEM.peer_id, run=RUN, maddrs=["/ip4/127.0.0.1/tcp/1"], grpc_addresses=["127.0.0.1:1"],
             certificate_digest=bytes(32), software="p2p-co2", expires_at=NOW + 60, stage=1, tokens_per_s=9.5,
+            visits=True,
         ),
         lambda data: records().peer_record(THEM.peer_id, THEM.seal(PEER_CONTEXT, data)),
     ),
@@ -150,7 +151,7 @@ def test_wrong_messages_of_each_kind_break_no_peer(kind: str, data: bytes) -> No
 
 @pytest.mark.parametrize("kind", KINDS_BETWEEN)
 @given(data=st.binary(min_size=8, max_size=120))
-@settings(PATIENT, max_examples=3)
+@settings(PATIENT, max_examples=5)
 def test_wrong_messages_between_stages_break_no_peer(kind: str, data: bytes) -> None:
     """From members of the stages beside and from strangers, while messages are lost."""
     StageGame(data[1:], insiders=bool(data[0] & 1), losses=bool(data[0] & 2), kind=kind).play()

@@ -10,7 +10,7 @@ import pytest
 from p2p_co2.planning.exchange import link_of
 from p2p_co2.planning.pipeline import StagedSetting, StageLoad, StageMember, forecast_stages
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.protocol.pipeline import Key, Pipeline
+from p2p_co2.protocol.pipeline import Key, Pipeline, machine
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Declined, Dropped
 from p2p_co2.simnet import microbatches
@@ -115,6 +115,65 @@ def test_the_books_know_each_law() -> None:
     books.step(a, 0, [one, two], 100, most=1)
     laws = [broken.law for broken in books.violations]
     assert laws == ["once", "suffix", "conservation", "conservation", "conservation"]
+
+
+# ---- urgent gradients
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (3, 12), (4, 16)])
+def test_the_drain_under_1f1b_is_p_of_2m(stages: int, microbatches: int) -> None:
+    """Of all gradients that cross, where each stage has no more in flight than there are stages behind."""
+    windows = tuple(stages - stage for stage in range(stages))
+    world = world_of([1] * stages, microbatches=microbatches, window=windows)
+    world.run(200)
+    assert all(sum(steps.values()) > 20 for steps in world.books.steps)
+    urgent = sum(world.books.urgent) / sum(world.books.gradients)
+    assert abs(urgent - stages / (2 * microbatches)) < 0.01
+    finish(world)
+
+
+def test_what_a_gradient_leaves_out_has_an_heir_until_the_last() -> None:
+    """The law "heir" holds for unequal replicas of four stages, and those that share no path are found."""
+    peers = [[StagePeer(LINE), StagePeer(LINE, 0.6)] for _ in range(4)]
+    world = VirtualStages(Layout(stages=loads(0.05, 0.03, 0.06, 0.02), microbatches=16), peers)
+    world.run(60)
+    assert all(
+        0 < urgent < sent
+        for urgent, sent in zip(world.books.urgent[1:], world.books.gradients[1:], strict=True)
+    )
+    finish(world)
+
+
+def test_an_heir_of_another_path_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_onward", lambda path, *here: 0)
+    laws = {broken.law for seed in range(1, 9) for broken in play_stage_storm(seed).books.violations}
+    assert laws == {"heir"}
+
+
+def test_gradients_are_urgent_where_the_line_binds() -> None:
+    """And smaller ones then make more of it: three stages, two payloads take four times as long as
+    computing."""
+    made = []
+    line = LinkProfile("narrow", 5_000_000, 800_000_000, 10.0, 0.0, 0.0, "open")
+    for urgent in (0, 5_000):
+        world = VirtualStages(
+            Layout(stages=loads(0.01, 0.01, 0.01), microbatches=32, urgent_bytes=urgent),
+            [[StagePeer(line)]] * 3,
+        )
+        world.run(120)
+        finish(world)
+        made.append(world.books.tokens[0])
+        sent = world.books.gradients
+        assert all(
+            urgent > 0.9 * sent > 0 for urgent, sent in zip(world.books.urgent[1:], sent[1:], strict=True)
+        )
+    assert made[1] > 1.1 * made[0], made
+    fast = world_of([1, 1, 1], microbatches=32)
+    fast.run(60)
+    assert all(
+        u < 0.5 * sent for u, sent in zip(fast.books.urgent[1:], fast.books.gradients[1:], strict=True)
+    )
+    finish(fast)
 
 
 # ---- speed
@@ -237,6 +296,16 @@ def test_a_gradient_that_is_late_counts_nowhere_before_and_blames_nobody() -> No
     counted = world.books.tokens[0]
     world.run(20)
     assert world.books.tokens[0] > counted
+    finish(world)
+
+
+def test_a_long_queue_that_moves_is_not_late() -> None:
+    """Where the uplink binds, a window takes several times as long as the first microbatch of a step."""
+    slow = replace(LINE, up_bits_per_s=20_000_000)
+    stages = loads(*[0.02] * 4, size=500_000)
+    world = VirtualStages(Layout(stages=stages, microbatches=128), [[StagePeer(slow)]] * 4)
+    world.run(150)
+    assert not any(replica.spent.dropped for replica in world.replicas.values())
     finish(world)
 
 

@@ -208,3 +208,18 @@ async def test_a_killed_daemon_is_a_transport_error_everywhere(tmp_path: Path) -
         finally:
             await network.discovery.close()
             await stop_p2p(network.p2p)
+
+
+async def test_who_only_visits_a_stage_is_not_listed_as_holding_it(tmp_path: Path) -> None:
+    me = Identity.generate()
+    ticket = Ticket(RUN, me.peer_id, (DEAD,))
+    network = Network(me, PeerConfig(folder=tmp_path), ticket)
+
+    async def find() -> list[PeerRecord]:
+        held = {"replica": 1, "visitor": 1, "other": 0}
+        return [PeerRecord(peer=peer, stage=at, visits=peer == "visitor") for peer, at in held.items()]
+
+    network.records = RecordBook(find)
+    assert len(await network.records.search()) == 3  # its stage's peers meet it
+    assert [one.peer for one in network.listed(1)] == ["replica"]
+    assert [one.peer for one in network.listed(0)] == ["other"]

@@ -15,7 +15,7 @@ from p2p_co2.protocol.rounds.assembly import PIECE_UNIT_BYTES
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
 
-SIZES = Sizes(8, 4, 8, 1000, 1000, b"b", 60.0)
+SIZES = Sizes(8, 4, 8, 1000, (1000, 500), b"b", 60.0)
 
 
 def machine(stage: int, sizes: Sizes = SIZES) -> Pipeline:
@@ -32,9 +32,11 @@ def forward(number: int, data: bytes = bytes(1000), total: int = 1000) -> Forwar
     return Forward(key=MicrobatchKey(owner=1, number=number), offset=0, total=total, data=data)
 
 
-def backward(number: int, tokens: int = 100, loss: float = 1.0) -> Backward:
+def backward(number: int, tokens: int = 100, loss: float = 1.0, codec: int = 0, size: int = 1000) -> Backward:
     key = MicrobatchKey(owner=1, number=number)
-    return Backward(key=key, tokens=tokens, loss=loss, offset=0, total=1000, data=bytes(1000))
+    said = Backward(key=key, tokens=tokens, loss=loss, offset=0, total=size, data=bytes(size))
+    said.codec = codec
+    return said
 
 
 def test_hostile_messages_are_refused() -> None:
@@ -89,7 +91,7 @@ def test_one_that_has_moved_is_not_blamed() -> None:
 def test_pieces_that_come_again_are_no_use() -> None:
     """Else they would cost their sender nothing."""
     unit = PIECE_UNIT_BYTES
-    one = machine(1, replace(SIZES, forward_bytes=3 * unit, backward_bytes=3 * unit))
+    one = machine(1, replace(SIZES, forward_bytes=3 * unit, backward_bytes=[3 * unit]))
     before, behind, key = PeerId("before"), PeerId("behind"), MicrobatchKey(owner=1, number=1)
 
     def piece(kind: type[Any], at: int, **fields: Any) -> Any:
@@ -140,6 +142,44 @@ def test_no_more_neighbours_than_the_bound() -> None:
         one.join(PeerId(f"more {number}"), 2 * (number % 2))
     now, most = one.held()["MAX_NEIGHBOURS"]
     assert now == most == 2 * MAX_NEIGHBOURS
+
+
+def sent_on(one: Pipeline) -> Pipeline:
+    """A microbatch comes, is computed and goes to the next stage."""
+    one.receive(forward(1), PeerId("before"), 1.0)
+    work = one.next_work(1.0)
+    assert work is not None
+    assert work.key is not None
+    one.forwarded(work.key, bytes(1000), 100, 2.0)
+    return one
+
+
+def test_a_gradient_is_of_a_codec_that_the_run_has() -> None:
+    """Its size is that codec's, and all its pieces are of one."""
+    behind = PeerId("behind")
+    wrong = [(2, 1000, "none of this run"), (2**32 - 1, 500, "none of this run")]
+    wrong += [(0, 500, "wrong size"), (1, 1000, "wrong size"), (1, 2**31, "wrong size")]
+    for codec, total, why in wrong:
+        one, message = sent_on(machine(1)), backward(1, codec=codec, size=8)
+        message.total = total
+        with pytest.raises(RemoteProtocolError, match=why):
+            one.receive(message, behind, 3.0)
+    one = sent_on(machine(1))
+    assert one.receive(backward(1, codec=1, size=500), behind, 3.0)
+    work = one.next_work(4.0)
+    assert work is not None
+    assert (work.codec, len(work.payload or b"")) == (1, 500)
+
+
+def test_pieces_of_two_codecs_are_no_gradient() -> None:
+    sizes = Sizes(8, 4, 8, 1000, (1 << 15, (1 << 15) + 512), b"b", 60.0)
+    one = sent_on(machine(1, sizes))
+    first = backward(1, size=1 << 14)
+    first.total = 1 << 15
+    assert one.receive(first, PeerId("behind"), 3.0)
+    first.codec, first.offset = 1, 1 << 14
+    with pytest.raises(RemoteProtocolError, match="in two codecs"):
+        one.receive(first, PeerId("behind"), 3.0)
 
 
 def test_no_more_is_taken_than_was_granted() -> None:
@@ -221,3 +261,11 @@ def test_shares_follow_speed() -> None:
             total[receiver] += share * rate / 4
     assert all(abs(part - 1 / 3) < 0.06 for part in total.values()), total
     assert shares(PeerId("a"), rates, {}, b"") == {}
+
+
+@pytest.mark.parametrize("rate", [1e308, 5e-324, 0.0])
+def test_shares_add_up_whatever_rate_others_claim(rate: float) -> None:
+    rates = {PeerId("a"): 1.0, PeerId("b"): rate, PeerId("c"): rate}
+    behind = {PeerId("x"): rate, PeerId("y"): 3.0, PeerId("z"): rate}
+    for peer in rates:
+        assert sum(shares(peer, rates, behind, b"seed").values()) == pytest.approx(1.0)

@@ -14,6 +14,10 @@ from bootstrap.local_swarm import environment
 from p2p_co2.config import ClockConfig, PipelineConfig, RunConfig
 from p2p_co2.recipes import load_run_recipe, recipe_digest
 from p2p_co2.telemetry.events import LinkMeasured, Progress, StageProgress
+from p2p_co2.tensors.checkpoint.agreed import state_digest
+from p2p_co2.tensors.checkpoint.folder import load_agreed
+from p2p_co2.trained import Trained
+from p2p_co2.trainer.gather import gather_folders
 from p2p_co2.trainer.stage_peer import data_seed
 from tests.campaign import Campaign, console
 from tests.test_swarm import START_S, opened
@@ -23,7 +27,10 @@ pytestmark = pytest.mark.swarm
 STEPS = 20
 
 
-def run_of(stages: int, round_s: float, rounds: int = 0, codec: str = "fp32") -> RunConfig:
+def run_of(
+    stages: int, round_s: float, rounds: int = 0, codec: str = "fp32", min_replicas: int = 1, tied: str = "no"
+) -> RunConfig:
+    """``min_replicas``: with 1 nobody guards a stage of one peer."""
     options: dict[str, str | int | float | bool] = {"layers": stages, "width": 32, "heads": 2, "context": 32}
     return RunConfig(
         name="stages",
@@ -32,7 +39,14 @@ def run_of(stages: int, round_s: float, rounds: int = 0, codec: str = "fp32") ->
         fragments=2,
         clock=ClockConfig(mode="time", round_s=round_s, rounds=rounds),
         pipeline=PipelineConfig.model_validate(
-            {"stages": stages, "microbatches": 2 * stages, "forward": codec, "backward": codec}
+            {
+                "stages": stages,
+                "microbatches": 2 * stages,
+                "forward": codec,
+                "backward": codec,
+                "tied": tied,
+                "min_replicas": min_replicas,
+            }
         ),
     )
 
@@ -91,7 +105,7 @@ def start(swarm: Campaign, stage: int):  # type: ignore[no-untyped-def]
 def test_those_who_join_choose_what_is_needed_and_all_comes_to_its_end(tmp_path: Path) -> None:
     """The program itself, int8: two that come together hold both stages; nothing is dropped at the end."""
     with opened(tmp_path) as swarm:
-        swarm.start_seed(run_of(2, round_s=2.0, rounds=6, codec="int8"))
+        swarm.start_seed(run_of(2, round_s=2.0, rounds=6, codec="int8", min_replicas=2))
         peers = [swarm.join(name, recipe="") for name in ("one", "two")]
         assert swarm.wait(peers, START_S), swarm.tails()
         assert [peer.exit_status() for peer in peers] == [0, 0], [peer.last_lines() for peer in peers]
@@ -120,3 +134,32 @@ def test_those_who_join_choose_what_is_needed_and_all_comes_to_its_end(tmp_path:
         )
         assert measured.returncode == 0, measured.stderr
         assert float(measured.stdout) < losses[0]
+
+
+def test_a_tied_table_is_one_on_both_sides_and_in_the_whole(tmp_path: Path) -> None:
+    """The first stage and the last agree on their table in a group of both: bit-equal at the run's end."""
+    names = ("first", "last")
+    with opened(tmp_path) as swarm:
+        swarm.start_seed(run_of(2, round_s=2.0, rounds=5, codec="int8", tied="fused"))
+        peers = [swarm.join(name, "--stage", str(stage), recipe="") for stage, name in enumerate(names)]
+        assert swarm.wait(peers, START_S), swarm.tails()
+        assert [peer.exit_status() for peer in peers] == [0, 0], [peer.last_lines() for peer in peers]
+        first, last = (load_agreed(tmp_path / name / "tied" / "checkpoint") for name in names)
+        assert (first.stage, last.stage) == (2, 2)
+        assert first.parameters == last.parameters == (("values", (256, 32)),)
+        assert first.plan_digest == last.plan_digest
+        for ours, theirs in zip(first.states, last.states, strict=True):
+            assert ours.version == theirs.version > 0
+            assert state_digest(ours, 1 << 20) == state_digest(theirs, 1 << 20)
+        assert "embedding.weight" not in dict(load_agreed(tmp_path / "first" / "checkpoint").parameters)
+        assert "head.weight" not in dict(load_agreed(tmp_path / "last" / "checkpoint").parameters)
+
+        gather_folders([tmp_path / name / "checkpoint" for name in names], tmp_path / "whole")
+        recipe = load_run_recipe(first.run)
+        assert recipe.held_out is not None
+        trained = Trained.load(tmp_path / "whole")
+        table = torch.cat([state.params for state in first.states])
+        assert torch.equal(
+            trained.recipe.model.get_parameter("head.weight").flatten().sort()[0], table.sort()[0]
+        )
+        assert trained.held_out_loss() < recipe.held_out(recipe.whole_model(first.run)) - 0.1

@@ -18,7 +18,7 @@ from round_network import Faults, Network
 
 from bootstrap.options import PlanOptions
 from bootstrap.plan.plan import make_plan, print_plan, read_links, run_plan
-from bootstrap.plan.stages import make_staged_plan, print_staged_plan, run_any_plan
+from bootstrap.plan.stages import COPIES, make_staged_plan, print_staged_plan, run_any_plan
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
@@ -50,6 +50,7 @@ from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import Envelope
 from p2p_co2.recipes import load_recipe
 from p2p_co2.tensors.codec import get_codec
+from p2p_co2.trainer.stage_peer import AGREED_COPIES, TRAINED_COPIES
 from tests.envelopes import enveloped
 
 # ---- the arithmetic
@@ -583,7 +584,8 @@ def test_a_run_with_stages_is_planned_by_stage(staged_file: Path) -> None:
     assert first["ahead_bytes"] == 84_480 + 8 * 8 * 64  # int8 of 8 x 64 x 160 values, and the targets
     assert (first["back_bytes"], last["ahead_bytes"], last["back_bytes"]) == (0, 0, 84_480)
     assert first["replicas"] == last["replicas"] == 2
-    assert first["memory_bytes"] > 32 * first["parameters"]
+    assert first["memory_bytes"] > 4 * COPIES * first["parameters"]
+    assert COPIES == TRAINED_COPIES + AGREED_COPIES
     assert 0 < table["utilisation"] <= 1
     plan = make_staged_plan(PlanOptions(run_file=staged_file, step_s=1.664))
     console = Console(file=StringIO(), width=140)

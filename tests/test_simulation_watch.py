@@ -168,3 +168,5 @@ def test_a_storm_over_stages_is_played(capsys: pytest.CaptureFixture[str]) -> No
     assert "law violations: 0" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--stages"):
         run_simulation(options_of(None, storm=True, stages=33))
+    with pytest.raises(ConfigError, match=r"--stages: .*pipeline\.stages"):
+        run_simulation(options_of(Path("run.toml"), stages=3))

@@ -37,7 +37,7 @@ class Swarm:
             sizes = Sizes(
                 M, 2, 4,
                 crossings.forward_bytes(stage - 1) if stage else 0,
-                crossings.back(stage).payload_bytes if stage < count - 1 else 0,
+                crossings.backward_bytes(stage) if stage < count - 1 else [],
                 crossings.digest(), 60.0,
             )  # fmt: skip
             place = Place(PeerId(f"p{stage}"), 100 * stage + 1, stage, count)

@@ -15,10 +15,13 @@ from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.kinds import kind_of
 from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import (
+    Backward,
     Chunk,
     Contributor,
     Envelope,
+    Forward,
     Mean,
+    MicrobatchKey,
     Part,
     Ping,
     RoundKey,
@@ -33,13 +36,16 @@ MEAN = Mean(
     key=KEY, part=3, offset=0, total=1 << 30,
     contributors=[Contributor(peer=f"peer {index:02}", weight=1.5) for index in range(64)],
 )  # fmt: skip
-BODIES = [
+Body = Part | Mean | Forward | Backward
+BODIES: list[Body] = [
     Part(key=KEY, part=3, generation=1, offset=1 << 20, total=1 << 30),
+    Forward(key=MicrobatchKey(owner=1 << 63, number=7), offset=1 << 20, total=1 << 28),
+    Backward(key=MicrobatchKey(owner=1 << 63, number=7), tokens=64, loss=1.5, offset=1 << 20, total=1 << 28),
     MEAN,
 ]
 
 
-def whole(body: Part | Mean) -> Part | Mean:
+def whole(body: Body) -> Body:
     """The same message, with its data inside."""
     copy = type(body).FromString(body.SerializeToString())
     copy.data = DATA
@@ -48,7 +54,7 @@ def whole(body: Part | Mean) -> Part | Mean:
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
 def test_protobuf_alone_reads_what_is_sent_and_we_read_it_without_a_copy(
-    body: Part | Mean,
+    body: Body,
 ) -> None:
     sent = enveloped(bulk.with_data(body, memoryview(DATA)), HEAD)
     kind = kind_of(body).name
@@ -64,7 +70,7 @@ def test_protobuf_alone_reads_what_is_sent_and_we_read_it_without_a_copy(
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
-def test_what_protobuf_itself_wrote_is_read_alike(body: Part | Mean) -> None:
+def test_what_protobuf_itself_wrote_is_read_alike(body: Body) -> None:
     taken = opened(enveloped(whole(body), HEAD), RUN)
     assert type(body).FromString(taken.body.SerializeToString()) == whole(body)
 
@@ -160,7 +166,7 @@ def read_by_us(data: bytes) -> Envelope | None:
     tail=st.binary(max_size=3),
 )
 def test_hostile_bytes_are_what_protobuf_says_they_are(
-    body: Part | Mean, edits: list[tuple[int, int, bytes]], tail: bytes
+    body: Body, edits: list[tuple[int, int, bytes]], tail: bytes
 ) -> None:
     """Law: whatever is put into, over or instead of the fields around the data, nothing is read otherwise."""
     data = enveloped(bulk.with_data(body, DATA), HEAD)

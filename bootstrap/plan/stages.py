@@ -55,6 +55,7 @@ class StagedPlan:
     rounds: tuple[Forecast, ...]
     change: Change | None
     sources: dict[str, str]
+    target: float
 
     def memory_bytes(self, stage: int) -> float:
         """Of a peer of ``stage``, about."""
@@ -79,10 +80,13 @@ def make_staged_plan(options: PlanOptions) -> StagedPlan:
     """Read, measure, reckon. Raises ``ConfigError`` and ``EnvironmentFault``."""
     run = read_run_config(options.run_file)
     check(options, MAX_MEMBERS * run.pipeline.stages)
-    for option, given in (("--parameters", options.parameters), ("--plot", options.plot)):
+    for option, given, why in (
+        ("--parameters", options.parameters, "sizes of stages are the recipe's"),
+        ("--batch", options.batch, "pipeline.sequences says it"),
+        ("--plot", options.plot, "there is no picture of one"),
+    ):
         if given:
-            problem = "leave it out for a run with stages: their sizes are the recipe's"
-            raise ConfigError.of_option(option, problem)
+            raise ConfigError.of_option(option, f"leave it out for a run with stages: {why}")
     links, link_source = read_links(options, run.seed)
     take_back()
     from bootstrap.plan.step import stage_costs
@@ -90,7 +94,8 @@ def make_staged_plan(options: PlanOptions) -> StagedPlan:
     hand_over()
     costs, tokens, source = stage_costs(run, options.step_s, options.device, options.threads)
     sources = {"links": link_source, "computing": source}
-    return staged_plan(run, costs, tokens, in_stages(links, run.pipeline.stages), sources)
+    peers = in_stages(links, run.pipeline.stages)
+    return staged_plan(run, costs, tokens, peers, sources, options.target)
 
 
 def in_stages(links: Sequence[Link], stages: int) -> tuple[tuple[StageMember, ...], ...]:
@@ -103,7 +108,7 @@ def in_stages(links: Sequence[Link], stages: int) -> tuple[tuple[StageMember, ..
 
 def staged_plan(
     run: RunConfig, costs: Sequence[StageCost], tokens: int, peers: tuple[tuple[StageMember, ...], ...],
-    sources: dict[str, str],
+    sources: dict[str, str], target: float = 0.95,
 ) -> StagedPlan:  # fmt: skip
     """``tokens``: of a microbatch. The rounds of a group take their share of its uplinks."""
     pipeline = run.pipeline
@@ -135,6 +140,7 @@ def staged_plan(
         rounds=rounds,
         change=cheapest_change(costs, setting, pipeline.forward, pipeline.backward),
         sources=sources,
+        target=target,
     )
 
 
@@ -162,6 +168,7 @@ def as_table(plan: StagedPlan) -> dict[str, Any]:
         "bottleneck": shown.bottleneck,
         "binding": shown.binding,
         "utilisation": shown.utilisation,
+        "target": plan.target,
         "stages": stages,
         "troubles": troubles(plan),
         "change": change and {"set": change.words, "tokens_per_s": change.forecast.tokens_per_s},
@@ -230,6 +237,9 @@ def print_staged_plan(plan: StagedPlan, console: Console | None = None) -> None:
             f" ({WHY[shown.binding]}).",
         )
     )
+    reached = "reaches" if shown.utilisation >= plan.target else "does not reach"
+    words = f"which {reached} the {plan.target:.0%} asked for"
+    console.print(Text(f"it computes for {shown.utilisation:.0%} of the time, {words}"))
     if plan.change is not None:
         gain = plan.change.forecast.tokens_per_s / shown.tokens_per_s
         console.print(Text(f"the cheapest change: {plan.change.words}: {gain:.2g} times the tokens", "bold"))

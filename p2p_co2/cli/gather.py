@@ -34,7 +34,7 @@ def gather(
     else:
         taken = gather_folders([Path(source) for source in sources], out, recipe)
     for source in taken:
-        what = f"stage {source.stage}" if len(taken) > 1 else "whole model"
+        what = source.holds if len(taken) > 1 else "whole model"
         print(f"{what}: {source.came_to}" + ("" if tickets else f", from {source.folder}"))
         for damage in source.damaged:
             print(f"  passed over, damaged: {damage}")

@@ -107,6 +107,8 @@ def settings_of(options: SimulationOptions) -> Settings:
         return storm_settings(options.seed, options.peers)
     if options.run_file is None:
         raise ConfigError.of_option("RUN.toml", "name a run file, or ask for --storm")
+    if options.stages != 1:
+        raise ConfigError.of_option("--stages", "of a storm; a run's are pipeline.stages in its file")
     steps = f"{MIN_STEP_S:g} to {MAX_STEP_S:g} seconds, or 0 to choose"
     is_step = options.step_s == 0 or MIN_STEP_S <= options.step_s <= MAX_STEP_S
     for option, value, is_possible, words in (  # NaN fails every comparison

@@ -199,9 +199,10 @@ class RecordBook:
         self._began_at = -math.inf
 
     def known(self, most: int) -> list[PeerRecord]:
-        """Records of others, those that were used last first."""
-        peers = sorted(self._records, key=lambda peer: (-self._used_at.get(peer, 0.0), peer))
-        return [self._records[peer] for peer in peers[:most]]
+        """Records of others, those that were used last first. Any thread may ask."""
+        records = self._records
+        peers = sorted(records, key=lambda peer: (-self._used_at.get(peer, 0.0), peer))
+        return [records[peer] for peer in peers[:most]]
 
     def maddrs_of(self, peer: PeerId) -> Sequence[str]:
         """Where its last record says that ``peer`` is; empty if it is not known."""
@@ -243,10 +244,12 @@ class RecordBook:
 @dataclass
 class Held:
     """What this peer holds of the model. ``stage``: in a run with stages; None takes all peers of the run for
-    its group. ``tokens_per_s``: how fast it computes, as its record says; 0 if not known."""
+    its group. ``tokens_per_s``: how fast it computes, as its record says; 0 if not known. ``visits``: it
+    computes nothing, and only takes or gives what the stage's peers agree on."""
 
     stage: int | None = None
     tokens_per_s: float = 0.0
+    visits: bool = False
 
 
 class Network:
@@ -359,6 +362,7 @@ class Network:
             record = await self._reach.record()
             record.software = self.software
             record.stage, record.tokens_per_s = self.holds.stage or 0, self.holds.tokens_per_s
+            record.visits = self.holds.visits
             await self.discovery.publish_self(record, RECORD_LIFETIME_S)
             self._done_at["record"] = time.monotonic()
         news, self._news = self._news, ""
@@ -407,8 +411,9 @@ class Network:
         return [record for record in records if self.holds.stage in (None, record.stage)]
 
     def listed(self, stage: int) -> list[PeerRecord]:
-        """Records of the other peers that hold ``stage``, as the DHT listed them last."""
-        return [record for record in self.records.known(MAX_PEERS) if record.stage == stage]
+        """Records of the other peers that hold ``stage``, as the DHT listed them last; not of visitors."""
+        known = self.records.known(MAX_PEERS)
+        return [record for record in known if record.stage == stage and not record.visits]
 
     async def needed_stage(self, fits: Collection[int]) -> int:
         """The stage of those that ``fits`` in which this peer is needed most: the emptiest of those below

@@ -286,6 +286,8 @@ class PipelineNode:
                 self._meet(peer)
             self.membership.handle_timer(now)
             self.machine.handle_timer(now)
+            if self.links is not None:
+                self.machine.upload_bytes_per_s = self.links.upload_bytes_per_s
             self.pump()
             if now - told_at >= HEARTBEAT_S:
                 told_at = now

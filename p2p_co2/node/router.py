@@ -43,7 +43,7 @@ USELESS_UNITS, USELESS_BYTES_PER_UNIT = 0.25, 256 << 10
 ASKED_UNITS, OVERASKED_UNITS = 0.1, 4.0
 """For asking for a chunk, and for one that found the asker's queue here full of what it does not take."""
 REFUSED_UNITS, GRAVE_UNITS = 4.0, 20.0
-USELESS_PAYLOAD_UNITS = 500.0
+USELESS_PAYLOAD_UNITS = 1000.0
 """For a payload that was waited for and computed with, and was no use: it has cost a microbatch, and one that
 answers at once with nothing gets ever more of them."""
 LINK_UNITS = 100.0

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from p2p_co2.errors import ConfigError
-from p2p_co2.recipes.stages import Stages
+from p2p_co2.recipes.stages import Stages, TiedTable
 
 
 class Shape(NamedTuple):
@@ -66,7 +66,7 @@ class _Body(nn.Module):
 
     def _make_embedding(self, shape: Shape) -> None:
         self.embedding = nn.Embedding(shape.vocab_size, shape.width, dtype=torch.float32)
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        _draw_table_(self.embedding.weight)
         device = self.embedding.weight.device
         self.smear = nn.Parameter(torch.full((shape.width,), 0.5, dtype=torch.float32, device=device))
 
@@ -118,12 +118,16 @@ class ByteGPTStage(_Body):
         self._make_blocks(shape, start, stop)
         if self._is_last:
             self.head = nn.Linear(shape.width, shape.vocab_size, bias=False, dtype=torch.float32)
-            nn.init.normal_(self.head.weight, std=0.02)
+            _draw_table_(self.head.weight)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Token ids, or the output of the stage before: float [B, T, width]."""
         hidden = self._through_blocks(self._embed(inputs) if self._is_first else inputs)
         return self.head(_norm(hidden)) if self._is_last else hidden
+
+
+def _draw_table_(table: Tensor) -> None:
+    nn.init.normal_(table, std=0.02)
 
 
 def stage_edges(layers: int, stages: int) -> list[tuple[int, int]]:
@@ -134,9 +138,9 @@ def stage_edges(layers: int, stages: int) -> list[tuple[int, int]]:
     return [(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(stages)]
 
 
-def byte_gpt_stages(shape: Shape, count: int) -> Stages:
+def byte_gpt_stages(shape: Shape, count: int, tied: bool = False) -> Stages:
     """``count`` stages of the model, from 2 to its layers, else ``ConfigError``. Batches: as of
-    ``next_token_loss``."""
+    ``next_token_loss``. ``tied``: the head is the embedding, as in the whole model; else it is its own."""
     if not 2 <= count <= shape.layers:
         cure = f"use 2 to {shape.layers}, or more recipe_options.layers"
         if shape.layers < 2:
@@ -148,7 +152,8 @@ def byte_gpt_stages(shape: Shape, count: int) -> Stages:
         split=_inputs_and_targets,
         loss=next_token_sum,
         side_range=(0, shape.vocab_size),
-        join=_joined,
+        join=partial(_joined, tied=tied),
+        tied=TiedTable("embedding.weight", "head.weight", _draw_table_) if tied else None,
     )
 
 
@@ -156,14 +161,18 @@ def _inputs_and_targets(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return batch
 
 
-def _joined(stages: Sequence[nn.Module]) -> ByteGPTStage:
+def _joined(stages: Sequence[nn.Module], tied: bool) -> ByteGPTStage:
     """One stage of all blocks, under the names that they have in theirs."""
     first, last = stages[0], stages[-1]
     assert isinstance(first, ByteGPTStage)
     assert isinstance(last, ByteGPTStage)
     with torch.device("meta"):
         whole = ByteGPTStage(first.shape, 0, first.shape.layers)
-    whole.embedding, whole.smear, whole.head = first.embedding, first.smear, last.head
+    whole.embedding, whole.smear = first.embedding, first.smear
+    if tied:
+        whole.head.weight = first.embedding.weight
+    else:
+        whole.head = last.head
     whole.blocks = nn.ModuleList(
         block for stage in stages for block in stage.get_submodule("blocks").children()
     )

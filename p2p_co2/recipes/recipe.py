@@ -35,7 +35,7 @@ BYTE_GPT = "byte-gpt"
 BYTE_GPT_VERSION = 1
 """Raised when a change makes the built-in model differ for the same options."""
 WARMUP_ROUNDS = 0.5
-_RUN, _STAGES = "the run", "pipeline.stages"
+_RUN, _STAGES, _TIED = "the run", "pipeline.stages", "pipeline.tied"
 _HELD_OUT, _GLANCE = (4, 32), (1, 8)
 """Batches, and windows in each."""
 _SHAPE_OPTIONS: dict[str, int] = Shape()._asdict()
@@ -110,9 +110,10 @@ class Recipe:
         return self.model if count == 1 else self.in_stages(count).whole(run.seed)
 
 
-def load_recipe(name: str, options: Options, seed: int, stages: int = 1) -> Recipe:
+def load_recipe(name: str, options: Options, seed: int, stages: int = 1, is_tied: bool = False) -> Recipe:
     """Build the recipe called ``name`` ("byte-gpt", or ``path/to/file.py:function``) with its model drawn
-    from ``seed``. ``stages``: of the run; above 1 the model is an outline, of the stages joined.
+    from ``seed``. ``stages``: of the run; above 1 the model is an outline, of the stages joined. ``is_tied``:
+    whether the first of them and the last share a table.
 
     Raises ``ConfigError`` (with what would be right) for an unknown name, file, function or option, a text
     that cannot be used, and a function that does not return a ``Recipe`` or ``(model, batches, loss)``. Other
@@ -122,15 +123,25 @@ def load_recipe(name: str, options: Options, seed: int, stages: int = 1) -> Reci
         problem = "this run is trained by a program of its own: run that program with the ticket instead"
         raise ConfigError(name, "", problem)
     with drawn_from(seed):
-        made = _byte_gpt(options, stages) if name == BYTE_GPT else _user_recipe(name, options)
+        made = _byte_gpt(options, stages, is_tied) if name == BYTE_GPT else _user_recipe(name, options)
     if stages > 1:
         cut = made.in_stages(stages)
+        _check_tied(cut, is_tied)
         return replace(made, model=cut.join(cut.outlines()))
     if any(parameter.is_meta for parameter in made.model.parameters()):
         count = str(len(made.stages)) if isinstance(made.stages, Stages) else "2 or more"
         problem = f"is 1, but this recipe's model is only there in stages; write stages = {count}"
         raise ConfigError(_RUN, _STAGES, problem)
     return made
+
+
+def _check_tied(stages: Stages, is_tied: bool) -> None:
+    if is_tied and stages.tied is None:
+        problem = 'is "fused", but the recipe\'s first and last stage share no table'
+        raise ConfigError(_RUN, _TIED, f'{problem}; write tied = "no", or give its Stages a TiedTable')
+    if stages.tied is not None and not is_tied:
+        problem = 'is "no", but the recipe\'s first and last stage share a table'
+        raise ConfigError(_RUN, _TIED, f'{problem}; write tied = "fused"')
 
 
 def recipe_digest(name: str, options: Options) -> str:
@@ -184,13 +195,13 @@ def load_run_recipe(run: RunConfig, own: str = "", data: Mapping[str, str] | Non
     options = {**run.recipe_options, **(data or {})}
     if recipe_digest(name, options) != digest:
         raise ConfigError.of_option("", "only built-in recipes let a peer choose its own text or tokens")
-    return load_recipe(name, options, run.seed, run.pipeline.stages)
+    return load_recipe(name, options, run.seed, run.pipeline.stages, run.pipeline.is_tied)
 
 
 # The built-in recipe
 
 
-def _byte_gpt(options: Options, stages: int) -> Recipe:
+def _byte_gpt(options: Options, stages: int, is_tied: bool) -> Recipe:
     shape, settings = _check_options(options)
     with torch.device(
         "cpu" if stages == 1 else "meta"
@@ -215,7 +226,7 @@ def _byte_gpt(options: Options, stages: int) -> Recipe:
         glance=partial(_held_out_loss, corpus, shape.context, _GLANCE),
         generate=None if tokens else sample_text,
         default_batch=int(settings["batch"]),
-        stages=partial(byte_gpt_stages, shape),
+        stages=partial(byte_gpt_stages, shape, tied=is_tied),
     )
 
 

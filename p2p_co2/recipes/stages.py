@@ -27,11 +27,25 @@ from torch import Tensor, nn
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes.drawing import drawn_from
 from p2p_co2.tensors.stages import Chain
+from p2p_co2.tensors.stages.tied import apart
 
 MakeStage = Callable[[], nn.Module]
 Split = Callable[[Any], tuple[Tensor, Tensor]]
 StageLoss = Callable[[Tensor, Tensor], Tensor]
 _ANY = (-(1 << 63), 1 << 63)
+
+
+@dataclass(frozen=True)
+class TiedTable:
+    """A tensor that the first stage and the last both hold, called ``first`` and ``last`` there, and begin
+    alike: ``draw_`` fills it from torch's random state.
+
+    Its gradient in the unsplit model is the sum of both uses'. So is the step of one group of both stages'
+    replicas that applies twice the token-weighted mean of all, if both stages counted as many tokens."""
+
+    first: str
+    last: str
+    draw_: Callable[[Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -42,6 +56,7 @@ class Stages:
     values, from the first number to before the second; others are refused, since an accelerator does not
     survive them.
 
+    ``tied``: what the first stage and the last share, if anything; then there are two or more.
     ``join(modules)``: the whole model of all stages' modules, whose tensors it shares. Its names are those of
     a whole checkpoint: ``stage.S.NAME`` where nothing else is said."""
 
@@ -51,6 +66,7 @@ class Stages:
     tokens: Callable[[Tensor], int] = Tensor.numel
     side_range: tuple[int, int] = _ANY
     join: Callable[[Sequence[nn.Module]], nn.Module] = Chain
+    tied: TiedTable | None = None
 
     @classmethod
     def of_sequential(
@@ -83,9 +99,27 @@ class Stages:
     def build(self, seed: int, stage: int) -> nn.Module:
         """The module of ``stage``, on the CPU, drawn from (``seed``, ``stage``) alone. Raises ``ConfigError``
         if it has nothing to train."""
-        digest = hashlib.sha256(b"p2p-co2 stage\0" + seed.to_bytes(8, "big") + stage.to_bytes(4, "big"))
-        with drawn_from(int.from_bytes(digest.digest()[:7], "big")), torch.device("cpu"):
-            return self._trainable(stage, self.makers[stage]())
+        with drawn_from(_seed_of(b"stage", seed, stage)), torch.device("cpu"):
+            module = self._trainable(stage, self.makers[stage]())
+        if self.tied is not None and (name := self.tied_name(stage)):
+            with drawn_from(_seed_of(b"tied table", seed, 0)), torch.no_grad():
+                self.tied.draw_(module.get_parameter(name))
+        return module
+
+    def tied_name(self, stage: int) -> str:
+        """What the tied table is called in ``stage``; "" if it has none."""
+        if self.tied is None or stage not in {0, len(self) - 1}:
+            return ""
+        return self.tied.first if stage == 0 else self.tied.last
+
+    def groups(self, stage: int, module: nn.Module) -> list[nn.Module]:
+        """What the groups train that a peer with ``module``, which is ``stage``, is in: the stage's, and that
+        of the tied table, if it has one. The tensors are the module's. Raises ``ConfigError`` if nothing is
+        left beside the table."""
+        if not (name := self.tied_name(stage)):
+            return [module]
+        rest, table = apart(module, module.get_parameter(name))
+        return [self._trainable(stage, rest), table]
 
     def whole(self, seed: int) -> nn.Module:
         """All stages as their peers start with them, joined."""
@@ -135,6 +169,11 @@ class Stages:
             problem = f"stage {stage} of {len(self)} has no parameter to train; cut the model elsewhere"
             raise ConfigError("recipe", "stages", problem)
         return module
+
+
+def _seed_of(what: bytes, seed: int, number: int) -> int:
+    said = b"p2p-co2 " + what + b"\0" + seed.to_bytes(8, "big") + number.to_bytes(4, "big")
+    return int.from_bytes(hashlib.sha256(said).digest()[:7], "big")
 
 
 def _outline(make: MakeStage) -> nn.Module:

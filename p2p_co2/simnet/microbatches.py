@@ -17,6 +17,7 @@ once           at most one replica of a stage counts a microbatch
 suffix         who counts one finds it counted in the stage behind
 conservation   what is counted was made, with as many tokens; an inner step has no more than was agreed
 payload        what is computed on is what the neighbouring stage made for this microbatch
+heir           what a gradient leaves out is added to one of the same path and the same inner steps
 blame          nobody honest is refused
 memory         what a machine holds stays within the bound that it names
 deadlines      no timer is overdue, and who waits for a gradient has one
@@ -68,12 +69,14 @@ class StagePeer:
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """What is agreed. ``tokens``: of a microbatch, about (they differ, so that a mistake shows). ``window``:
-    0 for that of real peers; ``room``: 0 for twice the window. Routes are drawn anew every ``round_s``."""
+    0 for that of real peers, of all stages or by stage; ``room``: 0 for twice the window. ``urgent_bytes``:
+    of an urgent gradient, 0 for those of any other. Routes are drawn anew every ``round_s``."""
 
     stages: tuple[StageLoad, ...]
     microbatches: int = 8
-    window: int = 0
+    window: int | tuple[int, ...] = 0
     room: int = 0
+    urgent_bytes: int = 0
     tokens: int = 100
     cap_s: float = 60.0
     round_s: float = 10.0
@@ -87,10 +90,17 @@ class Layout:
     def sizes(self, stage: int) -> Sizes:
         """Of the machines of ``stage``, in bytes that are played."""
         comes = self.played(self.stages[stage - 1].ahead_bytes) if stage else 0
-        back = self.played(self.stages[stage + 1].back_bytes) if stage + 1 < len(self.stages) else 0
-        window = self.window or window_of(stage, len(self.stages), self.microbatches)
-        room = self.room or 2 * window
-        return Sizes(self.microbatches, window, room, comes, back, b"simulated", self.cap_s)
+        returns = self.gradients(stage + 1) if stage + 1 < len(self.stages) else []
+        window = self.window[stage] if isinstance(self.window, tuple) else self.window
+        window = window or window_of(stage, len(self.stages), self.microbatches)
+        room, load = self.room or 2 * window, self.stages[stage]
+        up = self.played(load.ahead_bytes) + self.played(load.back_bytes)
+        return Sizes(self.microbatches, window, room, comes, returns, b"simulated", self.cap_s, up)
+
+    def gradients(self, stage: int) -> list[int]:
+        """Bytes of a gradient that ``stage`` sends, by its codec."""
+        sizes = [self.stages[stage].back_bytes, self.urgent_bytes]
+        return [self.played(size) for size in sizes if size]
 
     def played(self, real_bytes: int) -> int:
         return max(_HEADER.size, round(real_bytes / self.scale)) if real_bytes else 0
@@ -122,6 +132,11 @@ class MicrobatchBooks:
         self.counted: list[dict[Key, PeerId]] = [{} for _ in range(stages)]
         self.tokens = [0] * stages
         """Counted by stage."""
+        self.gradients, self.urgent = [0] * stages, [0] * stages
+        """Sent by each stage, and how many of these were urgent."""
+        self._paths: dict[Key, list[tuple[Pipeline, int]]] = {}
+        """Which process has sent each microbatch on, by stage, and in which inner step."""
+        self._inner_steps: Counter[PeerId] = Counter()
         self.steps: list[Counter[int]] = [Counter() for _ in range(stages)]
         """How many inner steps of so many microbatches."""
         self._history = hashlib.sha256()
@@ -145,9 +160,24 @@ class MicrobatchBooks:
         self.counted[stage][key] = peer
         self.tokens[stage] += tokens
 
+    def goes_on(self, peer: PeerId, process: Pipeline, key: Key) -> None:
+        """``peer`` sends microbatch ``key`` to the next stage."""
+        self._paths.setdefault(key, []).append((process, self._inner_steps[peer]))
+
+    def send_back(self, peer: PeerId, stage: int, work: Work) -> None:
+        """``stage`` sends the gradient of ``work``."""
+        self.gradients[stage] += 1
+        self.urgent[stage] += work.is_urgent
+        if work.key is None or work.heir is None:
+            return
+        ours, theirs = (self._paths[key][:stage] for key in (work.key, work.heir))
+        if ours != theirs or work.heir in self.counted[stage]:
+            self.broken(peer, "heir", f"{work.heir} inherits from {work.key}, which came another way")
+
     def step(self, peer: PeerId, stage: int, keys: Sequence[Key], weight: int, most: int) -> None:
         """``weight``: tokens that the inner step is said to have."""
         self.steps[stage][len(keys)] += 1
+        self._inner_steps[peer] += 1
         true = sum(self.made.get(key, 0) for key in set(keys))
         if weight != true or len(keys) > most:
             text = f"an inner step of {len(keys)} microbatches weighs {weight}, not {true}"
@@ -175,6 +205,7 @@ class Replica:
         self._layout, self._directory, self._head = layout, directory, head_of(GROUP)
         place = Place(me, number << 32, stage, len(layout.stages))
         self.machine = Pipeline(place, layout.sizes(stage))
+        self.machine.upload_bytes_per_s = peer.line.up_bits_per_s / 8 / layout.scale
         self.endpoint = Endpoint(me, peer.line, loop_of(internet.world))
         self.endpoint.on_message = self._take
         observer = LinkObserver(self._opened, self._lost, lambda other, reason: self._lost(other, "", reason))
@@ -295,11 +326,15 @@ class Replica:
             if work.do is Do.BACKWARD:
                 self._check(work, self.stage, is_gradient=True)
             back = _Payload(work.key, tokens, self.stage - 1, is_gradient=True) if self.stage else None
-            size = self._layout.played(load.back_bytes)
-            machine.counted(work.key, back and back.encode(size), tokens, 1.0, now)
+            codec = int(work.is_urgent and self._layout.urgent_bytes > 0)
+            if back is not None:
+                self.books.send_back(self.me, self.stage, work)
+            sent = back and back.encode(self._layout.gradients(self.stage)[codec])
+            machine.counted(work.key, sent, tokens, 1.0, now, codec)
         else:
             tokens = self._tokens(work)
             ahead = _Payload(work.key, tokens, self.stage, is_gradient=False)
+            self.books.goes_on(self.me, machine, work.key)
             machine.forwarded(work.key, ahead.encode(self._layout.played(load.ahead_bytes)), tokens, now)
 
     def _tokens(self, work: Work) -> int:

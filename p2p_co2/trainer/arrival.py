@@ -17,7 +17,7 @@ from p2p_co2.config import ClockConfig
 from p2p_co2.errors import ConfigError, RunOver, TransportError
 from p2p_co2.node.node import Node
 from p2p_co2.protocol.wire.messages_pb2 import RunPosition
-from p2p_co2.trainer.network_thread import NetworkThread
+from p2p_co2.trainer.side_thread import PeerThread
 from p2p_co2.trainer.synchroniser import Progressed
 
 GATHER_BOUND_S = 120.0
@@ -107,9 +107,7 @@ class Beginning:
     ``resumed_at``: the position, in rounds, of the checkpoint that this peer goes on from; None without
     one."""
 
-    def __init__(
-        self, thread: NetworkThread, rounds: int, resumed_at: float | None, start_over: bool
-    ) -> None:
+    def __init__(self, thread: PeerThread, rounds: int, resumed_at: float | None, start_over: bool) -> None:
         self._thread, self._rounds, self._resumed_at = thread, rounds, resumed_at
         self._is_allowed = start_over
         self._refusal: TransportError | RunOver | None = None
@@ -149,9 +147,11 @@ class Beginning:
         if self._is_over(last):
             self._refusal = RunOver(self._rounds)
         elif last is not None and resumed_at is None:
+            stage = self._thread.network.holds.stage
+            how = "--start-over" if stage is None else f"--stage {stage} --restart-stage"
             self._refusal = TransportError(
                 f"the others left at round {last.position:.1f}; join with the checkpoint of one of them, "
-                "wait until one is back, or begin anew with --start-over (start_over=True in an own loop)"
+                f"wait until one is back, or begin anew with {how} (start_over=True in an own loop)"
             )
         else:
             self._is_allowed = True

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +39,8 @@ from p2p_co2.trainer.model_summary import ModelBuffers, summarise
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.rates import Rates
-from p2p_co2.trainer.stage_peer import StagePeer, data_seed, fitting, sizes_of
+from p2p_co2.trainer.side_thread import PeerThread, SideThread
+from p2p_co2.trainer.stage_peer import StagePeer, Trained, data_seed, fitting, sizes_of
 from p2p_co2.trainer.stage_work import Crossings, StageWork
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.trainer.worker import TensorWorker
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from p2p_co2.recipes import Recipe
 
 EventSink = Callable[[ev.Event], None]
+TIED = "tied"
+"""In a peer's folder: that of the tied table's group."""
 
 
 def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
@@ -107,7 +110,7 @@ class Connection:
     """A verified run, not yet trained in. End it with ``close``, or ``start`` and then the peer's
     ``leave``."""
 
-    _thread: NetworkThread
+    _thread: PeerThread
     config: PeerConfig
 
     @property
@@ -196,39 +199,76 @@ class Connection:
             raise ConfigError(
                 "start_stage", "pipeline.stages", "is 1 in this run: use start(model, optimizer)"
             )
-        stages, me = recipe.in_stages(pipeline.stages), self._thread.network.identity.peer_id
+        stages, thread, me = (
+            recipe.in_stages(pipeline.stages),
+            self._main,
+            self._main.network.identity.peer_id,
+        )
         goes_on = resume is not False and not start_over
         wanted, device = self._wanted_stage(goes_on), self.config.device
         cache_bytes = self.config.cache_bytes
-        stage = self._thread.choose_stage(
+        stage = thread.choose_stage(
             wanted, lambda: fitting(stage_sizes(recipe, run), run, device, cache_bytes)
         )
         module = stages.build(run.seed, stage).to(device)
-        optimizer = recipe.optimizer(module.parameters())
         like = stages.microbatch(next(recipe.batches(0, pipeline.sequences)))
-        crossings = Crossings.of(stages, *like, pipeline.forward, pipeline.backward)
+        codecs = pipeline.forward, pipeline.backward, pipeline.backward_critical
+        crossings = Crossings.of(stages, *like, *codecs)
         place = Place(me, int.from_bytes(os.urandom(8)), stage, pipeline.stages)
         sizes = sizes_of(run, crossings, stage, cache_bytes)
-        peer = self.start(module, optimizer, recipe.learning_rate, resume, start_over)
+        groups = self._start_groups(recipe, stages.groups(stage, module), resume, start_over)
         try:
+            peer = groups[0].peer
             draws = recipe.batches(data_seed(run, me, peer.inner_steps), pipeline.sequences)
             own = draws if stage == 0 else None
             work = StageWork(stages, module, stage, crossings, own, cache_bytes // 2)
-            return StagePeer(peer, self._thread.start_pipeline(place, sizes), place, work, optimizer)
+            return StagePeer(groups, thread.start_pipeline(place, sizes), place, work)
         except BaseException:
-            peer.leave("could not meet the stages beside it")
+            for group in reversed(groups):
+                group.peer.leave("could not meet the stages beside it")
             raise
 
-    def visit(self, recipe: Recipe) -> Peer:
+    def _start_groups(
+        self, recipe: Recipe, models: Sequence[nn.Module], resume: bool | None, start_over: bool
+    ) -> list[Trained]:
+        """Be a peer of the stage's own group, then of the tied table's, if there is a second model."""
+        trained = list[Trained]()
+        for model in models:
+            connection = self._beside() if trained else self
+            optimizer = recipe.optimizer(model.parameters())
+            try:
+                peer = connection.start(model, optimizer, recipe.learning_rate, resume, start_over)
+            except BaseException:
+                for group in trained:
+                    group.peer.leave("could not join the group of the tied table")
+                raise
+            trained.append(Trained(peer, optimizer))
+        return trained
+
+    def _beside(self) -> Connection:
+        """In the group of the table that the first stage and the last share, with a folder in this one's."""
+        stages, config = self.run.pipeline.stages, self.config
+        thread = SideThread(self._main, stages, {0, stages - 1}, "the tied table")
+        return Connection(thread, config.model_copy(update={"folder": config.folder / TIED}))
+
+    @property
+    def _main(self) -> NetworkThread:
+        assert isinstance(self._thread, NetworkThread)
+        return self._thread
+
+    def visit(self, recipe: Recipe) -> list[Peer]:
         """As ``start``, to read what others agree on and leave: a peer of those that hold ``config.stage``,
-        in a run with stages, which need not meet the stages beside it. Raises as ``start``."""
-        model, pipeline = recipe.model, self.run.pipeline
-        if pipeline.stages > 1:
-            stages = recipe.in_stages(pipeline.stages)
-            model = stages.build(
-                self.run.seed, self._thread.choose_stage(self.config.stage, lambda: range(pipeline.stages))
-            )
-        return self.start(model, recipe.optimizer(model.parameters()))
+        in a run with stages, which need not meet the stages beside it; with the first stage, one of the tied
+        table's group too, if there is one. Leave from the last to the first. Raises as ``start``."""
+        models, count = [recipe.model], self.run.pipeline.stages
+        if count > 1:
+            self._main.network.holds.visits = True
+            stages = recipe.in_stages(count)
+            stage = self._main.choose_stage(self.config.stage, lambda: range(count))
+            models = stages.groups(stage, stages.build(self.run.seed, stage))
+            if stage:
+                models = models[:1]
+        return [group.peer for group in self._start_groups(recipe, models, None, False)]
 
     def _wanted_stage(self, goes_on: bool) -> int:
         """-1 for any. A peer that ``goes_on`` from its folder's checkpoint goes on with that one's stage."""
@@ -262,7 +302,10 @@ class Connection:
         states = saved.states if saved is not None else [
             outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments.fragments
         ]  # fmt: skip
-        fragments = [FragmentState(self.run, codec, me, state, index) for index, state in enumerate(states)]
+        uses = 2 if plan.stage == self.run.pipeline.stages else 1  # the tied table's group
+        fragments = [
+            FragmentState(self.run, codec, me, state, index, uses) for index, state in enumerate(states)
+        ]
         ledger = TensorWorker(codec, fragments, clipped_mean if self.run.weight_cap else weighted_mean)
         if saved is None:
             return ledger, Progressed()

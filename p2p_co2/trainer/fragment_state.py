@@ -137,10 +137,13 @@ class PoisonGuard:
 
 
 class FragmentState:
-    """One fragment's state. It owns ``state``, memory and all. ``index``: of the fragment."""
+    """One fragment's state. It owns ``state``, memory and all. ``index``: of the fragment. ``uses``: as of
+    ``Encoded``, for means."""
 
-    def __init__(self, run: RunConfig, codec: Codec, peer: str, state: OuterState, index: int = 0) -> None:
-        self._run, self._codec, self._peer, self._index = run, codec, peer, index
+    def __init__(
+        self, run: RunConfig, codec: Codec, peer: str, state: OuterState, index: int = 0, uses: int = 1
+    ) -> None:
+        self._uses, self._run, self._codec, self._peer, self._index = uses, run, codec, peer, index
         self.state, self.departure, self.guard = state, Departure(state.version), PoisonGuard()
         self._readers = set[str]()
         """Who the state was lent to."""
@@ -271,7 +274,7 @@ class FragmentState:
             held = copied(offset, room_of(self._codec, self.numel, 16))
             self.departure = self.departure._replace(offset=(held,))
         with self.guard.changing(f"the outer step of round {round_}"):
-            mean = Encoded(self._codec, encoded, self.numel)
+            mean = Encoded(self._codec, encoded, self.numel, self._uses)
             return self._take_step(round_, base_version, mean, parts)
 
     def _take_step(
@@ -444,7 +447,7 @@ class FragmentState:
         # Parts may have counted it with weights that differ a little: their mean, by their sizes.
         sizes = [part.stop_block - part.start_block for part in parts]
         shares = [part.weights[self._peer] / sum(part.weights.values()) for part in parts]
-        share = sum(size * one for size, one in zip(sizes, shares, strict=True)) / sum(sizes)
+        share = self._uses * sum(size * one for size, one in zip(sizes, shares, strict=True)) / sum(sizes)
         kept = mine.gradient
         if 8 * self._codec.block_bytes >= 5 * self._codec.block_values and self._codec.name != "fp32":
             kept = copied((kept,), room_of(self._codec, self.numel, 4))  # the payload would be more

@@ -5,7 +5,8 @@
 
 Laws: every stage is in it exactly once, and all of one run. Of several checkpoints of a stage the one that is
 furthest on is taken; two that hold different states of one round are refused, since one of them is of another
-history. Stages are groups of their own, so they may have come to different rounds.
+history. Stages are groups of their own, so they may have come to different rounds. A tied table is like a
+stage more: it lies in the folder ``tied`` beside the checkpoints of the first stage and of the last.
 
 Price: the whole model's parameters in memory, and one stage's agreed state. The files are read twice.
 From a swarm a stage after the other is loaded, as a newcomer does, so the later ones are some rounds on.
@@ -29,7 +30,7 @@ from p2p_co2.tensors.checkpoint.folder import Checkpoint, has_checkpoint, load_a
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.stages.whole import WholeModel, whole_names
 from p2p_co2.ticket import Ticket
-from p2p_co2.trainer.connection import connect
+from p2p_co2.trainer.connection import TIED, connect
 from p2p_co2.trainer.resuming import shapes_of
 
 _CHUNK_BYTES = 1 << 20
@@ -37,8 +38,9 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """The newest whole checkpoint in ``folder``, which is of ``stage``: its ``file``; ``versions`` and
-    ``digests`` of the agreed state by fragment; ``damaged``: newer ones that were passed over, and why."""
+    """The newest whole checkpoint in ``folder``, of ``stage`` (one past the last: the tied table): its
+    ``file``; ``versions`` and ``digests`` of the agreed state by fragment; ``damaged``: newer ones that were
+    passed over, and why."""
 
     run: RunConfig
     stage: int
@@ -50,6 +52,10 @@ class Source:
     versions: tuple[int, ...]
     digests: tuple[bytes, ...]
     damaged: tuple[str, ...]
+
+    @property
+    def holds(self) -> str:
+        return f"stage {self.stage}" if self.stage < self.run.pipeline.stages else "tied table"
 
     @property
     def came_to(self) -> str:
@@ -68,6 +74,8 @@ def sources_of(folders: Iterable[Path]) -> list[Source]:
     if not found:
         raise ConfigError.of_option("FOLDER", "give a checkpoint folder of each stage")
     first = found[0]
+    tables = [source.folder.parent / TIED / "checkpoint" for source in found]
+    found += [_look(table) for table in tables if first.run.pipeline.is_tied and has_checkpoint(table)]
     for one in found:
         if one.run.digest() != first.run.digest():
             problem = f'is of another run ("{one.run.name}") than {first.folder} ("{first.run.name}")'
@@ -78,7 +86,10 @@ def sources_of(folders: Iterable[Path]) -> list[Source]:
         what = f"stage {missing[0]} is" if len(missing) == 1 else f"stages {', '.join(missing)} are"
         problem = f"{what} missing, of {count}; add a checkpoint folder of a peer that holds it"
         raise ConfigError.of_option("FOLDER", problem)
-    return [best[stage] for stage in range(count)]
+    if first.run.pipeline.is_tied and count not in best:
+        problem = f"the tied table is missing; it lies in {tables[0]}, or there beside another folder"
+        raise ConfigError.of_option("FOLDER", problem)
+    return [best[stage] for stage in sorted(best)]
 
 
 def gather_folders(folders: Iterable[Path], out: Path, own_recipe: str = "") -> list[Source]:
@@ -101,9 +112,11 @@ def gather_swarm(ticket: str, out: Path, own_recipe: str = "") -> list[Source]:
     _refuse_used(out)
     out.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="stages-", dir=out) as place:
-        run = _fetch(ticket, Path(place) / "0", 0, own_recipe)
+        visitor = PeerConfig(folder=Path(place) / "0", stage=0, board=False)
+        run = fetch(ticket, visitor, own_recipe)
         for stage in range(1, run.pipeline.stages):
-            _fetch(ticket, Path(place) / str(stage), stage, own_recipe)
+            there = {"folder": Path(place) / str(stage), "stage": stage}
+            fetch(ticket, visitor.model_copy(update=there), own_recipe)
         folders = [Path(place) / str(stage) / "checkpoint" for stage in range(run.pipeline.stages)]
         return gather_folders(folders, out, own_recipe)
 
@@ -111,9 +124,10 @@ def gather_swarm(ticket: str, out: Path, own_recipe: str = "") -> list[Source]:
 def write_whole(sources: Sequence[Source], out: Path, whole: nn.Module, stages: Sequence[nn.Module]) -> Path:
     """Write the whole model of ``sources``, one for each stage, into the folder ``out``; returns the file.
 
-    ``whole``: the model that the run's recipe makes of its ``stages``, whose tensors it shares. Only names
-    and shapes are looked at, so all may be on the meta device. Raises ``ConfigError`` if a checkpoint is of
-    another model, or ``out`` has a checkpoint; ``EnvironmentFault`` if the disk refuses.
+    ``whole``: the model that the run's recipe makes of its ``stages``, whose tensors it shares; a tied table
+    comes after the last of them, which are without it. Only names and shapes are looked at, so all may be on
+    the meta device. Raises ``ConfigError`` if a checkpoint is of another model, or ``out`` has a checkpoint;
+    ``EnvironmentFault`` if the disk refuses.
     """
     _refuse_used(out)
     run = sources[0].run
@@ -136,7 +150,7 @@ def _put(gathered: WholeModel, source: Source, module: nn.Module) -> Mapping[str
     saved, cut = load_agreed(source.file), plan_fragments(module, source.run.fragments)
     sizes = [state.params.numel() for state in saved.states]
     if saved.plan_digest != cut.digest or sizes != [one.numel for one in cut.fragments]:
-        problem = f"is of another stage {source.stage} than the recipe makes here"
+        problem = f"is of another {source.holds} than the recipe makes here"
         raise ConfigError(str(source.folder), "", problem)
     gathered.put(source.stage, cut, saved.states)
     return saved.buffers
@@ -153,11 +167,13 @@ def _models(recipe: Recipe, run: RunConfig) -> tuple[nn.Module, Sequence[nn.Modu
         return recipe.model, [recipe.model]
     stages = recipe.in_stages(run.pipeline.stages)
     outlines = stages.outlines()
-    return stages.join(outlines), outlines
+    groups = [stages.groups(stage, outline) for stage, outline in enumerate(outlines)]
+    return stages.join(outlines), [own for own, *_ in groups] + groups[0][1:]
 
 
-def _fetch(ticket: str, folder: Path, stage: int, own_recipe: str) -> RunConfig:
-    """Leave a checkpoint of ``stage`` in ``folder``, as the peers that hold it agree on it."""
+def fetch(ticket: str, config: PeerConfig, own_recipe: str = "") -> RunConfig:
+    """Leave a checkpoint of ``config.stage`` in ``config.folder``, as the peers that hold it agree on it.
+    Blocks and raises as ``gather_swarm``."""
     met = list[ev.PeerJoined]()
 
     def on_event(event: ev.Event) -> None:
@@ -165,18 +181,18 @@ def _fetch(ticket: str, folder: Path, stage: int, own_recipe: str) -> RunConfig:
             met.append(event)
 
     try:
-        connection = connect(ticket, PeerConfig(folder=folder, stage=stage, board=False), on_event)
+        connection = connect(ticket, config, on_event)
         try:
             run = connection.run
-            peer = connection.visit(load_run_recipe(run, own_recipe))
-            peer.stop()
-            peer.leave("has what it came for")
+            for peer in reversed(connection.visit(load_run_recipe(run, own_recipe))):
+                peer.stop()
+                peer.leave("has what it came for")
         finally:
             connection.close()
         if not met:
             raise TransportError("none of its peers is there")
     except (RunOver, TransportError) as error:
-        problem = f"nobody gives stage {stage} now: {error}"
+        problem = f"nobody gives stage {config.stage} now: {error}"
         raise TransportError(f"{problem} (or gather the checkpoint folders of its peers)") from error
     return run
 
@@ -189,7 +205,7 @@ def _look(folder: Path) -> Source:
     if stage is None:
         problem = "holds the whole model already: sample and eval read it; give folders of its stages"
         raise ConfigError(str(folder), "", problem)
-    if not 0 <= stage < count:
+    if not 0 <= stage < count + saved.run.pipeline.is_tied:
         problem = f"holds stage {stage} of a run that has {count} (from 0 on): nobody's checkpoint"
         raise ConfigError(str(folder), "", f"{problem}; give another folder")
     versions = tuple(state.version for state in saved.states)
@@ -203,7 +219,7 @@ def _further(one: Source, other: Source) -> Source:
     ours, theirs = (zip(which.versions, which.digests, strict=True) for which in (one, other))
     for (version, digest), (their_version, their_digest) in zip(ours, theirs, strict=False):
         if version == their_version and digest != their_digest:
-            problem = f"holds another state of stage {one.stage} at round {version} than {one.folder}"
+            problem = f"holds another state of {one.holds} at round {version} than {one.folder}"
             cure = "one of them is of another history; leave it out"
             raise ConfigError(str(other.folder), "", f"{problem}: {cure}")
     return max(one, other, key=lambda which: (sum(which.versions), which.position))

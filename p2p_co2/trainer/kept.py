@@ -35,10 +35,14 @@ _SMALLEST = 2.0**-100
 
 class Encoded:
     """A payload as the values it stands for: fp32 [numel], read by slices. Nobody changes its bytes. A mean
-    is what others signed, of any size, holding anything: read it only if ``largest`` is finite."""
+    is what others signed, of any size, holding anything: read it only if ``largest`` is finite.
 
-    def __init__(self, codec: Codec, payload: Buffer, numel: int) -> None:
-        self.codec, self._payload, self._numel = codec, memoryview(payload), numel
+    ``uses``: times its values; 2 for the mean of a tied table, over all peers of both stages that use it. The
+    unsplit model's mean is the sum over both uses, and the gap penalty and an elementwise clip see that only
+    here: twice the outer learning rate is the same, bit for bit, for other clips and without a penalty."""
+
+    def __init__(self, codec: Codec, payload: Buffer, numel: int, uses: int = 1) -> None:
+        self.codec, self._payload, self._numel, self._uses = codec, memoryview(payload), numel, uses
 
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
@@ -68,6 +72,8 @@ class Encoded:
             self.codec.admit(rows, values)
         except RemoteProtocolError:
             return False
+        if self._uses != 1:
+            values.mul_(self._uses)
         return True
 
 

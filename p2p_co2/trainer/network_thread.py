@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import uvloop
@@ -49,6 +50,14 @@ MAX_BUFFER_DONORS = 3
 _T = TypeVar("_T")
 
 
+def cause_of_end(task: asyncio.Task[None]) -> BaseException | None:
+    """What ended a node's task; None if it came to its end, or was cancelled."""
+    error = None if task.cancelled() else task.exception()
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
 class NodeView:
     """What the training thread reads of a running node and asks of it. Calls into the loop do not wait."""
 
@@ -61,8 +70,10 @@ class NodeView:
     ) -> None:
         self.node, self._loop = node, loop
         self.report, self.failure = report, failure
-        self.pipeline: PipelineNode | None = None
-        """The same process between the stages, once it runs."""
+        self.beside = list[Callable[[], tuple[int, int]]]()
+        """The traffic of this process's other groups."""
+        self.rest_with = list[NodeView]()
+        """Of groups that rest with this one."""
         self._buffers: ModelBuffers | None = None
 
     def offer(self, offer: Offer) -> None:
@@ -70,6 +81,13 @@ class NodeView:
 
     def show(self, progress: LocalProgress) -> None:
         self._loop.call_soon_threadsafe(self.node.show, progress)
+        if progress.phase == Status.PAUSED:
+            for other in self.rest_with:
+                self._loop.call_soon_threadsafe(other.rest)
+
+    def rest(self) -> None:
+        """Say that this peer rests, until ``show`` says what it does. On the loop."""
+        self.node.show(replace(self.node.state.local, phase=Status.PAUSED))
 
     def swarm_position(self) -> tuple[float, float] | None:
         return self.node.progress.swarm_position
@@ -102,9 +120,10 @@ class NodeView:
         return self.node.links.is_full
 
     def traffic_bytes(self) -> tuple[int, int]:
-        """Bytes of messages (up, down) since the start, those between stages too."""
-        up, down = self.pipeline.traffic_bytes() if self.pipeline is not None else (0, 0)
-        return self.node.links.up_bytes + up, self.node.router.down_bytes + down
+        """Bytes of messages (up, down) since the start, those of this process's other groups too."""
+        own = self.node.links.up_bytes, self.node.router.down_bytes
+        up, down = map(sum, zip(own, *(traffic() for traffic in self.beside), strict=True))
+        return up, down
 
     def live_trainers(self) -> list[str]:
         """The other peers that train, as they said last."""
@@ -267,7 +286,8 @@ class NetworkThread:
                 self._reporting.measure(pipeline)
             return pipeline
 
-        self._pipeline = self.view.pipeline = pipeline = self.ask(start())
+        self._pipeline = pipeline = self.ask(start())
+        self.view.beside.append(pipeline.traffic_bytes)
         return PipelineView(pipeline, self._loop, self.network.holds)
 
     def _live_peers(self) -> int:
@@ -422,12 +442,7 @@ class NetworkThread:
         self._loop.run_forever()
 
     def _node_ended(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled() or task.exception() is None:
-            return
-        error = task.exception()
-        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-            error = error.exceptions[0]
-        self._failure = error
+        self._failure = cause_of_end(task) or self._failure
 
     def _count_refusal(self, peer: str, reason: str, detail: str) -> None:
         if self.view is not None:

@@ -22,9 +22,9 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import swarm_digest
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
 from p2p_co2.trainer.figures import loss_of, tokens_of
-from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.rates import Rates
 from p2p_co2.trainer.saver import Saver
+from p2p_co2.trainer.side_thread import PeerThread
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S, Progressed, Synchroniser
 from p2p_co2.trainer.worker import TensorWorker
 
@@ -56,7 +56,7 @@ class Peer:
     """
 
     def __init__(
-        self, thread: NetworkThread, ledger: TensorWorker, plan: Plan, rates: Rates, start: Progressed
+        self, thread: PeerThread, ledger: TensorWorker, plan: Plan, rates: Rates, start: Progressed
     ) -> None:
         self._thread, self._ledger, self._plan = thread, ledger, plan
         self._model = ExchangedModel(plan, thread.warn)

@@ -14,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
+from p2p_co2.node.pipeline_node import BesideStages
 from p2p_co2.protocol.pipeline import Pipeline, Place, Sizes, Work, window_of
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.recipes.sizes import StageSize
@@ -46,14 +49,15 @@ def sizes_of(run: RunConfig, crossings: Crossings, stage: int, cache_bytes: int)
     that are under way here, in half of ``cache_bytes``. Graphs have the other."""
     pipeline, is_first, is_last = run.pipeline, stage == 0, stage == run.pipeline.stages - 1
     comes = 0 if is_first else crossings.forward_bytes(stage - 1)
-    returns = 0 if is_last else crossings.back(stage).payload_bytes
+    returns = [] if is_last else crossings.backward_bytes(stage)
     goes = 0 if is_last else crossings.forward_bytes(stage)
-    room = max(2, cache_bytes // 2 // (comes + returns + goes))
+    room = max(2, cache_bytes // 2 // (comes + max(returns, default=0) + goes))
     window = min(window_of(stage, pipeline.stages, pipeline.microbatches), room // 2)
     cap_s = run.clock.round_s if run.clock.mode == "time" else 60.0
     return Sizes(
-        pipeline.microbatches, window, min(room, 2 * window), comes, returns, crossings.digest(), cap_s
-    )
+        pipeline.microbatches, window, min(room, 2 * window), comes, returns, crossings.digest(), cap_s,
+        crossings.up_bytes(stage),
+    )  # fmt: skip
 
 
 def fitting(sizes: Sequence[StageSize], run: RunConfig, device: str, cache_bytes: int) -> list[int]:
@@ -81,14 +85,23 @@ def fitting(sizes: Sequence[StageSize], run: RunConfig, device: str, cache_bytes
     return fits
 
 
+class Trained(NamedTuple):
+    """What a stage's peer trains in one group: ``peer`` is in it, ``optimizer`` steps its parameters."""
+
+    peer: Peer
+    optimizer: Optimizer
+
+
 class StagePeer:
-    """Made by ``Connection.start_stage``. A context manager: leaving the block leaves the swarm."""
+    """Made by ``Connection.start_stage``. A context manager: leaving the block leaves the swarm.
+
+    ``groups``: the stage's own, and that of the tied table after it, if the stage has one."""
 
     def __init__(
-        self, peer: Peer, pipeline: PipelineView, place: Place, work: StageWork, optimizer: Optimizer
+        self, groups: Sequence[Trained], pipeline: PipelineView, place: Place, work: StageWork
     ) -> None:
-        self.peer, self._pipeline, self._place = peer, pipeline, place
-        self._work, self._optimizer = work, optimizer
+        self._groups, self._pipeline, self._place, self._work = groups, pipeline, place, work
+        self.peer = groups[0].peer
         self._busy_s = 0.0
         """Seconds of computing in this inner step."""
         self.tokens_per_s = 0.0
@@ -99,6 +112,11 @@ class StagePeer:
     @property
     def stage(self) -> int:
         return self._place.stage
+
+    @property
+    def beside(self) -> BesideStages:
+        """Who is in the stages beside this one's; any thread may ask."""
+        return self._pipeline.node.beside
 
     @property
     def module(self) -> nn.Module:
@@ -119,15 +137,19 @@ class StagePeer:
         """Ask ``train`` to end: what is under way is brought to its end, within seconds. Safe in a signal
         handler."""
         self._is_stopping = True
-        self.peer.stop()
+        for group in self._groups:
+            group.peer.stop()
 
     def toggle_pause(self) -> None:
         """As ``Peer.toggle_pause``."""
-        self.peer.toggle_pause()
+        for group in self._groups:
+            group.peer.toggle_pause()
 
     def leave(self, reason: str = "") -> None:
         """As ``Peer.leave``."""
-        self.peer.leave(reason)
+        with ExitStack() as ending:  # from the last to the first, whose thread carries the others
+            for group in self._groups:
+                ending.callback(group.peer.leave, reason)
 
     def _next(self) -> Work | None:
         """What to compute next; None when all has come to its end."""
@@ -138,7 +160,8 @@ class StagePeer:
             self._pipeline.node.handed.waited_s += waited_s
             for key in self._pipeline.dropped():
                 self._work.forget(key)
-            goes_on = self.peer.idle(waited_s, between_steps=self._work.is_between_steps and work is None)
+            is_still = self._work.is_between_steps and work is None
+            goes_on = any([group.peer.idle(waited_s, is_still) for group in self._groups])
             if not goes_on:
                 self._pipeline.finish(at_once=self._place.is_first or self._is_stopping)
             if work is not None:
@@ -161,7 +184,7 @@ class StagePeer:
             if done.refused:
                 machine.failed(work.key, done.refused)
             elif is_counted:
-                machine.counted(work.key, done.payload, done.tokens, done.loss, now)
+                machine.counted(work.key, done.payload, done.tokens, done.loss, now, done.codec)
             else:
                 machine.forwarded(work.key, done.payload or b"", done.tokens, now)
 
@@ -171,12 +194,14 @@ class StagePeer:
         """The end of an inner step: the gradient is the mean over its tokens."""
         counted = done.counted
         assert counted is not None
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for group in self._groups:
+            group.optimizer.step()
+            group.optimizer.zero_grad(set_to_none=True)
         busy_s, self._busy_s = self._busy_s + time.monotonic() - began_at, 0.0
         rate = counted.tokens / busy_s if busy_s > 0 else 0.0
         self.tokens_per_s = (self.tokens_per_s + rate) / 2 if self.tokens_per_s else rate
-        goes_on = self.peer.step(counted.tokens, counted.loss / max(1, counted.tokens))
+        loss = counted.loss / max(1, counted.tokens)
+        goes_on = any([group.peer.step(counted.tokens, loss) for group in self._groups])  # until all are over
         self._after_step(self)
         if self._is_stopping or not goes_on:
             self._pipeline.finish(at_once=self._is_stopping or self._place.is_first)
@@ -184,10 +209,12 @@ class StagePeer:
         self._pipeline.exchange(lambda machine, now: machine.stepped())
 
     def __enter__(self) -> StagePeer:
-        self.peer.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.peer.__exit__(kind, error, trace)
+        ending = ExitStack()
+        for group in self._groups:
+            ending.push(group.peer)
+        ending.__exit__(kind, error, trace)

@@ -5,8 +5,10 @@
     done = work.compute(machine_work)          # Done: what to tell the machine
 
 A payload forward is the side (int64, little-endian) and then the encoded activations; backward the encoded
-gradient alone. The last stage goes forward and back at once. What a peer sent is checked before it is used:
-``Done.refused`` says why it could not be, and nothing of it is counted.
+gradient alone. ``Done.codec`` numbers its codec: 0 is the run's ``backward``, 1 its ``backward_critical``,
+for urgent ones. What low rank leaves out of one is added to its heir; where there is none, codec 0 is taken,
+and nothing is left over. The last stage goes forward and back at once. What a peer sent is checked before it
+is used: ``Done.refused`` says why it could not be, and nothing of it is counted.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from p2p_co2.config import RANK
 from p2p_co2.errors import ConfigError, RemoteProtocolError
 from p2p_co2.protocol.pipeline import Key, Work
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.recipes.stages import Stages
 from p2p_co2.system.memory import Buffer
-from p2p_co2.tensors.stages import Boundary, Counted, StageReplica, UsualSizes
+from p2p_co2.tensors.stages import Boundary, Counted, LowRank, StageReplica, UsualSizes
 
 _SIDE_BYTES = 8
 """Of each of its values."""
@@ -44,18 +47,29 @@ class Crossings:
     sequences: int
     forward: str
     backward: str
+    critical: str = ""
+    """Of urgent gradients: a codec, "rank16" for low rank, or "" for ``backward``."""
 
     @classmethod
-    def of(cls, stages: Stages, inputs: Tensor, side: Tensor, forward: str, backward: str) -> Crossings:
-        """For microbatches like ``inputs`` and ``side``. Raises ``ConfigError`` as ``Stages.crossing``, and
-        for microbatches that are too large to cross."""
-        made = cls(stages.crossing(inputs), tuple(side.shape[1:]), len(inputs), forward, backward)
+    def of(
+        cls, stages: Stages, inputs: Tensor, side: Tensor, forward: str, backward: str, critical: str = ""
+    ) -> Crossings:
+        """For microbatches like ``inputs`` and ``side``. Raises ``ConfigError`` as ``Stages.crossing``, for
+        microbatches that are too large to cross, and for a rank that a gradient cannot have or that saves
+        nothing."""
+        shapes = stages.crossing(inputs)
+        made = cls(shapes, tuple(side.shape[1:]), len(inputs), forward, backward, critical)
         for boundary in range(len(stages) - 1):
-            size = max(made.forward_bytes(boundary), made.back(boundary).payload_bytes)
+            plain, *urgent = made.backward_bytes(boundary)
+            size = max(made.forward_bytes(boundary), plain)
             if size > MOST_BYTES:
                 problem = f"{len(inputs)} make microbatches of {size / 2**20:.0f} MiB behind stage {boundary}"
                 advice = f"{MOST_BYTES >> 20} MiB is the most; use fewer, or a codec with fewer bits"
                 raise ConfigError("pipeline", "sequences", f"{problem}: {advice}")
+            if urgent and urgent[0] >= plain:
+                sizes = f"{urgent[0]} bytes of a gradient in {critical}, {plain} in {backward}"
+                problem = f"saves nothing at boundary {boundary}: {sizes}; use a lower rank, or none"
+                raise ConfigError("the run", "pipeline.backward_critical", problem)
         return made
 
     @property
@@ -64,7 +78,7 @@ class Crossings:
 
     def digest(self) -> bytes:
         """Names all this: peers that differ in it take nothing from each other."""
-        said = [self.shapes, self.side, self.sequences, self.forward, self.backward]
+        said = [self.shapes, self.side, self.sequences, self.forward, self.backward, self.critical]
         return hashlib.sha256(json.dumps(said).encode()).digest()
 
     def forward_bytes(self, boundary: int) -> int:
@@ -78,11 +92,32 @@ class Crossings:
         """Of gradients there."""
         return Boundary(self.backward, self.shapes[boundary], self.sequences)
 
+    def urgent(self, boundary: int) -> Boundary | LowRank | None:
+        """Of urgent gradients there, if those have a codec of their own."""
+        shape = self.shapes[boundary]
+        if self.critical.startswith(RANK):
+            return LowRank(int(self.critical.removeprefix(RANK)), shape, self.sequences)
+        return Boundary(self.critical, shape, self.sequences) if self.critical else None
+
+    def gradients(self, boundary: int) -> list[Boundary | LowRank]:
+        """What gradients may be encoded with there, by the number of the codec."""
+        urgent = self.urgent(boundary)
+        return [self.back(boundary)] if urgent is None else [self.back(boundary), urgent]
+
+    def backward_bytes(self, boundary: int) -> list[int]:
+        """Of a gradient there, by the number of its codec."""
+        return [codec.payload_bytes for codec in self.gradients(boundary)]
+
+    def up_bytes(self, stage: int) -> int:
+        """What ``stage`` sends for one microbatch: to the next, and its gradient in codec 0."""
+        ahead = self.forward_bytes(stage) if stage < len(self.shapes) else 0
+        return ahead + (self.back(stage - 1).payload_bytes if stage else 0)
+
 
 @dataclass(frozen=True)
 class Done:
-    """What has come of a piece of work. ``payload``: what goes on, or back. ``refused``: what a peer sent was
-    no use. ``counted``: of an inner step."""
+    """What has come of a piece of work. ``payload``: what goes on, or back in ``codec``. ``refused``: what a
+    peer sent was no use. ``counted``: of an inner step."""
 
     work: Work
     payload: Buffer | None = None
@@ -90,6 +125,7 @@ class Done:
     loss: float = 0.0
     refused: RemoteProtocolError | None = None
     counted: Counted | None = None
+    codec: int = 0
 
 
 class StageWork:
@@ -106,8 +142,11 @@ class StageWork:
         self._device = next(module.parameters()).device
         self._comes = None if is_first else crossings.ahead(stage - 1)
         self._goes_back = None if is_first else crossings.back(stage - 1)
+        self._goes_back_urgent = None if is_first else crossings.urgent(stage - 1)
         self._goes = None if self._is_last else crossings.ahead(stage)
-        self._comes_back = None if self._is_last else crossings.back(stage)
+        self._comes_back = [] if self._is_last else crossings.gradients(stage)
+        self._rest: dict[Key, Tensor] = {}
+        """What is to be added to a gradient that is yet to be sent, in this inner step."""
         self._usual = UsualSizes()
 
     @property
@@ -126,33 +165,48 @@ class StageWork:
         except RemoteProtocolError as error:
             self.forget(work.key)
             return Done(work, refused=error)
+        self._rest.clear()
         return Done(work, counted=self.replica.take())
 
     def forget(self, key: Key | None) -> None:
         """Microbatch ``key`` was dropped."""
         if key is not None:
             self.replica.forget(key)
+            self._rest.pop(key, None)
 
     def _forward(self, work: Work) -> Done:
         inputs, side = self._inputs(work)
         tokens = self._stages.tokens(side)
         if self._is_last:
             gradient, loss = self.replica.last(inputs, side.to(self._device), tokens)
-            back = self._goes_back.encode(gradient) if self._goes_back and gradient is not None else None
-            return Done(work, None if back is None else _bytes(back), tokens, loss)
+            payload, codec = self._encoded(work, gradient)
+            return Done(work, payload, tokens, loss, codec=codec)
         assert self._goes is not None
         output = self._goes.encode(self.replica.forward(work.key, inputs))
         flat = side.detach().to(device="cpu", dtype=torch.int64).contiguous().view(-1).view(torch.uint8)
         return Done(work, _bytes(torch.cat([flat, output])), tokens)
 
     def _backward(self, work: Work) -> Done:
-        assert self._comes_back is not None
         assert work.payload is not None
-        gradient = self._comes_back.decode(work.payload, self._device)
+        gradient = self._comes_back[work.codec].decode(work.payload, self._device)
         self._usual.admit(work.sender, gradient)
         back = self.replica.backward(work.key, gradient, work.tokens, work.loss)
-        sent = self._goes_back.encode(back) if self._goes_back and back is not None else None
-        return Done(work, None if sent is None else _bytes(sent), work.tokens, work.loss)
+        payload, codec = self._encoded(work, back)
+        return Done(work, payload, work.tokens, work.loss, codec=codec)
+
+    def _encoded(self, work: Work, gradient: Tensor | None) -> tuple[Buffer | None, int]:
+        """What goes back, and the number of its codec; None at the first stage."""
+        if gradient is None or self._goes_back is None or work.key is None:
+            return None, 0
+        if (rest := self._rest.pop(work.key, None)) is not None:
+            gradient = gradient + rest
+        urgent = self._goes_back_urgent if work.is_urgent else None
+        if isinstance(urgent, Boundary):
+            return _bytes(urgent.encode(gradient)), 1
+        if urgent is None or work.heir is None:
+            return _bytes(self._goes_back.encode(gradient)), 0
+        payload, self._rest[work.heir] = urgent.encode(gradient)
+        return _bytes(payload), 1
 
     def _inputs(self, work: Work) -> tuple[Tensor, Tensor]:
         """What the stage computes on, on its device, and the side. Raises ``RemoteProtocolError`` for what a

@@ -20,14 +20,20 @@ microbatch knows that every stage behind has, since its gradient came through th
 from the peer that the forward went to. Inner steps are drained: a replica begins no more than
 ``microbatches`` until all that it began has been counted or dropped, and then it steps. All that is held has
 a bound (``Sizes.room``), and everything that waits for one peer has a deadline.
+
+A gradient is urgent, and may be encoded in fewer bytes, if others wait for it: where no forward is left in
+this inner step (of S stages under 1F1B with M microbatches, S / 2M of all gradients), and where the line up
+carries less than is computed. What its encoding leaves out may be made good by an *heir*: a microbatch held
+here that came the same path, so that all stages above count both in the same inner steps.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -88,17 +94,20 @@ class Place:
 @dataclass(frozen=True)
 class Sizes:
     """``microbatches``: of an inner step; ``window``: at most so many between forward and backward;
-    ``room``: held at most, waiting ones too. Bytes of what comes from the stage before and of the gradient
-    from behind (0 where there is no such stage). ``boundaries``: digest of what crosses where."""
+    ``room``: held at most, waiting ones too. ``forward_bytes``: of what comes from the stage before, 0 at
+    the first. ``backward_bytes``: of the gradient from behind, by the number of its codec, none at the last.
+    ``boundaries``: digest of what crosses where."""
 
     microbatches: int
     window: int
     room: int
     forward_bytes: int
-    backward_bytes: int
+    backward_bytes: Sequence[int]
     boundaries: bytes
     cap_s: float
     """No gradient is waited for longer."""
+    up_bytes: int = 0
+    """Of a microbatch on the line up: to the next stage, and its gradient back in codec 0."""
 
 
 class Phase(Enum):
@@ -124,8 +133,9 @@ class Do(Enum):
 @dataclass(frozen=True)
 class Work:
     """``payload``: the bytes from the stage before (None at the first stage, which draws its own), or those
-    of the gradient; ``sender``: the peer that sent them. ``tokens``, ``loss``: with a gradient, what it is
-    the gradient of."""
+    of the gradient, in ``codec``; ``sender``: the peer that sent them. ``tokens``, ``loss``: with a gradient,
+    what it is the gradient of. ``is_urgent``: others wait for the gradient that this sends. ``heir``: whose
+    gradient goes after it and may carry what its encoding leaves out."""
 
     do: Do
     key: Key | None = None
@@ -133,6 +143,9 @@ class Work:
     tokens: int = 0
     loss: float = 0.0
     sender: PeerId | None = None
+    codec: int = 0
+    is_urgent: bool = False
+    heir: Key | None = None
 
 
 @dataclass(frozen=True)
@@ -168,19 +181,27 @@ class _Microbatch:
     """The stage before; None for our own, and when it is gone."""
     receiver: PeerId | None = None
     """The stage behind, from when it was sent there."""
+    path: int = 0
+    """Digest of the replicas that it came through and of their inner steps so far."""
     payload: Buffer | None = None
     coming: Assembly | None = None
     sent_at: float = 0.0
     deadline: float = math.inf
     tokens: int = 0
     loss: float = 0.0
+    codec: int = 0
+    begun_at: float = 0.0
+    """When its computing began, forward or back."""
+    forward_s: float = 0.0
 
 
 class _Past(NamedTuple):
-    """Of a microbatch that is over: where it had gone, and when if its gradient was given up."""
+    """Of a microbatch that is over: where it had gone, and when if its gradient was given up. ``declined``:
+    it was never taken, nor will be, since another replica may have it by now."""
 
     receiver: PeerId | None
     given_up: float | None = None
+    declined: bool = False
 
 
 class Pipeline:
@@ -195,9 +216,14 @@ class Pipeline:
         self._recent: OrderedDict[Key, _Past] = OrderedDict()
         self._out: deque[tuple[PeerId, Message]] = deque()
         self._events: deque[PipelineEvent] = deque()
+        self._last_phase = Phase.COMPUTING if place.is_last else Phase.COMPUTING_BACK
         self._counted = 0
         self._made = 0
+        self._steps = 0
+        self._computing_s = 0.0
         self._is_closing = False
+        self.upload_bytes_per_s = 0.0
+        """What the line up carries, as the shell has measured it; 0: not known."""
 
     # ---- what the shell says
 
@@ -282,6 +308,12 @@ class Pipeline:
             self._held[work.key] = _Microbatch(Phase.COMPUTING)
         else:
             self._held[work.key].phase = Phase.COMPUTING
+        one = self._held[work.key]
+        one.begun_at = now
+        binds = self._sizes.up_bytes > self._computing_s * self.upload_bytes_per_s > 0
+        if one.phase is self._last_phase and one.sender is not None and (binds or self._is_draining):
+            late = {Phase.RECEIVING, Phase.WAITING} if self._is_draining else set()
+            return replace(work, is_urgent=True, heir=_heir(self._held, work.key, {self._last_phase, *late}))
         return work
 
     def forwarded(self, key: Key, payload: Buffer, tokens: int, now: float) -> None:
@@ -290,21 +322,27 @@ class Pipeline:
         one = self._held.get(key)
         if one is None:
             return
-        self._must_be(one, Phase.COMPUTING)
+        _must_be(one, Phase.COMPUTING)
+        one.forward_s = now - one.begun_at
         one.phase, one.payload, one.tokens = Phase.PLACING, payload, tokens
         one.deadline = self._placed_by(now)
         self._place_all(now)
 
-    def counted(self, key: Key, payload: Buffer | None, tokens: int, loss: float, now: float) -> None:
-        """Microbatch ``key`` is in the gradient; ``payload`` (None at the first stage): what goes back."""
+    def counted(
+        self, key: Key, payload: Buffer | None, tokens: int, loss: float, now: float, codec: int = 0
+    ) -> None:
+        """Microbatch ``key`` is in the gradient; ``payload`` (None at the first stage): what goes back, in
+        ``codec``."""
         one = self._held[key]
-        self._must_be(one, Phase.COMPUTING if self._place.is_last else Phase.COMPUTING_BACK)
+        _must_be(one, self._last_phase)
         self._counted += 1
+        self._computing_s = one.forward_s + now - one.begun_at
         self._over(key)
         if one.sender is not None and payload is not None:
             view = memoryview(payload).cast("B")
             for offset, data in pieces(view, MAX_PIECE_BYTES):
                 body = Backward(key=key.on_wire(), tokens=tokens, loss=loss, offset=offset, total=len(view))
+                body.codec = codec
                 self._out.append((one.sender, with_data(body, data)))
         self._grant()
 
@@ -320,6 +358,7 @@ class Pipeline:
     def stepped(self) -> None:
         """The inner step has been taken."""
         self._counted = 0
+        self._steps += 1
         self._events.append(WorkReady())
 
     # ---- the five verbs
@@ -392,12 +431,13 @@ class Pipeline:
             if self._is_closing or peer.room <= 0:
                 if message.offset == 0:
                     self._out.append((sender, Declined(key=key.on_wire(), reason="no room")))
-                    self._remember(key, _Past(None))  # it may be elsewhere now: what comes twice is not taken
+                    self._remember(key, _Past(None, declined=True))
                 return False
             coming = Assembly(self._sizes.forward_bytes)
             coming.add(message.offset, message.total, message.data)
             peer.used += 1
-            one = _Microbatch(Phase.RECEIVING, sender, coming=coming, deadline=now + self._sizes.cap_s)
+            one = _Microbatch(Phase.RECEIVING, sender, path=message.path, coming=coming)
+            one.deadline = now + self._sizes.cap_s
             self._held[key] = one
         elif one.coming is None or one.sender != sender:
             return False  # doubled; or another has sent it too, and one of them lies
@@ -427,8 +467,12 @@ class Pipeline:
             return False
         if message.tokens != one.tokens or not math.isfinite(message.loss):
             raise RemoteProtocolError("wrong count", f"{message.tokens} tokens of {one.tokens}")
+        if message.codec >= len(self._sizes.backward_bytes):
+            raise RemoteProtocolError("wrong codec", f"gradient codec {message.codec} is none of this run")
         if one.coming is None:
-            one.coming = Assembly(self._sizes.backward_bytes)
+            one.codec, one.coming = message.codec, Assembly(self._sizes.backward_bytes[message.codec])
+        elif message.codec != one.codec:
+            raise RemoteProtocolError("wrong codec", "a gradient's pieces are in two codecs")
         if not one.coming.add(message.offset, message.total, message.data):
             return False
         if one.coming.whole is not None:
@@ -436,6 +480,7 @@ class Pipeline:
             peer.is_late = False
             one.payload, one.loss, one.coming = one.coming.whole, message.loss, None
             one.phase, one.deadline = Phase.RETURNED, math.inf
+            self._wait_on(sender, peer, now)
             self._events.append(WorkReady())
         return True
 
@@ -450,7 +495,8 @@ class Pipeline:
     def _take_dropped(self, key: Key, sender: PeerId, peer: NeighbourPeer) -> None:
         one = self._held.get(key)
         if one is None:
-            if key not in self._recent and peer.is_before:
+            past = self._recent.get(key)
+            if (past is None or past.declined) and peer.is_before:
                 peer.used += 1  # it was lost on its way, and what comes of it is not taken
                 self._remember(key, _Past(None))
         elif one.receiver == sender and one.phase is Phase.AWAY:
@@ -464,15 +510,13 @@ class Pipeline:
     def _work(self) -> Work | None:
         for key, one in self._held.items():
             if one.phase is Phase.RETURNED:
-                return Work(Do.BACKWARD, key, one.payload, one.tokens, one.loss, one.receiver)
-        begun = self.in_flight
-        if self._counted and not begun and (self._is_closing or self._counted >= self._sizes.microbatches):
+                return Work(
+                    Do.BACKWARD, key, one.payload, one.tokens, one.loss, one.receiver, one.codec
+                )  # fmt: skip
+        begun, is_draining = self.in_flight, self._is_draining
+        if self._counted and not begun and is_draining:
             return Work(Do.STEP)
-        if (
-            self._is_closing
-            or begun >= self._sizes.window
-            or begun + self._counted >= self._sizes.microbatches
-        ):
+        if is_draining or begun >= self._sizes.window:
             return None
         if self._place.is_first:
             return Work(Do.FORWARD, Key(self._place.process, self._made + 1))
@@ -480,6 +524,11 @@ class Pipeline:
             if one.phase is Phase.WAITING:
                 return Work(Do.FORWARD, key, one.payload, sender=one.sender)
         return None
+
+    @property
+    def _is_draining(self) -> bool:
+        """Whether this inner step begins no more."""
+        return self._is_closing or self.in_flight + self._counted >= self._sizes.microbatches
 
     def _placed_by(self, now: float) -> float:
         """Until when what is computed waits for room behind: without end, while this peer goes on."""
@@ -497,12 +546,25 @@ class Pipeline:
                 return
             peer.used += 1
             away[receiver] += 1
-            late_s = peer.durations.deadline_s(self._sizes.cap_s, SILENCE_FLOOR_S, self._sizes.cap_s)
+            late_s = self._late_s(peer)
             one.phase, one.receiver, one.sent_at, one.deadline = Phase.AWAY, receiver, now, now + late_s
             view = memoryview(one.payload).cast("B")
+            path = _onward(one.path, self._place.process, self._steps)
             for offset, data in pieces(view, MAX_PIECE_BYTES):
-                body = Forward(key=key.on_wire(), offset=offset, total=len(view))
+                body = Forward(key=key.on_wire(), offset=offset, total=len(view), path=path)
                 self._out.append((receiver, with_data(body, data)))
+
+    def _late_s(self, peer: NeighbourPeer) -> float:
+        """After this a gradient from ``peer`` is late."""
+        return peer.durations.deadline_s(self._sizes.cap_s, SILENCE_FLOOR_S, self._sizes.cap_s)
+
+    def _wait_on(self, sender: PeerId, peer: NeighbourPeer, now: float) -> None:
+        """A queue that moves is not late, however long it has become: what else is at ``sender`` has its time
+        from now, within the cap."""
+        by, cap_s = now + self._late_s(peer), self._sizes.cap_s
+        for one in self._held.values():
+            if one.receiver == sender and one.phase is Phase.AWAY:
+                one.deadline = min(one.sent_at + cap_s, max(one.deadline, by))
 
     def _drop(self, key: Key, reason: str) -> None:
         """And tell those on both sides of it."""
@@ -541,7 +603,22 @@ class Pipeline:
                 if one.phase in {Phase.RECEIVING, Phase.WAITING}:
                     self._drop(key, f"peer {peer} is gone")
 
-    @staticmethod
-    def _must_be(one: _Microbatch, phase: Phase) -> None:
-        if one.phase is not phase:
-            raise LocalProtocolError(f"a microbatch that is {one.phase.name} is not {phase.name}")
+
+def _must_be(one: _Microbatch, phase: Phase) -> None:
+    if one.phase is not phase:
+        raise LocalProtocolError(f"a microbatch that is {one.phase.name} is not {phase.name}")
+
+
+def _heir(held: Mapping[Key, _Microbatch], key: Key, but: Collection[Phase]) -> Key | None:
+    """Another that came the path of ``key``, in no phase of ``but``: its gradient goes later in this inner
+    step."""
+    for other, one in held.items():
+        if other != key and one.path == held[key].path and one.sender is not None and one.phase not in but:
+            return other
+    return None
+
+
+def _onward(path: int, *here: int) -> int:
+    """The path of what has come ``path`` and goes on from ``here``."""
+    said = b"".join(number.to_bytes(8, "big") for number in (path, *here))
+    return int.from_bytes(hashlib.sha256(said).digest()[:8], "big")

@@ -38,12 +38,16 @@ def shares(me: PeerId, senders: Rates, receivers: Rates, seed: bytes) -> dict[Pe
     start, stop = ours[me]
     overlap = {peer: min(stop, end) - max(start, begin) for peer, (begin, end) in snapped.items()}
     found = {peer: length for peer, length in overlap.items() if length > 0}
+    if not found:  # beside what the others claim, this peer's part is nothing
+        found = {min(snapped, key=lambda peer: (abs(snapped[peer][0] - start), peer)): 1.0}
     total = sum(found.values())
     return {peer: length / total for peer, length in found.items()}
 
 
 def _edges(rates: Rates, seed: bytes) -> dict[PeerId, tuple[float, float]]:
     """Where each peer lies on [0, 1)."""
+    most = max(rates.values())
+    rates = {peer: rate / most if most else 0.0 for peer, rate in rates.items()}  # sums stay finite
     known = [rate for rate in rates.values() if rate > 0]
     mean = sum(known) / len(known) if known else 1.0
     order = sorted(rates, key=lambda peer: hashlib.sha256(seed + peer.encode()).digest())

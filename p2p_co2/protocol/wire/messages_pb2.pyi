@@ -448,7 +448,7 @@ class Refusal(_message.Message):
     def __init__(self, request: _Optional[int] = ..., reason: _Optional[str] = ..., newest_version: _Optional[int] = ..., again: _Optional[bool] = ...) -> None: ...
 
 class PeerRecord(_message.Message):
-    __slots__ = ("peer", "run", "maddrs", "grpc_addresses", "certificate_digest", "software", "expires_at", "stage", "tokens_per_s")
+    __slots__ = ("peer", "run", "maddrs", "grpc_addresses", "certificate_digest", "software", "expires_at", "stage", "tokens_per_s", "visits")
     PEER_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     MADDRS_FIELD_NUMBER: _ClassVar[int]
@@ -458,6 +458,7 @@ class PeerRecord(_message.Message):
     EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    VISITS_FIELD_NUMBER: _ClassVar[int]
     peer: str
     run: bytes
     maddrs: _containers.RepeatedScalarFieldContainer[str]
@@ -467,7 +468,8 @@ class PeerRecord(_message.Message):
     expires_at: float
     stage: int
     tokens_per_s: float
-    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., maddrs: _Optional[_Iterable[str]] = ..., grpc_addresses: _Optional[_Iterable[str]] = ..., certificate_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., expires_at: _Optional[float] = ..., stage: _Optional[int] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
+    visits: bool
+    def __init__(self, peer: _Optional[str] = ..., run: _Optional[bytes] = ..., maddrs: _Optional[_Iterable[str]] = ..., grpc_addresses: _Optional[_Iterable[str]] = ..., certificate_digest: _Optional[bytes] = ..., software: _Optional[str] = ..., expires_at: _Optional[float] = ..., stage: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., visits: _Optional[bool] = ...) -> None: ...
 
 class RunManifest(_message.Message):
     __slots__ = ("run", "config", "recipe_digest", "software", "protocol")
@@ -666,32 +668,36 @@ class Neighbour(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., meeting: _Optional[int] = ..., boundaries: _Optional[bytes] = ..., tokens_per_s: _Optional[float] = ..., granted: _Optional[int] = ...) -> None: ...
 
 class Forward(_message.Message):
-    __slots__ = ("key", "offset", "total", "data")
+    __slots__ = ("key", "offset", "total", "data", "path")
     KEY_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
     key: MicrobatchKey
     offset: int
     total: int
     data: bytes
-    def __init__(self, key: _Optional[_Union[MicrobatchKey, _Mapping]] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    path: int
+    def __init__(self, key: _Optional[_Union[MicrobatchKey, _Mapping]] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ..., path: _Optional[int] = ...) -> None: ...
 
 class Backward(_message.Message):
-    __slots__ = ("key", "tokens", "loss", "offset", "total", "data")
+    __slots__ = ("key", "tokens", "loss", "offset", "total", "data", "codec")
     KEY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     key: MicrobatchKey
     tokens: int
     loss: float
     offset: int
     total: int
     data: bytes
-    def __init__(self, key: _Optional[_Union[MicrobatchKey, _Mapping]] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    codec: int
+    def __init__(self, key: _Optional[_Union[MicrobatchKey, _Mapping]] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ..., codec: _Optional[int] = ...) -> None: ...
 
 class Declined(_message.Message):
     __slots__ = ("key", "reason")

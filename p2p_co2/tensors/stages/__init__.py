@@ -1,6 +1,7 @@
 """A model cut into stages: what one peer computes, and how tensors cross from a stage to the next.
 
-``Boundary`` encodes what crosses; ``StageReplica`` runs one stage forward and back and keeps its gradient;
+``Boundary`` encodes what crosses, ``LowRank`` gradients in fewer bytes; ``StageReplica`` runs one stage
+forward and back and keeps its gradient;
 ``Chain`` puts all stages in a row in one process, which is the model that they make together.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from p2p_co2.tensors.stages.boundary import Boundary, UsualSizes
 from p2p_co2.tensors.stages.chain import Chain
+from p2p_co2.tensors.stages.low_rank import LowRank
 from p2p_co2.tensors.stages.replica import Counted, StageReplica
 
-__all__ = ["Boundary", "Chain", "Counted", "StageReplica", "UsualSizes"]
+__all__ = ["Boundary", "Chain", "Counted", "LowRank", "StageReplica", "UsualSizes"]

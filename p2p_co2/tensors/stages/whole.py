@@ -70,7 +70,6 @@ def whole_names(whole: nn.Module, stages: Sequence[nn.Module]) -> list[dict[str,
         {name: named[id(one)] for name, one in _tensors(stage).items() if id(one) in named}
         for stage in stages
     ]
-    # A table that two stages train as one will be in both, and is to be taken of the first alone.
     pairs = zip(found, stages, strict=True)
     trained = [names.get(name, "") for names, stage in pairs for name in _trained(stage)]
     if sorted(trained) != sorted(_trained(whole)):
