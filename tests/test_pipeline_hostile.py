@@ -11,6 +11,7 @@ import pytest
 
 from p2p_co2.node.router import USELESS_PAYLOAD_UNITS, useless_units
 from p2p_co2.protocol.pipeline import Work
+from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.protocol.wire.messages_pb2 import Envelope
 from p2p_co2.trainer.stage_work import Done
 from tests.fuzz.stages import MICROBATCHES, StageWorld, Volunteer
@@ -117,5 +118,26 @@ def test_bulk_that_was_asked_for_is_free_and_other_bulk_is_paid_for() -> None:
         lie(first)
         await asyncio.sleep(2.0)
         assert USELESS_PAYLOAD_UNITS in charged
+
+    play(scene, 1, 1)
+
+
+def test_what_was_dropped_is_told_before_the_step_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training thread looks as soon as it has work: a step with graphs in flight would end it."""
+
+    async def scene(world: StageWorld) -> None:
+        first, second = world.volunteers
+        node, machine = first.node, first.node.machine
+        second.node.exchange = lambda result: None  # type: ignore[method-assign]
+        await asyncio.sleep(2.0)
+        assert machine.waits_for == "gradients from stage 1"
+        assert machine._counted
+        told: list[int] = []
+        monkeypatch.setattr(node, "report", lambda kind, **fields: told.append(node.handed.work.qsize()))
+        node.finish(at_once=True)
+        node._link_lost(second.me, "", "gone")
+        assert node.handed.work.get_nowait().do is Do.STEP
+        assert told
+        assert not any(told)
 
     play(scene, 1, 1)

@@ -247,9 +247,6 @@ class PipelineNode:
 
     def _handle(self) -> bool:
         """Whether there may be more to send."""
-        if self.handed.is_asked and (work := self.machine.next_work(self.now())) is not None:
-            self.handed.is_asked = False
-            self.handed.work.put(work)
         is_some = self.machine.has_messages
         while (event := self.membership.next_event()) is not None:
             is_some = True
@@ -265,6 +262,9 @@ class PipelineNode:
                 self.report(ev.MicrobatchDropped, reason=happened.reason)
             elif isinstance(happened, UselessPayload):
                 self.router.on_useless(happened.sender, happened.error, kind_of(happened.kind()))
+        if self.handed.is_asked and (work := self.machine.next_work(self.now())) is not None:
+            self.handed.is_asked = False
+            self.handed.work.put(work)  # after what was dropped: a step finds nothing in flight any more
         return is_some
 
     def _tell(self) -> None:
