@@ -88,6 +88,18 @@ def test_one_that_has_moved_is_not_blamed() -> None:
     assert Dropped not in {type(message) for _, message in one.messages_to_send()}
 
 
+def test_one_that_has_moved_to_the_other_side_is_met_there() -> None:
+    """As its record says: else the only replica of the stage before, started anew with that behind, is none
+    for as long as its link holds."""
+    one, mover = machine(1), PeerId("before")
+    one.join(mover, 2)
+    assert one.receive(Neighbour(stage=2, meeting=9, boundaries=b"b", granted=50), mover, 1.0)
+    with pytest.raises(RemoteProtocolError, match="wrong stage"):
+        one.receive(forward(1), mover, 1.0)
+    one.join(mover, 1)
+    assert not one.receive(forward(1), mover, 1.0)
+
+
 def test_pieces_that_come_again_are_no_use() -> None:
     """Else they would cost their sender nothing."""
     unit = PIECE_UNIT_BYTES

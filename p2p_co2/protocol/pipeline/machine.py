@@ -229,6 +229,9 @@ class Pipeline:
 
     def join(self, peer: PeerId, stage: int) -> None:
         """``peer`` is live and in ``stage``, as its signed record says; only neighbouring stages matter."""
+        known = self._peers.get(peer)
+        if known is not None and stage != self._place.stage + (-1 if known.is_before else 1):
+            self.lose(peer)  # it has moved
         self._peers.join(peer, stage)
         self._grant()
 
