@@ -6,13 +6,16 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from p2p_co2.node.router import USELESS_PAYLOAD_UNITS, useless_units
-from p2p_co2.protocol.pipeline import Work
+from p2p_co2.protocol.pipeline import Key, Work
 from p2p_co2.protocol.pipeline.machine import Do
-from p2p_co2.protocol.wire.messages_pb2 import Envelope
+from p2p_co2.protocol.pipeline.neighbours import NeighbourPeer
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Dropped, Envelope
 from p2p_co2.trainer.stage_work import Done
 from tests.fuzz.stages import MICROBATCHES, StageWorld, Volunteer
 from tests.fuzz.world import run_virtual
@@ -80,6 +83,27 @@ def test_one_that_answers_nothing_holds_up_an_inner_step_a_round() -> None:
         silent.work.compute = Done  # type: ignore[method-assign]
         await asyncio.sleep(12.0)
         first = world.volunteers[0]
+        stood = first.counted.total()
+        await asyncio.sleep(12.0)
+        assert first.counted.total() > stood + 4 * MICROBATCHES
+
+    play(scene, 1, 2, 1)
+
+
+def test_one_that_drops_all_at_once_gets_no_more_than_a_window() -> None:
+    """It would always have the most room: nothing else came to be counted."""
+
+    async def scene(world: StageWorld) -> None:
+        first, liar = world.volunteers[:2]
+        machine = liar.node.machine
+
+        def drop(message: Any, key: Key, sender: PeerId, peer: NeighbourPeer, now: float) -> bool:
+            machine._out.append((sender, Dropped(key=key.on_wire())))
+            peer.granted += 1
+            machine._peers.introduce(sender)
+            return True
+
+        machine._take_forward = drop  # type: ignore[method-assign]
         stood = first.counted.total()
         await asyncio.sleep(12.0)
         assert first.counted.total() > stood + 4 * MICROBATCHES

@@ -480,7 +480,7 @@ class Pipeline:
             return False
         if one.coming.whole is not None:
             peer.durations.add(now - one.sent_at)
-            peer.is_late = False
+            peer.is_late, peer.drops = False, 0
             one.payload, one.loss, one.coming = one.coming.whole, message.loss, None
             one.phase, one.deadline = Phase.RETURNED, math.inf
             self._wait_on(sender, peer, now)
@@ -503,6 +503,8 @@ class Pipeline:
                 peer.used += 1  # it was lost on its way, and what comes of it is not taken
                 self._remember(key, _Past(None))
         elif one.receiver == sender and one.phase is Phase.AWAY:
+            peer.drops += 1
+            peer.is_late |= peer.drops > self._sizes.window
             self._drop(key, "dropped behind")
         elif one.sender == sender and one.phase in {Phase.RECEIVING, Phase.WAITING}:
             self._drop(key, "dropped before")
