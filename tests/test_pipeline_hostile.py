@@ -146,6 +146,23 @@ def test_bulk_that_was_asked_for_is_free_and_other_bulk_is_paid_for() -> None:
     play(scene, 1, 1)
 
 
+def test_the_end_waits_for_those_before_as_long_as_something_comes_of_it() -> None:
+    """Whose training thread hangs says for ever that it trains."""
+
+    async def scene(world: StageWorld) -> None:
+        first, second = world.volunteers
+        second.node.finish(at_once=False)
+        await asyncio.sleep(100.0)
+        assert not second.node.handed.is_over
+        stood = second.counted.total()
+        assert stood > 100
+        first.node.exchange = lambda result: None  # type: ignore[method-assign]
+        await asyncio.sleep(60.0)
+        assert second.node.handed.is_over
+
+    play(scene, 1, 1)
+
+
 def test_what_was_dropped_is_told_before_the_step_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The training thread looks as soon as it has work: a step with graphs in flight would end it."""
 
