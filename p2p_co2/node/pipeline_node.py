@@ -288,8 +288,9 @@ class PipelineNode:
             now = self.now()
             self.membership.status = self._own_status()
             self.membership.found(self.beside.all(), now)
-            for peer in list(self.membership.live):
-                self._meet(peer)
+            for side in (-1, 1):
+                for peer in self.beside.live(side):
+                    self.machine.join(peer, self._place.stage + side)
             self.membership.handle_timer(now)
             self.machine.handle_timer(now)
             if self.links is not None:
