@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.pipeline.machine import Key, Pipeline, Place, Sizes, UselessPayload
+from p2p_co2.protocol.pipeline.machine import Do, Key, Pipeline, Place, Sizes, UselessPayload, Work
 from p2p_co2.protocol.pipeline.neighbours import MAX_NEIGHBOURS
 from p2p_co2.protocol.pipeline.routes import shares
 from p2p_co2.protocol.rounds.assembly import PIECE_UNIT_BYTES
@@ -86,6 +86,18 @@ def test_one_that_has_moved_is_not_blamed() -> None:
     assert work.key is not None
     one.forwarded(work.key, bytes(1000), 100, 1.0)
     assert Dropped not in {type(message) for _, message in one.messages_to_send()}
+
+
+def test_one_that_has_moved_to_the_other_side_is_met_there() -> None:
+    """As its record says: else the only replica of the stage before, started anew with that behind, is none
+    for as long as its link holds."""
+    one, mover = machine(1), PeerId("before")
+    one.join(mover, 2)
+    assert one.receive(Neighbour(stage=2, meeting=9, boundaries=b"b", granted=50), mover, 1.0)
+    with pytest.raises(RemoteProtocolError, match="wrong stage"):
+        one.receive(forward(1), mover, 1.0)
+    one.join(mover, 1)
+    assert not one.receive(forward(1), mover, 1.0)
 
 
 def test_pieces_that_come_again_are_no_use() -> None:
@@ -238,6 +250,23 @@ def test_what_is_declined_at_the_end_is_dropped_in_time(closes_first: bool) -> N
     assert one.get_timer() == 3.0 + SIZES.cap_s
     one.handle_timer(3.0 + SIZES.cap_s)
     assert one.is_over
+
+
+def test_one_to_whom_no_more_comes_steps_with_what_it_has() -> None:
+    """Until it does, it takes nothing of what its group agrees on, which piles up, and does not rest."""
+    one = sent_on(machine(1))
+    assert one.receive(backward(1), PeerId("behind"), 2.0)
+    assert one.next_work(2.0) is not None
+    one.counted(Key(1, 1), bytes(1000), 100, 1.0, 3.0)
+    one.handle_timer(100.0)
+    assert one.next_work(100.0) is None
+    assert one.get_timer() == 123.0
+    one.handle_timer(123.0)
+    assert one.next_work(123.0) == Work(Do.STEP)
+    one.stepped()
+    assert one.get_timer() is None
+    assert one.receive(forward(2), PeerId("before"), 124.0)
+    assert one.next_work(124.0) is not None
 
 
 def test_shares_are_a_permutation_for_equals() -> None:

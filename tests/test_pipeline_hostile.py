@@ -6,12 +6,16 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from p2p_co2.node.router import USELESS_PAYLOAD_UNITS, useless_units
-from p2p_co2.protocol.pipeline import Work
-from p2p_co2.protocol.wire.messages_pb2 import Envelope
+from p2p_co2.protocol.pipeline import Key, Work
+from p2p_co2.protocol.pipeline.machine import Do
+from p2p_co2.protocol.pipeline.neighbours import NeighbourPeer
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.wire.messages_pb2 import Dropped, Envelope
 from p2p_co2.trainer.stage_work import Done
 from tests.fuzz.stages import MICROBATCHES, StageWorld, Volunteer
 from tests.fuzz.world import run_virtual
@@ -86,6 +90,27 @@ def test_one_that_answers_nothing_holds_up_an_inner_step_a_round() -> None:
     play(scene, 1, 2, 1)
 
 
+def test_one_that_drops_all_at_once_gets_no_more_than_a_window() -> None:
+    """It would always have the most room: nothing else came to be counted."""
+
+    async def scene(world: StageWorld) -> None:
+        first, liar = world.volunteers[:2]
+        machine = liar.node.machine
+
+        def drop(message: Any, key: Key, sender: PeerId, peer: NeighbourPeer, now: float) -> bool:
+            machine._out.append((sender, Dropped(key=key.on_wire())))
+            peer.granted += 1
+            machine._peers.introduce(sender)
+            return True
+
+        machine._take_forward = drop  # type: ignore[method-assign]
+        stood = first.counted.total()
+        await asyncio.sleep(12.0)
+        assert first.counted.total() > stood + 4 * MICROBATCHES
+
+    play(scene, 1, 2, 1)
+
+
 def test_bulk_that_was_asked_for_is_free_and_other_bulk_is_paid_for() -> None:
     """A piece that comes again, one for nobody, and one that is no use."""
 
@@ -117,5 +142,43 @@ def test_bulk_that_was_asked_for_is_free_and_other_bulk_is_paid_for() -> None:
         lie(first)
         await asyncio.sleep(2.0)
         assert USELESS_PAYLOAD_UNITS in charged
+
+    play(scene, 1, 1)
+
+
+def test_the_end_waits_for_those_before_as_long_as_something_comes_of_it() -> None:
+    """Whose training thread hangs says for ever that it trains."""
+
+    async def scene(world: StageWorld) -> None:
+        first, second = world.volunteers
+        second.node.finish(at_once=False)
+        await asyncio.sleep(100.0)
+        assert not second.node.handed.is_over
+        stood = second.counted.total()
+        assert stood > 100
+        first.node.exchange = lambda result: None  # type: ignore[method-assign]
+        await asyncio.sleep(60.0)
+        assert second.node.handed.is_over
+
+    play(scene, 1, 1)
+
+
+def test_what_was_dropped_is_told_before_the_step_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training thread looks as soon as it has work: a step with graphs in flight would end it."""
+
+    async def scene(world: StageWorld) -> None:
+        first, second = world.volunteers
+        node, machine = first.node, first.node.machine
+        second.node.exchange = lambda result: None  # type: ignore[method-assign]
+        await asyncio.sleep(2.0)
+        assert machine.waits_for == "gradients from stage 1"
+        assert machine._counted
+        told: list[int] = []
+        monkeypatch.setattr(node, "report", lambda kind, **fields: told.append(node.handed.work.qsize()))
+        node.finish(at_once=True)
+        node._link_lost(second.me, "", "gone")
+        assert node.handed.work.get_nowait().do is Do.STEP
+        assert told
+        assert not any(told)
 
     play(scene, 1, 1)

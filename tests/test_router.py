@@ -53,6 +53,17 @@ def test_an_allowance_is_spent_and_comes_back() -> None:
     assert quotas.charge(A, ALLOWANCE, 1000.0) == 0.0
 
 
+def test_two_groups_clocks_give_no_allowance_twice() -> None:
+    quotas = Quotas(0.0)
+    assert quotas.charge(A, ALLOWANCE, 10.0) == 0.0
+    assert quotas.charge(A, 0.0, 13.0) == 0.0
+    for _ in range(100):
+        quotas.charge(A, 6.0, 10.0)
+        wait_s = quotas.charge(A, 0.0, 13.0)
+    assert wait_s == 0.0
+    assert quotas.charge(A, 1.0, 10.0) > 0.0
+
+
 def test_padding_is_no_accident() -> None:
     assert refused_units("padded", 1 << 20, True) == refused_units("unreadable", 1 << 20, True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +16,7 @@ from p2p_co2.errors import ConfigError
 from p2p_co2.node.ledger import PartWeights
 from p2p_co2.node.node import Node
 from p2p_co2.node.state import LocalProgress, PeerState
+from p2p_co2.protocol.pipeline import Sizes
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.recipes import Stages, load_recipe, load_run_recipe, recipe_digest
@@ -26,7 +28,9 @@ from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.gather import gather_folders
-from p2p_co2.trainer.network_thread import NodeView
+from p2p_co2.trainer.network_thread import NetworkThread, NodeView
+from tests.fuzz.stages import StageWorld
+from tests.fuzz.world import RUN, run_virtual
 from tests.test_gather import loaded, write
 from tests.test_stages import SHAPE
 
@@ -219,6 +223,37 @@ def test_a_group_rests_with_the_main_one_until_it_trains_again() -> None:
     assert table.node.state.local == LocalProgress(Status.PAUSED, position=3.5, inner_steps=7)
     table.show(LocalProgress(Status.TRAINING, position=6.0, inner_steps=8))
     assert table.node.state.local.phase == Status.TRAINING
+
+
+def test_both_groups_hear_where_the_stages_beside_are() -> None:
+    """Else the table's, alone, is behind after a pause, and its peer goes on when the run is over."""
+
+    async def work() -> None:
+        one = StageWorld(1, 1).volunteers[0]
+        progress = SimpleNamespace(writer=SimpleNamespace(status=one._status))
+        environments = one.environment.beside(bytes(32)), one.environment.beside(bytes(32))
+        groups = [SimpleNamespace(environment=each, progress=progress) for each in environments]
+        main, table = (NodeView(cast(Node, node), ONE_THREAD, print, lambda: None) for node in groups)
+        main.rest_with.append(table)
+        thread = object.__new__(NetworkThread)
+        thread.view, thread._reporting, thread._loop = main, None, ONE_THREAD
+        thread.network = cast(Any, SimpleNamespace(run=RUN, listed=lambda stage: [], holds=None))
+        started: Any = None
+
+        def ask(starting: Any) -> Any:
+            nonlocal started
+            started = starting
+            return one.node
+
+        thread.ask = ask  # type: ignore[method-assign]
+        thread.start_pipeline(one.place, Sizes(4, 2, 4, 0, [1], b"", 1.0))
+        pipeline = await started
+        assert [node.environment.elsewhere for node in groups] == [pipeline.positions] * 2
+        await asyncio.sleep(0.1)
+        pipeline.stop()
+        await asyncio.sleep(5.0)
+
+    run_virtual(work())
 
 
 class ShownNode(Node):

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.lr_scheduler import LinearLR
 
-from p2p_co2.config import PeerConfig, read_peer_config
+from p2p_co2.config import PeerConfig, PipelineConfig, RunConfig, read_peer_config
 from p2p_co2.errors import ConfigError, LocalProtocolError
+from p2p_co2.node.network import Held
 from p2p_co2.peer_options import listening, peer_config
 from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.telemetry import events as ev
@@ -814,6 +815,16 @@ def test_what_cannot_be_exchanged_is_refused_by_name_before_the_network_is_used(
     unused = Connection(UNUSED, PeerConfig())
     with pytest.raises(ConfigError, match=words):
         unused.start(model, optimizer)
+
+
+def test_a_whole_model_is_refused_in_a_run_with_stages() -> None:
+    """Its peers would take this one for a neighbour, and it them for its group."""
+    run = RunConfig(name="staged", recipe="own-loop", pipeline=PipelineConfig(stages=2))
+    network = SimpleNamespace(run=run, holds=Held())
+    model = plain()
+    connection = Connection(cast(NetworkThread, SimpleNamespace(network=network, warn=print)), PeerConfig())
+    with pytest.raises(ConfigError, match=r"pipeline.stages: is 2 in this run.*start_stage"):
+        connection.start(model, sgd(model))
 
 
 @pytest.fixture

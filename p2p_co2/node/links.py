@@ -231,8 +231,9 @@ class Uplink:
         return at, not yields
 
     def _is_less_urgent(self, lane: Lane) -> bool:
-        """Whether a lane that is urgent, as this one is not, has something to send."""
-        return not lane.is_urgent and any(one.is_urgent and one.bulk for one in self.lanes)
+        """Whether a lane that is urgent, as this one is not, has something to send, and a link for it: one to
+        a peer that is gone leaves the line as it is."""
+        return not lane.is_urgent and any(one.is_urgent and one.bulk and one.link for one in self.lanes)
 
     def _is_ahead(self, lane: Lane, size_bytes: int, now: float) -> bool:
         """Whether a lane with a message more to carry waits for its turn."""

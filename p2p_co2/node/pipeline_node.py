@@ -43,6 +43,9 @@ Result = Callable[[Pipeline, float], None]
 """What has come of a piece of work, told to the machine at this time."""
 Listed = Callable[[int], Sequence[PeerRecord]]
 """Records of the other peers of a stage, as the DHT listed them last."""
+FED_CAPS = 2.0
+"""Of the longest that a gradient is waited for: at its end a peer waits so long for one more microbatch of
+those that train before it. A training thread that hangs says that it trains for as long as its process is."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,8 @@ class BesideStages:
 
 
 class End(Enum):
-    """How far this peer is on its way to the end: it goes on, waits until nobody before it trains, or begins
-    nothing more."""
+    """How far this peer is on its way to the end: it goes on, waits until nobody before it trains or sends
+    anything, or begins nothing more."""
 
     GOES_ON = auto()
     WAITS = auto()
@@ -132,6 +135,7 @@ class PipelineNode:
         status: Callable[[], Status], report: Callable[[ev.Event], None],
     ) -> None:  # fmt: skip
         self._environment, self._place, self._report = environment, place, report
+        self._fed_s, self._ends_at = FED_CAPS * sizes.cap_s, 0.0
         self._status = status
         clock = ProcessClock(environment.clock.monotonic, environment.clock.unix())
         self.now, self._alarm = clock.now, Alarm(clock)
@@ -186,6 +190,7 @@ class PipelineNode:
         try:
             if result is not None:
                 result(self.machine, self.now())
+                self._ends_at = self.now() + self._fed_s
             self.handed.is_asked = True
         except LocalProtocolError as error:
             self.life.crash(error)
@@ -195,11 +200,12 @@ class PipelineNode:
         """Come to the end: begin nothing more as soon as nobody of the stage before trains, or
         ``at_once``."""
         if self._end is End.GOES_ON:
-            self._end = End.WAITS
+            self._end, self._ends_at = End.WAITS, self.now() + self._fed_s
         self._close_if(at_once)
         self.pump()
 
     def _close_if(self, at_once: bool) -> None:
+        at_once |= self.now() >= self._ends_at
         if self._end is End.WAITS and (at_once or not self.beside.is_fed):
             self._end = End.CLOSED
             self.machine.close(self.now())
@@ -247,9 +253,6 @@ class PipelineNode:
 
     def _handle(self) -> bool:
         """Whether there may be more to send."""
-        if self.handed.is_asked and (work := self.machine.next_work(self.now())) is not None:
-            self.handed.is_asked = False
-            self.handed.work.put(work)
         is_some = self.machine.has_messages
         while (event := self.membership.next_event()) is not None:
             is_some = True
@@ -265,6 +268,9 @@ class PipelineNode:
                 self.report(ev.MicrobatchDropped, reason=happened.reason)
             elif isinstance(happened, UselessPayload):
                 self.router.on_useless(happened.sender, happened.error, kind_of(happened.kind()))
+        if self.handed.is_asked and (work := self.machine.next_work(self.now())) is not None:
+            self.handed.is_asked = False
+            self.handed.work.put(work)  # after what was dropped: a step finds nothing in flight any more
         return is_some
 
     def _tell(self) -> None:
@@ -282,8 +288,9 @@ class PipelineNode:
             now = self.now()
             self.membership.status = self._own_status()
             self.membership.found(self.beside.all(), now)
-            for peer in list(self.membership.live):
-                self._meet(peer)
+            for side in (-1, 1):
+                for peer in self.beside.live(side):
+                    self.machine.join(peer, self._place.stage + side)
             self.membership.handle_timer(now)
             self.machine.handle_timer(now)
             if self.links is not None:

@@ -119,7 +119,8 @@ class Quotas:
         Raises ``RemoteProtocolError("too many messages")`` when it is shut out by this.
         """
         known = self._known(sender)
-        passed_s, known.at = max(0.0, now - known.at), now
+        now = max(now, known.at)  # groups have clocks of their own, a little apart: no time passes twice
+        passed_s, known.at = now - known.at, now
         known.left = min(ALLOWANCE, known.left + REFILL_PER_S * passed_s) - units
         if known.left >= 0 and not known.pressed_s:
             return 0.0  # nearly always

@@ -162,6 +162,9 @@ class Connection:
             raise ConfigError("start", "start_over", problem)
         check_model(model, optimizer)
         rates = Rates(optimizer, learning_rate, self._thread.warn)
+        if self.run.pipeline.stages > 1 and self._thread.network.holds.stage is None:
+            problem = f"{self.run.pipeline.stages} in this run, and no peer holds the whole model"
+            raise ConfigError("start", "pipeline.stages", f"is {problem}: use start_stage(recipe)")
         fragments = plan_fragments(model, self.run.fragments)
         plan = Plan(self.run, self.config, fragments, model, optimizer, self._thread.network.holds.stage)
         saved = self._load(plan, False if start_over else resume)

@@ -280,7 +280,8 @@ class NetworkThread:
             environment = node.environment.beside(run.digest())
             listed, status = self.network.listed, node.progress.writer.status
             pipeline = PipelineNode(environment, place, sizes, listed, status, self.on_event)
-            node.environment.elsewhere = pipeline.positions
+            for view in (self.view, *self.view.rest_with):  # all groups of a process have one clock
+                view.node.environment.elsewhere = pipeline.positions
             asyncio.create_task(pipeline.run(), name="pipeline").add_done_callback(self._node_ended)
             if self._reporting is not None:
                 self._reporting.measure(pipeline)

@@ -18,8 +18,9 @@ Laws: **once**: at most one replica of a stage counts a microbatch, since it goe
 first has said that it did not take it (``Declined``); any other doubt drops it. **Suffix**: who counts a
 microbatch knows that every stage behind has, since its gradient came through them. A gradient is taken only
 from the peer that the forward went to. Inner steps are drained: a replica begins no more than
-``microbatches`` until all that it began has been counted or dropped, and then it steps. All that is held has
-a bound (``Sizes.room``), and everything that waits for one peer has a deadline.
+``microbatches`` until all that it began has been counted or dropped, and then it steps; so it does where no
+more comes, since between steps alone it takes what its group agrees on. All that is held has a bound
+(``Sizes.room``), and everything that waits for one peer has a deadline.
 
 A gradient is urgent, and may be encoded in fewer bytes, if others wait for it: where no forward is left in
 this inner step (of S stages under 1F1B with M microbatches, S / 2M of all gradients), and where the line up
@@ -221,7 +222,9 @@ class Pipeline:
         self._made = 0
         self._steps = 0
         self._computing_s = 0.0
-        self._is_closing = False
+        self._is_closing = self._is_starved = False
+        self._starves_at = math.inf
+        """When what was counted has waited long enough for more."""
         self.upload_bytes_per_s = 0.0
         """What the line up carries, as the shell has measured it; 0: not known."""
 
@@ -229,6 +232,9 @@ class Pipeline:
 
     def join(self, peer: PeerId, stage: int) -> None:
         """``peer`` is live and in ``stage``, as its signed record says; only neighbouring stages matter."""
+        known = self._peers.get(peer)
+        if known is not None and stage != self._place.stage + (-1 if known.is_before else 1):
+            self.lose(peer)  # it has moved
         self._peers.join(peer, stage)
         self._grant()
 
@@ -337,6 +343,7 @@ class Pipeline:
         _must_be(one, self._last_phase)
         self._counted += 1
         self._computing_s = one.forward_s + now - one.begun_at
+        self._starves_at = now + 2 * self._sizes.cap_s
         self._over(key)
         if one.sender is not None and payload is not None:
             view = memoryview(payload).cast("B")
@@ -357,7 +364,7 @@ class Pipeline:
 
     def stepped(self) -> None:
         """The inner step has been taken."""
-        self._counted = 0
+        self._counted, self._is_starved, self._starves_at = 0, False, math.inf
         self._steps += 1
         self._events.append(WorkReady())
 
@@ -396,10 +403,14 @@ class Pipeline:
                     late.is_late = True
                 what = "gradient" if one.phase is Phase.AWAY else "rest of it"
                 self._drop(key, f"the {what} did not come in time")
+        if self._starves_at <= now:
+            self._is_starved, self._starves_at = True, math.inf
+            self._events.append(WorkReady())
         self._grant()
 
     def get_timer(self) -> float | None:
         soonest = min((one.deadline for one in self._held.values()), default=math.inf)
+        soonest = min(soonest, self._starves_at)
         return None if soonest == math.inf else soonest
 
     def messages_to_send(self) -> Iterator[tuple[PeerId, Message]]:
@@ -477,7 +488,7 @@ class Pipeline:
             return False
         if one.coming.whole is not None:
             peer.durations.add(now - one.sent_at)
-            peer.is_late = False
+            peer.is_late, peer.drops = False, 0
             one.payload, one.loss, one.coming = one.coming.whole, message.loss, None
             one.phase, one.deadline = Phase.RETURNED, math.inf
             self._wait_on(sender, peer, now)
@@ -500,6 +511,8 @@ class Pipeline:
                 peer.used += 1  # it was lost on its way, and what comes of it is not taken
                 self._remember(key, _Past(None))
         elif one.receiver == sender and one.phase is Phase.AWAY:
+            peer.drops += 1
+            peer.is_late |= peer.drops > self._sizes.window
             self._drop(key, "dropped behind")
         elif one.sender == sender and one.phase in {Phase.RECEIVING, Phase.WAITING}:
             self._drop(key, "dropped before")
@@ -528,7 +541,8 @@ class Pipeline:
     @property
     def _is_draining(self) -> bool:
         """Whether this inner step begins no more."""
-        return self._is_closing or self.in_flight + self._counted >= self._sizes.microbatches
+        is_full = self.in_flight + self._counted >= self._sizes.microbatches
+        return self._is_closing or is_full or self._is_starved
 
     def _placed_by(self, now: float) -> float:
         """Until when what is computed waits for room behind: without end, while this peer goes on."""
