@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.lr_scheduler import LinearLR
 
-from p2p_co2.config import PeerConfig, read_peer_config
+from p2p_co2.config import PeerConfig, PipelineConfig, RunConfig, read_peer_config
 from p2p_co2.errors import ConfigError, LocalProtocolError
+from p2p_co2.node.network import Held
 from p2p_co2.peer_options import listening, peer_config
 from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.telemetry import events as ev
@@ -890,3 +891,12 @@ def test_a_schedule_is_tried_once_at_the_start(schedule: Any, words: str) -> Non
     unused = Connection(UNUSED, PeerConfig())
     with pytest.raises(ConfigError, match=words):
         unused.start(model, sgd(model), schedule)
+
+
+def test_a_whole_model_is_refused_in_a_run_with_stages() -> None:
+    """It would train alone under the run's name, and be taken for a peer of the first stage."""
+    network = SimpleNamespace(run=RunConfig(pipeline=PipelineConfig(stages=2)), holds=Held())
+    inside = Connection(cast(NetworkThread, SimpleNamespace(warn=print, network=network)), PeerConfig())
+    model = plain()
+    with pytest.raises(ConfigError, match=r"start: pipeline.stages: is 2 .* use start_stage\(recipe\)"):
+        inside.start(model, sgd(model))

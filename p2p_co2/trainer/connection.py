@@ -161,8 +161,11 @@ class Connection:
             raise ConfigError("start", "start_over", problem)
         check_model(model, optimizer)
         rates = Rates(optimizer, learning_rate, self._thread.warn)
+        stages, group = self.run.pipeline.stages, self._thread.network.holds.stage
+        if stages > 1 and group is None:
+            raise ConfigError("start", "pipeline.stages", f"is {stages} in this run: use start_stage(recipe)")
         fragments = plan_fragments(model, self.run.fragments)
-        plan = Plan(self.run, self.config, fragments, model, optimizer, self._thread.network.holds.stage)
+        plan = Plan(self.run, self.config, fragments, model, optimizer, group)
         saved = self._load(plan, False if start_over else resume)
         is_resumed, position = saved is not None, None if saved is None else saved.position
         beginning = Beginning(self._thread, self.run.clock.rounds, position, start_over)
