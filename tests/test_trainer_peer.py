@@ -893,10 +893,17 @@ def test_a_schedule_is_tried_once_at_the_start(schedule: Any, words: str) -> Non
         unused.start(model, sgd(model), schedule)
 
 
-def test_a_whole_model_is_refused_in_a_run_with_stages() -> None:
+@pytest.mark.parametrize(
+    ("stages", "stage", "words"),
+    [
+        (2, -1, r"start: pipeline.stages: is 2 .* use start_stage\(recipe\)"),
+        (1, 1, "--stage: this run has no stages, .*got 1.*; leave it out"),
+    ],
+)
+def test_a_whole_model_and_a_stage_are_not_taken_for_each_other(stages: int, stage: int, words: str) -> None:
     """It would train alone under the run's name, and be taken for a peer of the first stage."""
-    network = SimpleNamespace(run=RunConfig(pipeline=PipelineConfig(stages=2)), holds=Held())
-    inside = Connection(cast(NetworkThread, SimpleNamespace(warn=print, network=network)), PeerConfig())
+    network = SimpleNamespace(run=RunConfig(pipeline=PipelineConfig(stages=stages)), holds=Held())
+    thread = cast(NetworkThread, SimpleNamespace(warn=print, network=network))
     model = plain()
-    with pytest.raises(ConfigError, match=r"start: pipeline.stages: is 2 .* use start_stage\(recipe\)"):
-        inside.start(model, sgd(model))
+    with pytest.raises(ConfigError, match=words):
+        Connection(thread, PeerConfig(stage=stage)).start(model, sgd(model))

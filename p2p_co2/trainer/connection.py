@@ -164,6 +164,9 @@ class Connection:
         stages, group = self.run.pipeline.stages, self._thread.network.holds.stage
         if stages > 1 and group is None:
             raise ConfigError("start", "pipeline.stages", f"is {stages} in this run: use start_stage(recipe)")
+        if stages == 1 and self.config.stage > 0:
+            problem = f"this run has no stages, each peer holds the whole model (got {self.config.stage})"
+            raise ConfigError.of_option("--stage", f"{problem}; leave it out")
         fragments = plan_fragments(model, self.run.fragments)
         plan = Plan(self.run, self.config, fragments, model, optimizer, group)
         saved = self._load(plan, False if start_over else resume)
