@@ -171,7 +171,7 @@ def server(folder: str, job_file: str) -> None:
         outputs_schema=BatchTensorDescriptor(dtype=torch.float32, requires_grad=True),
         max_batch_size=job["sequences"],
     )  # fmt: skip
-    dht = hivemind.DHT(host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
+    dht = hivemind.DHT(host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True, startup_timeout=60)
     running = Server(dht, {"stage.1": backend}, num_connection_handlers=2, start=True)
     print(f"expert: {dht.get_visible_maddrs()[0]} {dht.peer_id}", flush=True)
     with suppress(KeyboardInterrupt):
@@ -188,7 +188,9 @@ def client(maddr: str, peer: str, job_file: str) -> None:
 
     job = json.loads(Path(job_file).read_text())
     recipe, stages, module, optimizer = stage_of(job, 0)
-    dht = hivemind.DHT(initial_peers=[maddr], host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
+    dht = hivemind.DHT(
+        initial_peers=[maddr], host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True, startup_timeout=60
+    )
     expert = create_remote_experts([ExpertInfo("stage.1", PeerID.from_base58(peer))], dht)[0]
     draws, count = recipe.batches(job["seed"], job["sequences"]), job["microbatches"]
 
@@ -202,7 +204,7 @@ def client(maddr: str, peer: str, job_file: str) -> None:
             tokens = sum(threads.map(microbatch, [next(draws) for _ in range(count)]))
             mean_step(optimizer, module, tokens)
             say(counted=(step + 1) * count)
-    dht.shutdown()
+        signal.pause()  # until it is killed: hivemind's end is no matter of ours
 
 
 def alone(stage: str, job_file: str) -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.swarm
 def test_a_swarm_in_stages_is_gathered_while_it_trains_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, names = run_of(2, round_s=2.0), ("first", "last")
+    run, names = run_of(2, round_s=2.0, tied="fused"), ("first", "last")
     with opened(tmp_path / "swarm") as swarm:
         swarm.start_seed(run)
         out = str(tmp_path / "whole")
@@ -35,6 +35,7 @@ def test_a_swarm_in_stages_is_gathered_while_it_trains_and_goes_on(
         said = capsys.readouterr().out
         assert "stage 0: round" in said
         assert "stage 1: round" in said
+        assert "tied table: round" in said
         assert [path.suffix for path in Path(out).iterdir()] == [".safetensors"]
         recipe = load_run_recipe(run)
         assert recipe.held_out is not None

@@ -136,14 +136,14 @@ def weighted_mean(slices: Slices, weights: Sequence[float]) -> Mean:
     return Mean(slices.mean(weights), tuple(weights))
 
 
-def clipped_mean(slices: Slices, weights: Sequence[float]) -> Mean:
+def clipped_mean(slices: Slices, weights: Sequence[float], uses: int = 1) -> Mean:
     """The ``Rule`` of ``median_clipped``: no slice pulls harder than one of the usual norm. By how much a
     slice is longer than that, by so much its weight is smaller."""
-    effective = tuple(weights) if len(slices) == 1 else median_clipped(slices.norms(), weights)
+    effective = tuple(weights) if len(slices) <= uses else median_clipped(slices.norms(), weights, uses)
     return Mean(slices.mean(effective), effective)
 
 
-def median_clipped(norms: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
+def median_clipped(norms: Sequence[float], weights: Sequence[float], uses: int = 1) -> tuple[float, ...]:
     """The weights with which slices of these norms count: what counts, times the norm, is at most the weight
     times the usual norm. The divisor is what is left of the weights, so clipping some does not make the whole
     step shorter.
@@ -158,8 +158,13 @@ def median_clipped(norms: Sequence[float], weights: Sequence[float]) -> tuple[fl
 
     Slices of zeros have no say: of a matrix that most peers did not use (an expert, an adapter at its start)
     the others' work would come to nothing.
+
+    ``uses``: of a table that as many peers train in one use as in the other, whose slices are longer in one:
+    usual is what is so among the longest, their share of all. Price: nobody is clipped as long as each use
+    has one peer, and who sends noise must be fewer than half of those.
     """
-    sizes = [norm for norm in norms if norm > 0]
+    sizes = sorted(norm for norm in norms if norm > 0)
+    sizes = sizes[-(-len(sizes) * (uses - 1) // uses) :]
     if not sizes:
         return tuple(weights)
     usual = median_low(sizes)

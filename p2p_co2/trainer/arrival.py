@@ -147,9 +147,11 @@ class Beginning:
         if self._is_over(last):
             self._refusal = RunOver(self._rounds)
         elif last is not None and resumed_at is None:
+            stage = self._thread.network.holds.stage
+            how = "--start-over" if stage is None else f"--stage {stage} --restart-stage"
             self._refusal = TransportError(
                 f"the others left at round {last.position:.1f}; join with the checkpoint of one of them, "
-                "wait until one is back, or begin anew with --start-over (start_over=True in an own loop)"
+                f"wait until one is back, or begin anew with {how} (start_over=True in an own loop)"
             )
         else:
             self._is_allowed = True

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -312,7 +313,8 @@ class Connection:
         fragments = [
             FragmentState(self.run, codec, me, state, index, uses) for index, state in enumerate(states)
         ]
-        ledger = TensorWorker(codec, fragments, clipped_mean if self.run.weight_cap else weighted_mean)
+        rule = partial(clipped_mean, uses=uses) if self.run.weight_cap else weighted_mean
+        ledger = TensorWorker(codec, fragments, rule)
         if saved is None:
             return ledger, Progressed()
         for trouble in resuming.restore(saved, live, plan.model, plan.optimizer, is_scheduled):
