@@ -52,6 +52,7 @@ microbatches = 64              # of an inner step of each replica of a stage; 8 
 sequences = 1                  # in a microbatch
 forward = "int8"               # how activations cross: fp32, bf16 or int8
 backward = "int8"              # how their gradients come back: fp32, bf16, int8 or int4
+backward_critical = ""         # of those that others wait for: int4, low rank ("rank16"), "" for the same
 min_replicas = 2               # newcomers go to a stage with fewer first
 tied = "no"                    # "fused": first and last stage share the token table
 """

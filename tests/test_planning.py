@@ -595,6 +595,13 @@ def test_a_run_with_stages_is_planned_by_stage(staged_file: Path) -> None:
     assert "What binds:" in shown
 
 
+def test_what_peers_would_refuse_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[pipeline]\nstages = 2\nbackward_critical = "rank500"\n')
+    with pytest.raises(ConfigError, match=r"backward_critical: rank 500 is more than .*; use at most rank64"):
+        make_staged_plan(PlanOptions(run_file=path, step_s=1.0))
+
+
 def test_too_few_peers_and_what_stages_do_not_take_are_refused(staged_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"--peers: 2 stages need a peer each"):
         make_staged_plan(PlanOptions(run_file=staged_file, step_s=1.0, peers=1))

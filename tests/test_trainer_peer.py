@@ -901,3 +901,19 @@ def test_a_schedule_is_tried_once_at_the_start(schedule: Any, words: str) -> Non
     unused = Connection(UNUSED, PeerConfig())
     with pytest.raises(ConfigError, match=words):
         unused.start(model, sgd(model), schedule)
+
+
+@pytest.mark.parametrize(
+    ("stages", "stage", "words"),
+    [
+        (2, -1, r"start: pipeline.stages: is 2 .* use start_stage\(recipe\)"),
+        (1, 1, "--stage: this run has no stages, .*got 1.*; leave it out"),
+    ],
+)
+def test_a_whole_model_and_a_stage_are_not_taken_for_each_other(stages: int, stage: int, words: str) -> None:
+    """It would train alone under the run's name, and be taken for a peer of the first stage."""
+    network = SimpleNamespace(run=RunConfig(pipeline=PipelineConfig(stages=stages)), holds=Held())
+    thread = cast(NetworkThread, SimpleNamespace(warn=print, network=network))
+    model = plain()
+    with pytest.raises(ConfigError, match=words):
+        Connection(thread, PeerConfig(stage=stage)).start(model, sgd(model))

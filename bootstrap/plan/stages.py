@@ -239,7 +239,7 @@ def print_staged_plan(plan: StagedPlan, console: Console | None = None) -> None:
     )
     reached = "reaches" if shown.utilisation >= plan.target else "does not reach"
     words = f"which {reached} the {plan.target:.0%} asked for"
-    console.print(Text(f"it computes for {shown.utilisation:.0%} of the time, {words}"))
+    console.print(Text(f"they compute for {shown.utilisation:.0%} of the time, {words}"))
     if plan.change is not None:
         gain = plan.change.forecast.tokens_per_s / shown.tokens_per_s
         console.print(Text(f"the cheapest change: {plan.change.words}: {gain:.2g} times the tokens", "bold"))

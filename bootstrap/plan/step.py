@@ -23,6 +23,7 @@ from p2p_co2.recipes import Recipe, StageSize, load_recipe, stage_sizes
 from p2p_co2.recipes.stages import Stages
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.stages import StageReplica
+from p2p_co2.trainer.stage_work import Crossings
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,11 @@ def stage_costs(
     """(what a microbatch costs in each stage, its tokens, where the seconds come from). ``step_s``: computing
     of one inner step in the largest stage, others by their parameters; 0 measures. Raises ``ConfigError``."""
     pipeline = run.pipeline
-    recipe = load_recipe(run.recipe, run.recipe_options, run.seed, pipeline.stages)
+    recipe = load_recipe(run.recipe, run.recipe_options, run.seed, pipeline.stages, pipeline.is_tied)
     stages, sizes = recipe.in_stages(pipeline.stages), stage_sizes(recipe, run)
-    inputs, side = stages.split(next(recipe.batches(0, pipeline.sequences)))
+    inputs, side = stages.microbatch(next(recipe.batches(0, pipeline.sequences)))
+    codecs = pipeline.forward, pipeline.backward, pipeline.backward_critical
+    Crossings.of(stages, inputs, side, *codecs)  # as peers do, for its errors
     most = max(size.parameters for size in sizes)
     how = "given"
     if step_s:

@@ -162,11 +162,14 @@ class Connection:
             raise ConfigError("start", "start_over", problem)
         check_model(model, optimizer)
         rates = Rates(optimizer, learning_rate, self._thread.warn)
-        if self.run.pipeline.stages > 1 and self._thread.network.holds.stage is None:
-            problem = f"{self.run.pipeline.stages} in this run, and no peer holds the whole model"
-            raise ConfigError("start", "pipeline.stages", f"is {problem}: use start_stage(recipe)")
+        stages, group = self.run.pipeline.stages, self._thread.network.holds.stage
+        if stages > 1 and group is None:
+            raise ConfigError("start", "pipeline.stages", f"is {stages} in this run: use start_stage(recipe)")
+        if stages == 1 and self.config.stage > 0:
+            problem = f"this run has no stages, each peer holds the whole model (got {self.config.stage})"
+            raise ConfigError.of_option("--stage", f"{problem}; leave it out")
         fragments = plan_fragments(model, self.run.fragments)
-        plan = Plan(self.run, self.config, fragments, model, optimizer, self._thread.network.holds.stage)
+        plan = Plan(self.run, self.config, fragments, model, optimizer, group)
         saved = self._load(plan, False if start_over else resume)
         is_resumed, position = saved is not None, None if saved is None else saved.position
         beginning = Beginning(self._thread, self.run.clock.rounds, position, start_over)
