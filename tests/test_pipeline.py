@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.pipeline.machine import Do, Key, Pipeline, Place, Sizes, UselessPayload, Work
+from p2p_co2.protocol.pipeline.machine import (
+    Do,
+    DroppedMicrobatch,
+    Key,
+    Pipeline,
+    Place,
+    Sizes,
+    UselessPayload,
+    Work,
+)
 from p2p_co2.protocol.pipeline.neighbours import MAX_NEIGHBOURS
 from p2p_co2.protocol.pipeline.routes import shares
 from p2p_co2.protocol.rounds.assembly import PIECE_UNIT_BYTES
@@ -267,6 +276,16 @@ def test_one_to_whom_no_more_comes_steps_with_what_it_has() -> None:
     assert one.get_timer() is None
     assert one.receive(forward(2), PeerId("before"), 124.0)
     assert one.next_work(124.0) is not None
+
+
+def test_nothing_is_told_of_what_is_dropped_before_it_was_begun() -> None:
+    """A sender may make and drop any number: each would be a line in this peer's journal."""
+    one = machine(1)
+    assert one.receive(forward(1), PeerId("before"), 1.0)
+    assert one.receive(Dropped(key=MicrobatchKey(owner=1, number=1)), PeerId("before"), 1.0)
+    assert one.waiting == 0
+    while (event := one.next_event()) is not None:
+        assert not isinstance(event, DroppedMicrobatch)
 
 
 def test_shares_are_a_permutation_for_equals() -> None:

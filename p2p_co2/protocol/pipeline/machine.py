@@ -156,7 +156,8 @@ class WorkReady:
 
 @dataclass(frozen=True)
 class DroppedMicrobatch:
-    """``key`` counts nowhere from here on to its owner: let go of what is held for it."""
+    """``key``, which was begun here, counts nowhere from here on to its owner: let go of what is held for
+    it."""
 
     key: Key
     reason: str
@@ -587,7 +588,9 @@ class Pipeline:
             if peer is not None and self._peers.get(peer) is not None:
                 self._out.append((peer, Dropped(key=key.on_wire(), reason=reason[:200])))
         self._over(key, one.sent_at if one.phase is Phase.AWAY else None)
-        self._events += DroppedMicrobatch(key, reason), WorkReady()
+        if one.phase not in {Phase.RECEIVING, Phase.WAITING}:  # others may make and drop any number of those
+            self._events.append(DroppedMicrobatch(key, reason))
+        self._events.append(WorkReady())
 
     def _decline(self, key: Key, one: _Microbatch, reason: str) -> None:
         if one.sender is not None:
