@@ -109,6 +109,18 @@ class End(Enum):
 
 
 @dataclass
+class Ending:
+    """``fed_s``: how long a peer that waits does so for one more microbatch; ``by``: until when it waits."""
+
+    fed_s: float
+    end: End = End.GOES_ON
+    by: float = 0.0
+
+    def fed(self, now: float) -> None:
+        self.by = now + self.fed_s
+
+
+@dataclass
 class Handed:
     """What the network thread gives the training thread. ``work``: one piece for each that was asked for;
     ``dropped``: microbatches whose activations may go."""
@@ -135,7 +147,6 @@ class PipelineNode:
         status: Callable[[], Status], report: Callable[[ev.Event], None],
     ) -> None:  # fmt: skip
         self._environment, self._place, self._report = environment, place, report
-        self._fed_s, self._ends_at = FED_CAPS * sizes.cap_s, 0.0
         self._status = status
         clock = ProcessClock(environment.clock.monotonic, environment.clock.unix())
         self.now, self._alarm = clock.now, Alarm(clock)
@@ -148,7 +159,7 @@ class PipelineNode:
             self._unreachable, self.life.crash, environment.quotas, environment.open_message,
         )  # fmt: skip
         self.links: Links | None = None
-        self._end = End.GOES_ON
+        self._ending = Ending(FED_CAPS * sizes.cap_s)
         self._drawn: object = None
 
     # ---- life
@@ -190,7 +201,7 @@ class PipelineNode:
         try:
             if result is not None:
                 result(self.machine, self.now())
-                self._ends_at = self.now() + self._fed_s
+                self._ending.fed(self.now())
             self.handed.is_asked = True
         except LocalProtocolError as error:
             self.life.crash(error)
@@ -199,15 +210,16 @@ class PipelineNode:
     def finish(self, at_once: bool) -> None:
         """Come to the end: begin nothing more as soon as nobody of the stage before trains, or
         ``at_once``."""
-        if self._end is End.GOES_ON:
-            self._end, self._ends_at = End.WAITS, self.now() + self._fed_s
+        if self._ending.end is End.GOES_ON:
+            self._ending.end = End.WAITS
+            self._ending.fed(self.now())
         self._close_if(at_once)
         self.pump()
 
     def _close_if(self, at_once: bool) -> None:
-        at_once |= self.now() >= self._ends_at
-        if self._end is End.WAITS and (at_once or not self.beside.is_fed):
-            self._end = End.CLOSED
+        ending = self._ending
+        if ending.end is End.WAITS and (at_once or self.now() >= ending.by or not self.beside.is_fed):
+            ending.end = End.CLOSED
             self.machine.close(self.now())
 
     def draw(self, round_: int, rate: float) -> None:
