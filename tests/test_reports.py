@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import zlib
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from p2p_co2.config import stage_digest
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.config import RunConfig, stage_digest
+from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.node import reporting
 from p2p_co2.protocol.reports import (
     ANSWER_BYTES,
     MAX_ANSWERS_PER_S,
@@ -385,3 +388,38 @@ def test_a_peer_that_cannot_be_reached_is_asked_ever_more_rarely() -> None:
     gaps = [later - earlier for earlier, later in pairwise(asked_at)]
     assert gaps == sorted(gaps)
     assert max(gaps) <= 33.0
+
+
+class Starting:
+    """A node whose carriers take their time."""
+
+    def __init__(self) -> None:
+        self.membership = SimpleNamespace(live=dict[PeerId, object]())
+        self.running, self.told = False, asyncio.Event()
+
+    @property
+    def links(self) -> SimpleNamespace:
+        if not self.running:
+            raise LocalProtocolError("the node is not running")
+        return SimpleNamespace(carriers_used=lambda: {B.peer_id: "grpc"}, traffic={})
+
+    def report(self, *_: object, **__: object) -> None:
+        self.told.set()
+
+
+def test_the_links_of_a_node_that_runs_late_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting, "HEARTBEAT_S", 1e-3)
+    monkeypatch.setattr(reporting, "ways_to_peers", lambda *_: asyncio.sleep(0, {}))
+
+    async def measured() -> None:
+        network = cast(Any, SimpleNamespace(identity=A, run=RunConfig(), p2p=None))
+        service = reporting.ReportService(network, asyncio.get_running_loop(), lambda *_: None)
+        node = Starting()
+        service.measure(cast(Any, node))
+        await asyncio.sleep(0.05)
+        node.running = True
+        node.membership.live[B.peer_id] = SimpleNamespace(round_trips_s=())
+        await asyncio.wait_for(node.told.wait(), 5.0)
+        await service.close()
+
+    asyncio.run(measured())

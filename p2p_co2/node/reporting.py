@@ -101,8 +101,8 @@ class ReportService:
         seen, nothing = dict[str, LinkTraffic](), LinkTraffic()
         while True:
             await asyncio.sleep(HEARTBEAT_S * max(10, len(node.membership.live)))
-            live, links = node.membership.live, node.links
-            if not live or links is None:
+            live = node.membership.live
+            if not live or (links := node.links) is None:  # a node that does not run has none to ask for
                 continue
             ways: dict[str, list[str]] = {}
             with contextlib.suppress(TransportError):  # without a daemon nothing is relayed
