@@ -253,7 +253,7 @@ def test_what_is_declined_at_the_end_is_dropped_in_time(closes_first: bool) -> N
     assert one.receive(Declined(key=forward(1).key, reason="leaving"), behind, 3.0)
     one.lose(behind)
     if not closes_first:
-        assert one.get_timer() is None
+        assert one.get_timer() == 2.0 + 2 * SIZES.cap_s
         one.close(3.0)
     assert not one.is_over
     assert one.get_timer() == 3.0 + SIZES.cap_s
@@ -276,6 +276,31 @@ def test_one_to_whom_no_more_comes_steps_with_what_it_has() -> None:
     assert one.get_timer() is None
     assert one.receive(forward(2), PeerId("before"), 124.0)
     assert one.next_work(124.0) is not None
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_one_that_nobody_is_behind_comes_between_steps(is_counted: bool) -> None:
+    """Others of its stage may go on: what they agree on would pile up here, and this peer would not rest."""
+    one, behind = sent_on(machine(1)), PeerId("behind")
+    if is_counted:
+        assert one.receive(backward(1), behind, 2.0)
+        assert one.next_work(2.0) is not None
+        one.counted(Key(1, 1), bytes(1000), 100, 1.0, 3.0)
+        assert one.receive(forward(2), PeerId("before"), 3.0)
+        assert one.next_work(3.0) is not None
+        one.forwarded(Key(1, 2), bytes(1000), 100, 3.0)
+    key = forward(1 + is_counted).key
+    assert one.receive(Declined(key=key, reason="leaving"), behind, 4.0)
+    one.lose(behind)
+    assert one.receive(forward(3), PeerId("before"), 5.0)
+    assert one.next_work(5.0) is None  # nobody would take it
+    assert (one.in_flight, one.waits_for) == (1, "stage 2 has no replica")
+    timer = one.get_timer()
+    assert timer is not None
+    assert timer <= 4.0 + 2 * SIZES.cap_s
+    one.handle_timer(timer)
+    assert one.in_flight == 0
+    assert one.next_work(timer) == (Work(Do.STEP) if is_counted else None)
 
 
 def test_nothing_is_told_of_what_is_dropped_before_it_was_begun() -> None:

@@ -225,7 +225,7 @@ class Pipeline:
         self._computing_s = 0.0
         self._is_closing = self._is_starved = False
         self._starves_at = math.inf
-        """When what was counted has waited long enough for more."""
+        """When what was begun or counted has waited long enough for more, or for room behind."""
         self.upload_bytes_per_s = 0.0
         """What the line up carries, as the shell has measured it; 0: not known."""
 
@@ -236,7 +236,8 @@ class Pipeline:
         known = self._peers.get(peer)
         if known is not None and stage != self._place.stage + (-1 if known.is_before else 1):
             self.lose(peer)  # it has moved
-        self._peers.join(peer, stage)
+        if self._peers.join(peer, stage):
+            self._events.append(WorkReady())  # for it
         self._grant()
 
     def lose(self, peer: PeerId) -> None:
@@ -258,7 +259,7 @@ class Pipeline:
             if one.phase in {Phase.RECEIVING, Phase.WAITING}:
                 self._decline(key, one, "leaving")
             elif one.phase is Phase.PLACING:
-                one.deadline = self._placed_by(now)
+                self._await_room(one, now)
         self._events.append(WorkReady())
 
     @property
@@ -285,7 +286,7 @@ class Pipeline:
         """Why ``next_work`` has nothing, in words; empty if it has."""
         if self._work() is not None:
             return ""
-        if not self._place.is_last and not self._peers.behind():
+        if not self._has_behind:
             return f"stage {self._place.stage + 1} has no replica"
         if any(one.phase is Phase.PLACING for one in self._held.values()):
             return f"stage {self._place.stage + 1} has no room"
@@ -331,8 +332,8 @@ class Pipeline:
             return
         _must_be(one, Phase.COMPUTING)
         one.forward_s = now - one.begun_at
-        one.phase, one.payload, one.tokens = Phase.PLACING, payload, tokens
-        one.deadline = self._placed_by(now)
+        one.payload, one.tokens = payload, tokens
+        self._await_room(one, now)
         self._place_all(now)
 
     def counted(
@@ -405,7 +406,9 @@ class Pipeline:
                 what = "gradient" if one.phase is Phase.AWAY else "rest of it"
                 self._drop(key, f"the {what} did not come in time")
         if self._starves_at <= now:
-            self._is_starved, self._starves_at = True, math.inf
+            self._is_starved, self._starves_at = self._counted > 0, math.inf
+            for key in [key for key, one in self._held.items() if one.phase is Phase.PLACING]:
+                self._drop(key, "nobody behind had room in time")
             self._events.append(WorkReady())
         self._grant()
 
@@ -501,7 +504,8 @@ class Pipeline:
         if one is not None and one.receiver == sender and one.phase is Phase.AWAY and one.coming is None:
             peer.used -= 1
             peer.granted = peer.used  # until it says anew what it has room for
-            one.phase, one.receiver, one.deadline = Phase.PLACING, None, self._placed_by(now)
+            one.receiver = None
+            self._await_room(one, now)
             self._place_all(now)
 
     def _take_dropped(self, key: Key, sender: PeerId, peer: NeighbourPeer) -> None:
@@ -530,7 +534,7 @@ class Pipeline:
         begun, is_draining = self.in_flight, self._is_draining
         if self._counted and not begun and is_draining:
             return Work(Do.STEP)
-        if is_draining or begun >= self._sizes.window:
+        if is_draining or begun >= self._sizes.window or not self._has_behind:
             return None
         if self._place.is_first:
             return Work(Do.FORWARD, Key(self._place.process, self._made + 1))
@@ -540,14 +544,20 @@ class Pipeline:
         return None
 
     @property
+    def _has_behind(self) -> bool:
+        """Whether anybody may take what is computed: who begins nothing is between steps, and can rest."""
+        return self._place.is_last or bool(self._peers.behind())
+
+    @property
     def _is_draining(self) -> bool:
         """Whether this inner step begins no more."""
         is_full = self.in_flight + self._counted >= self._sizes.microbatches
         return self._is_closing or is_full or self._is_starved
 
-    def _placed_by(self, now: float) -> float:
-        """Until when what is computed waits for room behind: without end, while this peer goes on."""
-        return now + self._sizes.cap_s if self._is_closing else math.inf
+    def _await_room(self, one: _Microbatch, now: float) -> None:
+        """Behind, for what is computed; while this peer goes on, as long as anything is counted."""
+        one.phase, one.deadline = Phase.PLACING, now + self._sizes.cap_s if self._is_closing else math.inf
+        self._starves_at = min(self._starves_at, now + 2 * self._sizes.cap_s)
 
     def _place_all(self, now: float) -> None:
         """Send what waits for room behind, as far as there is any."""

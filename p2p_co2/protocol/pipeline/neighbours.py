@@ -70,13 +70,15 @@ class Neighbours:
     def get(self, peer: PeerId) -> NeighbourPeer | None:
         return self._peers.get(peer)
 
-    def join(self, peer: PeerId, stage: int) -> None:
-        """``peer`` is there, in ``stage``; only the stages beside ours matter."""
+    def join(self, peer: PeerId, stage: int) -> bool:
+        """``peer`` is there, in ``stage``; only the stages beside ours matter. Whether that is new."""
         side = self.before() if stage < self._stage else self.behind()
-        if abs(stage - self._stage) == 1 and peer not in self._peers and len(side) < MAX_NEIGHBOURS:
-            self._meeting = (self._meeting + 1) % _NUMBERS
-            self._peers[peer] = NeighbourPeer(stage < self._stage, self._meeting)
-            self.introduce(peer)
+        if abs(stage - self._stage) != 1 or peer in self._peers or len(side) >= MAX_NEIGHBOURS:
+            return False
+        self._meeting = (self._meeting + 1) % _NUMBERS
+        self._peers[peer] = NeighbourPeer(stage < self._stage, self._meeting)
+        self.introduce(peer)
+        return True
 
     def lose(self, peer: PeerId) -> bool:
         """Whether it was one."""
