@@ -23,7 +23,7 @@ WHOLE = {"arange", "tensor", "as_tensor", "asarray", "randint", "randperm"}
 RANDOM = {"rand", "randn", "normal", "bernoulli", "multinomial", "randint", "randperm"}
 LAYERS = {"Linear", "Embedding", "LayerNorm", "RMSNorm", "Conv1d", "Conv2d", "BatchNorm1d", "BatchNorm2d"}
 OWN_GENERATORS = {"Random", "SystemRandom"}
-MAY_SEED = ROOT / "p2p_co2" / "recipes" / "recipe.py"
+MAY_SEED = ROOT / "p2p_co2" / "recipes" / "drawing.py"
 """Seeds a recipe's draws, and puts the user's state back."""
 
 

@@ -501,6 +501,8 @@ async def test_a_link_whose_stream_has_just_ended_closes_without_a_word() -> Non
     """uvloop raises RuntimeError for what is written to it then, before anybody has seen its end."""
 
     class Ended:
+        reader: asyncio.StreamReader
+
         def is_closing(self) -> bool:
             return True
 
@@ -508,20 +510,22 @@ async def test_a_link_whose_stream_has_just_ended_closes_without_a_word() -> Non
         def transport(self) -> Ended:
             return self
 
-        def abort(self) -> None: ...
+        def abort(self) -> None:
+            self.reader.feed_eof()
 
         def write(self, data: bytes) -> None:
             raise RuntimeError("the handler is closed")
 
-        def close(self) -> None: ...
+        close = abort
 
         async def wait_closed(self) -> None: ...
 
-    reader = asyncio.StreamReader()
-    link = Libp2pLink(PeerId("b"), (reader, Ended(), ""), (), lambda link: None)  # type: ignore[arg-type]
-    asyncio.get_running_loop().call_later(0.1, reader.feed_eof)
-    with pytest.raises(PeerLost):
-        await link.send(b"more")
-    reader = asyncio.StreamReader()
-    link = Libp2pLink(PeerId("b"), (reader, Ended(), ""), (), lambda link: None)  # type: ignore[arg-type]
-    await link.close()
+    for end in ("send", "close"):
+        ended = Ended()
+        ended.reader = asyncio.StreamReader()
+        link = Libp2pLink(PeerId("b"), (ended.reader, ended, ""), (), lambda link: None)  # type: ignore[arg-type]
+        if end == "send":
+            asyncio.get_running_loop().call_later(0.1, ended.abort)
+            with pytest.raises(PeerLost):
+                await link.send(b"more")
+        await link.close()

@@ -79,7 +79,7 @@ class Alone:
     def unheard_peers(self) -> int:
         return self.listed
 
-    network = SimpleNamespace(reach_advice="")
+    network = SimpleNamespace(reach_advice="", holds=SimpleNamespace(stage=None))
 
 
 def beginning(alone: Alone, rounds: int = 60, saved: float | None = None, over: bool = False) -> Any:

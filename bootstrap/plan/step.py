@@ -140,7 +140,8 @@ def _measured(
     is_last = stage == len(stages) - 1
     inputs, side = (tensor.to(device) for tensor in like)
     if stage:
-        inputs = torch.randn(len(inputs), *sizes[stage - 1].sequence_shape, device=device)
+        shape = len(inputs), *sizes[stage - 1].sequence_shape
+        inputs = torch.full(shape, 0.5, dtype=torch.float32, device=device)
     module = stages.build(run.seed, stage).to(device)
     replica = StageReplica(module, is_first=stage == 0, loss=stages.loss if is_last else None)
     times: list[tuple[float, float]] = []

@@ -43,7 +43,8 @@ class LowRank:
             raise ConfigError("the run", "pipeline.backward_critical", problem)
         self._codec = get_codec("bf16")
         self._numel = rank * (self._rows + self._width)
-        self._last = torch.randn(self._width, rank, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        self._last = torch.randn(self._width, rank, generator=generator, dtype=torch.float32, device="cpu")
 
     @property
     def payload_bytes(self) -> int:
