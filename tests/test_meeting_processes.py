@@ -63,7 +63,7 @@ def test_with_the_only_seed_gone_a_later_ticket_leads_back_and_invites(tmp_path:
         for name in ("one", "two", "three"):
             peers.join(name)
         tickets = {name: tmp_path / name / "ticket" for name in ("one", "three")}
-        peers.wait_until("all know each other", lambda: all(_seeds(path) > 2 for path in tickets.values()))
+        peers.wait_until("all know each other", lambda: all(_seeds(path) == 4 for path in tickets.values()))
         peers.kill(seed)
         peers.kill(peers.children[3])
         peers.ticket = tickets["one"].read_text().strip()
