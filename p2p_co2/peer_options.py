@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,15 @@ from p2p_co2.errors import ConfigError
 from p2p_co2.ticket import Ticket
 
 
-def peer_config(path: Path | None, given: dict[str, Any], ticket: str | None = None) -> PeerConfig:
+def peer_config(
+    path: Path | None, given: dict[str, Any], ticket: str | None = None,
+    default_folder: Callable[[], Path] | None = None,
+) -> PeerConfig:  # fmt: skip
     """Defaults, then the file ``path``, then what is ``given`` (None: not), by dotted key; where to
-    listen as ``listening`` says. Raises ``ConfigError`` by the option's name, ``TicketError``."""
-    table = (read_peer_config(path) if path else PeerConfig()).model_dump()
+    listen as ``listening`` says. ``default_folder`` is asked last, and where neither names a folder. Raises
+    ``ConfigError`` by the option's name, ``TicketError``."""
+    read = read_peer_config(path) if path else PeerConfig()
+    table, has_folder = read.model_dump(), "folder" in read.model_fields_set
     for key, value in given.items():
         if value is not None:
             section, _, field = key.rpartition(".")
@@ -29,7 +35,10 @@ def peer_config(path: Path | None, given: dict[str, Any], ticket: str | None = N
         )
         problem = first["msg"].removeprefix("Value error, ")
         raise ConfigError.of_option(option, f"{problem} (got {first['input']!r})") from None
-    return listening(config, None if ticket is None else Ticket.parse(ticket))
+    config = listening(config, None if ticket is None else Ticket.parse(ticket))
+    if default_folder is None or has_folder or given.get("folder") is not None:
+        return config
+    return config.model_copy(update={"folder": default_folder()})
 
 
 def listening(config: PeerConfig, ticket: Ticket | None) -> PeerConfig:

@@ -27,6 +27,8 @@ from p2p_co2.cli import options as shared
 from p2p_co2.cli.gather import gather
 from p2p_co2.cli.options import takes
 from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
+from p2p_co2.system.folders import OLD_PEER, data_home, peer_folder
+from p2p_co2.ticket import Ticket, is_of_run, read_ticket
 
 hand_over()
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")]
@@ -109,11 +111,11 @@ def seed(options: SeedOptions) -> int:
 
 
 def join(
-    ticket: Annotated[
-        str, typer.Argument(metavar="TICKET", help="The string that the organiser's seed printed.")
-    ],
+    ticket: shared.TicketWord = "",
     config_file: shared.ConfigFile = None,
-    folder: Annotated[Path | None, says("Keeps identity, checkpoints and events.")] = None,
+    folder: Annotated[
+        Path | None, says("Keeps identity, checkpoints and events; one for each run, if absent.")
+    ] = None,
     name: Annotated[str | None, says("What others see beside the peer's id.")] = None,
     device: shared.Device = None,
     batch: Annotated[int | None, says("Sequences per inner step; 0 for the recipe's.")] = None,
@@ -161,6 +163,7 @@ def join(
 
     if restart_stage and stage is None:
         raise ConfigError.of_option("--restart-stage", "say which stage is to begin anew, with --stage N")
+    ticket = read_ticket(ticket)
     config = peer_config(
         config_file,
         {
@@ -174,6 +177,7 @@ def join(
             "limits.download_bytes_per_s": _rate("--download", download),
         },
         ticket,
+        partial(_peer_folder, ticket),
     )  # fmt: skip
     take_back()
     from peers.daemon import JoinOptions, import_slow, join_run
@@ -188,6 +192,15 @@ def join(
 
     hand_over()
     join_run(options, JoinWatch())
+
+
+def _peer_folder(ticket: str) -> Path:
+    """Where a peer keeps its files that was told no folder; says so where that is the old place."""
+    run = Ticket.parse(ticket).run
+    folder = peer_folder(run, OLD_PEER if is_of_run(OLD_PEER, run) else None)
+    if folder == OLD_PEER:
+        print(f"going on in {folder}, which is of this run; new ones are kept in {data_home() / 'runs'}")
+    return folder
 
 
 def _rate(option: str, text: str | None) -> float | None:
