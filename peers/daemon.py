@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from p2p_co2.trainer import Connection, Peer
     from p2p_co2.trainer.stage_peer import StagePeer
 
+
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
     """``recipe``: where this run's own recipe lies here ("file.py:function"), "" for a built-in one.

@@ -11,8 +11,6 @@ from p2p_co2.system.ctrl_c import hand_over, take_back, was_interrupted  # befor
 
 # isort: split
 import errno
-import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -159,7 +157,7 @@ def join(
     parent: Parent = 0,
 ) -> None:
     """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once; SIGUSR1 pauses and goes on."""
-    from p2p_co2.peer_options import peer_config
+    from p2p_co2.peer_options import bytes_per_s, peer_config
 
     if restart_stage and stage is None:
         raise ConfigError.of_option("--restart-stage", "say which stage is to begin anew, with --stage N")
@@ -173,8 +171,8 @@ def join(
             "board_port": board_port,
             "checkpoint_every_s": checkpoint_every,
             "limits.threads": threads, "limits.hours": hours,
-            "limits.upload_bytes_per_s": _rate("--upload", upload),
-            "limits.download_bytes_per_s": _rate("--download", download),
+            "limits.upload_bytes_per_s": bytes_per_s("--upload", upload),
+            "limits.download_bytes_per_s": bytes_per_s("--download", download),
         },
         ticket,
         partial(_peer_folder, ticket),
@@ -201,21 +199,6 @@ def _peer_folder(ticket: str) -> Path:
     if folder == OLD_PEER:
         print(f"going on in {folder}, which is of this run; new ones are kept in {data_home() / 'runs'}")
     return folder
-
-
-def _rate(option: str, text: str | None) -> float | None:
-    """Bytes per second of "2500000", "500k", "2.5M" or "20Mbit". Raises ``ConfigError``."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(-?[0-9.]+) ?([kMG]?)(bit)?", text)
-    try:
-        value = float(found[1]) if found else math.nan
-    except ValueError:
-        value = math.nan
-    if found is None or math.isnan(value):
-        problem = f"{text!r} is no rate; write bytes per second (500k, 2M) or bits (20Mbit)"
-        raise ConfigError.of_option(option, problem)
-    return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
 
 
 @takes(DemoOptions)

@@ -24,9 +24,10 @@ class BatchCounter:
             model.register_forward_hook(self._after),
         )
 
-    def take(self) -> tuple[int, float | Tensor]:
-        """Tokens (0 if no batch came) and the mean loss (NaN if unknown)."""
-        tokens, losses = self._tokens, self._losses
+    def take(self) -> tuple[int | Tensor, float | Tensor]:
+        """Tokens (1 if no batch was seen: then all steps weigh the same) and the mean loss (NaN if
+        unknown)."""
+        tokens, losses = self._tokens or 1, self._losses
         self._tokens, self._losses = 0, []
         return tokens, torch.stack(losses).mean() if losses else float("nan")
 

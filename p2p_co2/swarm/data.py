@@ -12,6 +12,7 @@ import queue
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -79,7 +80,7 @@ class _Epochs:
 
     def __init__(self, seed_of: SeedOf) -> None:
         self._seed_of = seed_of
-        self._seed = torch.tensor(seed_of(0)).share_memory_()
+        self._seed = torch.tensor(seed_of(0)).share_memory_()  # type: ignore[no-untyped-call]
 
     def set(self, epoch: int) -> None:
         self._seed.fill_(self._seed_of(epoch))
@@ -144,7 +145,8 @@ def reseed(loader: Any, epoch: int, seed_of: SeedOf) -> None:
         _tell_epoch(part, epoch)
     if hasattr(loader, "generator"):
         loader.generator = torch.Generator().manual_seed(seed)
-    holder, sampler = loader, getattr(loader, "sampler", None)
+    holder: Any = loader
+    sampler: Any = getattr(loader, "sampler", None)
     inner = getattr(loader, "batch_sampler", None)
     while inner is not None:  # of wrappers' wrappers the innermost
         holder, sampler = inner, getattr(inner, "sampler", None)
@@ -221,7 +223,7 @@ class Fetching:
         while (what := self._asked.get()) is not None:
             try:
                 self._found.put((what(), None))
-            except BaseException as error:  # noqa: BLE001  # it is raised where it was asked for
+            except BaseException as error:  # it is raised where it was asked for
                 self._found.put((None, error))
 
 
@@ -231,25 +233,21 @@ def passes(
     """Batches of ``loader``, again and again, reseeded for each pass. Ends when ``goes_on``, asked while data
     takes long, says no. Raises ``ConfigError`` for a loader without a batch, and for one that cannot begin
     again."""
-    if iter_is_itself(loader):
+    if hasattr(loader, "__next__"):
         problem = "is an iterator, which can be gone through once; give the loader or dataset it was made of"
         raise ConfigError("until_done", "loader", problem)
     epoch = first_epoch
     with Fetching() as fetching:
         while True:
             reseed(loader, epoch, seed_of)
-            batches, count = fetching.fetch(lambda: iter(loader), goes_on), 0
-            while (found := fetching.fetch(lambda: _next(batches), goes_on)) is not None:  # noqa: B023
+            batches, count = fetching.fetch(partial(iter, loader), goes_on), 0
+            while (found := fetching.fetch(partial(_next, batches), goes_on)) is not None:
                 count += 1
                 yield found[0]
             if count == 0:
                 problem = "has no batch: is the dataset empty, or smaller than a batch that is dropped?"
                 raise ConfigError("until_done", "loader", problem)
             epoch += 1
-
-
-def iter_is_itself(loader: Any) -> bool:
-    return hasattr(loader, "__next__")
 
 
 def _next(batches: Iterator[_T]) -> tuple[_T] | None:

@@ -1,5 +1,4 @@
-"""``join``: a model and its optimizer into a swarm, by the ticket; the options are those of ``p2p-co2 join``.
-"""
+"""``join``: a model and its optimizer into a swarm, by the ticket. Options have the command line's names."""
 
 from __future__ import annotations
 
@@ -59,12 +58,13 @@ def join(*given: Any, **options: Any) -> Swarm | Peer:
         with co2.join(model, optimizer, run=TICKET) as swarm: ...
 
     ``run``: the ticket, or "@file" that holds it; $P2P_CO2_TICKET if left out. ``optimizer``: one of
-    ``torch.optim``'s, or a list of them. ``folder``: identity and checkpoint; one below the user's data home
-    if left out, for each run. It goes on from the folder's checkpoint if there is one; ``resume=True`` insists on it,
-    ``start_over`` begins anew, whatever others have trained. ``lr_schedule``: a factor on the optimizer's own
-    rates at a position, in rounds; without it the rates are the program's. ``evaluate``: a held-out loss of a
-    model, measured on the agreed parameters now and then, for boards. ``journal``: write ``events.jsonl`` in
-    the folder. ``on_event``: hears every event, from several threads; without it warnings are printed.
+    ``torch.optim``'s, or a list of them. ``folder``: identity and checkpoint; if left out, one of the run's
+    below the user's data home. It goes on from the folder's checkpoint if there is one; ``resume=True``
+    insists on it, ``start_over`` begins anew, whatever others have trained. ``lr_schedule``: a factor on the
+    optimizer's own rates at a position, in rounds; without it the rates are the program's. ``evaluate``: a
+    held-out loss of a model, measured on the agreed parameters now and then, for boards. ``journal``: write
+    ``events.jsonl`` in the folder. ``on_event``: hears every event, from several
+    threads; without it warnings are printed.
     ``scaler``, ``max_grad_norm``: for ``swarm.step``. ``config``: a peer file or ``PeerConfig``, which the
     other options override; those are named as on the command line: ``upload="5Mbit"``, ``hours``, ...
 
@@ -94,25 +94,20 @@ def _join(
     upload: str | float | None = None, download: str | float | None = None, hours: str | None = None,
     checkpoint_every: float | None = None,
 ) -> Swarm:  # fmt: skip
-    optimizer = Optimizers(optimizer) if isinstance(optimizer, list | tuple) else optimizer
-    check_model(model, optimizer)
-    Rates(optimizer, lr_schedule, print)  # for its errors
-    ticket = read_ticket(run)
-    settings = peer_config(
-        config if config is None or isinstance(config, PeerConfig) else Path(config),
+    inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _one(optimizer)
+    check_model(model, inner)
+    Rates(inner, lr_schedule, print)  # for its errors
+    ticket = read_ticket(run or "")
+    settings = _settings(
+        ticket, config,
         {
-            "name": name, "carrier": carrier, "host": host, "announce_host": announce_host,
+            "folder": folder, "name": name, "carrier": carrier, "host": host, "announce_host": announce_host,
             "grpc_port": grpc_port, "libp2p_port": libp2p_port, "board": board, "board_port": board_port,
             "min_peers": min_peers, "checkpoint_every_s": checkpoint_every, "limits.threads": threads,
-            "limits.hours": hours, "limits.upload_bytes_per_s": bytes_per_s("upload", upload),
-            "limits.download_bytes_per_s": bytes_per_s("download", download),
+            "limits.hours": hours,
         },
-        ticket, "join",
+        upload, download,
     )  # fmt: skip
-    if folder is None and "folder" not in settings.model_fields_set:
-        folder = peer_folder(Ticket.parse(ticket).run)
-    if folder is not None:
-        settings = settings.model_copy(update={"folder": Path(folder).expanduser()})
     if settings.limits.threads:
         torch.set_num_threads(settings.limits.threads)
     written = Journal(settings.folder / "events.jsonl") if journal else None
@@ -128,7 +123,7 @@ def _join(
         if connected.board:
             print(f"board: {connected.board}", file=sys.stderr, flush=True)
         try:
-            peer = connected.start(model, optimizer, lr_schedule, resume, start_over)
+            peer = connected.start(model, inner, lr_schedule, resume, start_over)
         except BaseException:
             connected.close()
             raise
@@ -136,7 +131,28 @@ def _join(
         if written is not None:
             written.close()
         raise
-    return Swarm(peer, model, optimizer, scaler, max_grad_norm, evaluate, written)
+    return Swarm(peer, model, inner, scaler, max_grad_norm, evaluate, written)
 
 
-__all__ = ["ConfigError", "join"]
+def _one(optimizer: Any) -> torch.optim.Optimizer:
+    """Several as one; what is no list is looked at by ``check_model``."""
+    return Optimizers(optimizer) if isinstance(optimizer, list | tuple) else optimizer
+
+
+def _settings(
+    ticket: str, config: str | Path | PeerConfig | None, given: dict[str, Any],
+    upload: str | float | None, download: str | float | None,
+) -> PeerConfig:  # fmt: skip
+    """As the command line makes them of its options."""
+    base = config if config is None or isinstance(config, PeerConfig) else Path(config)
+    run = Ticket.parse(ticket).run
+    try:
+        for option, rate in (("upload", upload), ("download", download)):
+            text = rate if rate is None or isinstance(rate, str) else f"{rate:f}"
+            given[f"limits.{option}_bytes_per_s"] = bytes_per_s(f"--{option}", text)
+        return peer_config(base, given, ticket, lambda: peer_folder(run))
+    except ConfigError as error:
+        if error.where != "command line":
+            raise
+        option = error.key.removeprefix("--").replace("-", "_")
+        raise ConfigError("join", option, error.problem) from None

@@ -65,9 +65,8 @@ class Optimizer(Optimizers):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         result = super().step(closure)
-        tokens, loss = self._counter.take()
-        if self._reported is not None:
-            (tokens, loss), self._reported = self._reported, None
+        seen, self._reported = self._reported or self._counter.take(), None
+        tokens, loss = seen
         if not self.swarm.done and not self.swarm.exchange(tokens, loss):
             self.leave()
         return result

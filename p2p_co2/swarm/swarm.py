@@ -26,7 +26,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.swarm.data import Stopped, passes
 from p2p_co2.telemetry.journal import Journal
-from p2p_co2.tensors.names import unwrapped
+from p2p_co2.tensors.pretrained import write_pretrained
 from p2p_co2.trainer.agreed_loss import AgreedLoss
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.stage_peer import data_seed
@@ -99,22 +99,20 @@ class Swarm:
 
     def _make_step(self) -> bool:
         """Step the optimizer; whether it did, rather than skip gradients that are not finite."""
-        stepped = list[bool]()
-        handle = self.optimizer.register_step_post_hook(lambda *_: stepped.append(True))
-        try:
-            if self._scaler is not None and self._max_grad_norm is not None:
-                self._scaler.unscale_(self.optimizer)
-            if self._max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
-            if self._scaler is None:
-                self.optimizer.step()
-            else:
-                self._scaler.step(self.optimizer)
-                self._scaler.update()
-        finally:
-            handle.remove()
+        scaler, stepped = self._scaler, True
+        if self._max_grad_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scale = scaler.get_scale()
+            scaler.step(self.optimizer)
+            scaler.update()
+            stepped = scaler.get_scale() >= scale  # it falls where a step was skipped
         self.optimizer.zero_grad(set_to_none=True)
-        return bool(stepped)
+        return stepped
 
     # ---- data
 
@@ -164,9 +162,8 @@ class Swarm:
         """Write the agreed model: safetensors in the model's own layout, which ``from_pretrained`` loads if
         the model is one of ``transformers``; of a PEFT model its adapters. Raises ``EnvironmentFault`` if the
         disk refuses."""
-        from p2p_co2.pretrained import write_pretrained
-
-        write_pretrained(unwrapped(self.model), self.state_dict(), Path(folder))
+        self._settle()
+        write_pretrained(self.model, self.peer.agreed_parameters(), Path(folder))
 
     def _settle(self) -> None:
         """Once the run is over, what is agreed is what its last round brings."""

@@ -124,17 +124,6 @@ class ExchangedModel:
                 at = stop
         return named | {name: named[first] for name, first in self._shared.items() if first in named}
 
-    def whole(self, states: Sequence[OuterState]) -> dict[str, Tensor]:
-        """A state dict of the model without wrappers, on the host, with agreed parameters in it."""
-        module, agreed = self._plan.model, self.named(states)
-        found = dict[str, Tensor]()
-        for name, parameter in named_parameters(module).items():
-            values = agreed.get(name)
-            found[name] = (parameter if values is None else values).detach().to("cpu", parameter.dtype)
-        for name, buffer in named_buffers(module, persistent=True).items():
-            found[name] = buffer.detach().cpu()
-        return found | {name: found[first] for name, first in self._shared.items()}
-
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Those that fragments hold, by plain name, in the model's order."""

@@ -20,6 +20,8 @@ from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
 from p2p_co2.system.governor import Governor
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import swarm_digest
+from p2p_co2.tensors.names import unwrapped
+from p2p_co2.tensors.pretrained import full_state
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
 from p2p_co2.trainer.figures import loss_of, tokens_of
 from p2p_co2.trainer.rates import Rates
@@ -51,7 +53,7 @@ class Stepping:
         """Raises ``LocalProtocolError`` while another thread is in it."""
         if not self._lock.acquire(blocking=False):
             raise LocalProtocolError(
-                f"{what}: step, agreed or measure_agreed of this peer is under way; call them one after the other"
+                f"{what}: step, agreed or measure_agreed of this peer is under way; call one after the other"
             )
         try:
             yield
@@ -200,11 +202,9 @@ class Peer:
         return self._model.named(self._ledger.states())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's whole state dict with the agreed parameters in it, in the parameters' own dtypes and on
-        the host: with buffers, what is frozen, and tied parameters under each of their names. Names as in
-        ``agreed_parameters``."""
-        self._stepping.must_be_here()
-        return self._model.whole(self._ledger.states())
+        """As ``agreed_parameters``, in the parameters' own dtypes, with buffers and with what is frozen: all
+        that a state dict of the model holds."""
+        return full_state(unwrapped(self._plan.model), self.agreed_parameters())
 
     @contextmanager
     def agreed(self) -> Iterator[nn.Module]:
