@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_WORDS = 25
-_ENDS = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_`]*[A-Z0-9`])")
+_ENDS = re.compile(r"(?<=[.!?])[\"')*_]*\s+")
 
 
 def sentences(markdown: str) -> list[str]:

@@ -320,9 +320,9 @@ def python_api() -> str:
     text = f"# Python API\n\n{MADE}\n\n```text\nimport p2p_co2 as co2\n```\n\n"
     text += "These names are public; all others may change without notice.\n"
     for name in sorted(p2p_co2.__all__, key=lambda name: (name[0].isupper(), name)):
-        thing = getattr(p2p_co2, name)
-        if name == "__version__" or inspect.ismodule(thing):
+        if name in {"__version__", "integrations"}:
             continue
+        thing = getattr(p2p_co2, name)
         text += f"\n## {name}\n\n"
         if not inspect.isclass(thing):
             text += _function(f"co2.{name}", thing)
@@ -337,7 +337,8 @@ def python_api() -> str:
 def _function(name: str, thing: Any) -> str:
     doc = inspect.getdoc(thing)
     assert doc, f"{name} has no docstring"
-    return f"```text\n{_signature(name, thing)}\n```\n\n{marked(doc)}\n"
+    ways = [_signature(name, way) for way in typing.get_overloads(thing) or [thing]]
+    return f"```text\n{chr(10).join(ways)}\n```\n\n{marked(doc)}\n"
 
 
 def _signature(name: str, thing: Any) -> str:
