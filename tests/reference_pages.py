@@ -39,6 +39,8 @@ from p2p_co2.config import PeerConfig, RunConfig
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE = "*Made by `make docs` from the code: change it there.*"
 HIDDEN = {"help", "install_completion", "show_completion"}
+FIRST = ("join", "Swarm", "Optimizer", "shard", "local_swarm", "PeerConfig", "RunConfig", "connect")
+"""Of the library's names, as somebody meets them; the others follow."""
 RUN_FILE = """A run file is what all peers of a run agree on (TOML). Any line may be left out. An unknown
 key is an error. Two peers with different settings refuse each other.
 
@@ -135,9 +137,10 @@ def command_line() -> str:
     for name, command in shown.items():
         words = " ".join((command.help or "").split())
         text += f"\n## p2p-co2 {name}\n\n{words}\n\n```text\n{_usage(name, command)}\n```\n\n"
-        options = list(_options(command))
-        head = ("option", "default", "what it does", "environment")
-        text += table(head, options) if options else "It has no options.\n"
+        head, options = ("option", "default", "what it does", "environment"), list(_options(command))
+        columns = 4 if any(option[3] for option in options) else 3
+        rows = [option[:columns] for option in options]
+        text += table(head[:columns], rows) if rows else "It has no options.\n"
     return text
 
 
@@ -319,7 +322,8 @@ def field_words(kind: Any) -> dict[str, str]:
 def python_api() -> str:
     text = f"# Python API\n\n{MADE}\n\n```text\nimport p2p_co2 as co2\n```\n\n"
     text += "These names are public; all others may change without notice.\n"
-    for name in sorted(p2p_co2.__all__, key=lambda name: (name[0].isupper(), name)):
+    named = [name for name in FIRST if name in p2p_co2.__all__]
+    for name in [*named, *sorted({*p2p_co2.__all__} - {*named})]:
         if name in {"__version__", "integrations"}:
             continue
         thing = getattr(p2p_co2, name)
@@ -331,7 +335,25 @@ def python_api() -> str:
             text += f"{marked(thing.__doc__ or '')}\n\nIts fields: the [{kind} file]({kind}-file.md).\n"
         else:
             text += _class(name, thing)
-    return text + _error_tree()
+    return text + _integrations() + _error_tree()
+
+
+def _integrations() -> str:
+    """Public classes of ``p2p_co2.integrations``, read without importing what they integrate."""
+    text = ""
+    for path in sorted((DOCS.parent / "p2p_co2" / "integrations").glob("[a-z]*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                name = f"integrations.{path.stem}.{node.name}"
+                makers = [one for one in getattr(node, "body", []) if getattr(one, "name", "") == "__init__"]
+                made = makers[0] if isinstance(node, ast.ClassDef) and makers else node
+                given = ast.unparse(made.args) if isinstance(made, ast.FunctionDef) else ""
+                call = f"co2.{name}({given.removeprefix('self, ').removeprefix('self')})"
+                doc = marked(ast.get_docstring(node) or "")
+                assert doc, f"{name} has no docstring"
+                text += f"\n## {name}\n\n```text\n{call}\n```\n\n{doc}\n"
+    return text
 
 
 def _function(name: str, thing: Any) -> str:
