@@ -13,7 +13,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import (
@@ -29,9 +29,6 @@ from torch.utils.data import (
 from p2p_co2.errors import ConfigError
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
 
-if TYPE_CHECKING:
-    from p2p_co2.swarm.swarm import Swarm
-
 _T = TypeVar("_T")
 SeedOf = Callable[[int], int]
 """The seed of an epoch's order, for this peer."""
@@ -39,7 +36,13 @@ BUFFER = 1024
 """Examples of a stream that are shuffled among each other."""
 
 
-def shard(dataset: Any, swarm: Swarm, buffer: int = BUFFER) -> Any:
+class Seeded(Protocol):
+    """What gives each epoch's seed: a ``Swarm``."""
+
+    def data_seed(self, epoch: int) -> int: ...
+
+
+def shard(dataset: Any, swarm: Seeded, buffer: int = BUFFER) -> Any:
     """``dataset`` in this peer's own order, another one each epoch: for torch's datasets, map-style and
     iterable, and those of ``datasets``, streaming too, whose kind it keeps.
 

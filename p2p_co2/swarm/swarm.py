@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
-from p2p_co2.errors import ConfigError
 from p2p_co2.swarm.data import Stopped, passes
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.tensors.pretrained import write_pretrained
@@ -227,12 +226,3 @@ class Swarm:
         if kind is not None:
             self.peer.stop()
         self.leave("" if kind is None else f"{kind.__name__} in the training loop")
-
-
-def swarm_of(given: Any) -> Swarm:
-    """The swarm of a ``Swarm`` or of a ``co2.Optimizer``."""
-    found = getattr(given, "swarm", given)
-    if not isinstance(found, Swarm):
-        problem = f"is of type {type(given).__name__}; give what co2.join returned, or a co2.Optimizer"
-        raise ConfigError("shard", "swarm", problem)
-    return found
