@@ -19,7 +19,7 @@ def says(words: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=words, **settings)
 
 
-RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The run; a default if absent.")]
+RunFile = Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run; a default if absent.")]
 Peers = Annotated[int, says("Peer processes.")]
 Carrier = Annotated[str, says("auto, grpc or libp2p.")]
 OwnRecipe = Annotated[str, says("The run's own recipe, here.", metavar="FILE.py:function")]

@@ -24,9 +24,10 @@ import base58
 from p2p_co2.errors import RemoteProtocolError, TicketError
 from p2p_co2.protocol.wire.identity import PeerId, peer_id_of, public_key_of
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES
+from p2p_co2.system.process import VARIABLES
 
 PREFIX = "p2pco2-"
-TICKET_VARIABLE = "P2P_CO2_TICKET"
+TICKET_VARIABLE = VARIABLES + "TICKET"
 VERSION = 1
 MAX_TICKET_CHARACTERS = 4096
 MAX_SEED_CHARACTERS = 255

@@ -18,9 +18,9 @@ from itertools import count
 from pathlib import Path
 
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.system.process import claim, is_kept
+from p2p_co2.system.process import VARIABLES, claim, is_kept
 
-FOLDER_VARIABLE = "P2P_CO2_FOLDER"
+FOLDER_VARIABLE = VARIABLES + "FOLDER"
 OLD_PEER, OLD_SEED = Path("runs/peer"), Path("runs/seed")
 """Where version 0.1 kept them, below the folder in which it was started."""
 
