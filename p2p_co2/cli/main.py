@@ -51,6 +51,8 @@ GROUPS: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
     "Volunteer": {
         "doctor": (volunteer.doctor, "Whether this machine can take part, and how."),
         "join": (volunteer.join, "Join a run and train."),
+        "pause": (volunteer.pause, "Have a peer of this machine rest."),
+        "resume": (volunteer.resume, "Have it go on."),
     },
     "Look": {
         "watch": (views.watch, "A run in this terminal."),

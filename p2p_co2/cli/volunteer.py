@@ -1,4 +1,4 @@
-"""The commands of a volunteer: ``doctor`` and ``join``."""
+"""The commands of a volunteer: ``doctor``, ``join``, ``pause`` and ``resume``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ import typer
 
 from bootstrap.options import Parent, says
 from p2p_co2.cli import options as shared
-from p2p_co2.errors import ConfigError
+from p2p_co2.cli.command import LOUDNESS, Loudness
+from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.system.ctrl_c import hand_over, take_back
-from p2p_co2.system.folders import OLD_PEER, data_home, peer_folder
+from p2p_co2.system.folders import OLD_PEER, data_home, peer_folder, peer_folders
+from p2p_co2.system.governor import Wish, WishFile
+from p2p_co2.system.process import holder_of, is_kept
 from p2p_co2.ticket import TICKET_VARIABLE, Ticket, is_of_run, read_ticket
 
 _GUEST, _DATA = "A guest on your machine", "What is trained"
@@ -189,3 +192,52 @@ def _rate(option: str, text: str | None) -> float | None:
         problem = f"{text!r} is no rate; write bytes per second (500k, 2M) or bits (20Mbit)"
         raise ConfigError.of_option(option, problem)
     return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
+
+
+PeerFolder = Annotated[
+    Path | None,
+    typer.Argument(metavar="FOLDER", help="The peer's folder; the only peer that runs here, if absent."),
+]
+Everyone = Annotated[bool, says("Every peer of yours that runs on this machine.", "--all")]
+
+
+def pause(folder: PeerFolder = None, everyone: Everyone = False) -> None:
+    """Have a peer of this machine rest after its inner step: it writes a checkpoint, trains nothing, and
+    keeps its place in the swarm. Paused already, it stays so. It rests until `p2p-co2 resume`, also when it
+    is started again meanwhile."""
+    _wish(Wish.PAUSE, folder, everyone, "rests from its next inner step on")
+
+
+def resume(folder: PeerFolder = None, everyone: Everyone = False) -> None:
+    """Have a peer of this machine that rests go on: after `p2p-co2 pause`, and outside its hours until they
+    next turn. One that trains goes on training."""
+    _wish(Wish.GO_ON, folder, everyone, "goes on")
+
+
+def _wish(wish: Wish, named: Path | None, everyone: bool, words: str) -> None:
+    for folder in _peers_here(named, everyone):
+        for place in (folder, folder / "tied"):  # of a stage with two groups
+            if place.is_dir():
+                WishFile(place).write(wish)
+        who = f"process {holder_of(folder)}" if is_kept(folder) else "no process runs there now"
+        if LOUDNESS.get() is not Loudness.QUIET:
+            print(f"the peer in {folder} {words} ({who})")
+
+
+def _peers_here(named: Path | None, everyone: bool) -> list[Path]:
+    """Raises ``ConfigError``, ``EnvironmentFault``."""
+    if named is not None:
+        if everyone:
+            raise ConfigError.of_option("--all", "means every folder; leave FOLDER out")
+        if not (named / "identity").is_file() or (named / "positions").exists():
+            raise ConfigError.of_option("FOLDER", f"{named} is no peer's folder")
+        return [named]
+    running = [folder for folder in peer_folders() if is_kept(folder)]
+    if not running:
+        raise EnvironmentFault(
+            "no peer runs here in a folder of its run; name the FOLDER that join was given"
+        )
+    if len(running) > 1 and not everyone:
+        which = ", ".join(map(str, running))
+        raise ConfigError.of_option("FOLDER", f"{len(running)} peers run here; name one, or --all: {which}")
+    return running

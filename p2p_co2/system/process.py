@@ -221,6 +221,15 @@ def is_kept(folder: Path) -> bool | None:
         os.close(file)
 
 
+def holder_of(folder: Path) -> str:
+    """The id of the process that has ``folder``, as it wrote it into the lock; "unknown" if it did not."""
+    try:
+        word = (folder / "lock").read_text(errors="replace")[:32].partition("\n")[0].strip()
+    except OSError:
+        word = ""
+    return word or "unknown"
+
+
 class FolderLock:
     """Keeps a folder for this process: two peers with one identity would split a swarm and mix checkpoints.
 
@@ -247,9 +256,8 @@ class FolderLock:
         shut_in_forks(self)
         try:
             if not self._taken():
-                holder = path.read_text(errors="replace").partition("\n")[0].strip() or "unknown"
                 raise EnvironmentFault(
-                    f"{folder} is in use by process {holder}; give this one another --folder"
+                    f"{folder} is in use by process {holder_of(folder)}; give this one another --folder"
                 )
             os.ftruncate(self._file, 0)
             with full_disk_named(path):
