@@ -43,6 +43,9 @@ class SeedOptions:
     relay: Annotated[bool, says("Pass on traffic between peers that cannot reach each other directly.")] = (
         True
     )
+    as_json: Annotated[bool, says("Print each ticket as a line of JSON; all else on stderr.", "--json")] = (
+        False
+    )
     parent: Parent = 0
 
 
