@@ -119,5 +119,6 @@ class PlanOptions:
     batch: Annotated[int, says("Sequences of the measured step; 0 for the recipe's.")] = 0
     threads: Annotated[int, says("CPU threads of the measured step; 0 for all cores.")] = 0
     device: Annotated[str, says("Of the measured step: cpu, cuda, cuda:1.")] = "cpu"
+    check: Annotated[bool, says("Exit status 1 if the verdict is no.", "--check")] = False
     as_json: Annotated[bool, says("Print JSON, not tables.", "--json")] = False
     plot: Annotated[Path | None, says("Draw utilisation over bandwidth.", metavar="FILE.png")] = None

@@ -21,10 +21,10 @@ def init() -> None:
 
 @takes(PlanOptions)
 def plan(options: PlanOptions) -> int:
-    """What a run will cost on given links, whether they are enough, and what to change."""
+    """Whether links bear a run, what it will cost on them, and what to change. The verdict comes first."""
     from bootstrap.plan.stages import run_any_plan
 
-    return run_any_plan(options)
+    return run_any_plan(options, is_brief=LOUDNESS.get() is Loudness.QUIET)
 
 
 @takes(RehearsalOptions)
