@@ -19,7 +19,7 @@ def says(words: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=words, **settings)
 
 
-RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The run; a default if absent.")]
+RunFile = Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run; a default if absent.")]
 Peers = Annotated[int, says("Peer processes.")]
 Carrier = Annotated[str, says("auto, grpc or libp2p.")]
 OwnRecipe = Annotated[str, says("The run's own recipe, here.", metavar="FILE.py:function")]
@@ -42,6 +42,9 @@ class SeedOptions:
     also: Annotated[str, says("Become a further seed of this run.", metavar="TICKET")] = ""
     relay: Annotated[bool, says("Pass on traffic between peers that cannot reach each other directly.")] = (
         True
+    )
+    as_json: Annotated[bool, says("Print each ticket as a line of JSON; all else on stderr.", "--json")] = (
+        False
     )
     parent: Parent = 0
 
@@ -116,5 +119,6 @@ class PlanOptions:
     batch: Annotated[int, says("Sequences of the measured step; 0 for the recipe's.")] = 0
     threads: Annotated[int, says("CPU threads of the measured step; 0 for all cores.")] = 0
     device: Annotated[str, says("Of the measured step: cpu, cuda, cuda:1.")] = "cpu"
+    check: Annotated[bool, says("Exit status 1 if the verdict is no.", "--check")] = False
     as_json: Annotated[bool, says("Print JSON, not tables.", "--json")] = False
     plot: Annotated[Path | None, says("Draw utilisation over bandwidth.", metavar="FILE.png")] = None

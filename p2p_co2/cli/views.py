@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _Source = Annotated[
     str,
     typer.Argument(
-        metavar="[TICKET]", show_default=False,
+        metavar="TICKET", show_default=False,
         help="A run's ticket (a word, @FILE, or - for standard input), or a folder with journals; "
         "$P2P_CO2_TICKET if absent.",
     ),
