@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.node.peer_finder import ALONE
+from p2p_co2.system.extras import missing
 from p2p_co2.system.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
@@ -174,8 +175,8 @@ def _join_and_train(
     say("looking for the swarm ...")
     connection = connect(options.ticket, options.config, on_event)
     try:
-        if connection.board:
-            say(f"board: {connection.board}")
+        if options.config.board:
+            say(f"board: {connection.board or missing('board')}")
         say(f'run "{connection.run.name}", recipe {connection.run.recipe}')
         recipe = load_run_recipe(connection.run, options.recipe, options.data)
         _train(connection, recipe, options, running, on_event)

@@ -23,6 +23,7 @@ from p2p_co2.planning.forecast import Forecast, Setting, even_fragments, forecas
 from p2p_co2.planning.profiles import profile_of
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.system.ctrl_c import hand_over, take_back
+from p2p_co2.system.extras import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +210,8 @@ Row = tuple[str, Callable[[Setting, Forecast], str]]
 
 def run_plan(options: PlanOptions, say: Callable[[str], None] = print) -> int:
     """Print the plan; returns the exit status. Raises ``ConfigError`` and ``EnvironmentFault``."""
+    if options.plot is not None:
+        require("plot", "--plot")
     plan = make_plan(options)
     if options.as_json:
         say(json.dumps(as_table(plan), indent=2))
