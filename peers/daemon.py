@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
@@ -91,6 +91,7 @@ def join_run(options: JoinOptions, watch: Watch) -> None:
 def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> None:
     end_with_parent(options.parent)
     _look_first(options.config, watch.say)
+    options = replace(options, config=_on_a_device(options.config, watch.say))
     _look_into_folder(options)
     signal.signal(signal.SIGUSR1, running.toggle_pause)
     with Journal(options.config.folder / "events.jsonl") as journal:
@@ -132,6 +133,15 @@ def _look_first(config: PeerConfig, say: Callable[[str], None]) -> None:
             raise EnvironmentFault(f"{finding.name}: {finding.measured}; {finding.advice}")
         if finding.state == State.LIMITED:
             say(f"note: {finding.name}: {finding.measured}; {finding.advice}")
+
+
+def _on_a_device(config: PeerConfig, say: Callable[[str], None]) -> PeerConfig:
+    """``config`` with the device that ``auto`` stands for here, which is said."""
+    from p2p_co2.tensors.device import training_device
+
+    device = training_device(config.device)
+    say(f"device: {device.words}")
+    return config.model_copy(update={"device": device.name})
 
 
 class _Running(StopSignals):

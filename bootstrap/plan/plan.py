@@ -51,14 +51,16 @@ def make_plan(options: PlanOptions) -> Plan:
     if not (fragments and step_s):
         take_back()
         from bootstrap.plan.step import load_model, measure_step
+        from p2p_co2.tensors.device import training_device
 
         hand_over()
-        recipe, counted = load_model(run, options.device)
+        device = training_device(options.device).name
+        recipe, counted = load_model(run, device)
         if not fragments:
             fragments = counted
             sources["parameters"] = "counted"
         if not step_s:
-            measured = measure_step(recipe, options.device, options.batch, options.threads)
+            measured = measure_step(recipe, device, options.batch, options.threads)
             step_s, tokens, train_bytes = measured.step_s, measured.tokens, measured.train_bytes
             sources["step"] = measured.how
     setting = setting_of(run, fragments, step_s, links, tokens_per_step=tokens, train_bytes=train_bytes)

@@ -15,7 +15,7 @@ from bootstrap.options import Profile, says
 _Options = TypeVar("_Options")
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="PEER.toml", help="These options.")]
-Device = Annotated[str | None, says("torch's name of it: cpu, cuda, cuda:1.")]
+Device = Annotated[str | None, says("auto (a GPU if torch can use one), cpu, cuda or cuda:1.")]
 Carrier = Annotated[str | None, says("auto, grpc or libp2p.")]
 AnnounceHost = Annotated[str | None, says("Address that others dial.")]
 Port = Annotated[int | None, says("0 for any.")]

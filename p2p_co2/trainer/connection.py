@@ -31,6 +31,7 @@ from p2p_co2.tensors.checkpoint import folder as checkpoints
 from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
 from p2p_co2.tensors.checkpoint.folder import Checkpoint
 from p2p_co2.tensors.codec import get_codec
+from p2p_co2.tensors.device import training_device
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
@@ -213,7 +214,7 @@ class Connection:
             self._main.network.identity.peer_id,
         )
         goes_on = resume is not False and not start_over
-        wanted, device = self._wanted_stage(goes_on), self.config.device
+        wanted, device = self._wanted_stage(goes_on), training_device(self.config.device).name
         cache_bytes = self.config.cache_bytes
         stage = thread.choose_stage(
             wanted, lambda: fitting(stage_sizes(recipe, run), run, device, cache_bytes)
