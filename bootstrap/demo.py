@@ -22,7 +22,7 @@ from bootstrap.stage import (
     require_peers,
     run_in_new_folder,
 )
-from p2p_co2.config import RunConfig
+from p2p_co2.config import RunConfig, problems_of
 from p2p_co2.errors import RUN_OVER, ConfigError
 
 MICROBATCHES = 4
@@ -84,11 +84,10 @@ def run_config(options: DemoOptions) -> RunConfig:
     try:
         return RunConfig.model_validate(table)
     except ValidationError as error:
-        first = error.errors()[0]
         option = {"outer.rule": "--rule", "codec.name": "--codec", "clock.round_s": "--round-s"}
-        key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError.of_option(
-            option.get(key, key), f"{first['msg']} (got {first['input']!r})"
+        wrong = {".".join(place): problem for place, problem in problems_of(RunConfig, error).items()}
+        raise ConfigError.of_all(
+            [ConfigError.of_option(option.get(key, key), problem) for key, problem in wrong.items()]
         ) from None
 
 

@@ -20,7 +20,7 @@ from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.node.peer_finder import ALONE
 from p2p_co2.system.extras import missing
-from p2p_co2.system.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
+from p2p_co2.system.process import StopSignals, claim, end_with_parent, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
 from peers.doctor.findings import State
@@ -115,7 +115,7 @@ def _look_into_folder(options: JoinOptions) -> None:
     from p2p_co2.tensors.checkpoint.folder import has_checkpoint
 
     folder = options.config.folder
-    FolderLock(folder).release()
+    claim(folder)
     if options.resume and options.start_over:
         raise ConfigError.of_option("--start-over", "begins anew, and --resume does not; leave one out")
     if options.resume and not has_checkpoint(folder / "checkpoint"):
