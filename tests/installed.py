@@ -36,6 +36,7 @@ ENVIRONMENT = {
 def source_copy(folder: Path) -> Path:
     """The source tree as somebody has it who has built nothing yet."""
     shutil.copytree(ROOT, folder, ignore=_NOT_SOURCE, symlinks=True)
+    shutil.copy(ROOT / ".dockerignore", folder)
     return folder
 
 
@@ -50,14 +51,19 @@ def built(folder: Path) -> tuple[Path, Path]:
 def installed(wheel: Path, venv: Path, extras: tuple[str, ...] = ()) -> Path:
     """Make ``venv`` with the wheel and what it requires; returns its folder of programs."""
     run([sys.executable, "-m", "venv", "--without-pip", str(venv)])
-    (site,) = (venv / "lib").glob("python3*/site-packages")
     pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python")]
     run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)])
-    (ours,) = metadata.distributions(path=[str(site)])
+    link_required(venv, extras)
+    return venv / "bin"
+
+
+def link_required(venv: Path, extras: tuple[str, ...] = ()) -> None:
+    """Give an environment that has p2p-co2 all that it requires."""
+    (site,) = (venv / "lib").glob("python3*/site-packages")
+    (ours,) = (one for one in metadata.distributions(path=[str(site)]) if one.name == "p2p-co2")
     for distribution in _closure(ours, extras):
         _link(distribution, site)
-    run([*pip, "check"])
-    return venv / "bin"
+    run([sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), "check"])
 
 
 def run(command: list[str], folder: Path | None = None, timeout_s: float = 300) -> str:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import tarfile
-import time
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.installed import ENVIRONMENT, PACKAGES, built, installed, run
+from tests.programs import started
 
-BOUND_S = 240.0
 RUN = """
 recipe_options = { layers = 1, width = 32, heads = 2, batch = 2 }
 [clock]
@@ -83,58 +79,25 @@ def test_a_demo_in_an_empty_folder_without_any_extra(programs: Path, tmp_path: P
     assert where.count(str(programs.parent)) == 2
 
 
-@contextmanager
-def started(command: list[str], folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A process and the file with what it says; ended with the block."""
-    log = folder / f"{command[1]}-{time.monotonic_ns()}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=folder, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    try:
-        yield process, log
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def wait_for(pattern: str, log: Path, process: subprocess.Popen[bytes]) -> str:
-    """The first that the log of a running process has of a pattern."""
-    ends_at = time.monotonic() + BOUND_S
-    while not (found := re.search(pattern, log.read_text())):
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < ends_at, log.read_text()
-        time.sleep(0.1)
-    return found[0]
-
-
 def test_seed_join_and_watch_without_any_extra(programs: Path, tmp_path: Path) -> None:
     program = str(programs / "p2p-co2")
     (tmp_path / "run.toml").write_text(RUN)
-    seed = [program, "seed", "run.toml", "--host", "127.0.0.1", "--folder", "seed"]
-    with started(seed, tmp_path) as (seeding, log):
-        ticket = wait_for(r"p2pco2-\w+", log, seeding)
-        watch = [program, "watch", ticket, "--folder", "watch"]
+    with started([program, "seed", "run.toml", "--host", "127.0.0.1", "--folder", "seed"], tmp_path) as seed:
+        ticket = seed.wait_for(r"p2pco2-\w+")
         join = [program, "join", ticket, "--threads", "1", "--min-peers", "2", "--folder"]
         with (
-            started(watch, tmp_path) as (watching, watch_log),
-            started([*join, "one"], tmp_path) as (first, first_log),
-            started([*join, "two"], tmp_path) as (second, second_log),
+            started([program, "watch", ticket, "--folder", "watch"], tmp_path) as watch,
+            started([*join, "one"], tmp_path) as one,
+            started([*join, "two"], tmp_path) as two,
         ):
-            wait_for("connected|2 of 2 peers", watch_log, watching)
-            for peer, log_of_peer in ((first, first_log), (second, second_log)):
-                assert peer.wait(BOUND_S) == 0, log_of_peer.read_text()
-                said = log_of_peer.read_text()
-                assert said.count("board: needs an extra: pip install 'p2p-co2[board]'") == 1
-                assert said.startswith("device: ")
-                assert "agreed state" in said
-        assert watching.returncode == 0, watch_log.read_text()
-    assert seeding.returncode == 0, log.read_text()
+            watch.wait_for("connected|2 of 2 peers")
+            for peer in (one, two):
+                assert peer.ends() == 0, peer.said()
+                assert peer.said().count("board: needs an extra: pip install 'p2p-co2[board]'") == 1
+                assert peer.said().startswith("device: ")
+                assert "agreed state" in peer.said()
+        assert watch.ends() == 0, watch.said()
+    assert seed.ends() == 0, seed.said()
 
 
 def test_what_needs_an_extra_says_which(programs: Path, tmp_path: Path) -> None:
