@@ -23,6 +23,7 @@ from p2p_co2.planning.forecast import Forecast, Setting, even_fragments, forecas
 from p2p_co2.planning.profiles import profile_of
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.system.ctrl_c import hand_over, take_back
+from p2p_co2.system.extras import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +51,16 @@ def make_plan(options: PlanOptions) -> Plan:
     if not (fragments and step_s):
         take_back()
         from bootstrap.plan.step import load_model, measure_step
+        from p2p_co2.tensors.device import training_device
 
         hand_over()
-        recipe, counted = load_model(run, options.device)
+        device = training_device(options.device).name
+        recipe, counted = load_model(run, device)
         if not fragments:
             fragments = counted
             sources["parameters"] = "counted"
         if not step_s:
-            measured = measure_step(recipe, options.device, options.batch, options.threads)
+            measured = measure_step(recipe, device, options.batch, options.threads)
             step_s, tokens, train_bytes = measured.step_s, measured.tokens, measured.train_bytes
             sources["step"] = measured.how
     setting = setting_of(run, fragments, step_s, links, tokens_per_step=tokens, train_bytes=train_bytes)
@@ -211,6 +214,8 @@ Row = tuple[str, Callable[[Setting, Forecast], str]]
 def run_plan(options: PlanOptions, say: Callable[[str], None] = print, is_brief: bool = False) -> int:
     """Print the plan, of one that ``is_brief`` the verdict alone; returns the exit status. Raises
     ``ConfigError`` and ``EnvironmentFault``."""
+    if options.plot is not None:
+        require("plot", "--plot")
     plan = make_plan(options)
     if options.as_json:
         say(json.dumps(as_table(plan), indent=2))

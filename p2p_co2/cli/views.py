@@ -13,6 +13,7 @@ import typer
 from bootstrap.options import says
 from p2p_co2.errors import ConfigError
 from p2p_co2.system.ctrl_c import hand_over, take_back
+from p2p_co2.system.extras import require
 from p2p_co2.system.folders import observer_folder
 from p2p_co2.ticket import PREFIX, Ticket, read_ticket
 
@@ -40,6 +41,7 @@ def board(
     token: Annotated[str, says("Asked of everybody; made up where one is needed.")] = "",
 ) -> None:
     """Serve the dashboard of a run, seen from outside: no training, no change to the run."""
+    require("board", "the board")
     take_back()  # nothing to give back yet, and these imports take a second
     from monitoring.board.server import place_for, run_board
 

@@ -133,7 +133,7 @@ def join(
     parent: Parent = 0,
 ) -> None:
     """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once."""
-    from p2p_co2.peer_options import peer_config
+    from p2p_co2.peer_options import bytes_per_s, peer_config
 
     if restart_stage and stage is None:
         raise ConfigError.of_option("--restart-stage", "say which stage is to begin anew, with --stage N")
