@@ -25,6 +25,7 @@ from bootstrap.options import DemoOptions, OwnRecipe, Parent, RehearsalOptions, 
 from p2p_co2.cli import checks, views
 from p2p_co2.cli import options as shared
 from p2p_co2.cli.gather import gather
+from p2p_co2.cli.model import model
 from p2p_co2.cli.options import takes
 from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
 
@@ -261,8 +262,9 @@ def init() -> None:
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo, "init": init, "plan": checks.plan, "rehearse": rehearse, "simulate": checks.simulate,
     "seed": seed, "doctor": checks.doctor, "join": join, "board": views.board, "watch": views.watch,
-    "export": views.export, "gather": gather, "sample": sample, "eval": evaluate,
+    "metrics": views.metrics, "model": model, "gather": gather, "sample": sample, "eval": evaluate,
 }  # fmt: skip
 """As somebody meets them who starts with nothing."""
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
+app.command("export", hidden=True)(views.export)

@@ -5,7 +5,15 @@ for several peers."""
 from __future__ import annotations
 
 from p2p_co2.recipes.corpus import check_data
-from p2p_co2.recipes.recipe import BYTE_GPT, Recipe, check_stages, load_recipe, load_run_recipe, recipe_digest
+from p2p_co2.recipes.recipe import (
+    BYTE_GPT,
+    Recipe,
+    check_stages,
+    load_measuring_recipe,
+    load_recipe,
+    load_run_recipe,
+    recipe_digest,
+)
 from p2p_co2.recipes.sizes import StageSize, stage_sizes
 from p2p_co2.recipes.stages import Stages
 
@@ -16,6 +24,7 @@ __all__ = [
     "Stages",
     "check_data",
     "check_stages",
+    "load_measuring_recipe",
     "load_recipe",
     "load_run_recipe",
     "recipe_digest",

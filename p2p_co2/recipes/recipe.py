@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -76,6 +76,9 @@ class Recipe:
 
     ``stages``: the model cut into stages, or a function of their number; None cannot be cut. In a run with
     stages ``model`` is an outline on torch's meta device, since a peer builds only its own stage.
+
+    ``tokenizer``: files, or folders of files, that go out with the model (``p2p-co2 model``), such as those
+    of a tokenizer beside the recipe: ``Path(__file__).parent / "tokenizer"``.
     """
 
     model: nn.Module
@@ -89,6 +92,13 @@ class Recipe:
     generate: Callable[[nn.Module, str, int, int], str] | None = None
     default_batch: int = 8
     stages: Stages | Callable[[int], Stages] | None = None
+    tokenizer: str | Path | Sequence[str | Path] = ()
+
+    @property
+    def tokenizer_paths(self) -> list[Path]:
+        """What ``tokenizer`` names, as a list."""
+        named = [self.tokenizer] if isinstance(self.tokenizer, str | Path) else self.tokenizer
+        return [Path(path).expanduser() for path in named]
 
     def in_stages(self, count: int) -> Stages:
         """The recipe's stages for a run of ``count``. Raises ``ConfigError`` if it has none or another number
@@ -196,6 +206,19 @@ def load_run_recipe(run: RunConfig, own: str = "", data: Mapping[str, str] | Non
     if recipe_digest(name, options) != digest:
         raise ConfigError.of_option("", "only built-in recipes let a peer choose its own text or tokens")
     return load_recipe(name, options, run.seed, run.pipeline.stages, run.pipeline.is_tied)
+
+
+def load_measuring_recipe(run: RunConfig, own: str = "") -> Recipe:
+    """What builds, measures and samples a trained model of ``run``: as ``load_run_recipe``, and of a run that
+    programs of one's own train, the file that ``own`` names. Such a run has no digest of it: its model must
+    have the names and shapes of what was trained, which the caller compares."""
+    if run.recipe != OWN_LOOP:
+        return load_run_recipe(run, own)
+    if not own:
+        problem = "this run is trained by programs of their own; name a recipe file that makes their model"
+        cure = "a peer's checkpoint folder goes out without one (p2p-co2 model)"
+        raise ConfigError.of_option("--recipe", f"{problem}, --recipe FILE.py:function; {cure}")
+    return load_recipe(own, run.recipe_options, run.seed)
 
 
 # The built-in recipe
