@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,9 @@ from pathlib import Path
 from transformers import GPT2Config, GPT2LMHeadModel
 from p2p_co2.recipes import Recipe
 
-def make(tied: bool = True):
+def make(tied: bool = True, data: str = ""):
+    if data:
+        Path(data).write_text("read")
     model = GPT2LMHeadModel(GPT2Config(
         vocab_size=32, n_positions=32, n_embd=32, n_layer=2, n_head=2, tie_word_embeddings=tied,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
@@ -49,6 +53,7 @@ def make(tied: bool = True):
             return float(loss(model, next(batches(2**40, 16))))
     optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=3e-3)
     return Recipe(model, batches, loss, optimizer=optimizer, held_out=held_out,
+                  accumulate=2, max_grad_norm=1.0, autocast="bf16",
                   tokenizer=Path(__file__).parent / "tokenizer")
 """
 WORDS = (torch.arange(8)[:, None] + torch.arange(16)) % 32
@@ -138,7 +143,10 @@ def test_the_model_of_a_swarm_that_trains_comes_out_and_the_swarm_goes_on(
     out = tmp_path / "out"
     with opened(tmp_path / "swarm") as swarm:
         swarm.start_seed(run)
-        peers = [swarm.join(name, "--min-peers", "2", recipe=recipe) for name in ("one", "two")]
+        peers = [
+            swarm.join(name, "--min-peers", "2", "--data", str(tmp_path / name), recipe=recipe)
+            for name in ("one", "two")
+        ]
         swarm.wait_until("rounds", lambda: all(swarm.commits(name) >= 6 for name in ("one", "two")))
         assert asked("model", swarm.ticket, "--out", out, "--recipe", recipe) == 0, capsys.readouterr()
         assert "as the swarm agrees on it" in capsys.readouterr().out
@@ -152,6 +160,9 @@ def test_the_model_of_a_swarm_that_trains_comes_out_and_the_swarm_goes_on(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".out")]
     # A checkpoint of the same swarm by both ways: the recipe's measure, and the folder that goes out.
     checkpoint = swarm.folder / "one" / "checkpoint"
+    assert [(tmp_path / name).read_text() for name in ("one", "two")] == ["read", "read"]
+    counted = load_agreed(checkpoint)
+    assert counted.tokens == counted.inner_steps * 2 * 8 * 16  # two micro-steps of eight sequences
     assert asked("model", checkpoint, "--out", tmp_path / "late", "--recipe", recipe) == 0
     held_out = load_recipe(recipe, {}, 0).held_out
     assert held_out is not None
@@ -218,6 +229,33 @@ def test_an_own_loop_of_transformers_is_loaded_after_one_line(
     assert asked("eval", checkpoint, "--recipe", f"{other}:make") == 2
     said = capsys.readouterr().err
     assert "another model than the recipe makes here: transformer.wpe.weight is (32, 32) there" in said
+
+
+@pytest.mark.swarm
+def test_the_ticket_of_an_own_loop_needs_a_recipe_that_makes_its_model(tmp_path: Path, recipe: str) -> None:
+    model, out = gpt2(), tmp_path / "out"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    clock = ClockConfig(mode="time", round_s=1.0)
+    with swarms.swarm(tmp_path, RunConfig(name="own", recipe=OWN_LOOP, fragments=2, clock=clock)) as running:
+        config = PeerConfig(folder=tmp_path / "peer", board=False)
+        with p2p_co2.join(running.ticket, model, optimizer, config, lambda event: None) as peer:
+            commands = {"bare": [], "named": ["--recipe", recipe]}
+            for name, more in commands.items():
+                command = [sys.executable, "-m", "p2p_co2.cli", "model", running.ticket, "--out", str(out)]
+                running.start(name, [*command, *more])
+            ends_at = time.monotonic() + START_S
+            while any(running.processes[name].poll() is None for name in commands):
+                assert time.monotonic() < ends_at
+                loss = model(input_ids=WORDS, labels=WORDS).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                peer.step(WORDS.numel(), loss)
+        statuses = [running.processes[name].wait() for name in commands]
+    assert statuses == [2, 0], [running.log(name) for name in commands]
+    assert "trained by programs of their own; name a recipe file" in running.log("bare")
+    assert "a peer's checkpoint folder goes out without one" in running.log("bare")
+    assert loss_of(AutoModelForCausalLM.from_pretrained(out)) < loss_of(gpt2()) - 0.01
 
 
 @pytest.mark.swarm

@@ -19,7 +19,7 @@ from torch import Tensor
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning.pipeline import StageCost
-from p2p_co2.recipes import Recipe, StageSize, load_recipe, stage_sizes
+from p2p_co2.recipes import InnerStep, Recipe, StageSize, load_recipe, stage_sizes
 from p2p_co2.recipes.stages import Stages
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.stages import StageReplica
@@ -58,19 +58,20 @@ def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepM
     all cores. At least five steps and two seconds are counted; none is begun after twelve seconds."""
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     optimizer = recipe.optimizer(recipe.model.parameters())
+    step, batches = (
+        InnerStep(recipe, recipe.model, optimizer),
+        iter(recipe.batches(0, batch or recipe.default_batch)),
+    )
     times_s: list[float] = []
     tokens = 0
-    began_at = time.perf_counter()
-    for data in recipe.batches(0, batch or recipe.default_batch):
-        at = time.perf_counter()
-        optimizer.zero_grad(set_to_none=True)
-        recipe.loss(recipe.model, data).backward()  # type: ignore[no-untyped-call]  # so torch declares it
-        optimizer.step()
+    began_at = at = time.perf_counter()
+    while (taken := step.take(batches)) is not None:
         if device.startswith("cuda"):
             torch.cuda.synchronize()
         now = time.perf_counter()
         times_s.append(now - at)
-        tokens = recipe.tokens(data)
+        at = now
+        tokens = max(tokens, int(taken.tokens))
         counted = times_s[3:]
         if (len(counted) >= 5 and sum(counted) >= 2.0) or now - began_at > 12.0:
             break

@@ -5,6 +5,7 @@ for several peers."""
 from __future__ import annotations
 
 from p2p_co2.recipes.corpus import check_data
+from p2p_co2.recipes.inner_step import InnerStep
 from p2p_co2.recipes.recipe import (
     BYTE_GPT,
     Recipe,
@@ -19,6 +20,7 @@ from p2p_co2.recipes.stages import Stages
 
 __all__ = [
     "BYTE_GPT",
+    "InnerStep",
     "Recipe",
     "StageSize",
     "Stages",
