@@ -28,8 +28,8 @@ from p2p_co2.trainer.stage_work import Crossings
 
 @dataclass(frozen=True)
 class StepMeasure:
-    """``step_s``: median of the inner step. ``tokens``: of one step. ``train_bytes``: this process, with the
-    model, its gradients and the optimizer, at its largest."""
+    """``step_s``: median of the inner step. ``tokens``: of one step. ``train_bytes``: at its largest, of this
+    process with the model, its gradients and the optimizer; on a GPU, of that."""
 
     step_s: float
     tokens: int
@@ -51,6 +51,14 @@ def load_model(run: RunConfig, device: str) -> tuple[Recipe, tuple[int, ...]]:
     except (RuntimeError, AssertionError):  # torch's words for a device that is not there
         raise ConfigError.of_option("--device", f"torch cannot use {device!r} here; use cpu") from None
     return recipe, tuple(fragment.numel for fragment in plan.fragments)
+
+
+def gpu_memory_bytes(device: str) -> float:
+    """What a GPU has in all; 0 if there is none."""
+    try:
+        return float(torch.cuda.mem_get_info(device)[1])
+    except (RuntimeError, AssertionError, ValueError):
+        return 0.0
 
 
 def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepMeasure:
@@ -78,6 +86,8 @@ def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepM
     counted = times_s[3:] or times_s[-1:]
     how = f"measured here, median of {len(counted)} steps, {torch.get_num_threads()} threads, {device}"
     largest_bytes = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if device.startswith("cuda"):
+        largest_bytes = float(torch.cuda.max_memory_reserved(device))
     return StepMeasure(statistics.median(counted), tokens, largest_bytes, how)
 
 
