@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
     """``recipe``: where this run's own recipe lies here ("file.py:function"), "" for a built-in one.
-    ``data``: recipe options that are this peer's own affair (its text). ``resume``: there must be a
-    checkpoint in ``config.folder``; one that is there is gone on from anyway, unless ``start_over``.
-    ``parent``: leave when that process ends; 0 for none."""
+    ``data``: recipe options that are this peer's own affair: its text, or the data of an own recipe.
+    ``resume``: there must be a checkpoint in ``config.folder``; one that is there is gone on from anyway,
+    unless ``start_over``. ``parent``: leave when that process ends; 0 for none."""
 
     ticket: str
     config: PeerConfig
@@ -208,6 +208,7 @@ def _train(
         with Guardian(errand, stage_peer, warn):
             stage_peer.train()
         return
+    from p2p_co2.recipes import InnerStep
     from p2p_co2.trainer.agreed_loss import AgreedLoss
     from p2p_co2.trainer.stage_peer import data_seed
 
@@ -223,11 +224,8 @@ def _train(
     with peer:
         measuring.begin(peer)
         seed = data_seed(connection.run, peer.peer_id, peer.inner_steps)
-        for batch in recipe.batches(seed, sequences):
-            optimizer.zero_grad(set_to_none=True)
-            loss = recipe.loss(model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]  # so torch declares it
-            optimizer.step()
-            if not peer.step(recipe.tokens(batch), loss):
+        step, batches = InnerStep(recipe, model, optimizer), iter(recipe.batches(seed, sequences))
+        while (taken := step.take(batches)) is not None:
+            if not peer.step(taken.tokens, taken.loss):
                 break
             measuring.after_step(peer)

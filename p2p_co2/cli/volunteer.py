@@ -84,6 +84,9 @@ def join(
     recipe: Annotated[
         str, says("This run's own recipe, here.", metavar="FILE.py:function", rich_help_panel=_DATA)
     ] = "",
+    data: Annotated[
+        Path | None, says("Your own data, for a run's own recipe that takes some.", rich_help_panel=_DATA)
+    ] = None,
     text: Annotated[
         Path | None, says("Train on your own file or folder of text.", rich_help_panel=_DATA)
     ] = None,
@@ -156,9 +159,10 @@ def join(
     take_back()
     from peers.daemon import JoinOptions, import_slow, join_run
 
-    data = {key: str(path.resolve()) for key, path in (("text", text), ("tokens", tokens)) if path}
+    given = {"data": data, "text": text, "tokens": tokens}
+    own_data = {key: str(path.resolve()) for key, path in given.items() if path}
     options = JoinOptions(
-        ticket=ticket, config=config, recipe=recipe, data=data, resume=resume,
+        ticket=ticket, config=config, recipe=recipe, data=own_data, resume=resume,
         start_over=start_over or restart_stage, parent=parent,
     )  # fmt: skip
     import_slow()
