@@ -163,7 +163,7 @@ class PeerFacts(_Frozen):
     fragment_age_s: tuple[float | None, ...] = Field(description="Since agreed parameters reached each.")
     carriers: dict[str, int] = Field(description="Its open links by carrier; none once it is not online.")
     links: tuple[LinkFacts, ...] = Field(description="Measured links, by receiver.")
-    skipped_sends: int = Field(description="Schedule points passed with the round before still in flight.")
+    skipped_sends: int = Field(description="Schedule points passed with the exchange before still in flight.")
     refused: dict[str, int] = Field(description="Messages that it refused, by reason. Own word.")
     nonsense: dict[str, int] = Field(description="What it told that cannot be, by cause. Observed.")
     pipeline: PipelineFacts | None = Field(description="Null in a run of one stage, or if unknown.")
@@ -205,9 +205,9 @@ class StageFacts(_Frozen):
     back_round_trip_s: float | None = Field(description="The same to the stage before.")
     forward_bytes: int = Field(description="Sent to the stage behind, payload. Own word.")
     back_bytes: int = Field(description="Sent to the stage before, payload. Own word.")
-    rounds_committed: int
-    rounds_alone: int
-    rounds_aborted: int
+    rounds_committed: int = Field(description="Fragment exchanges that several replicas committed.")
+    rounds_alone: int = Field(description="Made by one replica with nobody else.")
+    rounds_aborted: int = Field(description="Fragment exchanges that were given up.")
     trouble: str = Field(description="That it has no replica, or too few, and what to do; empty if neither.")
     trouble_since_at: float | None = Field(description="Unix seconds.")
 
@@ -227,11 +227,11 @@ class Trouble(_Frozen):
 
 
 class RoundFacts(_Frozen):
-    """One round of one fragment."""
+    """One fragment exchange: the peers average what they learned for one fragment, in one round."""
 
     stage: int = Field(description="Whose replicas made it; 0 in a run of one stage.")
     fragment: int
-    round: int = Field(description="The outer version that it would make.")
+    round: int = Field(description="That it belongs to: the outer version that it would make.")
     at: float = Field(description="Unix seconds of its newest news.")
     outcome: str = Field(description="open, committed, partial, late, alone (by one peer) or aborted.")
     group_size: int
@@ -283,17 +283,17 @@ class SwarmFacts(_Frozen):
     utilisation: float | None = Field(description="Mean of the peers online, else of all; 0 to 1.")
     up_bytes: int = Field(description="Sum of the peers' own words.")
     up_bytes_per_s: float = Field(description="Sum over the peers.")
-    rounds_committed: int = Field(description="By several peers.")
+    rounds_committed: int = Field(description="Fragment exchanges that several peers committed.")
     rounds_alone: int = Field(description="Made by one peer with nobody else: nothing was exchanged.")
-    rounds_aborted: int
-    rounds_counted: int = Field(description="Committed rounds whose certificate was checked.")
+    rounds_aborted: int = Field(description="Fragment exchanges that were given up.")
+    rounds_counted: int = Field(description="Committed fragment exchanges whose certificate was checked.")
     staleness: dict[str, int] = Field(description="Applied outer steps by staleness.")
     staleness_mean: float | None
     sync_delay_steps_mean: float | None
     abort_reasons: dict[str, int]
     troubles: tuple[Trouble, ...]
     peers: tuple[PeerFacts, ...]
-    rounds: tuple[RoundFacts, ...] = Field(description="The newest rounds, newest first.")
+    rounds: tuple[RoundFacts, ...] = Field(description="The newest fragment exchanges, newest first.")
     stages: tuple[StageFacts, ...] = Field(description="In their order; empty in a run of one stage.")
 
 

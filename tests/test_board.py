@@ -256,7 +256,7 @@ def test_the_report_has_the_loss_that_others_measured_and_the_summary(tmp_path: 
     write_report(tmp_path, "run <made-up>", [(START, 0.0, 4.976), (START + 60, 1e6, 1.4375)])
     page = (tmp_path / "report.html").read_text()
     assert "1.4375" in page
-    assert "<pre>run &lt;made-up&gt;</pre>" in page
+    assert ">run &lt;made-up&gt;</pre>" in page
     (tmp_path / "report.html").unlink()
     (tmp_path / "report.html").mkdir()
     with pytest.raises(EnvironmentFault, match="cannot write the report"):
@@ -325,14 +325,14 @@ def test_rounds_of_one_are_alone_everywhere() -> None:
     facts = told.at(5)
     assert (facts.rounds_committed, facts.rounds_alone) == (0, 3)
     assert {found.outcome for found in facts.rounds} == {"alone"}
-    assert "rounds 0 committed 3 alone 0 aborted" in line(facts)
+    assert "exchanges 0 committed 3 alone 0 aborted" in line(facts)
     assert b"p2p_co2_swarm_rounds_alone_total 3.0" in exposition(FactsCollector(lambda: facts))
     charts.rounds(charts.LIGHT, facts.rounds, facts.fragments)
     view = fold(events)
     assert (view.committed, view.alone) == (0, 3)
     summary = summarise(view, RunFacts(config=RUN, expected_peers=2))
     assert (summary["rounds"]["committed"], summary["rounds"]["alone"]) == (0, 3)
-    assert "no round was committed: 3 were made by one peer alone" in verdict(summary)
+    assert "no fragment exchange was committed: 3 were made by one peer alone" in verdict(summary)
     late = fold(recalled(view.peers["ada"]))
     assert (late.committed, late.alone) == (0, 3)
 
@@ -382,7 +382,7 @@ def test_rounds_aborted_for_one_reason_are_one_line() -> None:
             told.events.append(dataclasses.replace(aborted(peer, round_, "no mean"), at=START + 9))
         told.events.append(ev.Warned(at=START + 9, peer=peer, text="something"))
     no_mean, warned = told.wrong(10)
-    assert no_mean.startswith("round 3 of fragment 0 aborted: no mean (2 more of late); ")
+    assert no_mean.startswith("exchange 3 of fragment 0 aborted: no mean (2 more of late); ")
     assert warned.startswith("bob warns: something (1 more of late); ")
 
 
@@ -592,7 +592,7 @@ def test_sinks_get_plain_names_and_finite_numbers() -> None:
 
 
 def test_a_line_counts_the_troubles_and_tells_the_worst(facts: SwarmFacts) -> None:
-    assert "4 troubles: round 13" in line(facts)
+    assert "4 troubles: exchange 13" in line(facts)
 
 
 def test_watching_without_a_terminal_prints_lines_and_ends() -> None:
