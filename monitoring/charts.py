@@ -264,7 +264,8 @@ def _told(line: Options) -> str:
     known = [point[1] for point in line["data"] if point[1] is not None]
     if not known:
         return f"{line['name']}: not known."
-    newest, low, high = (f"{value:,.4g}" for value in (known[-1], min(known), max(known)))
+    shown = (known[-1], min(known), max(known))
+    newest, low, high = (figure(value) if value >= 1000 else f"{value:.4g}" for value in shown)
     return f"{line['name']}: {newest} at the end, between {low} and {high}."
 
 
