@@ -16,9 +16,7 @@ from p2p_co2.ticket import PREFIX, read_ticket
 def model(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="SOURCE", help="A checkpoint's folder, a ticket, or @FILE: the run goes on."
-        ),
+        typer.Argument(metavar="SOURCE", help="A checkpoint's folder, a ticket, or @FILE: the run goes on."),
     ],
     out: Annotated[Path, says("A new folder: safetensors, config, and what the recipe adds.", metavar="DIR")],
     recipe: OwnRecipe = "",
