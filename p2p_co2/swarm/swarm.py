@@ -27,6 +27,7 @@ from p2p_co2.swarm.data import Stopped, passes
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.tensors.pretrained import write_pretrained
 from p2p_co2.trainer.agreed_loss import AgreedLoss
+from p2p_co2.trainer.exchanged_model import trained_parameters
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.stage_peer import data_seed
 
@@ -163,6 +164,15 @@ class Swarm:
         disk refuses."""
         self._settle()
         write_pretrained(self.model, self.peer.agreed_parameters(), Path(folder))
+
+    def load_agreed(self) -> None:
+        """Put the agreed parameters into the model for good, in the place of the live ones: after ``leave``
+        or the run's end, and before the first step. Price: a copy of them in fp32 meanwhile."""
+        self._settle()
+        agreed = self.peer.agreed_parameters()
+        with torch.no_grad():
+            for name, parameter in trained_parameters(self.model).items():
+                parameter.copy_(agreed[name])
 
     def _settle(self) -> None:
         """Once the run is over, what is agreed is what its last round brings."""

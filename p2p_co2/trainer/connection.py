@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.config import OWN_LOOP, PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.node.node import Node
 from p2p_co2.protocol.pipeline import Place
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.recipes.sizes import stage_sizes
+from p2p_co2.system.extras import missing
 from p2p_co2.system.memory import return_large_blocks
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
@@ -29,8 +30,10 @@ from p2p_co2.tensors.aggregation import clipped_mean, weighted_mean
 from p2p_co2.tensors.checkpoint import folder as checkpoints
 from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
 from p2p_co2.tensors.checkpoint.folder import Checkpoint
+from p2p_co2.tensors.checkpoint.layout import keep_layout
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
+from p2p_co2.tensors.device import training_device
+from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
 from p2p_co2.trainer.arrival import Arrival, Beginning, caught_up
@@ -97,8 +100,8 @@ def join(
     Rates(optimizer, None, print)  # for its errors
     given = print_warnings if on_event is None else on_event
     connection = connect(ticket, PeerConfig() if config is None else config, given)
-    if connection.board:
-        print(f"board: {connection.board}", file=sys.stderr, flush=True)
+    if connection.config.board:
+        print(f"board: {connection.board or missing('board')}", file=sys.stderr, flush=True)
     try:
         return connection.start(model, optimizer, start_over=start_over)
     except BaseException:
@@ -121,8 +124,8 @@ class Connection:
 
     @property
     def board(self) -> str:
-        """The address of this peer's own page on the loopback; "" if ``config.board`` is False. Nothing runs
-        for it until somebody looks, and then a process of its own."""
+        """The address of this peer's own page on the loopback; "" if ``config.board`` is False or
+        its extra is missing. Nothing runs for it until somebody looks, and then a process of its own."""
         return self._thread.board
 
     @property
@@ -192,6 +195,8 @@ class Connection:
             self._thread.warn(warning)
         if not is_resumed:
             checkpoints.set_aside(self._checkpoints)
+        if self.run.recipe == OWN_LOOP:
+            self._keep_layout(model, fragments)
         return Peer(self._thread, ledger, plan, rates, progressed)
 
     def start_stage(self, recipe: Recipe, resume: bool | None = None, start_over: bool = False) -> StagePeer:
@@ -212,7 +217,7 @@ class Connection:
             self._main.network.identity.peer_id,
         )
         goes_on = resume is not False and not start_over
-        wanted, device = self._wanted_stage(goes_on), self.config.device
+        wanted, device = self._wanted_stage(goes_on), training_device(self.config.device).name
         cache_bytes = self.config.cache_bytes
         stage = thread.choose_stage(
             wanted, lambda: fitting(stage_sizes(recipe, run), run, device, cache_bytes)
@@ -352,6 +357,14 @@ class Connection:
             troubles = buffers.load_(taken) if taken else ["nobody gave them"]
             if troubles:
                 self._thread.warn(f"this peer begins with buffers of its own: {'; '.join(troubles)}")
+
+    def _keep_layout(self, model: nn.Module, fragments: FragmentPlan) -> None:
+        """So that ``p2p-co2 model`` needs no program of the user's. Tells what forbids it, and goes on."""
+        try:
+            keep_layout(model, fragments, self._checkpoints)
+        except resuming.FAULTS as error:
+            why = f"{type(error).__name__}: {error}"
+            self._thread.warn(f"p2p-co2 model will need --recipe: the model does not say its layout ({why})")
 
     def _tell_of_start(self, plan: Plan, progressed: Progressed, is_resumed: bool) -> None:
         fields = dict(
