@@ -27,7 +27,7 @@ added. `kind` says which event it is; `at` (unix seconds by the writer's clock) 
 are in every event. A number that is not a number is null. Units are in the names: `_s` seconds, `_bytes`,
 `_at` unix seconds, `_steps` inner steps.
 
-Observers (`p2p-co2 board`, `watch`, `export`) get the same events in reports that each peer signs. There
+Observers (`p2p-co2 board`, `watch`, `metrics`) get the same events in reports that each peer signs. There
 `round_counted` comes from certificates alone, never from a peer's word.
 
 | kind | what it tells |
