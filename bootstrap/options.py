@@ -35,7 +35,9 @@ class SeedOptions:
     run_file: RunFile = None
     host: Annotated[str, says("Address to listen on; 0.0.0.0 for all.")] = "0.0.0.0"
     port: Annotated[int, says("Fixed port, so that tickets outlive a restart; 0 for any.")] = 0
-    folder: Annotated[Path, says("Keeps the seed's identity and the published run.")] = Path("runs/seed")
+    folder: Annotated[
+        Path | None, says("Keeps the seed's identity and the published run; one for each name, if absent.")
+    ] = None
     announce_host: Annotated[str, says("Address that others dial, if it is not the host's.")] = ""
     also: Annotated[str, says("Become a further seed of this run.", metavar="TICKET")] = ""
     relay: Annotated[bool, says("Pass on traffic between peers that cannot reach each other directly.")] = (

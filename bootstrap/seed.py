@@ -24,6 +24,7 @@ from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, T
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES
 from p2p_co2.system.ctrl_c import hand_over, take_back
+from p2p_co2.system.folders import OLD_SEED, data_home, seed_folder
 from p2p_co2.system.process import (
     FolderLock,
     StopSignals,
@@ -31,7 +32,7 @@ from p2p_co2.system.process import (
     full_disk_named,
     require_supported_platform,
 )
-from p2p_co2.ticket import Ticket, is_loopback
+from p2p_co2.ticket import Ticket, is_loopback, is_of_run
 
 if TYPE_CHECKING:
     from p2p_co2.net.discovery import Discovery
@@ -52,13 +53,27 @@ def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:
         raise TicketError("the ticket is for another run than the run file; leave the file out, or mend it")
     require_supported_platform()
     end_with_parent(options.parent)
-    with full_disk_named(options.folder):
-        lock = FolderLock(options.folder)  # held until this process ends
+    folder = options.folder or _default_folder(run, given, say)
+    with full_disk_named(folder):
+        lock = FolderLock(folder)  # held until this process ends
         try:
-            asyncio.run(_until_stopped(Seed(options, run, given, say)))
+            asyncio.run(_until_stopped(Seed(options, folder, run, given, say)))
         finally:
             lock.release()
     return 0
+
+
+def _default_folder(run: RunConfig | None, given: Ticket | None, say: Callable[[str], None]) -> Path:
+    """A first seed's is named after the run, a further one's after the run's digest."""
+    if given is not None:
+        digest, name = given.run, given.run.hex()[:12]
+    else:
+        assert run is not None
+        digest, name = run.digest(), run.name
+    if not is_of_run(OLD_SEED, digest):
+        return seed_folder(name)
+    say(f"going on in {OLD_SEED}, which is of this run; new ones are kept in {data_home() / 'seeds'}")
+    return OLD_SEED
 
 
 def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
@@ -98,10 +113,11 @@ class Seed:
     ``given`` invites to."""
 
     def __init__(
-        self, options: SeedOptions, run: RunConfig | None, given: Ticket | None, say: Callable[[str], None]
-    ) -> None:
-        self.say, self._options, self._run = say, options, run
-        self._identity = Identity.load_or_create(options.folder / "identity")
+        self, options: SeedOptions, folder: Path, run: RunConfig | None, given: Ticket | None,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.say, self._options, self._folder, self._run = say, options, folder, run
+        self._identity = Identity.load_or_create(folder / "identity")
         if given:
             self._digest, self._key = given.run, PeerId(given.run_key)
             self._others = tuple(given.seeds)
@@ -121,7 +137,7 @@ class Seed:
 
         options = self._options
         async with AsyncExitStack() as stack:
-            where = options.folder / "identity", options.host, options.port
+            where = self._folder / "identity", options.host, options.port
             if options.announce_host and options.relay:
                 p2p = await start_relay(*where, options.announce_host)
             else:
@@ -133,7 +149,7 @@ class Seed:
             discovery = Discovery(p2p, self._identity, self._digest, self._refused)
             stack.push_async_callback(discovery.close)
             run = await self._publish(discovery)
-            discovery.hold_positions(read_positions(options.folder))
+            discovery.hold_positions(read_positions(self._folder))
             probes = ProbeServer(p2p, self._digest)
             stack.push_async_callback(probes.close)
             await probes.start()
@@ -150,7 +166,7 @@ class Seed:
     def _known_seeds(self) -> tuple[str, ...]:
         """The other seeds of this run, from the ticket that this seed printed when it was last up."""
         try:
-            ticket = Ticket.parse((self._options.folder / "ticket").read_text(encoding="ascii").strip())
+            ticket = Ticket.parse((self._folder / "ticket").read_text(encoding="ascii").strip())
         except (OSError, UnicodeDecodeError, TicketError):
             return ()  # a first start, or a file that is no help
         own = f"/p2p/{self._identity.peer_id}"
@@ -187,7 +203,7 @@ class Seed:
         if not set(own).intersection(self._named):
             self._named = tuple(dict.fromkeys((*own, *self._others)))[:MAX_ADDRESSES]
             ticket = str(Ticket(self._digest, self._key, self._named))
-            _keep(self._options.folder, "ticket", f"{ticket}\n")
+            _keep(self._folder, "ticket", f"{ticket}\n")
             self.say(f"ticket: {ticket}")
 
     async def _keep_up(self, discovery: Discovery) -> None:
@@ -206,7 +222,7 @@ class Seed:
                     renew_at = time.monotonic() + 10 * MESSAGE_TIMEOUT_S
                 found = len(await discovery.find_peers())
                 if time.monotonic() > positions_at or found < peers:  # who left said where it was
-                    keep_positions(self._options.folder, await discovery.gather_positions())
+                    keep_positions(self._folder, await discovery.gather_positions())
                     positions_at = time.monotonic() + MESSAGE_TIMEOUT_S
             except (TransportError, EnvironmentFault) as error:
                 self._say_now(f"warning: {error}")

@@ -19,22 +19,16 @@ from typing import TYPE_CHECKING, Protocol
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.node.peer_finder import ALONE
-from p2p_co2.system.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
+from p2p_co2.system.process import StopSignals, claim, end_with_parent, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
 from peers.doctor.findings import State
 from peers.doctor.machine import look_at_machine
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from p2p_co2.recipes import Recipe
     from p2p_co2.trainer import Connection, Peer
     from p2p_co2.trainer.stage_peer import StagePeer
-
-SHARE = 0.005
-AT_MOST_EVERY_S = 10.0
-"""Measurements of the agreed loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +107,7 @@ def _look_into_folder(options: JoinOptions) -> None:
     from p2p_co2.tensors.checkpoint.folder import has_checkpoint
 
     folder = options.config.folder
-    FolderLock(folder).release()
+    claim(folder)
     if options.resume and options.start_over:
         raise ConfigError.of_option("--start-over", "begins anew, and --resume does not; leave one out")
     if options.resume and not has_checkpoint(folder / "checkpoint"):
@@ -203,6 +197,7 @@ def _train(
         with Guardian(errand, stage_peer, warn):
             stage_peer.train()
         return
+    from p2p_co2.trainer.agreed_loss import AgreedLoss
     from p2p_co2.trainer.stage_peer import data_seed
 
     model = recipe.model.to(options.config.device)
@@ -225,36 +220,3 @@ def _train(
             if not peer.step(recipe.tokens(batch), loss):
                 break
             measuring.after_step(peer)
-
-
-class AgreedLoss:
-    """When a peer measures the held-out loss of the agreed parameters, so that boards can draw it.
-
-    All peers of one version hold the same parameters, so they take turns, a round each. But for a first one
-    it costs at most ``SHARE`` of the training thread's time. ``held_out``: loss of a model on a small slice
-    that nobody trains on; None measures nothing."""
-
-    def __init__(self, held_out: Callable[[nn.Module], float] | None) -> None:
-        self._held_out = held_out
-        self._next_at = 0.0
-        self._round = -1
-        """The last one whose turn was looked at."""
-
-    def begin(self, peer: Peer) -> None:
-        """Before the first step: where the run, or this peer, begins."""
-        self._round = int(peer.position)
-        self._measure(peer)
-        self._next_at = time.monotonic() + AT_MOST_EVERY_S  # a first one takes longer than those that follow
-
-    def after_step(self, peer: Peer) -> None:
-        """Measure if a round has begun that is this peer's to measure."""
-        if int(peer.position) == self._round or self._held_out is None:
-            return
-        self._round = int(peer.position)
-        if peer.has_turn(self._round) and time.monotonic() >= self._next_at:
-            self._measure(peer)
-
-    def _measure(self, peer: Peer) -> None:
-        if self._held_out is not None:
-            duration_s = peer.measure_agreed(self._held_out)
-            self._next_at = time.monotonic() + max(AT_MOST_EVERY_S, duration_s / SHARE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,13 @@ from p2p_co2.system.ctrl_c import hand_over, take_back
 
 def doctor(
     ticket: Annotated[
-        str, typer.Argument(metavar="[TICKET]", help="Of the run to look at; this machine alone if absent.")
+        str,
+        typer.Argument(
+            metavar="[TICKET]",
+            show_default=False,
+            help="Of the run to look at (a word, @FILE, or - for standard input), or $P2P_CO2_TICKET; this "
+            "machine alone if absent.",
+        ),
     ] = "",
     config_file: ConfigFile = None,
     folder: Annotated[Path | None, says("Where join will keep its checkpoints.")] = None,
@@ -30,7 +37,12 @@ def doctor(
     """Look whether this machine can take part, and how, before anything is downloaded; give it join's
     options. Exit status 0: all well; 1: works with limits; 2: cannot work."""
     from p2p_co2.peer_options import peer_config
+    from p2p_co2.system.folders import data_home
+    from p2p_co2.ticket import TICKET_VARIABLE, read_ticket
     from peers.doctor import run_doctor
+
+    if ticket or os.environ.get(TICKET_VARIABLE):
+        ticket = read_ticket(ticket)
 
     config = peer_config(
         config_file,
@@ -39,6 +51,7 @@ def doctor(
             "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
         },
         ticket or None,
+        lambda: data_home() / "runs",
     )  # fmt: skip
     raise typer.Exit(run_doctor(config, ticket, as_json))
 

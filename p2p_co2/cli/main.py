@@ -11,8 +11,6 @@ from p2p_co2.system.ctrl_c import hand_over, take_back, was_interrupted  # befor
 
 # isort: split
 import errno
-import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +25,8 @@ from p2p_co2.cli import options as shared
 from p2p_co2.cli.gather import gather
 from p2p_co2.cli.options import takes
 from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
+from p2p_co2.system.folders import OLD_PEER, data_home, peer_folder
+from p2p_co2.ticket import Ticket, is_of_run, read_ticket
 
 hand_over()
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")]
@@ -109,11 +109,11 @@ def seed(options: SeedOptions) -> int:
 
 
 def join(
-    ticket: Annotated[
-        str, typer.Argument(metavar="TICKET", help="The string that the organiser's seed printed.")
-    ],
+    ticket: shared.TicketWord = "",
     config_file: shared.ConfigFile = None,
-    folder: Annotated[Path | None, says("Keeps identity, checkpoints and events.")] = None,
+    folder: Annotated[
+        Path | None, says("Keeps identity, checkpoints and events; one for each run, if absent.")
+    ] = None,
     name: Annotated[str | None, says("What others see beside the peer's id.")] = None,
     device: shared.Device = None,
     batch: Annotated[int | None, says("Sequences per inner step; 0 for the recipe's.")] = None,
@@ -157,10 +157,11 @@ def join(
     parent: Parent = 0,
 ) -> None:
     """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once; SIGUSR1 pauses and goes on."""
-    from p2p_co2.peer_options import peer_config
+    from p2p_co2.peer_options import bytes_per_s, peer_config
 
     if restart_stage and stage is None:
         raise ConfigError.of_option("--restart-stage", "say which stage is to begin anew, with --stage N")
+    ticket = read_ticket(ticket)
     config = peer_config(
         config_file,
         {
@@ -170,10 +171,11 @@ def join(
             "board_port": board_port,
             "checkpoint_every_s": checkpoint_every,
             "limits.threads": threads, "limits.hours": hours,
-            "limits.upload_bytes_per_s": _rate("--upload", upload),
-            "limits.download_bytes_per_s": _rate("--download", download),
+            "limits.upload_bytes_per_s": bytes_per_s("--upload", upload),
+            "limits.download_bytes_per_s": bytes_per_s("--download", download),
         },
         ticket,
+        partial(_peer_folder, ticket),
     )  # fmt: skip
     take_back()
     from peers.daemon import JoinOptions, import_slow, join_run
@@ -190,19 +192,13 @@ def join(
     join_run(options, JoinWatch())
 
 
-def _rate(option: str, text: str | None) -> float | None:
-    """Bytes per second of "2500000", "500k", "2.5M" or "20Mbit". Raises ``ConfigError``."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(-?[0-9.]+) ?([kMG]?)(bit)?", text)
-    try:
-        value = float(found[1]) if found else math.nan
-    except ValueError:
-        value = math.nan
-    if found is None or math.isnan(value):
-        problem = f"{text!r} is no rate; write bytes per second (500k, 2M) or bits (20Mbit)"
-        raise ConfigError.of_option(option, problem)
-    return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
+def _peer_folder(ticket: str) -> Path:
+    """Where a peer keeps its files that was told no folder; says so where that is the old place."""
+    run = Ticket.parse(ticket).run
+    folder = peer_folder(run, OLD_PEER if is_of_run(OLD_PEER, run) else None)
+    if folder == OLD_PEER:
+        print(f"going on in {folder}, which is of this run; new ones are kept in {data_home() / 'runs'}")
+    return folder
 
 
 @takes(DemoOptions)

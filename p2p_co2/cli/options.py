@@ -14,6 +14,14 @@ from bootstrap.options import Profile, says
 
 _Options = TypeVar("_Options")
 
+TicketWord = Annotated[
+    str,
+    typer.Argument(
+        metavar="[TICKET]", show_default=False,
+        help="The word that the organiser's seed printed, @FILE that has it, or - for standard input; "
+        "$P2P_CO2_TICKET if absent.",
+    ),
+]  # fmt: skip
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="PEER.toml", help="These options.")]
 Device = Annotated[str | None, says("torch's name of it: cpu, cuda, cuda:1.")]
 Carrier = Annotated[str | None, says("auto, grpc or libp2p.")]

@@ -218,14 +218,21 @@ class FolderLock:
     """Keeps a folder for this process: two peers with one identity would split a swarm and mix checkpoints.
 
     The lock is the kernel's (flock(2)): it ends with the process however that ends, and forked children do
-    not keep it. Raises ``EnvironmentFault`` if another process holds it, or the folder cannot be made.
+    not keep it. A lock that ``claim`` took is handed over. Raises ``EnvironmentFault`` if another process
+    holds it, or the folder cannot be made.
     """
 
+    _file: int | None
+
     def __init__(self, folder: Path) -> None:
+        if claimed := _claims.pop(folder.absolute(), None):
+            self._file, claimed._file = claimed._file, None
+            shut_in_forks(self)
+            return
         path = folder / "lock"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise EnvironmentFault(
                 f"cannot use the folder {folder}: {error.strerror}; choose another one with --folder"
@@ -261,3 +268,14 @@ class FolderLock:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+_claims: dict[Path, FolderLock] = {}
+
+
+def claim(folder: Path) -> None:
+    """Take the lock of ``folder`` ahead, for the next ``FolderLock`` of it that this process makes: no other
+    process gets it in between. Taken already, it stays. Raises as ``FolderLock``."""
+    place = folder.absolute()
+    if place not in _claims:
+        _claims[place] = FolderLock(folder)

@@ -87,9 +87,13 @@ class Saver:
     def save(self) -> None:
         """Write a checkpoint of this moment and wait until it is whole. Raises ``EnvironmentFault`` if the
         disk refuses; the previous one stays."""
-        self._finish()
-        self._begin()
-        self._finish()
+        began_at = time.monotonic()
+        try:
+            self._finish()
+            self._begin()
+            self._finish()
+        finally:
+            self._sync.pause(time.monotonic() - began_at)
         if self._refused is not None:
             raise self._refused
 
