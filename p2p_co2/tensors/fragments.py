@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 
 from p2p_co2.errors import ConfigError, LocalProtocolError
 from p2p_co2.system.memory import POOLED_BYTES, large_buffer
-from p2p_co2.tensors.names import named_modules, named_parameters, unwrapped
+from p2p_co2.tensors.names import kind_of, named_modules, named_parameters, unwrapped
 from p2p_co2.tensors.outer import Merge
 
 MAX_OVER_MEAN = 1.5
@@ -151,7 +151,7 @@ def _block_list(module: nn.Module) -> str | None:
         if any(name.startswith(prefix) for prefix in outer):
             continue
         children = [(key, unwrapped(child)) for key, child in candidate.named_children()]
-        if len(children) < 2 or len({type(child) for _, child in children}) > 1:
+        if len(children) < 2 or len({kind_of(child) for _, child in children}) > 1:
             continue
         if not all(key.isdigit() for key, _ in children):
             continue  # a Sequential with names: positions would be guesses

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 
 def shard(tensor: Tensor) -> Tensor:
     """What of it lies here: the same memory, outside autograd."""
-    return tensor.detach().to_local() if is_sharded(tensor) else tensor
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def held(tensor: Tensor) -> tuple[int, int]:
@@ -67,6 +71,14 @@ def as_sharded(mine: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         there, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def reshard(model: nn.Module) -> None:
+    """Have all that FSDP2 put together for a forward pass in shards again: the first module keeps its
+    parameters whole until a backward pass, which an evaluation has none of."""
+    for module in model.modules():
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]  # torch types a module's names so
 
 
 class Shards(Mapping[str, Tensor]):

@@ -150,11 +150,7 @@ def check_model(model: nn.Module, optimizer: Optimizer, in_group: bool = False) 
     if not all(hasattr(optimizer, name) for name in _ASKED_OF_AN_OPTIMIZER):
         problem = f"is {_what(optimizer)}; give the model first, then its torch.optim optimizer"
         raise _wrong("optimizer", problem)
-    for name, module in model.named_modules():
-        if "_fsdp_wrapped_module" in dict(module.named_children()):
-            raise ConfigError("model", name or type(module).__name__, _OLD_FSDP)
-        if isinstance(module, nn.parallel.DistributedDataParallel) and not in_group:
-            raise ConfigError("model", name or type(module).__name__, _ALONE)
+    _check_wrappers(model, in_group)
     parameters = named_parameters(model)
     for name, tensor in (*parameters.items(), *named_buffers(model).items()):
         if is_lazy(tensor) or tensor.device.type == "meta":
@@ -167,16 +163,33 @@ def check_model(model: nn.Module, optimizer: Optimizer, in_group: bool = False) 
     if not trained:
         problem = "has no parameter to train, all are frozen; requires_grad_(True) on what the swarm trains"
         raise _wrong("model", problem)
-    for name, parameter in trained.items():
-        if is_sharded(parameter) and (not in_group or trouble_with_cut(parameter)):
-            problem = f"is {trouble_with_cut(parameter)}; {_CUT}" if in_group else _ALONE
-            raise ConfigError("model", name, problem)
-        if not _is_plain(parameter):
-            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in EXCHANGED)
-            raise ConfigError("model", name, f"is {_described(parameter)}; {_PLAIN.format(kinds)}")
+    _check_kinds(trained, in_group)
     _check_places({name: shard(one) for name, one in trained.items()})
     _check_owners(trained, optimizer)
     _check_strangers(parameters.values(), optimizer)
+    _check_values(trained)
+
+
+def _check_wrappers(model: nn.Module, in_group: bool) -> None:
+    for name, module in model.named_modules():
+        if "_fsdp_wrapped_module" in dict(module.named_children()):
+            raise ConfigError("model", name or type(module).__name__, _OLD_FSDP)
+        if isinstance(module, nn.parallel.DistributedDataParallel) and not in_group:
+            raise ConfigError("model", name or type(module).__name__, _ALONE)
+
+
+def _check_kinds(trained: Mapping[str, nn.Parameter], in_group: bool) -> None:
+    for name, parameter in trained.items():
+        if is_sharded(parameter) and not in_group:
+            raise ConfigError("model", name, _ALONE)
+        if trouble := trouble_with_cut(parameter):
+            raise ConfigError("model", name, f"is {trouble}; {_CUT}")
+        if not _is_plain(parameter):
+            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in EXCHANGED)
+            raise ConfigError("model", name, f"is {_described(parameter)}; {_PLAIN.format(kinds)}")
+
+
+def _check_values(trained: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in trained.items():
         if not (mine := shard(parameter).detach()).numel():
             continue

@@ -23,15 +23,15 @@ from p2p_co2.tensors.checkpoint.tree import unsay
 from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, large_tensor, plan_fragments
 from p2p_co2.tensors.names import named_buffers, named_parameters
 from p2p_co2.tensors.outer import Merge
-from p2p_co2.tensors.sharding import Shards, is_sharded, shard
+from p2p_co2.tensors.sharding import Shards, reshard, shard
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
-from p2p_co2.trainer.model_summary import values_digest
+from p2p_co2.trainer.group import sample_digest, whole_frozen
 from p2p_co2.trainer.ranked_parameters import (
     Group,
     Share,
     readable,
-    share_of,
     sharded_states,
+    share_of,
     with_shards,
 )
 from p2p_co2.trainer.ranks import Command
@@ -54,7 +54,8 @@ class Follower:
 
     def __init__(self, group: Group, model: nn.Module, optimizer: Optimizer) -> None:
         self._group, self._ranks = group, group.ranks
-        self._trained, self._optimizer = model, optimizer
+        self.model, self._optimizer = model, optimizer
+        self.device = next(model.parameters()).device
         self.run: RunConfig | None = None
         """Once rank 0 has told."""
         self._shares: _Shares | None = None
@@ -62,9 +63,10 @@ class Follower:
         self._state = list[tuple[Tensor, str]]()
 
     @torch.no_grad()
-    def serve(self, measure: Callable[[], float] | None = None) -> list[float]:
-        """Carry out commands to the end of the call; what its last word says. ``measure``: what is asked of
-        the model while the agreed parameters are in it."""
+    def serve(self, figures: Callable[[], object] | None = None) -> list[float]:
+        """Carry out commands to the end of the call; what its last word says. ``figures``: adds this rank's
+        to those that lie on an accelerator."""
+        reshard(self.model)
         while True:
             kind, *numbers = self._ranks.next_word(0)
             match Command(int(kind)):
@@ -72,11 +74,13 @@ class Follower:
                     return numbers
                 case Command.BEGIN:
                     self._begin(self._ranks.hear(0))
-                case Command.MEASURE if measure is not None:
-                    with torch.enable_grad():
-                        self._ranks.send(0, torch.tensor([measure()], dtype=torch.float64))
+                case Command.FIGURES if figures is not None:
+                    figures()
+                case Command.COMPARE:
+                    self._ranks.say(0, sample_digest(self.model))
                 case Command.FROZEN:
-                    frozen_digests(self._trained)
+                    for _ in whole_frozen(self.model):
+                        continue
                 case Command.BUFFERS:
                     self._take_buffers()
                 case Command.LOAD_STATE:
@@ -91,16 +95,16 @@ class Follower:
 
     def _begin(self, run: str) -> None:
         self.run = RunConfig.from_canonical_bytes(run.encode())
-        plan = plan_fragments(self._trained, self.run.fragments)
+        plan = plan_fragments(self.model, self.run.fragments)
         rank, division = self._ranks.rank, self._group.division
         kept = tuple(share_of(one, division.held[rank]) for one in plan.fragments)
         read = tuple(share_of(one, division.to_read(rank)) for one in plan.fragments)
-        shards = Shards(named_parameters(self._trained))
+        shards = Shards(named_parameters(self.model))
         live, readable_ = (
             LiveParameters(shards, FragmentPlan(tuple(one.local for one in shares), plan.digest))
             for shares in (kept, read)
         )
-        whole = Plan(self.run, PeerConfig(), plan, self._trained, self._optimizer)
+        whole = Plan(self.run, PeerConfig(), plan, self.model, self._optimizer)
         self._shares = _Shares(ExchangedModel(whole, print), kept, read, live, readable_)
 
     def _change(self, command: Command, number: int, keep: float) -> None:
@@ -126,7 +130,7 @@ class Follower:
             case Command.FORGET:
                 self._shares.model.forget_optimizer(number)
             case Command.LIST_STATE:
-                names = {id(one): name for name, one in named_parameters(self._trained).items()}
+                names = {id(one): name for name, one in named_parameters(self.model).items()}
                 self._state = sharded_states(readable(self._optimizer), self._optimizer, names)
             case Command.READ_STATE:
                 self._ranks.send(0, shard(self._state[number][0]).cpu())
@@ -147,19 +151,7 @@ class Follower:
             raise EnvironmentFault(f"rank {self._ranks.rank} cannot go on: {error}") from error
 
     def _take_buffers(self) -> None:
-        for buffer in named_buffers(self._trained, persistent=True).values():
+        for buffer in named_buffers(self.model, persistent=True).values():
             values = torch.empty(buffer.shape, dtype=buffer.dtype)
             self._ranks.receive(0, values)
             buffer.copy_(values)
-
-
-@torch.no_grad()
-def frozen_digests(model: nn.Module) -> dict[str, bytes]:
-    """Of each frozen parameter that is cut between ranks: of its whole values. All ranks call it at once;
-    one parameter at a time is put together on each."""
-    cut = {
-        name: one
-        for name, one in named_parameters(model).items()
-        if is_sharded(one) and not one.requires_grad
-    }
-    return {name: values_digest(one.full_tensor()) for name, one in cut.items() if is_sharded(one)}

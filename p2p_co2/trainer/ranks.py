@@ -46,7 +46,7 @@ _WORDS, _CONTENT = 0, 1
 """Tags."""
 _AS_LONG_AS_IT_LIVES = timedelta(days=365)
 _CURE = (
-    "see that rank's own output for why, then start all ranks again, as torchrun does with --max-restarts: the "
+    "see that rank's own output for why, then start all ranks again (torchrun does with --max-restarts): the "
     "peer goes on from its last checkpoint"
 )
 
@@ -57,12 +57,19 @@ class Call(IntEnum):
     JOIN = 0
     STEP = 1
     SAVE = 2
-    MEASURE = 3
-    AGREED = 4
-    PUT_BACK = 5
-    TURN = 6
+    AGREED = 3
+    PUT_BACK = 4
+    TURN = 5
+    STATE = 6
     LEAVE = 7
     FAILED = 8
+
+
+CALLED = {
+    Call.JOIN: "join", Call.STEP: "step", Call.SAVE: "save", Call.AGREED: "agreed", Call.LEAVE: "leave",
+    Call.PUT_BACK: "the end of agreed", Call.TURN: "has_turn", Call.STATE: "state_dict",
+}  # fmt: skip
+"""In words."""
 
 
 class Command(IntEnum):
@@ -82,8 +89,8 @@ class Command(IntEnum):
     LOAD_STATE = 11
     BUFFERS = 12
     FROZEN = 13
-    MEASURE = 14
-    COMPARE = 15
+    COMPARE = 14
+    FIGURES = 15
 
 
 class Ranks:
@@ -92,6 +99,8 @@ class Ranks:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=_AS_LONG_AS_IT_LIVES)
+        self._sent: tuple[dist.Work | None, Tensor] | None = None
+        """A word on its way needs its memory."""
         self.is_broken = False
         """Whether the group has ended by an error."""
 
@@ -142,7 +151,13 @@ class Ranks:
             self.word(rank, command, *numbers)
 
     def word(self, to: int, kind: Command | Call, *numbers: float) -> None:
-        self._send(to, _word(kind, numbers), _WORDS)
+        """A follower's does not wait until it is heard: rank 0 may have another word for it."""
+        word = _word(kind, numbers)
+        if self.leads:
+            self._send(to, word, _WORDS)
+            return
+        with self._lost(to):
+            self._sent = dist.isend(word, to, group=self._group, tag=_WORDS), word
 
     def next_word(self, of: int) -> list[float]:
         """Its kind, then its numbers. Raises what the other ended the group with."""

@@ -182,9 +182,7 @@ class ShareQueue:
 
     A Ctrl-C may come between any two lines of the training thread's: a share may be copied again, whole."""
 
-    def __init__(
-        self, all_of_it: Sequence[Part], live: LiveParameters, stopped_s: float
-    ) -> None:
+    def __init__(self, all_of_it: Sequence[Part], live: LiveParameters, stopped_s: float) -> None:
         self.shares, self._live, self.stopped_s = shares_of(all_of_it), live, stopped_s
         """How long the training thread stood still for it."""
         self._wanted = self.given = -1
