@@ -182,7 +182,7 @@ class Peer:
     def _rest(self) -> None:
         if self._governor.resting(_minute_of_the_day()) and not self._sync.stopped:
             try:
-                self.save()  # a machine that rests may be switched off
+                self._saver.save()  # a machine that rests may be switched off
             except EnvironmentFault as error:
                 self._thread.warn(f"no checkpoint was written: {error}")
             self._sync.rest(lambda: self._governor.resting(_minute_of_the_day()))
@@ -234,9 +234,12 @@ class Peer:
         """Who this peer is to the others."""
         return self._thread.network.identity.peer_id
 
-    def has_turn(self, number: int) -> bool:
+    def has_turn(self, number: int, is_ready: bool = True) -> bool:
         """Whether ``number`` (of a round, say) falls on this peer, of those that train now: for work that one
-        of them is enough for. All of them agree on it as long as nobody comes or goes."""
+        of them is enough for. All of them agree on it as long as nobody comes or goes. False if it is not
+        ``is_ready``: of several ranks that are one peer rank 0's word counts."""
+        if not is_ready:
+            return False
         trainers = sorted((self.peer_id, *self._thread.view.live_trainers()))
         return trainers[number % len(trainers)] == self.peer_id
 
