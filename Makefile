@@ -2,7 +2,7 @@
 #   make demo              a whole swarm on this machine      (DEMO_ARGS="--peers 3 --seconds 60")
 #   make test              all tests, by two workers          (TEST_ARGS="tests/test_codec.py -x" TEST_WORKERS=0)
 #   make check             ruff, mypy, and the documentation's site
-#   make install           only sets up .venv                 (PIP_ARGS="--index-url ..." for another torch build)
+#   make install           only sets up .venv                 (PIP_ARGS="--extra-index-url ..." for another torch build)
 #   make proto             wire schema to Python
 #   make docs              the reference pages in docs/ from the code
 #   make screenshots       every page of the board, light, dark and phone, into runs/screenshots (needs Chromium)

@@ -28,7 +28,7 @@ are in every event. A number that is not a number is null. Units are in the name
 `_at` unix seconds, `_steps` inner steps. In the names of events and fields a `round` is one fragment's: what
 other pages call a fragment exchange.
 
-Observers (`p2p-co2 board`, `watch`, `export`) get the same events in reports that each peer signs. There
+Observers (`p2p-co2 board`, `watch`, `metrics`) get the same events in reports that each peer signs. There
 `round_counted` comes from certificates alone, never from a peer's word.
 
 | kind | what it tells |

@@ -92,17 +92,6 @@ board TICKET` has all peers' and the run's. `monitoring/grafana.json` draws them
 """
 
 
-def pages() -> dict[str, str]:
-    """The text of each page, by its path in ``docs``."""
-    makers: dict[str, Callable[[], str]] = {
-        "reference/command-line.md": command_line, "reference/run-file.md": run_file,
-        "reference/peer-file.md": peer_file, "reference/python-api.md": python_api,
-        "reference/exit-status.md": exit_status, "reference/http-api.md": http_api,
-        "reference/metrics.md": metrics, "events.md": event_docs,
-    }  # fmt: skip
-    return {path: make().rstrip() + "\n" for path, make in makers.items()}
-
-
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """A table in Markdown; cells are one line each."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -527,6 +516,20 @@ def metrics() -> str:
         name = family.name + ("_total" if family.type == "counter" else "")
         rows.append((code(name), family.type, ", ".join(labels), family.documentation))
     return f"# Metrics\n\n{MADE}\n\n{METRICS}{table(('name', 'kind', 'labels', 'what it is'), rows)}"
+
+
+MAKERS: dict[str, Callable[[], str]] = {
+    "reference/command-line.md": command_line, "reference/run-file.md": run_file,
+    "reference/peer-file.md": peer_file, "reference/python-api.md": python_api,
+    "reference/exit-status.md": exit_status, "reference/http-api.md": http_api,
+    "reference/metrics.md": metrics, "events.md": event_docs,
+}  # fmt: skip
+"""What makes each page, by its path in ``docs``."""
+
+
+def pages() -> dict[str, str]:
+    """The text of each page."""
+    return {path: make().rstrip() + "\n" for path, make in MAKERS.items()}
 
 
 def main() -> int:

@@ -23,12 +23,12 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.testing import local_swarm
 from tests import house
 from tests.prose import MOST_WORDS, long_ones, sentences, words_of
-from tests.reference_pages import commands, pages
+from tests.reference_pages import MAKERS, commands, pages
 
 ROOT = house.ROOT
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-GENERATED = {DOCS / path for path in pages()}
+GENERATED = {DOCS / path for path in MAKERS}
 LOG = DOCS / "LOG.md"
 PAGES = sorted({*DOCS.rglob("*.md")} - {LOG})
 WRITTEN = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")), *PAGES]
@@ -249,6 +249,15 @@ def test_the_readme_is_short_and_so_are_its_sentences() -> None:
     text = README.read_text()
     assert len(text) <= 5000
     assert not long_ones(text)
+
+
+def test_from_a_clone_to_a_first_round_in_five_commands() -> None:
+    """As the README's first block has them; the network apart."""
+    shell = next(code for language, code, _ in blocks(README) if language == "bash")
+    lines = shell.splitlines()
+    assert lines[0].startswith("git clone ")
+    assert lines[-1] == "p2p-co2 demo"
+    assert len(lines) <= 5
 
 
 def test_the_pages_have_few_long_sentences() -> None:

@@ -175,7 +175,7 @@ def test_data_that_nobody_takes_or_that_is_missing_is_said_in_one_line(tmp_path:
     with pytest.raises(ConfigError, match=r"--data: make\(\) of .*r\.py takes no data; leave it out"):
         load_run_recipe(run_of(file), f"{file}:make", {"data": "/my/files"})
     file.write_text(LINE.format(arguments="data", settings=""))
-    with pytest.raises(ConfigError, match=r"--data: make\(\) of .* name them with --data PATH"):
+    with pytest.raises(ConfigError, match=r"--data: make\(\) of .* needs a data path: join with --data PATH"):
         load_run_recipe(run_of(file), f"{file}:make")
     built_in = RunConfig(recipe="byte-gpt", recipe_digest=recipe_digest("byte-gpt", {}))
     with pytest.raises(ConfigError, match=r"--data: is for a run with its own recipe.*use --text"):
@@ -279,6 +279,16 @@ def test_a_helper_named_like_a_loaded_module_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pytest.py").write_text("")
     with pytest.raises(ConfigError, match=r"helper pytest\.py has the name of a module that is loaded"):
         load_recipe(f"{file}:make", {}, 0)
+
+
+def test_the_recipe_of_the_documents_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "how-to" / "own-recipe.md").read_text()
+    (tmp_path / "recipe.py").write_text(page.split("```python\n")[1].split("```")[0])
+    recipe = load_recipe(f"{tmp_path / 'recipe.py'}:make", {"width": 8, "data": "mine"}, 0)
+    optimizer = recipe.optimizer(recipe.model.parameters())
+    taken = InnerStep(recipe, recipe.model, optimizer).take(iter(recipe.batches(1, 5)))
+    assert taken is not None
+    assert taken.tokens == 5
 
 
 # A tokenizer

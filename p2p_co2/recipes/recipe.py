@@ -226,7 +226,7 @@ def load_run_recipe(run: RunConfig, own: str = "", data: Mapping[str, str] | Non
     digest = recipe_digest(name, run.recipe_options)
     if digest != run.recipe_digest:
         both = f"digest {digest[:12]} here, {run.recipe_digest[:12] or 'none'} there"
-        cure = "take the organiser's file and their version of p2p-co2"
+        cure = "take the organiser's file, what it imports from beside it, and their version of p2p-co2"
         raise ConfigError("recipe", name, f"is another than the run's ({both}); {cure}")
     data = data or {}
     options = {**run.recipe_options, **data}
@@ -363,8 +363,8 @@ def _user_recipe(name: str, options: Options) -> Recipe:
         problem = f"{function_name}() of {path} takes no data; leave it out, or its author adds a parameter"
         raise ConfigError.of_option("--data", f'{problem}: def {function_name}(..., data="")')
     if DATA in taken and DATA not in options and taken[DATA].default is inspect.Parameter.empty:
-        problem = f"{function_name}() of {path} trains on files of yours; name them with --data PATH"
-        raise ConfigError.of_option("--data", problem)
+        problem = f"{function_name}() of {path} needs a data path: join with --data PATH"
+        raise ConfigError.of_option("--data", f"{problem}; or its author gives that parameter a default")
     try:
         inspect.signature(function).bind(**options)
     except TypeError as error:
