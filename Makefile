@@ -55,7 +55,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/tensors/codec/passes.c
 		echo "error: $(VENV) has no pip, and ensurepip does not bring it (above): make clean install" >&2; exit 2; }
 	@echo "Setting up $(VENV) with $$($(BIN)/python --version) of $$($(BIN)/python -c 'import sys; print(sys.base_prefix)'), \
 	once (torch is large: some minutes on a slow line)."
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) -c constraints.txt -e '.[dev]' \
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) -c constraints.txt -e '.[all,dev]' \
 		| awk '/^Collecting /{print "  " $$2; fflush()} /Downloading .*(MB|GB)/{print "    " $$(NF-1), $$NF; fflush()} \
 			/^Installing collected/{print "Installing ..."; fflush()}'
 	@# Where processes may not write bytecode each would compile all again: half a second of processor time.

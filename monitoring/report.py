@@ -1,9 +1,11 @@
 """A run that is over, as files: ``report.html``, one page that needs nothing but a browser, and ``loss.png``.
 
 The page is made from the facts and charts of the board; ECharts' own program (from NiceGUI's wheel) and the
-data lie inside the file. Law: data is JSON in a script element that cannot be left (every "<" is escaped),
-text enters the page as text, and the content policy allows no request to anywhere. Price: 1.2 MB, nearly all
-of it ECharts; a second of CPU for the picture.
+data lie inside the file. It needs the extra ``board``, the picture the extra ``plot``.
+
+Law: data is JSON in a script element that cannot be left (every "<" is escaped), text enters the page as
+text, and the content policy allows no request to anywhere. Price: 1.2 MB, nearly all of it ECharts; a second
+of CPU for the picture.
 """
 
 from __future__ import annotations
@@ -14,22 +16,18 @@ import json
 import math
 import re
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from monitoring import charts
 from monitoring.facts import SwarmFacts
 from monitoring.feeds import JournalFeed
 from monitoring.history import AGREED, MAX_LINES, MEASURES, SWARM, History
 from monitoring.model import Model, Recorder
-from monitoring.words import clock, figure, plain
+from monitoring.words import clock, plain
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.system.extras import missing
 
 Agreed = Sequence[tuple[float, float, float]]
 """(at, tokens, held-out loss) of the agreed parameters, measured outside of the run."""
@@ -58,10 +56,11 @@ import(url).then(module => {
 """
 
 
-def write_report(folder: Path, summary: str = "", agreed: Agreed = ()) -> None:
+def write_report(folder: Path, summary: str = "", agreed: Agreed = ()) -> list[str]:
     """Write ``report.html`` and ``loss.png`` of the run whose journals lie in ``folder`` into it.
-    ``summary``: it in words. Raises ``EnvironmentFault`` if they cannot be written or there is no such
-    folder."""
+    ``summary``: it in words. Returns a sentence for each of the two that an extra is missing for. Raises
+    ``EnvironmentFault`` if they cannot be written or there is no such folder."""
+    extras = {"report.html": missing("board"), "loss.png": missing("plot")}
     model, history = Model(JournalFeed(folder)), History(None)
     try:
         Recorder(model, history).follow(time.time())
@@ -70,17 +69,22 @@ def write_report(folder: Path, summary: str = "", agreed: Agreed = ()) -> None:
         blank = dict.fromkeys(MEASURES, math.nan)
         measured += [(at, *{**blank, "tokens": tokens, "loss": loss}.values()) for at, tokens, loss in agreed]
         measured.sort()
-        themes = {"light": charts.LIGHT, "dark": charts.DARK}
-        options = {theme: _charts(themes[theme], model, rows, measured) for theme in themes}
-        start, happened = model.view.started_at or 0.0, reversed(history.happenings(MAX_LINES))
-        news = "\n".join(f"{clock(line.at - start):>8}  {line.words}" for line in happened)
-        page = _page(facts, options, {"Summary": summary, f"What happened, the newest {MAX_LINES}": news})
-        (folder / "report.html").write_text(page, encoding="utf-8")
-        _draw(folder / "loss.png", facts, rows, measured, model.view.staleness)
+        if not extras["report.html"]:
+            themes = {"light": charts.LIGHT, "dark": charts.DARK}
+            options = {theme: _charts(themes[theme], model, rows, measured) for theme in themes}
+            start, happened = model.view.started_at or 0.0, reversed(history.happenings(MAX_LINES))
+            news = "\n".join(f"{clock(line.at - start):>8}  {line.words}" for line in happened)
+            page = _page(facts, options, {"Summary": summary, f"What happened, the newest {MAX_LINES}": news})
+            (folder / "report.html").write_text(page, encoding="utf-8")
+        if not extras["loss.png"]:
+            from monitoring.picture import draw_loss
+
+            draw_loss(folder / "loss.png", facts, rows, measured, model.view.staleness)
     except OSError as error:
         raise EnvironmentFault(f"cannot write the report in {folder}: {error.strerror}") from None
     finally:
         history.close()
+    return [f"no {name}: it {words}" for name, words in extras.items() if words]
 
 
 def _charts(
@@ -148,39 +152,3 @@ def _echarts() -> tuple[str, str]:
     if found is None:
         raise EnvironmentFault("this version of NiceGUI packs ECharts otherwise; install the pinned one")
     return (folder / found[3]).read_text(encoding="utf-8"), found[1]
-
-
-def _draw(
-    path: Path, facts: SwarmFacts, rows: charts.Series, agreed: charts.Series, staleness: Counter[int]
-) -> None:
-    """The loss over time, and how stale the outer steps were (PNG, 1400 x 560)."""
-    picture = Figure(figsize=(14, 5.6), dpi=100)
-    FigureCanvasAgg(picture)
-    picture.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
-    left, right = picture.subplots(1, 2, width_ratios=(1.75, 1))
-    start, place = min((row[0] for row in (*rows, *agreed)), default=0.0), charts.column("loss")
-    for found, colour, style, name in (
-        (rows, charts.ORANGE, "-", "training, mean of the peers"),
-        (agreed, charts.BLUE, "o", "agreed parameters, held-out"),
-    ):
-        if found:
-            minutes, loss = [(row[0] - start) / 60 for row in found], [row[place] for row in found]
-            left.plot(minutes, loss, style, color=colour, label=name)
-            left.legend(frameon=False, fontsize=12)
-    values, total = sorted(staleness)[:32], staleness.total() or 1
-    at = [min(value, 2**31) for value in values]
-    right.bar(at, [100 * staleness[value] / total for value in values], color=charts.GREEN)
-    right.set_xlim(-0.75, max([3, *at]) + 0.75)
-    right.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    for axes, title, across, up in (
-        (left, f"Loss, {facts.loss_unit}", "minutes", ""),
-        (right, f"Staleness, mean {figure(facts.staleness_mean, 2)}", "outer steps behind", "updates (%)"),
-    ):
-        axes.set_title(title, loc="left", fontsize=13)
-        axes.set_xlabel(across, fontsize=13)
-        axes.set_ylabel(up, fontsize=13)
-        axes.grid(True, axis="y", color="#DDDDDD")
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    picture.savefig(path, format="png")

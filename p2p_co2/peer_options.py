@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from p2p_co2.config import PeerConfig, read_peer_config
+from p2p_co2.config import PeerConfig, problems_of, read_peer_config
 from p2p_co2.errors import ConfigError
 from p2p_co2.ticket import Ticket
 
@@ -31,12 +31,11 @@ def peer_config(
     try:
         config = PeerConfig.model_validate(table)
     except ValidationError as error:
-        first = error.errors()[0]
-        option = "--" + str(first["loc"][-1]).replace("_", "-").removesuffix("-bytes-per-s").removesuffix(
-            "-s"
-        )
-        problem = first["msg"].removeprefix("Value error, ")
-        raise ConfigError.of_option(option, f"{problem} (got {first['input']!r})") from None
+        wrong = [
+            ConfigError.of_option(_option(place[-1]), problem)
+            for place, problem in problems_of(PeerConfig, error).items()
+        ]
+        raise ConfigError.of_all(wrong) from None
     config = listening(config, None if ticket is None else Ticket.parse(ticket))
     if default_folder is None or has_folder or given.get("folder") is not None:
         return config
@@ -65,3 +64,8 @@ def listening(config: PeerConfig, ticket: Ticket | None) -> PeerConfig:
         return config
     is_local = ticket is None or ticket.is_local
     return config.model_copy(update={"host": "127.0.0.1" if is_local else "0.0.0.0"})
+
+
+def _option(key: str) -> str:
+    """The option that a key of a peer file is on the command line."""
+    return "--" + key.replace("_", "-").removesuffix("-bytes-per-s").removesuffix("-s")

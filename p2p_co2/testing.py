@@ -26,9 +26,6 @@ from p2p_co2.system.process import program
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-START_S = 120.0
-"""A seed on a busy machine takes some seconds."""
-
 
 class TestSwarm:
     """Made by ``local_swarm``; a context manager. ``ticket``: of the run. ``folder``: where it all lies."""
@@ -54,7 +51,7 @@ class TestSwarm:
             places = ["--folder", str(folder / "seed"), "--host", "127.0.0.1"]
             command = program("p2p_co2.cli", "seed", str(run_file), *places)
             seed = self._processes.start("seed", command)
-            self.ticket = self._processes.wait_for_line(seed, "ticket:", START_S)
+            self.ticket = self._processes.wait_for_line(seed, "ticket:", timeout_s=120.0)
             self._stack = stack.pop_all()
         return self
 

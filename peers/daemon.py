@@ -12,13 +12,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.node.peer_finder import ALONE
+from p2p_co2.system.extras import missing
 from p2p_co2.system.process import StopSignals, claim, end_with_parent, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
@@ -84,6 +85,7 @@ def join_run(options: JoinOptions, watch: Watch) -> None:
 def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> None:
     end_with_parent(options.parent)
     _look_first(options.config, watch.say)
+    options = replace(options, config=_on_a_device(options.config, watch.say))
     _look_into_folder(options)
     signal.signal(signal.SIGUSR1, running.toggle_pause)
     with Journal(options.config.folder / "events.jsonl") as journal:
@@ -127,6 +129,15 @@ def _look_first(config: PeerConfig, say: Callable[[str], None]) -> None:
             say(f"note: {finding.name}: {finding.measured}; {finding.advice}")
 
 
+def _on_a_device(config: PeerConfig, say: Callable[[str], None]) -> PeerConfig:
+    """``config`` with the device that ``auto`` stands for here, which is said."""
+    from p2p_co2.tensors.device import training_device
+
+    device = training_device(config.device)
+    say(f"device: {device.words}")
+    return config.model_copy(update={"device": device.name})
+
+
 class _Running(StopSignals):
     """What a first Ctrl-C meets: before there is a peer it breaks off, later it asks the peer to stop."""
 
@@ -168,8 +179,8 @@ def _join_and_train(
     say("looking for the swarm ...")
     connection = connect(options.ticket, options.config, on_event)
     try:
-        if connection.board:
-            say(f"board: {connection.board}")
+        if options.config.board:
+            say(f"board: {connection.board or missing('board')}")
         say(f'run "{connection.run.name}", recipe {connection.run.recipe}')
         recipe = load_run_recipe(connection.run, options.recipe, options.data)
         _train(connection, recipe, options, running, on_event)

@@ -21,8 +21,8 @@ FLOORS = (
     {"net", "peer_options", "trained", "planning"},
     {"node"},
     {"trainer"},
-    {"peers", "bootstrap", "monitoring", "simnet"},
-    {"cli"},
+    {"peers", "bootstrap", "monitoring", "simnet", "swarm", "integrations"},
+    {"cli", "testing", "pytest_plugin"},
 )
 """From the ground up. A room stands on the floor of its longest name that is listed."""
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}

@@ -13,6 +13,7 @@ import typer
 from bootstrap.options import says
 from p2p_co2.errors import ConfigError
 from p2p_co2.system.ctrl_c import hand_over, take_back
+from p2p_co2.system.extras import require
 from p2p_co2.system.folders import observer_folder
 from p2p_co2.ticket import PREFIX, Ticket, read_ticket
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _Source = Annotated[
     str,
     typer.Argument(
-        metavar="[TICKET]", show_default=False,
+        metavar="TICKET", show_default=False,
         help="A run's ticket (a word, @FILE, or - for standard input), or a folder with journals; "
         "$P2P_CO2_TICKET if absent.",
     ),
@@ -40,6 +41,7 @@ def board(
     token: Annotated[str, says("Asked of everybody; made up where one is needed.")] = "",
 ) -> None:
     """Serve the dashboard of a run, seen from outside: no training, no change to the run."""
+    require("board", "the board")
     take_back()  # nothing to give back yet, and these imports take a second
     from monitoring.board.server import place_for, run_board
 

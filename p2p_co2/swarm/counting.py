@@ -3,6 +3,8 @@ tell neither.
 
 Counted are the elements of a call's first integer tensor, or of its first tensor, in training mode with
 gradients on. A loss is one if the model returns it: ``output.loss``, as the models of ``transformers`` do.
+Micro-steps' losses are averaged. They are added up if the model was told ``num_items_in_batch``, of all of
+them together, as ``transformers.Trainer`` does: then each is divided by that.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ class BatchCounter:
     """Watches ``model``; ``take`` gives what has come since the last time. ``close`` ends it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tokens, self._losses = 0, list[Tensor]()
+        self._tokens, self._losses, self._are_shares = 0, list[Tensor](), False
         self._handles = (
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after),
@@ -29,7 +31,9 @@ class BatchCounter:
         unknown)."""
         tokens, losses = self._tokens or 1, self._losses
         self._tokens, self._losses = 0, []
-        return tokens, torch.stack(losses).mean() if losses else float("nan")
+        if not losses:
+            return tokens, float("nan")
+        return tokens, torch.stack(losses).sum() / (1 if self._are_shares else len(losses))
 
     def close(self) -> None:
         for handle in self._handles:
@@ -39,6 +43,7 @@ class BatchCounter:
     def _before(self, model: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if model.training and torch.is_grad_enabled():
             self._tokens += batch_tokens([*given, *named.values()])
+            self._are_shares = named.get("num_items_in_batch") is not None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, model: nn.Module, given: tuple[Any, ...], output: Any) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
@@ -27,20 +28,62 @@ from p2p_co2.trainer.ranked_peer import as_one_peer
 EventSink = Callable[[Event], None]
 
 
+class Options(TypedDict, total=False):
+    """What ``join``, ``co2.Optimizer`` and the callbacks take by name. Those of the command line have its
+    names and its meaning; None, or left out, is the default."""
+
+    run: str | None
+    """The ticket, or "@file" that holds it; $P2P_CO2_TICKET if left out."""
+    folder: str | Path | None
+    """Of identity, checkpoint and events; if left out, one of the run's below the user's data home."""
+    name: str | None
+    resume: bool | None
+    """True insists on a checkpoint in the folder; False begins with this model. Left out: as it comes."""
+    start_over: bool
+    """Begin anew, whatever others have trained and left."""
+    lr_schedule: Callable[[float], float] | None
+    """A factor on the optimizer's own rates at a position, in rounds. Left out: the rates are the
+    program's."""
+    evaluate: Callable[[nn.Module], float] | None
+    """A held-out loss, measured on the agreed parameters now and then, for boards."""
+    journal: bool
+    """Whether the folder gets an ``events.jsonl``; it does if left out."""
+    on_event: EventSink | None
+    """Hears every event, from several threads. Left out: warnings are printed."""
+    scaler: torch.amp.GradScaler | None
+    max_grad_norm: float | None
+    """These two are for ``Swarm.step``."""
+    config: str | Path | PeerConfig | None
+    """A peer file, or what was read of one: the other options override it."""
+    threads: int | None
+    carrier: str | None
+    host: str | None
+    announce_host: str | None
+    grpc_port: int | None
+    libp2p_port: int | None
+    board: bool | None
+    board_port: int | None
+    min_peers: int | None
+    upload: str | float | None
+    download: str | float | None
+    """"5Mbit", "500k", or bytes per second."""
+    hours: str | None
+    checkpoint_every: float | None
+    """Seconds."""
+
+
+def check_names(options: Options) -> None:
+    """Raise ``TypeError`` for an option that there is not, before anything is done."""
+    if unknown := sorted(set(options) - set(Options.__annotations__)):
+        near = difflib.get_close_matches(unknown[0], Options.__annotations__, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise TypeError(f"join has no option {unknown[0]!r}{hint}")
+
+
 @overload
 def join(
-    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], *,
-    run: str | None = None, folder: str | Path | None = None, name: str | None = None,
-    resume: bool | None = None, start_over: bool = False,
-    lr_schedule: Callable[[float], float] | None = None,
-    evaluate: Callable[[nn.Module], float] | None = None, journal: bool = True,
-    on_event: EventSink | None = None, scaler: torch.amp.GradScaler | None = None,
-    max_grad_norm: float | None = None, config: str | Path | PeerConfig | None = None,
-    threads: int | None = None, carrier: str | None = None, host: str | None = None,
-    announce_host: str | None = None, grpc_port: int | None = None, libp2p_port: int | None = None,
-    board: bool | None = None, board_port: int | None = None, min_peers: int | None = None,
-    upload: str | float | None = None, download: str | float | None = None, hours: str | None = None,
-    checkpoint_every: float | None = None,
+    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    **options: Unpack[Options],
 ) -> Swarm: ...  # fmt: skip
 
 
@@ -57,16 +100,8 @@ def join(*given: Any, **options: Any) -> Swarm | Peer:
 
         with co2.join(model, optimizer, run=TICKET) as swarm: ...
 
-    ``run``: the ticket, or "@file" that holds it; $P2P_CO2_TICKET if left out. ``optimizer``: one of
-    ``torch.optim``'s, or a list of them. ``folder``: identity and checkpoint; if left out, one of the run's
-    below the user's data home. It goes on from the folder's checkpoint if there is one; ``resume=True``
-    insists on it, ``start_over`` begins anew, whatever others have trained. ``lr_schedule``: a factor on the
-    optimizer's own rates at a position, in rounds; without it the rates are the program's. ``evaluate``: a
-    held-out loss of a model, measured on the agreed parameters now and then, for boards. ``journal``: write
-    ``events.jsonl`` in the folder. ``on_event``: hears every event, from several
-    threads; without it warnings are printed.
-    ``scaler``, ``max_grad_norm``: for ``swarm.step``. ``config``: a peer file or ``PeerConfig``, which the
-    other options override; those are named as on the command line: ``upload="5Mbit"``, ``hours``, ...
+    ``optimizer``: one of ``torch.optim``'s, or a list of them. It goes on from the folder's checkpoint if
+    there is one. ``Options`` has the options: ``run=TICKET``, ``folder=...``, ``upload="5Mbit"`` ...
 
     In a group of ``torchrun``'s all ranks call it and are one peer: the ranks hold one model together (DDP,
     ``fully_shard``), and rank 0 alone has the folder, the board and the sockets.
@@ -80,6 +115,7 @@ def join(*given: Any, **options: Any) -> Swarm | Peer:
     """
     if "ticket" in options or (given and isinstance(given[0], str)):
         return connection.join(*given, **options)
+    check_names(options)  # type: ignore[arg-type]  # as given
     return _join(*given, **options)
 
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
-from p2p_co2.config import PeerConfig
 from p2p_co2.swarm.counting import BatchCounter
-from p2p_co2.swarm.joining import EventSink, join
+from p2p_co2.swarm.joining import Options, join
 from p2p_co2.swarm.swarm import Swarm
 from p2p_co2.trainer.optimizers import Optimizers
 
@@ -33,27 +32,12 @@ class Optimizer(Optimizers):
     ``join``."""
 
     def __init__(
-        self, inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], model: nn.Module, *,
-        run: str | None = None, folder: str | Path | None = None, name: str | None = None,
-        resume: bool | None = None, start_over: bool = False,
-        lr_schedule: Callable[[float], float] | None = None,
-        evaluate: Callable[[nn.Module], float] | None = None, journal: bool = True,
-        on_event: EventSink | None = None, config: str | Path | PeerConfig | None = None,
-        threads: int | None = None, carrier: str | None = None, host: str | None = None,
-        announce_host: str | None = None, grpc_port: int | None = None, libp2p_port: int | None = None,
-        board: bool | None = None, board_port: int | None = None, min_peers: int | None = None,
-        upload: str | float | None = None, download: str | float | None = None, hours: str | None = None,
-        checkpoint_every: float | None = None,
+        self, inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], model: nn.Module,
+        **options: Unpack[Options],
     ) -> None:  # fmt: skip
         super().__init__(list(inner) if isinstance(inner, list | tuple) else [inner])  # type: ignore[list-item]
         given = self.parts[0] if len(self.parts) == 1 else list(self.parts)
-        self.swarm: Swarm = join(
-            model, given, run=run, folder=folder, name=name, resume=resume, start_over=start_over,
-            lr_schedule=lr_schedule, evaluate=evaluate, journal=journal, on_event=on_event, config=config,
-            threads=threads, carrier=carrier, host=host, announce_host=announce_host, grpc_port=grpc_port,
-            libp2p_port=libp2p_port, board=board, board_port=board_port, min_peers=min_peers, upload=upload,
-            download=download, hours=hours, checkpoint_every=checkpoint_every,
-        )  # fmt: skip
+        self.swarm: Swarm = join(model, given, **options)
         self._counter = BatchCounter(model)
         self._reported: tuple[int | Tensor, float | Tensor] | None = None
         # Before the threads that leaving needs are ended: ``atexit`` comes after that.

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
-from p2p_co2.errors import ConfigError
 from p2p_co2.swarm.data import Stopped, passes
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.tensors.pretrained import write_pretrained
@@ -167,6 +166,13 @@ class Swarm:
         if state := self.peer.state_dict():  # rank 0 of several writes
             write_pretrained(self.model, state, Path(folder))
 
+    def load_agreed(self) -> None:
+        """Put the agreed parameters into the model for good, in the place of the live ones: after ``leave``
+        or the run's end, and before the first step."""
+        self._settle()
+        with self.peer.agreed(back=False):
+            pass
+
     def _settle(self) -> None:
         """Once the run is over, what is agreed is what its last round brings."""
         if self.done:
@@ -229,12 +235,3 @@ class Swarm:
         if kind is not None:
             self.peer.stop()
         self.leave("" if kind is None else f"{kind.__name__} in the training loop")
-
-
-def swarm_of(given: Any) -> Swarm:
-    """The swarm of a ``Swarm`` or of a ``co2.Optimizer``."""
-    found = getattr(given, "swarm", given)
-    if not isinstance(found, Swarm):
-        problem = f"is of type {type(given).__name__}; give what co2.join returned, or a co2.Optimizer"
-        raise ConfigError("shard", "swarm", problem)
-    return found

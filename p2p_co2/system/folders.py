@@ -18,9 +18,9 @@ from itertools import count
 from pathlib import Path
 
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.system.process import claim, is_kept
+from p2p_co2.system.process import VARIABLES, claim, is_kept
 
-FOLDER_VARIABLE = "P2P_CO2_FOLDER"
+FOLDER_VARIABLE = VARIABLES + "FOLDER"
 OLD_PEER, OLD_SEED = Path("runs/peer"), Path("runs/seed")
 """Where version 0.1 kept them, below the folder in which it was started."""
 
@@ -47,6 +47,14 @@ def peer_folder(run: bytes, old: Path | None = None) -> Path:
     if old is not None and _is_claimed(old):
         return old
     return _first_free(_of_run(run), "peer")
+
+
+def peer_folders() -> list[Path]:
+    """Those of this user's peers, as far as nobody named others: of all runs, and of the old place."""
+    if named := os.environ.get(FOLDER_VARIABLE):
+        return [Path(named).expanduser()]
+    found = sorted((data_home() / "runs").glob("*/peer*"))
+    return [folder for folder in (*found, OLD_PEER) if (folder / "identity").is_file()]
 
 
 def observer_folder(run: bytes, command: str) -> Path:

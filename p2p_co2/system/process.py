@@ -19,7 +19,7 @@ import stat
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -28,6 +28,8 @@ from typing import Any, Protocol
 
 from p2p_co2.errors import EnvironmentFault
 
+VARIABLES = "P2P_CO2_"
+"""Begins the names of the environment variables that options are read from."""
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = (
     "import sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path.insert(0, root); "
@@ -71,6 +73,11 @@ def program(module: str, *arguments: str) -> list[str]:
     """The command line that runs one of our programs with this interpreter, wherever it is started: a user's
     own ``peers.py`` in the current folder is neither run nor imported instead."""
     return [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT), module, *arguments]
+
+
+def without_options(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` without the variables that options are read from: a demo's are not its peers'."""
+    return {name: value for name, value in environment.items() if not name.startswith(VARIABLES)}
 
 
 def run_program(module: str) -> None:
@@ -214,6 +221,15 @@ def is_kept(folder: Path) -> bool | None:
         os.close(file)
 
 
+def holder_of(folder: Path) -> str:
+    """The id of the process that has ``folder``, as it wrote it into the lock; "unknown" if it did not."""
+    try:
+        word = (folder / "lock").read_text(errors="replace")[:32].partition("\n")[0].strip()
+    except OSError:
+        word = ""
+    return word or "unknown"
+
+
 class FolderLock:
     """Keeps a folder for this process: two peers with one identity would split a swarm and mix checkpoints.
 
@@ -240,9 +256,8 @@ class FolderLock:
         shut_in_forks(self)
         try:
             if not self._taken():
-                holder = path.read_text(errors="replace").partition("\n")[0].strip() or "unknown"
                 raise EnvironmentFault(
-                    f"{folder} is in use by process {holder}; give this one another --folder"
+                    f"{folder} is in use by process {holder_of(folder)}; give this one another --folder"
                 )
             os.ftruncate(self._file, 0)
             with full_disk_named(path):

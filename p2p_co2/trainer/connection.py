@@ -22,6 +22,7 @@ from p2p_co2.node.node import Node
 from p2p_co2.protocol.pipeline import Place
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.recipes.sizes import stage_sizes
+from p2p_co2.system.extras import missing
 from p2p_co2.system.memory import return_large_blocks
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
@@ -30,6 +31,7 @@ from p2p_co2.tensors.checkpoint import folder as checkpoints
 from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
 from p2p_co2.tensors.checkpoint.folder import Checkpoint
 from p2p_co2.tensors.codec import get_codec
+from p2p_co2.tensors.device import training_device
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
@@ -102,8 +104,8 @@ def join(
     def lead() -> Peer:
         given = print_warnings if on_event is None else on_event
         connection = connect(ticket, PeerConfig() if config is None else config, given)
-        if connection.board:
-            print(f"board: {connection.board}", file=sys.stderr, flush=True)
+        if connection.config.board:
+            print(f"board: {connection.board or missing('board')}", file=sys.stderr, flush=True)
         try:
             return connection.start(model, optimizer, start_over=start_over, group=group)
         except BaseException:
@@ -128,8 +130,8 @@ class Connection:
 
     @property
     def board(self) -> str:
-        """The address of this peer's own page on the loopback; "" if ``config.board`` is False. Nothing runs
-        for it until somebody looks, and then a process of its own."""
+        """The address of this peer's own page on the loopback; "" if ``config.board`` is False or
+        its extra is missing. Nothing runs for it until somebody looks, and then a process of its own."""
         return self._thread.board
 
     @property
@@ -224,7 +226,7 @@ class Connection:
             self._main.network.identity.peer_id,
         )
         goes_on = resume is not False and not start_over
-        wanted, device = self._wanted_stage(goes_on), self.config.device
+        wanted, device = self._wanted_stage(goes_on), training_device(self.config.device).name
         cache_bytes = self.config.cache_bytes
         stage = thread.choose_stage(
             wanted, lambda: fitting(stage_sizes(recipe, run), run, device, cache_bytes)

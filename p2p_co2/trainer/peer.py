@@ -8,7 +8,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
-from p2p_co2.system.governor import Governor
+from p2p_co2.system.governor import BY_HAND, Governor, WishFile
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import swarm_digest
 from p2p_co2.tensors.names import unwrapped
@@ -77,10 +77,12 @@ class Peer:
         self._saver = Saver(plan, ledger, self._sync, self._model.live, thread.report)
         self._rates, self._left = rates, False
         self._stepping = Stepping()
-        self._governor = Governor(plan.config.limits.hours)
+        self._governor = Governor(plan.config.limits.hours, WishFile(plan.config.folder).news)
         self._sync.take_outcomes()  # the first step starts from what catching up brought
         self._sync.report()
         self._rates.set(self._sync.position)
+        if self._governor.resting(_minute_of_the_day()) == BY_HAND:
+            thread.warn("this peer was paused before and rests: p2p-co2 resume lets it go on")
 
     @property
     def run(self) -> RunConfig:
@@ -207,8 +209,8 @@ class Peer:
         return full_state(unwrapped(self._plan.model), self.agreed_parameters())
 
     @contextmanager
-    def agreed(self) -> Iterator[nn.Module]:
-        """Have the agreed parameters in the model, and the live ones back afterwards.
+    def agreed(self, back: bool = True) -> Iterator[nn.Module]:
+        """Have the agreed parameters in the model, and the live ones ``back`` afterwards.
 
             with peer.agreed() as model:
                 evaluate(model)
@@ -220,7 +222,7 @@ class Peer:
         with self._stepping.alone("agreed"):
             self._model.look()
             try:
-                with self._model.live.set_aside():
+                with self._model.live.set_aside() if back else nullcontext():
                     for fragment, state in enumerate(self._ledger.states()):
                         self._model.live.load_(fragment, state.params)
                     yield self._plan.model
