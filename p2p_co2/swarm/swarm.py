@@ -27,7 +27,6 @@ from p2p_co2.swarm.data import Stopped, passes
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.tensors.pretrained import write_pretrained
 from p2p_co2.trainer.agreed_loss import AgreedLoss
-from p2p_co2.trainer.exchanged_model import trained_parameters
 from p2p_co2.trainer.ranked_peer import AnyPeer
 from p2p_co2.trainer.stage_peer import data_seed
 
@@ -169,14 +168,10 @@ class Swarm:
 
     def load_agreed(self) -> None:
         """Put the agreed parameters into the model for good, in the place of the live ones: after ``leave``
-        or the run's end, and before the first step. Price: two copies of them meanwhile."""
+        or the run's end, and before the first step."""
         self._settle()
-        trained = list(trained_parameters(self.model).values())
-        with self.peer.agreed():
-            agreed = [parameter.detach().clone() for parameter in trained]
-        with torch.no_grad():
-            for parameter, values in zip(trained, agreed, strict=True):
-                parameter.copy_(values)
+        with self.peer.agreed(back=False):
+            pass
 
     def _settle(self) -> None:
         """Once the run is over, what is agreed is what its last round brings."""

@@ -98,13 +98,13 @@ class LeadingPeer(Peer):
         return super().idle(waited_s, between_steps=False)
 
     @contextmanager
-    def agreed(self) -> Iterator[nn.Module]:
+    def agreed(self, back: bool = True) -> Iterator[nn.Module]:
         """As ``Peer.agreed``, called on every rank."""
         with ExitStack() as stack:
             with self._ranks.together():
                 self._meet(Call.AGREED)
                 reshard(self._plan.model)
-                model = stack.enter_context(super().agreed())
+                model = stack.enter_context(super().agreed(back))
                 self._go()
             with self._ranks.together():
                 yield model
@@ -154,6 +154,7 @@ class LeadingPeer(Peer):
                 ending.pop_all()
                 super().leave(reason)
                 self._go(False)
+                self._waiting.clear()
 
     def _leave_alone(self, reason: str) -> None:
         """The ranks are not together any more: what is left is to go."""
@@ -279,7 +280,7 @@ class FollowingPeer:
         return {}
 
     @contextmanager
-    def agreed(self) -> Iterator[nn.Module]:
+    def agreed(self, back: bool = True) -> Iterator[nn.Module]:
         """As ``Peer.agreed``."""
         self._together(Call.AGREED)
         with self._ranks.together():
