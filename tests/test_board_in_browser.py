@@ -140,6 +140,15 @@ def see_a_peers_own_page(driver: WebDriver, running: Swarm) -> None:
     wait_until(driver, "peers-online", "4")
     wait_until(driver, "run", f"seen by peer ~{running.events('a')[0].peer[-6:]}")
     assert number(wait_for(driver, "tokens")) > 0
+    assert f"You: ~{running.events('a')[0].peer[-6:]}" in wait_for(driver, "you")  # it has no name
+    wait_until(driver, "you-share", r"\d")
+    wait_until(driver, "you-round", r"\d")
+    wait_until(driver, "machine-ram-sub", "this peer .* in use")
+    wait_until(driver, "run-state", "Healthy")
+    driver.get(f"{address_in_log_of(running, 'a')}run")
+    ticket = (running.folder / "a" / "ticket").read_text().strip()
+    wait_until(driver, "invitation", f"p2p-co2 join {ticket}")
+    wait_until(driver, "seeds", "yes")
     assert errors(driver) == []
 
 

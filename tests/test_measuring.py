@@ -28,9 +28,9 @@ class Trainer:
         self._thread = SimpleNamespace(view=SimpleNamespace(live_trainers=lambda: others))
         self.measured: list[float] = []
 
-    def has_turn(self, number: int) -> bool:
+    def has_turn(self, number: int, is_ready: bool) -> bool:
         peer: Any = self
-        return Peer.has_turn(peer, number)
+        return Peer.has_turn(peer, number, is_ready)
 
     def measure_agreed(self, held_out: Any) -> float:
         self.measured.append(self.position)

@@ -15,15 +15,16 @@ from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.peer_options import bytes_per_s, peer_config
 from p2p_co2.swarm.swarm import Swarm
+from p2p_co2.system.extras import missing
 from p2p_co2.system.folders import peer_folder
 from p2p_co2.telemetry.events import Event
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.ticket import Ticket, read_ticket
 from p2p_co2.trainer import connection
-from p2p_co2.trainer.exchanged_model import check_model
+from p2p_co2.trainer.group import form_group
 from p2p_co2.trainer.optimizers import Optimizers
 from p2p_co2.trainer.peer import Peer
-from p2p_co2.trainer.rates import Rates
+from p2p_co2.trainer.ranked_peer import as_one_peer
 
 EventSink = Callable[[Event], None]
 
@@ -103,6 +104,9 @@ def join(*given: Any, **options: Any) -> Swarm | Peer:
     ``optimizer``: one of ``torch.optim``'s, or a list of them. It goes on from the folder's checkpoint if
     there is one. ``Options`` has the options: ``run=TICKET``, ``folder=...``, ``upload="5Mbit"`` ...
 
+    In a group of ``torchrun``'s all ranks call it and are one peer: the ranks hold one model together (DDP,
+    ``fully_shard``), and rank 0 alone has the folder, the board and the sockets.
+
     With the ticket first, ``join(ticket, model, optimizer, config, on_event, start_over)`` gives the bottom
     layer, a ``Peer``.
 
@@ -131,43 +135,50 @@ def _join(
     checkpoint_every: float | None = None,
 ) -> Swarm:  # fmt: skip
     inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _one(optimizer)
-    check_model(model, inner)
-    Rates(inner, lr_schedule, print)  # for its errors
-    ticket = read_ticket(run or "")
-    settings = _settings(
-        ticket, config,
-        {
-            "folder": folder, "name": name, "carrier": carrier, "host": host, "announce_host": announce_host,
-            "grpc_port": grpc_port, "libp2p_port": libp2p_port, "board": board, "board_port": board_port,
-            "min_peers": min_peers, "checkpoint_every_s": checkpoint_every, "limits.threads": threads,
-            "limits.hours": hours,
-        },
-        upload, download,
-    )  # fmt: skip
-    if settings.limits.threads:
-        torch.set_num_threads(settings.limits.threads)
-    written = Journal(settings.folder / "events.jsonl") if journal else None
-    hear = connection.print_warnings if on_event is None else on_event
+    group = form_group(model, inner, lr_schedule)
+    if threads:
+        torch.set_num_threads(threads)
+    journals = list[Journal]()
 
-    def tell(event: Event) -> None:
-        if written is not None:
-            written.write(event)
-        hear(event)
+    def lead() -> Peer:
+        ticket = read_ticket(run or "")
+        settings = _settings(
+            ticket, config,
+            {
+                "folder": folder, "name": name, "carrier": carrier, "host": host,
+                "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
+                "board": board, "board_port": board_port, "min_peers": min_peers,
+                "checkpoint_every_s": checkpoint_every, "limits.threads": threads, "limits.hours": hours,
+            },
+            upload, download,
+        )  # fmt: skip
+        if settings.limits.threads:
+            torch.set_num_threads(settings.limits.threads)
+        if journal:
+            journals.append(Journal(settings.folder / "events.jsonl"))
+        hear = connection.print_warnings if on_event is None else on_event
 
-    try:
+        def tell(event: Event) -> None:
+            for written in journals:
+                written.write(event)
+            hear(event)
+
         connected = connection.connect(ticket, settings, tell)
-        if connected.board:
-            print(f"board: {connected.board}", file=sys.stderr, flush=True)
+        if settings.board:
+            print(f"board: {connected.board or missing('board')}", file=sys.stderr, flush=True)
         try:
-            peer = connected.start(model, inner, lr_schedule, resume, start_over)
+            return connected.start(model, inner, lr_schedule, resume, start_over, group)
         except BaseException:
             connected.close()
             raise
+
+    try:
+        peer = as_one_peer(group, model, inner, lead, lr_schedule)
     except BaseException:
-        if written is not None:
+        for written in journals:
             written.close()
         raise
-    return Swarm(peer, model, inner, scaler, max_grad_norm, evaluate, written)
+    return Swarm(peer, model, inner, scaler, max_grad_norm, evaluate, next(iter(journals), None))
 
 
 def _one(optimizer: Any) -> torch.optim.Optimizer:

@@ -27,8 +27,7 @@ from p2p_co2.swarm.data import Stopped, passes
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.tensors.pretrained import write_pretrained
 from p2p_co2.trainer.agreed_loss import AgreedLoss
-from p2p_co2.trainer.exchanged_model import trained_parameters
-from p2p_co2.trainer.peer import Peer
+from p2p_co2.trainer.ranked_peer import AnyPeer
 from p2p_co2.trainer.stage_peer import data_seed
 
 _Batch = TypeVar("_Batch")
@@ -42,8 +41,9 @@ class Swarm:
     """
 
     def __init__(
-        self, peer: Peer, model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None,
-        max_grad_norm: float | None = None, evaluate: Callable[[nn.Module], float] | None = None,
+        self, peer: AnyPeer, model: nn.Module, optimizer: Optimizer,
+        scaler: torch.amp.GradScaler | None = None, max_grad_norm: float | None = None,
+        evaluate: Callable[[nn.Module], float] | None = None,
         journal: Journal | None = None,
     ) -> None:  # fmt: skip
         self.peer, self.model, self.optimizer = peer, model, optimizer
@@ -163,16 +163,15 @@ class Swarm:
         the model is one of ``transformers``; of a PEFT model its adapters. Raises ``EnvironmentFault`` if the
         disk refuses."""
         self._settle()
-        write_pretrained(self.model, self.peer.agreed_parameters(), Path(folder))
+        if state := self.peer.state_dict():  # rank 0 of several writes
+            write_pretrained(self.model, state, Path(folder))
 
     def load_agreed(self) -> None:
         """Put the agreed parameters into the model for good, in the place of the live ones: after ``leave``
-        or the run's end, and before the first step. Price: a copy of them in fp32 meanwhile."""
+        or the run's end, and before the first step."""
         self._settle()
-        agreed = self.peer.agreed_parameters()
-        with torch.no_grad():
-            for name, parameter in trained_parameters(self.model).items():
-                parameter.copy_(agreed[name])
+        with self.peer.agreed(back=False):
+            pass
 
     def _settle(self) -> None:
         """Once the run is over, what is agreed is what its last round brings."""

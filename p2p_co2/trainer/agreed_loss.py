@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from p2p_co2.trainer.peer import Peer
+from p2p_co2.trainer.ranked_peer import AnyPeer
 
 SHARE = 0.005
 AT_MOST_EVERY_S = 10.0
@@ -26,21 +26,21 @@ class AgreedLoss:
         self._round = -1
         """The last one whose turn was looked at."""
 
-    def begin(self, peer: Peer) -> None:
+    def begin(self, peer: AnyPeer) -> None:
         """Before the first step: where the run, or this peer, begins."""
         self._round = int(peer.position)
         self._measure(peer)
         self._next_at = time.monotonic() + AT_MOST_EVERY_S  # a first one takes longer than those that follow
 
-    def after_step(self, peer: Peer) -> None:
+    def after_step(self, peer: AnyPeer) -> None:
         """Measure if a round has begun that is this peer's to measure."""
         if int(peer.position) == self._round or self._held_out is None:
             return
         self._round = int(peer.position)
-        if peer.has_turn(self._round) and time.monotonic() >= self._next_at:
+        if peer.has_turn(self._round, time.monotonic() >= self._next_at):
             self._measure(peer)
 
-    def _measure(self, peer: Peer) -> None:
+    def _measure(self, peer: AnyPeer) -> None:
         if self._held_out is not None:
             duration_s = peer.measure_agreed(self._held_out)
             self._next_at = time.monotonic() + max(AT_MOST_EVERY_S, duration_s / SHARE)

@@ -8,7 +8,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -182,7 +182,7 @@ class Peer:
     def _rest(self) -> None:
         if self._governor.resting(_minute_of_the_day()) and not self._sync.stopped:
             try:
-                self.save()  # a machine that rests may be switched off
+                self._saver.save()  # a machine that rests may be switched off
             except EnvironmentFault as error:
                 self._thread.warn(f"no checkpoint was written: {error}")
             self._sync.rest(lambda: self._governor.resting(_minute_of_the_day()))
@@ -209,8 +209,8 @@ class Peer:
         return full_state(unwrapped(self._plan.model), self.agreed_parameters())
 
     @contextmanager
-    def agreed(self) -> Iterator[nn.Module]:
-        """Have the agreed parameters in the model, and the live ones back afterwards.
+    def agreed(self, back: bool = True) -> Iterator[nn.Module]:
+        """Have the agreed parameters in the model, and the live ones ``back`` afterwards.
 
             with peer.agreed() as model:
                 evaluate(model)
@@ -222,7 +222,7 @@ class Peer:
         with self._stepping.alone("agreed"):
             self._model.look()
             try:
-                with self._model.live.set_aside():
+                with self._model.live.set_aside() if back else nullcontext():
                     for fragment, state in enumerate(self._ledger.states()):
                         self._model.live.load_(fragment, state.params)
                     yield self._plan.model
@@ -234,9 +234,12 @@ class Peer:
         """Who this peer is to the others."""
         return self._thread.network.identity.peer_id
 
-    def has_turn(self, number: int) -> bool:
+    def has_turn(self, number: int, is_ready: bool = True) -> bool:
         """Whether ``number`` (of a round, say) falls on this peer, of those that train now: for work that one
-        of them is enough for. All of them agree on it as long as nobody comes or goes."""
+        of them is enough for. All of them agree on it as long as nobody comes or goes. False if it is not
+        ``is_ready``: of several ranks that are one peer rank 0's word counts."""
+        if not is_ready:
+            return False
         trainers = sorted((self.peer_id, *self._thread.view.live_trainers()))
         return trainers[number % len(trainers)] == self.peer_id
 
