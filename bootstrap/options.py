@@ -120,5 +120,9 @@ class PlanOptions:
     threads: Annotated[int, says("CPU threads of the measured step; 0 for all cores.")] = 0
     device: Annotated[str, says("Of the measured step: auto, cpu, cuda or cuda:1.")] = "auto"
     check: Annotated[bool, says("Exit status 1 if the verdict is no.", "--check")] = False
+    memory_gb: Annotated[float, says("Host memory of a peer's machine; what is free here if absent.")] = 0.0
+    gpu_memory_gb: Annotated[float, says("Of its GPU, if it trains on one; that of --device if absent.")] = (
+        0.0
+    )
     as_json: Annotated[bool, says("Print JSON, not tables.", "--json")] = False
     plot: Annotated[Path | None, says("Draw utilisation over bandwidth.", metavar="FILE.png")] = None

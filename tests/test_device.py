@@ -19,7 +19,7 @@ from p2p_co2.tensors.device import device_of, training_device
 from peers.doctor.findings import Finding, State
 from peers.doctor.machine import check_gpus, look_at_machine
 
-CARD = SimpleNamespace(name="NVIDIA Imaginary 24", total_memory=24_000_000_000)
+CARD = SimpleNamespace(name="NVIDIA Imaginary 24", total_memory=25_386_352_640)
 
 
 @pytest.fixture(name="cards")

@@ -56,7 +56,11 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: tuple[Path, Path]) -> N
 def test_the_sdist_has_what_the_documents_name(wheel: tuple[Path, Path]) -> None:
     with tarfile.open(wheel[1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for name in ("LICENSE", "Makefile", "constraints.txt", "docs/events.md", "examples/run.toml"):
+    for name in (
+        "LICENSE", "CHANGELOG.md", "Makefile", "constraints.txt", "Dockerfile", ".dockerignore",
+        "docs/events.md", "examples/run.toml", "packaging/systemd/p2p-co2-peer.service",
+        "tests/test_packaging.py",
+    ):  # fmt: skip
         assert name in names, name
     assert not {name for name in names if name.endswith((".pyc", ".so"))}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ def moved(model: nn.Module) -> dict[str, Tensor]:
         for name, one in named_parameters(model).items()
         if one.requires_grad
     }
-    return state | {name: state[first] for name, first in shared_names(model).items()}
+    return state | {name: state[first] for name, first in shared_names(model).items() if first in state}
 
 
 def loss_of(model: nn.Module) -> float:
@@ -122,6 +123,22 @@ def test_another_architecture_in_sixteen_bits_is_loaded_in_sixteen_bits(tmp_path
     assert loaded.dtype == torch.bfloat16
     model.load_state_dict(state, strict=False)
     assert loss_of(loaded) == loss_of(model)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
+def test_of_a_peft_model_the_adapters_are_written_with_the_given_values(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)).eval()
+    state = moved(model)
+    write_pretrained(model, state, tmp_path / "out")
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = PeftModel.from_pretrained(again, tmp_path / "out")
+    before = loss_of(model)
+    assert not model.load_state_dict(state, strict=False).unexpected_keys
+    assert abs(loss_of(loaded) - loss_of(model)) < 1e-6
+    assert abs(loss_of(loaded) - before) > 1e-4
 
 
 def test_a_library_that_takes_no_values_saves_the_agreed_ones_and_has_its_own_back(tmp_path: Path) -> None:

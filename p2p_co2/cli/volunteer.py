@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 
 from bootstrap.options import Parent, says
 from p2p_co2.cli import options as shared
-from p2p_co2.cli.command import LOUDNESS, Loudness
+from p2p_co2.cli.command import LINE, LOUDNESS, Loudness
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.system.folders import OLD_PEER, data_home, peer_folder, peer_folders
@@ -84,6 +85,9 @@ def join(
     recipe: Annotated[
         str, says("This run's own recipe, here.", metavar="FILE.py:function", rich_help_panel=_DATA)
     ] = "",
+    data: Annotated[
+        Path | None, says("Your own data, for a run's own recipe that takes some.", rich_help_panel=_DATA)
+    ] = None,
     text: Annotated[
         Path | None, says("Train on your own file or folder of text.", rich_help_panel=_DATA)
     ] = None,
@@ -156,16 +160,18 @@ def join(
     take_back()
     from peers.daemon import JoinOptions, import_slow, join_run
 
-    data = {key: str(path.resolve()) for key, path in (("text", text), ("tokens", tokens)) if path}
+    given = {"data": data, "text": text, "tokens": tokens}
+    own_data = {key: str(path.resolve()) for key, path in given.items() if path}
     options = JoinOptions(
-        ticket=ticket, config=config, recipe=recipe, data=data, resume=resume,
+        ticket=ticket, config=config, recipe=recipe, data=own_data, resume=resume,
         start_over=start_over or restart_stage, parent=parent,
     )  # fmt: skip
     import_slow()
     from p2p_co2.cli.join import JoinWatch
 
     hand_over()
-    join_run(options, JoinWatch())
+    again = "" if parent else _again(config.folder)
+    join_run(options, JoinWatch(loudness=LOUDNESS.get(), come_back=again, folder=config.folder))
 
 
 def _peer_folder(ticket: str) -> Path:
@@ -175,6 +181,15 @@ def _peer_folder(ticket: str) -> Path:
     if folder == OLD_PEER:
         print(f"going on in {folder}, which is of this run; new ones are kept in {data_home() / 'runs'}")
     return folder
+
+
+def _again(folder: Path) -> str:
+    """The command that goes on later where this one ends."""
+    anew = {"--start-over", "--restart-stage"}
+    words = [f"@{folder}/ticket" if word == "-" else word for word in LINE.get() if word not in anew]
+    if folder.name.startswith("peer-") and folder.is_relative_to(data_home()):
+        words += ["--folder", str(folder)]  # the first free one may be another's by then
+    return shlex.join(words)
 
 
 PeerFolder = Annotated[

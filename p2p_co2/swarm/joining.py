@@ -15,6 +15,7 @@ from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.peer_options import bytes_per_s, peer_config
 from p2p_co2.swarm.swarm import Swarm
+from p2p_co2.system.extras import missing
 from p2p_co2.system.folders import peer_folder
 from p2p_co2.telemetry.events import Event
 from p2p_co2.telemetry.journal import Journal
@@ -163,8 +164,8 @@ def _join(
             hear(event)
 
         connected = connection.connect(ticket, settings, tell)
-        if connected.board:
-            print(f"board: {connected.board}", file=sys.stderr, flush=True)
+        if settings.board:
+            print(f"board: {connected.board or missing('board')}", file=sys.stderr, flush=True)
         try:
             return connected.start(model, inner, lr_schedule, resume, start_over, group)
         except BaseException:

@@ -69,7 +69,7 @@ def _gpu(name: str, is_tried: bool) -> TrainingDevice | str:
             torch.zeros(1, dtype=torch.float32, device=name).add_(1).item()
     except (RuntimeError, AssertionError) as error:  # torch's, for all that a driver answers
         return str(error).partition("\n")[0][:200] or "torch gives no reason"
-    return TrainingDevice(name, f"{name} ({found.name}, {found.total_memory / 1e9:.3g} GB)")
+    return TrainingDevice(name, f"{name} ({found.name}, {found.total_memory / 2**30:.0f} GB)")
 
 
 def _cores() -> str:

@@ -118,12 +118,54 @@ def plan_fragments(module: nn.Module, count: int) -> FragmentPlan:
     return FragmentPlan(fragments, _digest(fragments, shapes))
 
 
-def _digest(fragments: Sequence[Fragment], shapes: dict[str, tuple[int, ...]]) -> bytes:
-    table = [
+Table = list[list[list[Any]]]
+
+
+def plan_table(plan: FragmentPlan, shapes: Mapping[str, tuple[int, ...]]) -> Table:
+    """``plan`` as JSON: of each fragment the slices, [name, shape, start, stop] each."""
+    return _table(plan.fragments, shapes)
+
+
+def plan_of_table(table: Table) -> FragmentPlan:
+    """The plan of which ``plan_table`` made ``table``; its digest is the table's. Raises ``ValueError`` or
+    ``TypeError`` if it is none."""
+    fragments = list[Fragment]()
+    for index, rows in enumerate(table):
+        parts = tuple(Slice(str(name), int(start), int(stop)) for name, _, start, stop in rows)
+        fragments.append(Fragment(index, parts, sum(part.stop - part.start for part in parts)))
+    return FragmentPlan(tuple(fragments), _table_digest(table))
+
+
+def named_values(
+    plan: FragmentPlan, shapes: Mapping[str, tuple[int, ...]], flat: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """A copy of the values of all fragments (``flat``, fp32 [numel] each) by parameter name: fp32, in the
+    parameter's shape, host memory."""
+    named = dict[str, Tensor]()
+    for fragment, values in zip(plan.fragments, flat, strict=True):
+        at = 0
+        for part in fragment.slices:
+            if part.name not in named:
+                named[part.name] = torch.empty(shapes[part.name], dtype=torch.float32, device="cpu")
+            stop = at + part.stop - part.start
+            named[part.name].view(-1)[part.start : part.stop] = values[at:stop]
+            at = stop
+    return named
+
+
+def _table(fragments: Sequence[Fragment], shapes: Mapping[str, tuple[int, ...]]) -> Table:
+    return [
         [[part.name, list(shapes[part.name]), part.start, part.stop] for part in fragment.slices]
         for fragment in fragments
     ]
+
+
+def _table_digest(table: Table) -> bytes:
     return hashlib.sha256(b"p2p-co2 plan\0" + json.dumps(table, separators=(",", ":")).encode()).digest()
+
+
+def _digest(fragments: Sequence[Fragment], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+    return _table_digest(_table(fragments, shapes))
 
 
 def _units(module: nn.Module) -> Iterator[_Unit]:

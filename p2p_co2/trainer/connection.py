@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.config import OWN_LOOP, PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.node.node import Node
 from p2p_co2.protocol.pipeline import Place
@@ -30,9 +30,10 @@ from p2p_co2.tensors.aggregation import clipped_mean, weighted_mean
 from p2p_co2.tensors.checkpoint import folder as checkpoints
 from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
 from p2p_co2.tensors.checkpoint.folder import Checkpoint
+from p2p_co2.tensors.checkpoint.layout import keep_layout
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.device import training_device
-from p2p_co2.tensors.fragments import plan_fragments
+from p2p_co2.tensors.fragments import FragmentPlan, plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
 from p2p_co2.trainer.arrival import Arrival, Beginning, caught_up
@@ -205,6 +206,8 @@ class Connection:
             self._thread.warn(warning)
         if not is_resumed:
             checkpoints.set_aside(self._checkpoints)
+        if self.run.recipe == OWN_LOOP:
+            self._keep_layout(model, fragments)
         kind = Peer if group is None else LeadingPeer
         return kind(self._thread, ledger, plan, rates, progressed)
 
@@ -366,6 +369,14 @@ class Connection:
             troubles = buffers.load_(taken) if taken else ["nobody gave them"]
             if troubles:
                 self._thread.warn(f"this peer begins with buffers of its own: {'; '.join(troubles)}")
+
+    def _keep_layout(self, model: nn.Module, fragments: FragmentPlan) -> None:
+        """So that ``p2p-co2 model`` needs no program of the user's. Tells what forbids it, and goes on."""
+        try:
+            keep_layout(model, fragments, self._checkpoints)
+        except resuming.FAULTS as error:
+            why = f"{type(error).__name__}: {error}"
+            self._thread.warn(f"p2p-co2 model will need --recipe: the model does not say its layout ({why})")
 
     def _tell_of_start(self, plan: Plan, progressed: Progressed, is_resumed: bool) -> None:
         fields = dict(

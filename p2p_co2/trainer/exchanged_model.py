@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters
+from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, named_values
 from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names
 from p2p_co2.tensors.outer import OuterState
 from p2p_co2.tensors.sharding import is_sharded, shard, trouble_with_cut
@@ -123,16 +123,8 @@ class ExchangedModel:
 
     def named(self, states: Sequence[OuterState]) -> dict[str, Tensor]:
         """A copy of agreed parameters by name (fp32, host memory), tied ones under each of theirs."""
-        named = {
-            name: torch.empty(shape, dtype=torch.float32, device="cpu")
-            for name, (_, shape, _) in self._joined.items()
-        }
-        for fragment, state in zip(self._plan.fragments.fragments, states, strict=True):
-            at = 0
-            for part in fragment.slices:
-                stop = at + part.stop - part.start
-                named[part.name].view(-1)[part.start : part.stop] = state.params[at:stop]
-                at = stop
+        shapes = {name: shape for name, (_, shape, _) in self._joined.items()}
+        named = named_values(self._plan.fragments, shapes, [state.params for state in states])
         return named | {name: named[first] for name, first in self._shared.items() if first in named}
 
 

@@ -97,7 +97,7 @@ def check_device(wanted: str) -> Finding:
         processor = field_of("/proc/cpuinfo", "model name") or platform.machine()
         return Finding("device", State.OK, f"{device.words}, {processor}")
     free_bytes, total_bytes = torch.cuda.mem_get_info(device.name)
-    words = f"{device.words}, {gigabytes(free_bytes)} free"
+    words = f"{device.words}, {free_bytes / 2**30:.1f} GB free"
     if free_bytes < total_bytes / 2:
         advice = "another program uses most of its memory; end that first"
         return Finding("device", State.LIMITED, words, advice)
