@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from p2p_co2.trainer import agreed_loss as measuring
+from p2p_co2.trainer.agreed_loss import AT_MOST_EVERY_S, SHARE, AgreedLoss
 from p2p_co2.trainer.peer import Peer
-from peers import daemon as measuring
-from peers.daemon import AT_MOST_EVERY_S, SHARE, AgreedLoss
 
 
 class Clock:

@@ -17,7 +17,7 @@ from rich.console import Console
 from round_network import Faults, Network
 
 from bootstrap.options import PlanOptions
-from bootstrap.plan.plan import as_table, make_plan, print_plan, read_links, run_plan
+from bootstrap.plan.plan import as_table, make_plan, print_plan, read_links, run_plan, verdict
 from bootstrap.plan.stages import COPIES, make_staged_plan, print_staged_plan, run_any_plan
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import ApplyRule, RunConfig
@@ -469,8 +469,24 @@ def test_the_table_says_what_binds_and_what_to_write(run_file: Path) -> None:
     text = StringIO()
     print_plan(make_plan(options(run_file)), Console(file=text, width=200))
     shown = " ".join(text.getvalue().split())
-    for words in ("does not reach 95%", "What binds: upload", "clock.round_s = ", "sends are left out"):
+    assert shown.startswith("no: peers compute for ")
+    for words in ("95% asked for; what binds is upload", "clock.round_s = ", "sends are left out"):
         assert words in shown
+
+
+@pytest.mark.parametrize(("up_mbit", "word", "status"), [(0.5, "no", 1), (1000.0, "yes", 0)])
+def test_the_verdict_comes_first_and_a_check_exits_by_it(
+    run_file: Path, up_mbit: float, word: str, status: int
+) -> None:
+    asked = options(run_file, parameters=10**7, up_mbit=up_mbit, down_mbit=10 * up_mbit)
+    plan, text = make_plan(asked), StringIO()
+    print_plan(plan, Console(file=text, width=200))
+    assert text.getvalue().startswith(f"{word}: peers compute for ")
+    said: list[str] = []
+    assert run_plan(asked, said.append, is_brief=True) == 0
+    assert run_plan(replace(asked, check=True), said.append, is_brief=True) == status
+    assert said == [verdict(plan)] * 2
+    assert as_table(plan)["verdict"] == verdict(plan)
 
 
 def test_the_plan_lays_the_model_beside_the_machine_that_is_given(run_file: Path) -> None:

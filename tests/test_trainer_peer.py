@@ -175,7 +175,7 @@ def test_two_threads_do_not_step_at_once(lone: Lone) -> None:
     inside.wait()
     try:
         for call in (lone.train, lambda: lone.peer.measure_agreed(held_out)):
-            with pytest.raises(LocalProtocolError, match="another thread is in step or measure_agreed"):
+            with pytest.raises(LocalProtocolError, match="of this peer is under way"):
                 call()
     finally:
         go_on.set()

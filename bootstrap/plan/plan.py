@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from p2p_co2.planning.memory import TRAIN_BYTES, MemoryPlan, Room, plan_memory
 from p2p_co2.planning.profiles import profile_of
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.system.ctrl_c import hand_over, take_back
+from p2p_co2.system.extras import require
 from p2p_co2.system.machine import available_memory_bytes
 
 
@@ -53,8 +54,10 @@ def make_plan(options: PlanOptions) -> Plan:
     if not (fragments and step_s):
         take_back()
         from bootstrap.plan.step import load_model, measure_step
+        from p2p_co2.tensors.device import training_device
 
         hand_over()
+        options = replace(options, device=training_device(options.device).name)
         recipe, counted = load_model(run, options.device)
         if not fragments:
             fragments = counted
@@ -122,6 +125,7 @@ def as_table(plan: Plan) -> dict[str, Any]:
         "run": plan.run.name,
         "sources": plan.sources,
         "target": advice.target,
+        "verdict": verdict(plan),
         "is_reached": advice.is_reached,
         "binding": advice.binding,
         "memory": asdict(plan.memory),
@@ -237,24 +241,44 @@ WHY = {
 Row = tuple[str, Callable[[Setting, Forecast], str]]
 
 
-def run_plan(options: PlanOptions, say: Callable[[str], None] = print) -> int:
-    """Print the plan; returns the exit status. Raises ``ConfigError`` and ``EnvironmentFault``."""
+def run_plan(options: PlanOptions, say: Callable[[str], None] = print, is_brief: bool = False) -> int:
+    """Print the plan, of one that ``is_brief`` the verdict alone; returns the exit status. Raises
+    ``ConfigError`` and ``EnvironmentFault``."""
+    if options.plot is not None:
+        require("plot", "--plot")
     plan = make_plan(options)
     if options.as_json:
         say(json.dumps(as_table(plan), indent=2))
+    elif is_brief:
+        say(verdict(plan))
     else:
         print_plan(plan)
     if options.plot is not None:
         from bootstrap.plan.picture import draw_plan
 
         draw_plan(plan.run.name, plan.setting, plan.advice, options.plot)
-    return 0
+    return 1 if options.check and not plan.advice.is_reached else 0
+
+
+def verdict(plan: Plan) -> str:
+    """Whether the links bear the run as it is given, in a sentence that begins with yes or no."""
+    advice, shown = plan.advice, plan.forecast
+    share = min(shown.utilisation, shown.utilisation_if_waiting)
+    busy = f"peers compute for {share:.1%} of the time, {advice.target:.0%} asked for"
+    if advice.is_reached:
+        return f"yes: {busy}, and no answer is more than one outer step late"
+    if share >= advice.target and shown.troubles:
+        return f"no: {busy}, but {shown.troubles[0]}"
+    return f"no: {busy}; what binds is {advice.binding}: {WHY[advice.binding]}"
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print ``plan`` to ``console``; stdout if None."""
     console = console or Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     setting, advice = plan.setting, plan.advice
+    console.print(Text(verdict(plan), style="bold green" if advice.is_reached else "bold red"))
+    console.print(Text(_advised(plan), style="bold"))
+    console.print()
     what = f": {setting.parameters:,} parameters ({plan.sources['parameters']}), "
     console.print(
         Text.assemble((f'plan of "{plan.run.name}"', "bold"), what, f"{len(setting.links)} peers in a round")
@@ -269,25 +293,28 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         pairs = ((setting, plan.forecast), (advice.setting, advice.forecast))
         table.add_row(name, *(Text(cell(of, shown)) for of, shown in pairs))
     console.print(table)
-    verdict, colour = ("reaches", "green") if advice.is_reached else ("does not reach", "bold red")
-    reached = (f"{verdict} {advice.target:.0%} of compute utilisation", colour)
-    binds = f" within one step of staleness. What binds: {advice.binding} ({WHY[advice.binding]})."
-    console.print(Text.assemble(("as given ", "bold"), reached, binds))
-    best, length = advice.setting, f"inner_steps_per_round = {advice.inner_steps}"
-    if plan.run.clock.mode == "time":
-        length = f"round_s = {best.round_s:g}"
-    advised = (
-        f"the shortest round that reaches {advice.target:.0%}: clock.{length}, "
-        f'fragments = {len(best.fragments)}, codec.name = "{best.codec}", '
-        f"outer.sync_delay_steps = 0 (an answer comes after {_steps(advice.forecast.delay_steps)})"
-    )
-    console.print(Text(advised, style="bold"))
+    if advice.is_reached:
+        binds = f"What keeps the round from being shorter: {advice.binding} ({WHY[advice.binding]})."
+        console.print(Text(binds))
     console.print(Text(largest_words(plan.memory)))
     for trouble in plan.memory.troubles:
         console.print(Text(f"memory: {trouble}", style="bold red"))
     for how, shown in (("given", plan.forecast), ("advised", advice.forecast)):
         for trouble in shown.troubles:
             console.print(Text(f"as {how}: {trouble}", style="red"))
+
+
+def _advised(plan: Plan) -> str:
+    """What to write into the run file."""
+    advice = plan.advice
+    best, length = advice.setting, f"inner_steps_per_round = {advice.inner_steps}"
+    if plan.run.clock.mode == "time":
+        length = f"round_s = {best.round_s:g}"
+    return (
+        f'advised: clock.{length}, fragments = {len(best.fragments)}, codec.name = "{best.codec}", '
+        f"outer.sync_delay_steps = 0; the shortest round that reaches {advice.target:.0%} and leaves a fifth "
+        f"of the line idle (an answer comes after {_steps(advice.forecast.delay_steps)})"
+    )
 
 
 def largest_words(memory: MemoryPlan) -> str:

@@ -46,10 +46,7 @@ def load_model(run: RunConfig, device: str) -> tuple[Recipe, tuple[int, ...]]:
     if run.pipeline.stages > 1:
         recipe.in_stages(run.pipeline.stages)
     plan = plan_fragments(recipe.model, run.fragments)
-    try:
-        recipe.model.to(device)
-    except (RuntimeError, AssertionError):  # torch's words for a device that is not there
-        raise ConfigError.of_option("--device", f"torch cannot use {device!r} here; use cpu") from None
+    recipe.model.to(device)
     return recipe, tuple(fragment.numel for fragment in plan.fragments)
 
 

@@ -10,13 +10,13 @@ import typer
 
 from bootstrap.options import OwnRecipe, says
 from p2p_co2.system.ctrl_c import hand_over, take_back
-from p2p_co2.ticket import PREFIX
+from p2p_co2.ticket import PREFIX, read_ticket
 
 
 def model(
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help="A checkpoint's folder, or a ticket: the run goes on."),
+        typer.Argument(metavar="SOURCE", help="A checkpoint's folder, a ticket, or @FILE: the run goes on."),
     ],
     out: Annotated[Path, says("A new folder: safetensors, config, and what the recipe adds.", metavar="DIR")],
     recipe: OwnRecipe = "",
@@ -31,7 +31,10 @@ def model(
 
     hand_over()
     refuse_used(out)
-    if source.strip().startswith(PREFIX):
+    source = source.strip()
+    if source.startswith("@") or source == "-":
+        source = read_ticket(source)
+    if source.startswith(PREFIX):
         take_back()
         from p2p_co2.trainer.gather import gather_swarm
 
@@ -39,7 +42,7 @@ def model(
         out.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as place:
             whole = Path(place) / "checkpoint"
-            taken = gather_swarm(source.strip(), whole, recipe)
+            taken = gather_swarm(source, whole, recipe)
             print(f"the model of {taken[0].came_to}, as the swarm agrees on it", flush=True)
             notes = write_model(whole, out, recipe, base)
     else:

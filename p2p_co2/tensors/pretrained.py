@@ -45,7 +45,7 @@ def write_pretrained(
     not there; ``EnvironmentFault`` if the disk refuses. Price: one copy of the parameters that are no fp32.
     """
     inner = unwrapped(model)
-    full = _full_state(inner, state)
+    full = full_state(inner, state)
     copies = [file for path in beside for file in _files_of(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def _save_pretrained(model: nn.Module) -> Callable[..., object]:
     return save
 
 
-def _full_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def full_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All tensors of ``model`` by plain name, tied ones under each of theirs: one tensor for all."""
     own = {**named_parameters(model), **named_buffers(model, persistent=True)}
     shared = shared_names(model)
