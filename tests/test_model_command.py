@@ -202,7 +202,7 @@ def test_an_own_loop_of_transformers_is_loaded_after_one_line(
     model = gpt2()
     agreed = trained_alone(tmp_path, torch.compile(model, backend="eager"))
     checkpoint, out = tmp_path / "peer" / "checkpoint", tmp_path / "out"
-    assert asked("model", checkpoint, "--out", out) == 0, capsys.readouterr().err
+    assert asked("model", checkpoint.parent, "--out", out) == 0, capsys.readouterr().err  # the peer's folder
     loaded = AutoModelForCausalLM.from_pretrained(out)
     swap_in(model, agreed)
     assert abs(loss_of(loaded) - loss_of(model)) < 1e-6

@@ -36,7 +36,7 @@ from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.tensors.checkpoint.folder import Checkpoint
 from p2p_co2.tensors.fragments import FragmentPlan, named_values, plan_of_table, plan_table
 from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names, unwrapped
-from p2p_co2.tensors.pretrained import CONFIG, WEIGHTS, saves_itself, takes_state
+from p2p_co2.tensors.pretrained import CONFIG, WEIGHTS, config_text, saves_itself, takes_state, undistributed
 
 KEPT = "model"
 _TENSORS = "tensors.json"
@@ -62,9 +62,8 @@ def keep_layout(model: nn.Module, plan: FragmentPlan, folder: Path) -> None:
         files = _ask_library(inner, list(own), place) if saves_itself(inner) and takes_state(inner) else {}
         if not files:
             files = {WEIGHTS: _File({name: name for name in own}, {"format": "pt", **shared_names(inner)})}
-            config = getattr(inner, "config", None)
-            if isinstance(config, Mapping):
-                (place / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+            if text := config_text(inner):
+                (place / CONFIG).write_text(text, encoding="utf-8")
         said = {
             "format": _FORMAT,
             "plan": plan_table(plan, shapes),
@@ -95,7 +94,8 @@ def _ask_library(model: Any, names: Sequence[str], place: Path) -> dict[str, _Fi
     }
     known = inspect.signature(model.save_pretrained).parameters
     given |= {what: False for what in ("save_original_format", "save_embedding_layers") if what in known}
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # its bar, at 0 s
+    quiet = contextlib.redirect_stderr(io.StringIO())  # its bar, at 0 s
+    with warnings.catch_warnings(), quiet, undistributed(model):
         warnings.simplefilter("ignore")
         model.save_pretrained(place, **given)
     files = dict[str, _File]()
