@@ -50,6 +50,9 @@ def run_demo(options: DemoOptions, watch_with: WatchWith) -> int:
         print(f"--seconds {options.seconds:g} is made whole: {rounds}, {trained_s:g} s", flush=True)
 
     def run(folder: Path) -> list[str]:
+        from p2p_co2.tensors.device import training_device
+
+        print(f"device: {training_device(options.device, is_tried=False).words}", flush=True)
         prepared, loss_start = prepare(config, folder, is_judged=True)
         with Stage(prepared, folder, options.carrier, watch_with(prepared, folder, "", ())) as stage:
             demo = RunningDemo(options, stage)
@@ -129,4 +132,7 @@ class RunningDemo:
         self.killed.append(name)
 
     def _start_peer(self, name: str, number: int, among: int) -> None:
-        self._stage.start_peer(name, number, among, ("--device", self._options.device, *LOOPBACK))
+        from p2p_co2.tensors.device import device_of
+
+        device = device_of(number, self._options.device)
+        self._stage.start_peer(name, number, among, ("--device", device, *LOOPBACK))

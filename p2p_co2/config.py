@@ -277,12 +277,13 @@ class PeerConfig(_Frozen):
     ``grpc_port`` 0 picks a free port. ``host`` is the address to listen on ("": all of this machine's, unless
     the ticket's seeds are on it) and ``announce_host`` the one that others dial ("" means ``host``).
     ``checkpoint_every_s`` seconds between checkpoints, 0 for as often as a budget of 100 GB of writes a day
-    allows, a minute at the least. ``batch`` sequences per inner step, 0 for the recipe's. ``board``: serve
-    this peer's board on ``board_port`` of the loopback (0: any free one)."""
+    allows, a minute at the least. ``device``: torch's name of it; "auto" for a GPU if torch can compute on
+    one, else the processor. ``batch`` sequences per inner step, 0 for the recipe's. ``board``: serve this
+    peer's board on ``board_port`` of the loopback (0: any free one)."""
 
     folder: Path = Path("runs/peer")
     name: str = Field(default="", max_length=64)
-    device: str = "cpu"
+    device: str = "auto"
     batch: int = Field(default=0, ge=0)
     stage: int = Field(default=-1, ge=-1, lt=MAX_STAGES)
     """Of a run with stages: which one to hold; -1 for the one that is needed most."""

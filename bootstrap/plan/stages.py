@@ -109,9 +109,11 @@ def make_staged_plan(options: PlanOptions) -> StagedPlan:
     links, link_source = read_links(options, run.seed)
     take_back()
     from bootstrap.plan.step import stage_costs
+    from p2p_co2.tensors.device import training_device
 
     hand_over()
-    costs, tokens, source = stage_costs(run, options.step_s, options.device, options.threads)
+    device = training_device(options.device).name
+    costs, tokens, source = stage_costs(run, options.step_s, device, options.threads)
     sources = {"links": link_source, "computing": source}
     peers = in_stages(links, run.pipeline.stages)
     return staged_plan(run, costs, tokens, peers, sources, options.target)

@@ -108,9 +108,11 @@ def _ours(option: Any) -> Any:
     return option
 
 
-def add(app: typer.Typer, group: str, name: str, short: str, run: Callable[..., Any]) -> None:
-    """Make ``run`` the command ``name`` of ``group``; ``short`` is its line in the list of all. Its docstring
-    is its help."""
+def add(
+    app: typer.Typer, group: str, name: str, short: str, run: Callable[..., Any], hidden: bool = False
+) -> None:
+    """Make ``run`` the command ``name`` of ``group``; ``short`` is its line in the list of all, unless it is
+    ``hidden``. Its docstring is its help."""
 
     def command(**given: Any) -> Any:
         verbose, quiet = given.pop("verbose"), given.pop("quiet")
@@ -137,6 +139,7 @@ def add(app: typer.Typer, group: str, name: str, short: str, run: Callable[..., 
         epilog=ENVIRONMENT,
         rich_help_panel=group,
         context_settings=SETTINGS,
+        hidden=hidden,
     )(command)
 
 

@@ -22,7 +22,7 @@ NETWORK = "Network"
 ConfigFile = Annotated[
     Path | None, says("A file with these options; the command line wins.", "--config", metavar="PEER.toml")
 ]
-Device = Annotated[str | None, says("torch's name of it: cpu, cuda, cuda:1.")]
+Device = Annotated[str | None, says("auto (a GPU if torch can use one), cpu, cuda or cuda:1.")]
 Carrier = Annotated[str | None, says("auto, grpc or libp2p.", rich_help_panel=NETWORK)]
 ListenOn = Annotated[
     str | None,

@@ -1,18 +1,21 @@
-"""The commands that look: ``board``, ``watch``, ``export``. Read-only.
+"""The commands that look: ``board``, ``watch``, ``metrics``. Read-only.
 
 ``SOURCE`` is a ticket (joins the run's DHT as an observer) or a folder with journals (a demo's, a peer's).
 """
 
 from __future__ import annotations
 
+import sys
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bootstrap.options import says
 from p2p_co2.errors import ConfigError
 from p2p_co2.system.ctrl_c import hand_over, take_back
+from p2p_co2.system.extras import require
 from p2p_co2.system.folders import observer_folder
 from p2p_co2.ticket import PREFIX, Ticket, read_ticket
 
@@ -40,6 +43,7 @@ def board(
     token: Annotated[str, says("Asked of everybody; made up where one is needed.")] = "",
 ) -> None:
     """Serve the dashboard of a run, seen from outside: no training, no change to the run."""
+    require("board", "the board")
     take_back()  # nothing to give back yet, and these imports take a second
     from monitoring.board.server import place_for, run_board
 
@@ -63,7 +67,7 @@ def watch(
     raise typer.Exit(watch_feed(feed, seconds))
 
 
-def export(
+def metrics(
     source: _Source = "",
     folder: _Folder = None,
     tensorboard: Annotated[Path | None, says("Write TensorBoard files there.", metavar="FOLDER")] = None,
@@ -78,6 +82,13 @@ def export(
     sinks = open_sinks(tensorboard, wandb)
     feed, _ = _feed(source, folder, "metrics")
     raise typer.Exit(export_feed(feed, sinks, seconds))
+
+
+@wraps(metrics)
+def export(**given: Any) -> None:
+    """Former name of `metrics`."""
+    print("export is called metrics now; this name goes in the next version", file=sys.stderr)
+    metrics(**given)
 
 
 def _feed(source: str, folder: Path | None, command: str) -> tuple[Feed, Path | None]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import shlex
 from functools import partial
 from pathlib import Path
@@ -87,6 +85,9 @@ def join(
     recipe: Annotated[
         str, says("This run's own recipe, here.", metavar="FILE.py:function", rich_help_panel=_DATA)
     ] = "",
+    data: Annotated[
+        Path | None, says("Your own data, for a run's own recipe that takes some.", rich_help_panel=_DATA)
+    ] = None,
     text: Annotated[
         Path | None, says("Train on your own file or folder of text.", rich_help_panel=_DATA)
     ] = None,
@@ -136,7 +137,7 @@ def join(
     parent: Parent = 0,
 ) -> None:
     """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once."""
-    from p2p_co2.peer_options import peer_config
+    from p2p_co2.peer_options import bytes_per_s, peer_config
 
     if restart_stage and stage is None:
         raise ConfigError.of_option("--restart-stage", "say which stage is to begin anew, with --stage N")
@@ -150,8 +151,8 @@ def join(
             "board_port": board_port,
             "checkpoint_every_s": checkpoint_every,
             "limits.threads": threads, "limits.hours": hours,
-            "limits.upload_bytes_per_s": _rate("--upload", upload),
-            "limits.download_bytes_per_s": _rate("--download", download),
+            "limits.upload_bytes_per_s": bytes_per_s("--upload", upload),
+            "limits.download_bytes_per_s": bytes_per_s("--download", download),
         },
         ticket,
         partial(_peer_folder, ticket),
@@ -159,9 +160,10 @@ def join(
     take_back()
     from peers.daemon import JoinOptions, import_slow, join_run
 
-    data = {key: str(path.resolve()) for key, path in (("text", text), ("tokens", tokens)) if path}
+    given = {"data": data, "text": text, "tokens": tokens}
+    own_data = {key: str(path.resolve()) for key, path in given.items() if path}
     options = JoinOptions(
-        ticket=ticket, config=config, recipe=recipe, data=data, resume=resume,
+        ticket=ticket, config=config, recipe=recipe, data=own_data, resume=resume,
         start_over=start_over or restart_stage, parent=parent,
     )  # fmt: skip
     import_slow()
@@ -188,21 +190,6 @@ def _again(folder: Path) -> str:
     if folder.name.startswith("peer-") and folder.is_relative_to(data_home()):
         words += ["--folder", str(folder)]  # the first free one may be another's by then
     return shlex.join(words)
-
-
-def _rate(option: str, text: str | None) -> float | None:
-    """Bytes per second of "2500000", "500k", "2.5M" or "20Mbit". Raises ``ConfigError``."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(-?[0-9.]+) ?([kMG]?)(bit)?", text)
-    try:
-        value = float(found[1]) if found else math.nan
-    except ValueError:
-        value = math.nan
-    if found is None or math.isnan(value):
-        problem = f"{text!r} is no rate; write bytes per second (500k, 2M) or bits (20Mbit)"
-        raise ConfigError.of_option(option, problem)
-    return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
 
 
 PeerFolder = Annotated[
