@@ -1,10 +1,10 @@
 # Needs Linux x86-64, make, and Python 3.11 or later with venv and pip. Everything else goes into .venv.
 #   make demo              a whole swarm on this machine      (DEMO_ARGS="--peers 3 --seconds 60")
 #   make test              all tests, by two workers          (TEST_ARGS="tests/test_codec.py -x" TEST_WORKERS=0)
-#   make check             ruff and mypy
+#   make check             ruff, mypy, and the documentation's site
 #   make install           only sets up .venv                 (PIP_ARGS="--extra-index-url ..." for another torch build)
 #   make proto             wire schema to Python
-#   make docs              docs/events.md from the event types
+#   make docs              the reference pages in docs/ from the code
 #   make screenshots       every page of the board, light, dark and phone, into runs/screenshots (needs Chromium)
 #   make clean             removes .venv and caches
 
@@ -72,6 +72,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -81,7 +82,7 @@ proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. p2p_co2/protocol/wire/messages.proto
 
 docs: $(STAMP)
-	$(BIN)/python -m monitoring.event_docs > docs/events.md
+	$(BIN)/python -m tests.reference_pages
 
 screenshots: $(STAMP)
 	$(BIN)/python -m tests.screenshots $(SCREENSHOT_ARGS)

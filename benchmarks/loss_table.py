@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer.fragment_state import FragmentState
 
 PEERS, H = 4, 30
+Clip = Literal["none", "elementwise", "rms"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Row:
     blocking_rounds: int = 0
     feedback: bool = False
     as_held: bool = False
+    clip: Clip = "rms"
 
     @property
     def codec_config(self) -> CodecConfig:
@@ -88,6 +91,7 @@ class Row:
             nesterov=self.nesterov,
             gap_penalty=self.gap_penalty,
             blocking_rounds=self.blocking_rounds,
+            clip=self.clip,
         )
 
 
@@ -276,21 +280,25 @@ class HeldFragment:
         self._parts = [PartWeights(0, self._codec.blocks(start.shape[1]), everybody)]
         self.gaps: list[float] = []
         self._mean: bytes | None = None  # in flight
-        self._base_version = self._apply_at = 0
+        self._base_version = self._apply_at = self._sent_at = 0
 
     def boundary(self, step: int) -> None:
-        """``step``: inner steps done so far."""
+        """``step``: inner steps done so far. The first send is at ``offset``, as a peer's first one is."""
         if self._mean is not None and step >= self._apply_at:
             self._commit()
-        if step >= self._every and step % self._every == self._offset:
+        if step and step % self._every == self._offset % self._every:
             self._send()
-            self._apply_at = step + self._row.delay
+            self._sent_at, self._apply_at = step, step + self._row.delay
             if not self._row.delay:
                 self._commit()
 
-    def flush(self) -> None:
-        """The run ends: what is in flight is awaited and applied to the agreed state."""
+    def flush(self, step: int = 0) -> None:
+        """The run ends: what is in flight is awaited and applied to the agreed state. ``step``, if given:
+        what was trained since the last send is offered too, as peers do at the end of a run."""
         if self._mean is not None:
+            self._commit()
+        if step > self._sent_at:
+            self._send()
             self._commit()
 
     def agreed(self) -> Tensor:

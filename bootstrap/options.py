@@ -43,6 +43,9 @@ class SeedOptions:
     relay: Annotated[bool, says("Pass on traffic between peers that cannot reach each other directly.")] = (
         True
     )
+    as_json: Annotated[bool, says("Print each ticket as a line of JSON; all else on stderr.", "--json")] = (
+        False
+    )
     parent: Parent = 0
 
 
@@ -116,5 +119,10 @@ class PlanOptions:
     batch: Annotated[int, says("Sequences of the measured step; 0 for the recipe's.")] = 0
     threads: Annotated[int, says("CPU threads of the measured step; 0 for all cores.")] = 0
     device: Annotated[str, says("Of the measured step: auto, cpu, cuda or cuda:1.")] = "auto"
+    check: Annotated[bool, says("Exit status 1 if the verdict is no.", "--check")] = False
+    memory_gb: Annotated[float, says("Host memory of a peer's machine; what is free here if absent.")] = 0.0
+    gpu_memory_gb: Annotated[float, says("Of its GPU, if it trains on one; that of --device if absent.")] = (
+        0.0
+    )
     as_json: Annotated[bool, says("Print JSON, not tables.", "--json")] = False
     plot: Annotated[Path | None, says("Draw utilisation over bandwidth.", metavar="FILE.png")] = None

@@ -23,7 +23,7 @@ from typing import Any
 from monitoring import charts
 from monitoring.facts import SwarmFacts
 from monitoring.feeds import JournalFeed
-from monitoring.history import AGREED, MAX_LINES, MEASURES, SWARM, History
+from monitoring.history import AGREED, MAX_LINES, MEASURES, SWARM, Happening, History
 from monitoring.model import Model, Recorder
 from monitoring.words import clock, plain
 from p2p_co2.errors import EnvironmentFault
@@ -34,7 +34,8 @@ Agreed = Sequence[tuple[float, float, float]]
 _ECHARTS = "elements/echart/dist"
 _CARDS = (
     ("loss", "Loss over time", "UNIT"), ("over_tokens", "Loss over tokens", "UNIT"),
-    ("rounds", "Rounds", "group size inside, why on hover"), ("staleness", "Staleness", "outer steps"),
+    ("rounds", "Fragment exchanges", "group size inside, why on hover"),
+    ("staleness", "Staleness", "outer steps"),
     ("tokens", "Tokens per second", "all peers together"),
     ("traffic", "Traffic", "kB/s, all peers together"),
 )  # fmt: skip
@@ -71,7 +72,8 @@ def write_report(folder: Path, summary: str = "", agreed: Agreed = ()) -> list[s
         measured.sort()
         if not extras["report.html"]:
             themes = {"light": charts.LIGHT, "dark": charts.DARK}
-            options = {theme: _charts(themes[theme], model, rows, measured) for theme in themes}
+            marks = history.happenings(charts.MAX_MARKS, kinds=tuple(charts.MARKED))
+            options = {theme: _charts(themes[theme], model, rows, measured, marks) for theme in themes}
             start, happened = model.view.started_at or 0.0, reversed(history.happenings(MAX_LINES))
             news = "\n".join(f"{clock(line.at - start):>8}  {line.words}" for line in happened)
             page = _page(facts, options, {"Summary": summary, f"What happened, the newest {MAX_LINES}": news})
@@ -88,15 +90,19 @@ def write_report(folder: Path, summary: str = "", agreed: Agreed = ()) -> list[s
 
 
 def _charts(
-    palette: charts.Palette, model: Model, rows: charts.Series, agreed: charts.Series
-) -> dict[str, charts.Options]:
+    palette: charts.Palette, model: Model, rows: charts.Series, agreed: charts.Series,
+    marks: Sequence[Happening],
+) -> dict[str, charts.Options]:  # fmt: skip
     facts = model.facts()
     return {
-        "loss": charts.loss(palette, rows, agreed),
+        "loss": charts.loss(palette, rows, agreed, marks=marks),
         "over_tokens": charts.loss(palette, rows, agreed, over_tokens=True),
         "rounds": charts.rounds(palette, facts.rounds, facts.fragments, len(facts.stages)),
         "staleness": charts.staleness_of(palette, model.view, bool(facts.stages)),
-        **{name: charts.over_time(palette, rows, lines) for name, (_, _, lines) in charts.TRENDS.items()},
+        **{
+            name: charts.over_time(palette, rows, lines, title=title, marks=marks)
+            for name, (title, _, lines) in charts.TRENDS.items()
+        },
     }
 
 
@@ -107,23 +113,25 @@ def _page(facts: SwarmFacts, options: dict[str, Any], texts: dict[str, str]) -> 
     )
     tall = " tall" if len(facts.stages) * facts.fragments > charts.MAX_LOW_ROWS else ""
     cards = "".join(
-        f'<div class="b-card"><div class="b-head"><span class="b-title">{name}</span><span class="b-hint">'
+        f'<div class="b-card"><div class="b-head"><h2 class="b-title">{name}</h2><span class="b-hint">'
         f"{hint.replace('UNIT', facts.loss_unit)}</span></div>"
         f'{f"""<div class="b-legend">{legend}</div>""" if key == "rounds" else ""}'
-        f'<div class="b-chart{tall if key == "rounds" else ""}" data-chart="{key}"></div></div>'
+        f'<div class="b-chart{tall if key == "rounds" else ""}" data-chart="{key}" role="img" '
+        f'aria-label="{name}"></div></div>'
         for key, name, hint in _CARDS
     )
     told = "".join(
-        f'<div class="b-card"><div class="b-title">{title}</div><pre>{html.escape(words)}</pre></div>'
+        f'<div class="b-card"><h2 class="b-title">{title}</h2>'
+        f'<pre tabindex="0" role="region" aria-label="{title}">{html.escape(words)}</pre></div>'
         for title, words in texts.items()
     )
     body = (
-        f'<header class="b-top"><div class="b-bar"><span class="b-name">p2p-co2</span>'
+        f'<header class="b-top"><div class="b-bar"><h1 class="b-name">p2p-co2</h1>'
         f'<span class="b-run">{_text(facts.run)} · written {time.strftime("%d %b %Y %H:%M")}</span>'
         '</div><div style="height:10px"></div></header><main class="b-page">'
         f'<div class="b-two">{cards}</div>{told}'
         '<div class="b-foot">What peers say of themselves is their own word; work is counted from the '
-        "rounds' certificates.</div></main>"
+        "certificates of fragment exchanges.</div></main>"
     )
     program, name = _echarts()
     data, blob = (json.dumps(one).replace("<", "\\u003c") for one in (options, program))

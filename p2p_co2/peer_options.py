@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,13 @@ from p2p_co2.ticket import Ticket
 
 
 def peer_config(
-    path: Path | None, given: dict[str, Any], ticket: str | None = None,
+    path: Path | PeerConfig | None, given: dict[str, Any], ticket: str | None = None,
     default_folder: Callable[[], Path] | None = None,
 ) -> PeerConfig:  # fmt: skip
-    """Defaults, then the file ``path``, then what is ``given`` (None: not), by dotted key; where to
-    listen as ``listening`` says. ``default_folder`` is asked last, and where neither names a folder. Raises
-    ``ConfigError`` by the option's name, ``TicketError``."""
-    read = read_peer_config(path) if path else PeerConfig()
+    """Defaults, then the file ``path`` (or what was read of one), then what is ``given`` (None: not), by
+    dotted key; where to listen as ``listening`` says. ``default_folder`` is asked last, and where neither
+    names a folder. Raises ``ConfigError`` by the option's name, ``TicketError``."""
+    read = path if isinstance(path, PeerConfig) else read_peer_config(path) if path else PeerConfig()
     table, has_folder = read.model_dump(), "folder" in read.model_fields_set
     for key, value in given.items():
         if value is not None:
@@ -38,6 +40,21 @@ def peer_config(
     if default_folder is None or has_folder or given.get("folder") is not None:
         return config
     return config.model_copy(update={"folder": default_folder()})
+
+
+def bytes_per_s(option: str, text: str | None) -> float | None:
+    """Of "2500000", "500k", "2.5M" or "20Mbit". Raises ``ConfigError``."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(-?[0-9.]+) ?([kMG]?)(bit)?", text)
+    try:
+        value = float(found[1]) if found else math.nan
+    except ValueError:
+        value = math.nan
+    if found is None or math.isnan(value):
+        problem = f"{text!r} is no rate; write bytes per second (500k, 2M) or bits (20Mbit)"
+        raise ConfigError.of_option(option, problem)
+    return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
 
 
 def listening(config: PeerConfig, ticket: Ticket | None) -> PeerConfig:

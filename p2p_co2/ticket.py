@@ -195,8 +195,20 @@ def _split(seed: str) -> tuple[str, PeerId]:
 
 def is_loopback(seed: str) -> bool:
     """Whether a multiaddr is of this machine alone."""
+    address = _address_of(seed)
+    return address is not None and address.is_loopback
+
+
+def is_private(seed: str) -> bool:
+    """Whether a multiaddr leads nowhere from outside a local network."""
+    address = _address_of(seed)
+    return address is not None and address.is_private
+
+
+def _address_of(seed: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for a name."""
     kind, host = seed.split("/")[1:3]
     try:
-        return kind in {"ip4", "ip6"} and ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host) if kind in {"ip4", "ip6"} else None
     except ValueError:
-        return False
+        return None

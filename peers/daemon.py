@@ -10,13 +10,15 @@ import gc
 import importlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
-from p2p_co2.config import PeerConfig
+from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.node.peer_finder import ALONE
 from p2p_co2.system.extras import missing
@@ -27,23 +29,17 @@ from peers.doctor.findings import State
 from peers.doctor.machine import look_at_machine
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from p2p_co2.recipes import Recipe
     from p2p_co2.trainer import Connection, Peer
     from p2p_co2.trainer.stage_peer import StagePeer
-
-SHARE = 0.005
-AT_MOST_EVERY_S = 10.0
-"""Measurements of the agreed loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
     """``recipe``: where this run's own recipe lies here ("file.py:function"), "" for a built-in one.
-    ``data``: recipe options that are this peer's own affair (its text). ``resume``: there must be a
-    checkpoint in ``config.folder``; one that is there is gone on from anyway, unless ``start_over``.
-    ``parent``: leave when that process ends; 0 for none."""
+    ``data``: recipe options that are this peer's own affair: its text, or the data of an own recipe.
+    ``resume``: there must be a checkpoint in ``config.folder``; one that is there is gone on from anyway,
+    unless ``start_over``. ``parent``: leave when that process ends; 0 for none."""
 
     ticket: str
     config: PeerConfig
@@ -55,9 +51,12 @@ class JoinOptions:
 
 
 class Watch(Protocol):
-    """What shows a volunteer the peer. ``see`` and ``say`` may be called from any thread; ``close`` gives the
-    terminal back and may be called twice."""
+    """What shows a volunteer the peer. ``know`` is told the run, before there is a peer; ``see``, ``say`` and
+    ``leave`` (a first Ctrl-C) may be called from any thread; ``close`` gives the terminal back and may be
+    called twice."""
 
+    def know(self, run: RunConfig) -> None: ...
+    def leave(self) -> None: ...
     def see(self, event: Event) -> None: ...
     def say(self, text: str) -> None: ...
     def close(self) -> None: ...
@@ -78,7 +77,7 @@ def import_slow() -> None:
 def join_run(options: JoinOptions, watch: Watch) -> None:
     """Train until the run is over or somebody stops us. Raises ``TicketError``, ``ConfigError``,
     ``EnvironmentFault``, ``TransportError`` as named in those."""
-    running = _Running()
+    running = _Running(watch.leave)
     try:
         with running:
             _look_and_join(options, running, watch)
@@ -105,7 +104,7 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> Non
             if isinstance(event, Warned) and event.text == ALONE:
                 watch.say(f"to invite somebody: p2p-co2 join {options.ticket}")
 
-        _join_and_train(options, running, on_event, watch.say)
+        _join_and_train(options, running, on_event, watch)
         if journal.failed:
             watch.say(f"warning: {journal.failed}")
 
@@ -145,15 +144,34 @@ def _on_a_device(config: PeerConfig, say: Callable[[str], None]) -> PeerConfig:
 
 
 class _Running(StopSignals):
-    """What a first Ctrl-C meets: before there is a peer it breaks off, later it asks the peer to stop."""
+    """What a first Ctrl-C meets: before there is a peer it breaks off, later it asks the peer to stop, and is
+    ``answered``: by a thread, since the one that the signal interrupts may be in the middle of saying
+    something."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Callable[[], None]) -> None:
         super().__init__(self._stop)
         self._peer: Peer | StagePeer | None = None
+        self._asked = SimpleQueue[bool]()  # whose ``put`` is safe in a signal handler
+        self._answering = threading.Thread(target=self._answer, args=(answer,), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._answering.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._asked.put(False)
+        self._answering.join(1.0)  # unless its terminal stands still
+
+    def _answer(self, answer: Callable[[], None]) -> None:
+        if self._asked.get():
+            answer()
 
     def _stop(self) -> None:
         if self._peer is None:
             raise KeyboardInterrupt
+        self._asked.put(True)
         self._peer.stop()
 
     def take(self, peer: Peer | StagePeer) -> None:
@@ -174,7 +192,7 @@ class _Running(StopSignals):
 
 
 def _join_and_train(
-    options: JoinOptions, running: _Running, on_event: Callable[[Event], None], say: Callable[[str], None]
+    options: JoinOptions, running: _Running, on_event: Callable[[Event], None], watch: Watch
 ) -> None:
     import torch
 
@@ -182,12 +200,15 @@ def _join_and_train(
     from p2p_co2.trainer import connect
 
     torch.set_num_threads(options.config.limits.threads or len(os.sched_getaffinity(0)))
-    say("looking for the swarm ...")
+    watch.say("looking for the swarm ...")
     connection = connect(options.ticket, options.config, on_event)
     try:
+        watch.know(connection.run)
         if options.config.board:
-            say(f"board: {connection.board or missing('board')}")
-        say(f'run "{connection.run.name}", recipe {connection.run.recipe}')
+            watch.say(f"board: {connection.board or missing('board')}")
+        watch.say(
+            f'run "{connection.run.name}", recipe {connection.run.recipe}; kept in {connection.config.folder}'
+        )
         recipe = load_run_recipe(connection.run, options.recipe, options.data)
         _train(connection, recipe, options, running, on_event)
     finally:
@@ -214,6 +235,8 @@ def _train(
         with Guardian(errand, stage_peer, warn):
             stage_peer.train()
         return
+    from p2p_co2.recipes import InnerStep
+    from p2p_co2.trainer.agreed_loss import AgreedLoss
     from p2p_co2.trainer.stage_peer import data_seed
 
     model = recipe.model.to(options.config.device)
@@ -228,44 +251,8 @@ def _train(
     with peer:
         measuring.begin(peer)
         seed = data_seed(connection.run, peer.peer_id, peer.inner_steps)
-        for batch in recipe.batches(seed, sequences):
-            optimizer.zero_grad(set_to_none=True)
-            loss = recipe.loss(model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]  # so torch declares it
-            optimizer.step()
-            if not peer.step(recipe.tokens(batch), loss):
+        step, batches = InnerStep(recipe, model, optimizer), iter(recipe.batches(seed, sequences))
+        while (taken := step.take(batches)) is not None:
+            if not peer.step(taken.tokens, taken.loss):
                 break
             measuring.after_step(peer)
-
-
-class AgreedLoss:
-    """When a peer measures the held-out loss of the agreed parameters, so that boards can draw it.
-
-    All peers of one version hold the same parameters, so they take turns, a round each. But for a first one
-    it costs at most ``SHARE`` of the training thread's time. ``held_out``: loss of a model on a small slice
-    that nobody trains on; None measures nothing."""
-
-    def __init__(self, held_out: Callable[[nn.Module], float] | None) -> None:
-        self._held_out = held_out
-        self._next_at = 0.0
-        self._round = -1
-        """The last one whose turn was looked at."""
-
-    def begin(self, peer: Peer) -> None:
-        """Before the first step: where the run, or this peer, begins."""
-        self._round = int(peer.position)
-        self._measure(peer)
-        self._next_at = time.monotonic() + AT_MOST_EVERY_S  # a first one takes longer than those that follow
-
-    def after_step(self, peer: Peer) -> None:
-        """Measure if a round has begun that is this peer's to measure."""
-        if int(peer.position) == self._round or self._held_out is None:
-            return
-        self._round = int(peer.position)
-        if peer.has_turn(self._round) and time.monotonic() >= self._next_at:
-            self._measure(peer)
-
-    def _measure(self, peer: Peer) -> None:
-        if self._held_out is not None:
-            duration_s = peer.measure_agreed(self._held_out)
-            self._next_at = time.monotonic() + max(AT_MOST_EVERY_S, duration_s / SHARE)

@@ -40,6 +40,8 @@ class Loudness(IntEnum):
 
 LOUDNESS = ContextVar("loudness", default=Loudness.NORMAL)
 """Of the command that runs."""
+LINE = ContextVar[Sequence[str]]("line", default=("p2p-co2",))
+"""The command line as it was typed, the program first."""
 _VERBOSE = Annotated[bool, says("Say more; with an error, where it arose.", "--verbose", "-v")]
 _QUIET = Annotated[bool, says("Only warnings, errors and results.", "--quiet", "-q")]
 
@@ -106,9 +108,11 @@ def _ours(option: Any) -> Any:
     return option
 
 
-def add(app: typer.Typer, group: str, name: str, short: str, run: Callable[..., Any]) -> None:
-    """Make ``run`` the command ``name`` of ``group``; ``short`` is its line in the list of all. Its docstring
-    is its help."""
+def add(
+    app: typer.Typer, group: str, name: str, short: str, run: Callable[..., Any], hidden: bool = False
+) -> None:
+    """Make ``run`` the command ``name`` of ``group``; ``short`` is its line in the list of all, unless it is
+    ``hidden``. Its docstring is its help."""
 
     def command(**given: Any) -> Any:
         verbose, quiet = given.pop("verbose"), given.pop("quiet")
@@ -135,6 +139,7 @@ def add(app: typer.Typer, group: str, name: str, short: str, run: Callable[..., 
         epilog=ENVIRONMENT,
         rich_help_panel=group,
         context_settings=SETTINGS,
+        hidden=hidden,
     )(command)
 
 

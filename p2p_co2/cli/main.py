@@ -21,9 +21,10 @@ import typer
 
 from bootstrap.options import says
 from p2p_co2.cli import models, organise, try_out, views, volunteer
-from p2p_co2.cli.command import LOUDNESS, SETTINGS, Commands, Loudness, add
+from p2p_co2.cli.command import LINE, LOUDNESS, SETTINGS, Commands, Loudness, add
 from p2p_co2.cli.gather import gather
 from p2p_co2.cli.mistakes import Mistake, explained
+from p2p_co2.cli.model import model
 from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
 
 hand_over()
@@ -51,13 +52,16 @@ GROUPS: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
     "Volunteer": {
         "doctor": (volunteer.doctor, "Whether this machine can take part, and how."),
         "join": (volunteer.join, "Join a run and train."),
+        "pause": (volunteer.pause, "Have a peer of this machine rest."),
+        "resume": (volunteer.resume, "Have it go on."),
     },
     "Look": {
         "watch": (views.watch, "A run in this terminal."),
         "board": (views.board, "A run in a browser."),
-        "export": (views.export, "A run's figures to TensorBoard or Weights & Biases."),
+        "metrics": (views.metrics, "A run's figures to TensorBoard or Weights & Biases."),
     },
     "Model": {
+        "model": (model, "A trained model as from_pretrained loads it."),
         "gather": (gather, "One checkpoint out of those of all stages."),
         "eval": (models.evaluate, "The held-out loss of a checkpoint."),
         "sample": (models.sample, "Text from a checkpoint."),
@@ -68,11 +72,13 @@ COMMANDS = {name: run for group in GROUPS.values() for name, (run, _) in group.i
 for _group, _commands in GROUPS.items():
     for _name, (_run, _short) in _commands.items():
         add(app, _group, _name, _short, _run)
+add(app, "Look", "export", "Former name of metrics.", views.export, hidden=True)
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> int:
     """Run one command. Returns the exit status of an error; a command that ends by itself raises
     ``SystemExit``."""
+    LINE.set([program, *(sys.argv[1:] if arguments is None else arguments)])
     try:
         status = app(
             args=None if arguments is None else list(arguments), prog_name=program, standalone_mode=False

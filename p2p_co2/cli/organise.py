@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from dataclasses import asdict
+from functools import partial
+
 from bootstrap.options import PlanOptions, RehearsalOptions, SeedOptions
-from p2p_co2.cli.command import takes
+from p2p_co2.cli.command import LOUDNESS, Loudness, takes
 from p2p_co2.system.ctrl_c import hand_over, take_back
 
 
@@ -16,10 +21,10 @@ def init() -> None:
 
 @takes(PlanOptions)
 def plan(options: PlanOptions) -> int:
-    """What a run will cost on given links, whether they are enough, and what to change."""
+    """Whether links bear a run, what it will cost on them, and what to change. The verdict comes first."""
     from bootstrap.plan.stages import run_any_plan
 
-    return run_any_plan(options)
+    return run_any_plan(options, is_brief=LOUDNESS.get() is Loudness.QUIET)
 
 
 @takes(RehearsalOptions)
@@ -36,6 +41,19 @@ def rehearse(options: RehearsalOptions) -> int:
 @takes(SeedOptions)
 def seed(options: SeedOptions) -> int:
     """Publish a run and print its ticket; peers find each other through this process, which never trains."""
-    from bootstrap.seed import serve_run
+    from bootstrap.seed import Invitation, doubt_of, serve_run
 
-    return serve_run(options)
+    is_quiet = LOUDNESS.get() is Loudness.QUIET
+
+    def say(text: str) -> None:
+        if text and (not is_quiet or "warning: " in text):
+            print(text, file=sys.stderr, flush=True)
+
+    def invite(invitation: Invitation) -> None:
+        say(doubt_of(invitation))
+        told = {name: value for name, value in asdict(invitation).items() if name != "others"}
+        print(json.dumps(told) if options.as_json else invitation.ticket, flush=True)
+
+    if options.as_json or is_quiet:
+        return serve_run(options, say, invite)
+    return serve_run(options, partial(print, flush=True))

@@ -1,12 +1,14 @@
-"""The commands that look: ``board``, ``watch``, ``export``. Read-only.
+"""The commands that look: ``board``, ``watch``, ``metrics``. Read-only.
 
 ``SOURCE`` is a ticket (joins the run's DHT as an observer) or a folder with journals (a demo's, a peer's).
 """
 
 from __future__ import annotations
 
+import sys
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -65,7 +67,7 @@ def watch(
     raise typer.Exit(watch_feed(feed, seconds))
 
 
-def export(
+def metrics(
     source: _Source = "",
     folder: _Folder = None,
     tensorboard: Annotated[Path | None, says("Write TensorBoard files there.", metavar="FOLDER")] = None,
@@ -80,6 +82,13 @@ def export(
     sinks = open_sinks(tensorboard, wandb)
     feed, _ = _feed(source, folder, "metrics")
     raise typer.Exit(export_feed(feed, sinks, seconds))
+
+
+@wraps(metrics)
+def export(**given: Any) -> None:
+    """Former name of `metrics`."""
+    print("export is called metrics now; this name goes in the next version", file=sys.stderr)
+    metrics(**given)
 
 
 def _feed(source: str, folder: Path | None, command: str) -> tuple[Feed, Path | None]:

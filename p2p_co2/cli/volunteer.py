@@ -1,10 +1,9 @@
-"""The commands of a volunteer: ``doctor`` and ``join``."""
+"""The commands of a volunteer: ``doctor``, ``join``, ``pause`` and ``resume``."""
 
 from __future__ import annotations
 
-import math
 import os
-import re
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +12,12 @@ import typer
 
 from bootstrap.options import Parent, says
 from p2p_co2.cli import options as shared
-from p2p_co2.errors import ConfigError
+from p2p_co2.cli.command import LINE, LOUDNESS, Loudness
+from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.system.ctrl_c import hand_over, take_back
-from p2p_co2.system.folders import OLD_PEER, data_home, peer_folder
+from p2p_co2.system.folders import OLD_PEER, data_home, peer_folder, peer_folders
+from p2p_co2.system.governor import Wish, WishFile
+from p2p_co2.system.process import holder_of, is_kept
 from p2p_co2.ticket import TICKET_VARIABLE, Ticket, is_of_run, read_ticket
 
 _GUEST, _DATA = "A guest on your machine", "What is trained"
@@ -83,6 +85,9 @@ def join(
     recipe: Annotated[
         str, says("This run's own recipe, here.", metavar="FILE.py:function", rich_help_panel=_DATA)
     ] = "",
+    data: Annotated[
+        Path | None, says("Your own data, for a run's own recipe that takes some.", rich_help_panel=_DATA)
+    ] = None,
     text: Annotated[
         Path | None, says("Train on your own file or folder of text.", rich_help_panel=_DATA)
     ] = None,
@@ -132,7 +137,7 @@ def join(
     parent: Parent = 0,
 ) -> None:
     """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once."""
-    from p2p_co2.peer_options import peer_config
+    from p2p_co2.peer_options import bytes_per_s, peer_config
 
     if restart_stage and stage is None:
         raise ConfigError.of_option("--restart-stage", "say which stage is to begin anew, with --stage N")
@@ -146,8 +151,8 @@ def join(
             "board_port": board_port,
             "checkpoint_every_s": checkpoint_every,
             "limits.threads": threads, "limits.hours": hours,
-            "limits.upload_bytes_per_s": _rate("--upload", upload),
-            "limits.download_bytes_per_s": _rate("--download", download),
+            "limits.upload_bytes_per_s": bytes_per_s("--upload", upload),
+            "limits.download_bytes_per_s": bytes_per_s("--download", download),
         },
         ticket,
         partial(_peer_folder, ticket),
@@ -155,16 +160,18 @@ def join(
     take_back()
     from peers.daemon import JoinOptions, import_slow, join_run
 
-    data = {key: str(path.resolve()) for key, path in (("text", text), ("tokens", tokens)) if path}
+    given = {"data": data, "text": text, "tokens": tokens}
+    own_data = {key: str(path.resolve()) for key, path in given.items() if path}
     options = JoinOptions(
-        ticket=ticket, config=config, recipe=recipe, data=data, resume=resume,
+        ticket=ticket, config=config, recipe=recipe, data=own_data, resume=resume,
         start_over=start_over or restart_stage, parent=parent,
     )  # fmt: skip
     import_slow()
     from p2p_co2.cli.join import JoinWatch
 
     hand_over()
-    join_run(options, JoinWatch())
+    again = "" if parent else _again(config.folder)
+    join_run(options, JoinWatch(loudness=LOUDNESS.get(), come_back=again, folder=config.folder))
 
 
 def _peer_folder(ticket: str) -> Path:
@@ -176,16 +183,59 @@ def _peer_folder(ticket: str) -> Path:
     return folder
 
 
-def _rate(option: str, text: str | None) -> float | None:
-    """Bytes per second of "2500000", "500k", "2.5M" or "20Mbit". Raises ``ConfigError``."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(-?[0-9.]+) ?([kMG]?)(bit)?", text)
-    try:
-        value = float(found[1]) if found else math.nan
-    except ValueError:
-        value = math.nan
-    if found is None or math.isnan(value):
-        problem = f"{text!r} is no rate; write bytes per second (500k, 2M) or bits (20Mbit)"
-        raise ConfigError.of_option(option, problem)
-    return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
+def _again(folder: Path) -> str:
+    """The command that goes on later where this one ends."""
+    anew = {"--start-over", "--restart-stage"}
+    words = [f"@{folder}/ticket" if word == "-" else word for word in LINE.get() if word not in anew]
+    if folder.name.startswith("peer-") and folder.is_relative_to(data_home()):
+        words += ["--folder", str(folder)]  # the first free one may be another's by then
+    return shlex.join(words)
+
+
+PeerFolder = Annotated[
+    Path | None,
+    typer.Argument(metavar="FOLDER", help="The peer's folder; the only peer that runs here, if absent."),
+]
+Everyone = Annotated[bool, says("Every peer of yours that runs on this machine.", "--all")]
+
+
+def pause(folder: PeerFolder = None, everyone: Everyone = False) -> None:
+    """Have a peer of this machine rest after its inner step: it writes a checkpoint, trains nothing, and
+    keeps its place in the swarm. Paused already, it stays so. It rests until `p2p-co2 resume`, also when it
+    is started again meanwhile."""
+    _wish(Wish.PAUSE, folder, everyone, "rests from its next inner step on")
+
+
+def resume(folder: PeerFolder = None, everyone: Everyone = False) -> None:
+    """Have a peer of this machine that rests go on: after `p2p-co2 pause`, and outside its hours until they
+    next turn. One that trains goes on training."""
+    _wish(Wish.GO_ON, folder, everyone, "goes on")
+
+
+def _wish(wish: Wish, named: Path | None, everyone: bool, words: str) -> None:
+    for folder in _peers_here(named, everyone):
+        for place in (folder, folder / "tied"):  # of a stage with two groups
+            if place.is_dir():
+                WishFile(place).write(wish)
+        who = f"process {holder_of(folder)}" if is_kept(folder) else "no process runs there now"
+        if LOUDNESS.get() is not Loudness.QUIET:
+            print(f"the peer in {folder} {words} ({who})")
+
+
+def _peers_here(named: Path | None, everyone: bool) -> list[Path]:
+    """Raises ``ConfigError``, ``EnvironmentFault``."""
+    if named is not None:
+        if everyone:
+            raise ConfigError.of_option("--all", "means every folder; leave FOLDER out")
+        if not (named / "identity").is_file() or (named / "positions").exists():
+            raise ConfigError.of_option("FOLDER", f"{named} is no peer's folder")
+        return [named]
+    running = [folder for folder in peer_folders() if is_kept(folder)]
+    if not running:
+        raise EnvironmentFault(
+            "no peer runs here in a folder of its run; name the FOLDER that join was given"
+        )
+    if len(running) > 1 and not everyone:
+        which = ", ".join(map(str, running))
+        raise ConfigError.of_option("FOLDER", f"{len(running)} peers run here; name one, or --all: {which}")
+    return running

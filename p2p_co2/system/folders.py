@@ -49,6 +49,14 @@ def peer_folder(run: bytes, old: Path | None = None) -> Path:
     return _first_free(_of_run(run), "peer")
 
 
+def peer_folders() -> list[Path]:
+    """Those of this user's peers, as far as nobody named others: of all runs, and of the old place."""
+    if named := os.environ.get(FOLDER_VARIABLE):
+        return [Path(named).expanduser()]
+    found = sorted((data_home() / "runs").glob("*/peer*"))
+    return [folder for folder in (*found, OLD_PEER) if (folder / "identity").is_file()]
+
+
 def observer_folder(run: bytes, command: str) -> Path:
     """For an observer of the run: ``command`` is "board", "watch" or "metrics". As ``peer_folder``."""
     return _first_free(_of_run(run), command)

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from p2p_co2.errors import EnvironmentFault
 
@@ -173,7 +173,7 @@ class StopSignals:
         self.asked = False
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._handle)
         return self
@@ -221,6 +221,15 @@ def is_kept(folder: Path) -> bool | None:
         os.close(file)
 
 
+def holder_of(folder: Path) -> str:
+    """The id of the process that has ``folder``, as it wrote it into the lock; "unknown" if it did not."""
+    try:
+        word = (folder / "lock").read_text(errors="replace")[:32].partition("\n")[0].strip()
+    except OSError:
+        word = ""
+    return word or "unknown"
+
+
 class FolderLock:
     """Keeps a folder for this process: two peers with one identity would split a swarm and mix checkpoints.
 
@@ -247,9 +256,8 @@ class FolderLock:
         shut_in_forks(self)
         try:
             if not self._taken():
-                holder = path.read_text(errors="replace").partition("\n")[0].strip() or "unknown"
                 raise EnvironmentFault(
-                    f"{folder} is in use by process {holder}; give this one another --folder"
+                    f"{folder} is in use by process {holder_of(folder)}; give this one another --folder"
                 )
             os.ftruncate(self._file, 0)
             with full_disk_named(path):
