@@ -1,10 +1,10 @@
 # Needs Linux x86-64, make, and Python 3.11 or later with venv and pip. Everything else goes into .venv.
 #   make demo              a whole swarm on this machine      (DEMO_ARGS="--peers 3 --seconds 60")
 #   make test              all tests, by two workers          (TEST_ARGS="tests/test_codec.py -x" TEST_WORKERS=0)
-#   make check             ruff and mypy
-#   make install           only sets up .venv                 (PIP_ARGS="--index-url ..." for another torch build)
+#   make check             ruff, mypy, and the documentation's site
+#   make install           only sets up .venv                 (PIP_ARGS="--extra-index-url ..." for another torch build)
 #   make proto             wire schema to Python
-#   make docs              docs/events.md from the event types
+#   make docs              the reference pages in docs/ from the code
 #   make screenshots       every page of the board, light, dark and phone, into runs/screenshots (needs Chromium)
 #   make clean             removes .venv and caches
 
@@ -55,7 +55,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/tensors/codec/passes.c
 		echo "error: $(VENV) has no pip, and ensurepip does not bring it (above): make clean install" >&2; exit 2; }
 	@echo "Setting up $(VENV) with $$($(BIN)/python --version) of $$($(BIN)/python -c 'import sys; print(sys.base_prefix)'), \
 	once (torch is large: some minutes on a slow line)."
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) -c constraints.txt -e '.[dev]' \
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) -c constraints.txt -e '.[all,dev]' \
 		| awk '/^Collecting /{print "  " $$2; fflush()} /Downloading .*(MB|GB)/{print "    " $$(NF-1), $$NF; fflush()} \
 			/^Installing collected/{print "Installing ..."; fflush()}'
 	@# Where processes may not write bytecode each would compile all again: half a second of processor time.
@@ -72,6 +72,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -81,7 +82,7 @@ proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. p2p_co2/protocol/wire/messages.proto
 
 docs: $(STAMP)
-	$(BIN)/python -m monitoring.event_docs > docs/events.md
+	$(BIN)/python -m tests.reference_pages
 
 screenshots: $(STAMP)
 	$(BIN)/python -m tests.screenshots $(SCREENSHOT_ARGS)

@@ -85,7 +85,7 @@ def _batch(at: int, names: list[str], *, with_round: bool) -> Batch:
     number = at // ROUND_S + 1
     happenings = [
         Happening(now, "round_committed", names[f], f, number,
-                  f"round {number} of fragment {f} committed: 64 of 64", f"commit {f} {number}")
+                  f"exchange {number} of fragment {f} committed: 64 of 64", f"commit {f} {number}")
         for f in range(FRAGMENTS)
     ]  # fmt: skip
     return Batch(

@@ -22,7 +22,7 @@ from bootstrap.stage import (
     require_peers,
     run_in_new_folder,
 )
-from p2p_co2.config import RunConfig
+from p2p_co2.config import RunConfig, problems_of
 from p2p_co2.errors import RUN_OVER, ConfigError
 
 MICROBATCHES = 4
@@ -50,6 +50,9 @@ def run_demo(options: DemoOptions, watch_with: WatchWith) -> int:
         print(f"--seconds {options.seconds:g} is made whole: {rounds}, {trained_s:g} s", flush=True)
 
     def run(folder: Path) -> list[str]:
+        from p2p_co2.tensors.device import training_device
+
+        print(f"device: {training_device(options.device, is_tried=False).words}", flush=True)
         prepared, loss_start = prepare(config, folder, is_judged=True)
         with Stage(prepared, folder, options.carrier, watch_with(prepared, folder, "", ())) as stage:
             demo = RunningDemo(options, stage)
@@ -81,11 +84,10 @@ def run_config(options: DemoOptions) -> RunConfig:
     try:
         return RunConfig.model_validate(table)
     except ValidationError as error:
-        first = error.errors()[0]
         option = {"outer.rule": "--rule", "codec.name": "--codec", "clock.round_s": "--round-s"}
-        key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError.of_option(
-            option.get(key, key), f"{first['msg']} (got {first['input']!r})"
+        wrong = {".".join(place): problem for place, problem in problems_of(RunConfig, error).items()}
+        raise ConfigError.of_all(
+            [ConfigError.of_option(option.get(key, key), problem) for key, problem in wrong.items()]
         ) from None
 
 
@@ -130,4 +132,7 @@ class RunningDemo:
         self.killed.append(name)
 
     def _start_peer(self, name: str, number: int, among: int) -> None:
-        self._stage.start_peer(name, number, among, ("--device", self._options.device, *LOOPBACK))
+        from p2p_co2.tensors.device import device_of
+
+        device = device_of(number, self._options.device)
+        self._stage.start_peer(name, number, among, ("--device", device, *LOOPBACK))

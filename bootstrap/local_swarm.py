@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.system.process import processes_below
+from p2p_co2.system.process import processes_below, without_options
 
 POLL_S = 0.1
 _ROOT = Path(__file__).resolve().parent.parent
@@ -80,11 +80,12 @@ class LocalSwarm:
         beside those of ``environment``. Raises ``EnvironmentFault`` if the process or its log cannot be
         made."""
         log = self.folder / f"{name}.log"
+        given = {**without_options(os.environ), **environment(), **(variables or {})}
         try:
             with log.open("ab") as output:
                 process = subprocess.Popen(
                     list(arguments), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment(), **(variables or {})}, process_group=0,
+                    env=given, process_group=0,
                 )  # fmt: skip
         except OSError as error:
             raise EnvironmentFault(f"cannot start {name}: {error.strerror}; see {log}") from None

@@ -19,7 +19,7 @@ def says(words: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=words, **settings)
 
 
-RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The run; a default if absent.")]
+RunFile = Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run; a default if absent.")]
 Peers = Annotated[int, says("Peer processes.")]
 Carrier = Annotated[str, says("auto, grpc or libp2p.")]
 OwnRecipe = Annotated[str, says("The run's own recipe, here.", metavar="FILE.py:function")]
@@ -35,11 +35,16 @@ class SeedOptions:
     run_file: RunFile = None
     host: Annotated[str, says("Address to listen on; 0.0.0.0 for all.")] = "0.0.0.0"
     port: Annotated[int, says("Fixed port, so that tickets outlive a restart; 0 for any.")] = 0
-    folder: Annotated[Path, says("Keeps the seed's identity and the published run.")] = Path("runs/seed")
+    folder: Annotated[
+        Path | None, says("Keeps the seed's identity and the published run; one for each name, if absent.")
+    ] = None
     announce_host: Annotated[str, says("Address that others dial, if it is not the host's.")] = ""
     also: Annotated[str, says("Become a further seed of this run.", metavar="TICKET")] = ""
     relay: Annotated[bool, says("Pass on traffic between peers that cannot reach each other directly.")] = (
         True
+    )
+    as_json: Annotated[bool, says("Print each ticket as a line of JSON; all else on stderr.", "--json")] = (
+        False
     )
     parent: Parent = 0
 
@@ -55,7 +60,7 @@ class DemoOptions:
     rule: Annotated[str, says("How new parameters arrive: keep, co2, blend or eager.")] = "keep"
     codec: Annotated[str, says(f"{codec_names()}.")] = "int4"
     carrier: Carrier = "auto"
-    device: Annotated[str, says("What all peers train on: cpu, cuda, cuda:1.")] = "cpu"
+    device: Annotated[str, says("What all peers train on: auto, cpu, cuda or cuda:1.")] = "auto"
     folder: Annotated[Path | None, says("Where the run is written; runs/demo-<time> if absent.")] = None
     text: Annotated[Path | None, says("Train on this file or folder, not Python's own text.")] = None
     recipe: Annotated[str, says("Train your own recipe.", metavar="FILE.py:function")] = "byte-gpt"
@@ -113,6 +118,11 @@ class PlanOptions:
     hours: Annotated[float, says("What of a run without an end is looked at.")] = 24.0
     batch: Annotated[int, says("Sequences of the measured step; 0 for the recipe's.")] = 0
     threads: Annotated[int, says("CPU threads of the measured step; 0 for all cores.")] = 0
-    device: Annotated[str, says("Of the measured step: cpu, cuda, cuda:1.")] = "cpu"
+    device: Annotated[str, says("Of the measured step: auto, cpu, cuda or cuda:1.")] = "auto"
+    check: Annotated[bool, says("Exit status 1 if the verdict is no.", "--check")] = False
+    memory_gb: Annotated[float, says("Host memory of a peer's machine; what is free here if absent.")] = 0.0
+    gpu_memory_gb: Annotated[float, says("Of its GPU, if it trains on one; that of --device if absent.")] = (
+        0.0
+    )
     as_json: Annotated[bool, says("Print JSON, not tables.", "--json")] = False
     plot: Annotated[Path | None, says("Draw utilisation over bandwidth.", metavar="FILE.png")] = None

@@ -21,7 +21,7 @@ fragments = 4                  # the model is exchanged in this many pieces, one
 group_size = 64                # most peers that the run may have, 64 at most
 weight_cap = 4.0               # a peer counts at most so many times the median; 0: no defence against liars
 
-[recipe_options]               # go to the recipe by name; for byte-gpt see the README
+[recipe_options]               # go to the recipe by name; byte-gpt's are in docs/how-to/data.md
 
 [clock]
 mode = "time"                  # a round every round_s seconds; "steps": every inner_steps_per_round

@@ -13,6 +13,7 @@ import binascii
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, T
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES
 from p2p_co2.system.ctrl_c import hand_over, take_back
+from p2p_co2.system.folders import OLD_SEED, data_home, seed_folder
 from p2p_co2.system.process import (
     FolderLock,
     StopSignals,
@@ -31,15 +33,61 @@ from p2p_co2.system.process import (
     full_disk_named,
     require_supported_platform,
 )
-from p2p_co2.ticket import Ticket, is_loopback
+from p2p_co2.ticket import Ticket, is_loopback, is_of_run, is_private
 
 if TYPE_CHECKING:
     from p2p_co2.net.discovery import Discovery
     from p2p_co2.net.transport.libp2p.hivemind import P2P
 
 
-def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:
-    """Serve until somebody stops us; returns the exit status.
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a seed publishes: how others come. ``join``: the whole line that a volunteer types; ``others``:
+    what they need beside it, "" if nothing."""
+
+    run: str
+    recipe: str
+    digest: str
+    folder: str
+    ticket: str
+    join: str
+    others: str
+    reach: str
+    """Who can use it: "everywhere", "local network" or "this machine"."""
+
+
+def say_invitation(invitation: Invitation, say: Say) -> None:
+    """The line to copy last."""
+    say(f"ticket: {invitation.ticket}")
+    if doubt := doubt_of(invitation):
+        say(doubt)
+    say(f"volunteers join with this line{invitation.others}:")
+    say(invitation.join)
+
+
+def doubt_of(invitation: Invitation) -> str:
+    """Who cannot use it, and what to do; "" if everybody can, as far as its addresses tell."""
+    if invitation.reach == "this machine":
+        return (
+            "warning: the ticket names the loopback alone, so only processes of this machine can join; leave "
+            "--host out, or give the address that others dial with --announce-host"
+        )
+    if invitation.reach == "local network":
+        return (
+            "note: the ticket names addresses of a local network alone; for volunteers elsewhere forward a "
+            "port and give --port and --announce-host"
+        )
+    return ""
+
+
+def serve_run(
+    options: SeedOptions, say: Say = print, invite: Callable[[Invitation], None] | None = None
+) -> int:
+    """Serve until somebody stops us; returns the exit status. ``invite`` is told of each ticket, the first
+    and those after it; without it they are said like all else.
 
     Raises ``ConfigError``, ``TicketError``, ``EnvironmentFault`` (port, disk, daemon), ``TransportError``
     (the run of ``also`` cannot be reached).
@@ -52,16 +100,30 @@ def serve_run(options: SeedOptions, say: Callable[[str], None] = print) -> int:
         raise TicketError("the ticket is for another run than the run file; leave the file out, or mend it")
     require_supported_platform()
     end_with_parent(options.parent)
-    with full_disk_named(options.folder):
-        lock = FolderLock(options.folder)  # held until this process ends
+    folder = options.folder or _default_folder(run, given, say)
+    with full_disk_named(folder):
+        lock = FolderLock(folder)  # held until this process ends
         try:
-            asyncio.run(_until_stopped(Seed(options, run, given, say)))
+            asyncio.run(_until_stopped(Seed(replace(options, folder=folder), run, given, say, invite)))
         finally:
             lock.release()
     return 0
 
 
-def _run_of(options: SeedOptions, say: Callable[[str], None]) -> RunConfig:
+def _default_folder(run: RunConfig | None, given: Ticket | None, say: Say) -> Path:
+    """A first seed's is named after the run, a further one's after the run's digest."""
+    if given is not None:
+        digest, name = given.run, given.run.hex()[:12]
+    else:
+        assert run is not None
+        digest, name = run.digest(), run.name
+    if not is_of_run(OLD_SEED, digest):
+        return seed_folder(name)
+    say(f"going on in {OLD_SEED}, which is of this run; new ones are kept in {data_home() / 'seeds'}")
+    return OLD_SEED
+
+
+def _run_of(options: SeedOptions, say: Say) -> RunConfig:
     run = read_run_config(options.run_file) if options.run_file else RunConfig()
     if run.recipe_digest:
         return run
@@ -98,10 +160,13 @@ class Seed:
     ``given`` invites to."""
 
     def __init__(
-        self, options: SeedOptions, run: RunConfig | None, given: Ticket | None, say: Callable[[str], None]
-    ) -> None:
-        self.say, self._options, self._run = say, options, run
-        self._identity = Identity.load_or_create(options.folder / "identity")
+        self, options: SeedOptions, run: RunConfig | None, given: Ticket | None, say: Say,
+        invite: Callable[[Invitation], None] | None = None,
+    ) -> None:  # fmt: skip
+        assert options.folder is not None
+        self.say, self._options, self._folder, self._run = say, options, options.folder, run
+        self._invite = invite or partial(say_invitation, say=say)
+        self._identity = Identity.load_or_create(self._folder / "identity")
         if given:
             self._digest, self._key = given.run, PeerId(given.run_key)
             self._others = tuple(given.seeds)
@@ -121,7 +186,7 @@ class Seed:
 
         options = self._options
         async with AsyncExitStack() as stack:
-            where = options.folder / "identity", options.host, options.port
+            where = self._folder / "identity", options.host, options.port
             if options.announce_host and options.relay:
                 p2p = await start_relay(*where, options.announce_host)
             else:
@@ -133,24 +198,24 @@ class Seed:
             discovery = Discovery(p2p, self._identity, self._digest, self._refused)
             stack.push_async_callback(discovery.close)
             run = await self._publish(discovery)
-            discovery.hold_positions(read_positions(options.folder))
+            discovery.hold_positions(read_positions(self._folder))
             probes = ProbeServer(p2p, self._digest)
             stack.push_async_callback(probes.close)
             await probes.start()
             self.say(f'run "{run.name}", recipe {run.recipe}, digest {self._digest.hex()[:16]}')
-            await self._print_ticket(p2p)
-            self.say(f"join with: {how_to_join(run)}")
+            self.say(f"its identity, and where the run is, are kept in {self._folder}")
             self.say("Ctrl-C ends the seed; peers that know each other go on")
             if options.port == 0 and not options.also:
                 self.say("the port is a free one: for a ticket that outlives a restart, give --port")
+            await self._print_ticket(p2p, run)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._keep_up(discovery), name="keep up")
-                group.create_task(self._keep_daemon(p2p, discovery), name="keep the daemon")
+                group.create_task(self._keep_daemon(p2p, discovery, run), name="keep the daemon")
 
     def _known_seeds(self) -> tuple[str, ...]:
         """The other seeds of this run, from the ticket that this seed printed when it was last up."""
         try:
-            ticket = Ticket.parse((self._options.folder / "ticket").read_text(encoding="ascii").strip())
+            ticket = Ticket.parse((self._folder / "ticket").read_text(encoding="ascii").strip())
         except (OSError, UnicodeDecodeError, TicketError):
             return ()  # a first start, or a file that is no help
         own = f"/p2p/{self._identity.peer_id}"
@@ -178,7 +243,7 @@ class Seed:
         await discovery.keep_manifest()
         return RunConfig.from_canonical_bytes(manifest.config)
 
-    async def _print_ticket(self, p2p: P2P) -> None:
+    async def _print_ticket(self, p2p: P2P, run: RunConfig) -> None:
         """Print and keep the ticket, unless the one before still leads here."""
         from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
         from p2p_co2.net.transport.libp2p.control import own_maddrs
@@ -186,9 +251,9 @@ class Seed:
         own = seed_addresses(await own_maddrs(p2p, CONNECT_TIMEOUT_S))
         if not set(own).intersection(self._named):
             self._named = tuple(dict.fromkeys((*own, *self._others)))[:MAX_ADDRESSES]
-            ticket = str(Ticket(self._digest, self._key, self._named))
-            _keep(self._options.folder, "ticket", f"{ticket}\n")
-            self.say(f"ticket: {ticket}")
+            ticket = Ticket(self._digest, self._key, self._named)
+            _keep(self._folder, "ticket", f"{ticket}\n")
+            self._invite(invitation_of(run, ticket, self._folder))
 
     async def _keep_up(self, discovery: Discovery) -> None:
         """Publish the settings again and again, far sooner than the DHT forgets them; keep where the run is,
@@ -206,7 +271,7 @@ class Seed:
                     renew_at = time.monotonic() + 10 * MESSAGE_TIMEOUT_S
                 found = len(await discovery.find_peers())
                 if time.monotonic() > positions_at or found < peers:  # who left said where it was
-                    keep_positions(self._options.folder, await discovery.gather_positions())
+                    keep_positions(self._folder, await discovery.gather_positions())
                     positions_at = time.monotonic() + MESSAGE_TIMEOUT_S
             except (TransportError, EnvironmentFault) as error:
                 self._say_now(f"warning: {error}")
@@ -215,7 +280,7 @@ class Seed:
                 peers = found
                 self._say_now(f"peers: {peers}")
 
-    async def _keep_daemon(self, p2p: P2P, discovery: Discovery) -> None:
+    async def _keep_daemon(self, p2p: P2P, discovery: Discovery, run: RunConfig) -> None:
         """Start the libp2p daemon again when it dies. Raises ``EnvironmentFault`` if it cannot."""
         from p2p_co2.net.transport.libp2p.daemon import keep_alive
 
@@ -224,7 +289,7 @@ class Seed:
             try:
                 await discovery.rebootstrap(self._others)
                 await discovery.keep_manifest()
-                await self._print_ticket(p2p)
+                await self._print_ticket(p2p, run)
             except (TransportError, EnvironmentFault) as error:
                 self._say_now(f"warning: {error}")
 
@@ -232,12 +297,19 @@ class Seed:
         raise EnvironmentFault(f"the libp2p daemon ended ({words}); start the seed again")
 
 
-def how_to_join(run: RunConfig) -> str:
-    """What a volunteer types."""
+def invitation_of(run: RunConfig, ticket: Ticket, folder: Path) -> Invitation:
+    """What is said of ``ticket``: the line that a volunteer types, and who can use it."""
+    join, others = f"p2p-co2 join {ticket}", ""
     if run.recipe == OWN_LOOP:
-        return "your own program: python my_loop.py TICKET"
-    own = " --recipe FILE.py:function, with a copy of the recipe's file" if run.is_own_recipe else ""
-    return f"p2p-co2 join TICKET{own}"
+        join, others = f"python my_loop.py {ticket}", ", or as your own program takes a ticket"
+    elif run.is_own_recipe:
+        file, _, function = run.recipe.rpartition(":")
+        join, others = f"{join} --recipe {Path(file).name}:{function}", f", beside a copy of {file}"
+    reach = "local network" if all(map(is_private, ticket.seeds)) else "everywhere"
+    return Invitation(
+        run=run.name, recipe=run.recipe, digest=ticket.run.hex(), folder=str(folder), ticket=str(ticket),
+        join=join, others=others, reach="this machine" if ticket.is_local else reach,
+    )  # fmt: skip
 
 
 def keep_positions(folder: Path, sealed: Iterable[tuple[str, bytes]]) -> None:

@@ -31,7 +31,7 @@ def main() -> int:
     end_with_parent(os.getppid())
     listener, relay = take_over(given.listener_fd, given.relay_fd)
     if given.source == "peer":
-        feed = RelayedFeed(relay)
+        feed = RelayedFeed(relay, given.journal.parent if given.journal is not None else None)
         return run_activated(feed, listener, given.history, feed.gone, given.journal)
     return run_activated(JournalFeed(Path(given.source)), listener, given.history)
 

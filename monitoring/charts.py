@@ -3,19 +3,21 @@
 Laws: what a peer said is only ever a value in here, never a key (NiceGUI runs keys that begin with a colon),
 and tooltips are drawn, not HTML, so no text becomes markup or program. Colours are Okabe and Ito's (2008),
 told apart by colour-blind readers; outcomes are also told by a letter. Sizes are bounded whatever the
-swarm's.
+swarm's. Every chart says in a sentence what it shows, for who cannot see it (``aria``), and offers its
+picture; those over time can be zoomed. What is replaced keeps the zoom, if the number of lines is the same.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from monitoring.facts import RECENT_S, RoundFacts
-from monitoring.history import MEASURES
+from monitoring.history import MEASURES, Happening
 from monitoring.words import figure, plain
 from p2p_co2.telemetry.view import SwarmView
 
@@ -49,6 +51,26 @@ MAX_LOW_ROWS = 10
 MAX_ROUND_COLUMNS = 60
 
 
+MARKED = {
+    "peer_joined": (GREEN, "joined"), "peer_left": (VERMILLION, "left"), "peer_finished": (SKY, "finished"),
+    "paused": (PURPLE, "paused"), "resumed": (PURPLE, "went on"),
+}  # fmt: skip
+"""Kinds of events that are drawn as lines across the charts over time: colour, and a word for several."""
+MAX_MARKS = 64
+MARKS_APART = 1 / 24
+"""Of a chart's span: what lies nearer to each other is one mark."""
+
+
+class Look(NamedTuple):
+    """How a user wants to see a chart. ``smooth``: weight of what was before, 0 (as measured) to 1."""
+
+    smooth: float = 0.0
+    log: bool = False
+
+
+AS_MEASURED = Look()
+
+
 @dataclass(frozen=True)
 class Palette:
     """Colours that depend on light and dark."""
@@ -68,33 +90,46 @@ def column(name: str) -> int:
     return MEASURES.index(name) + 1
 
 
-def loss(palette: Palette, rows: Series, agreed: Series = (), *, over_tokens: bool = False) -> Options:
+def loss(
+    palette: Palette, rows: Series, agreed: Series = (), *, over_tokens: bool = False,
+    look: Look = AS_MEASURED, marks: Sequence[Happening] = (),
+) -> Options:  # fmt: skip
     """Mean training loss and the held-out loss of the agreed parameters, both as rows of ``History.series``,
-    over time or over the swarm's tokens."""
+    over time or over the swarm's tokens. ``marks``: who came and went, newest first, over time only."""
     place, across = column("loss"), _axis(palette, "time")
     training, held_out = _points(rows, place), [[row[0] * 1000, _known(row[place])] for row in agreed]
     if over_tokens:
         across, at = _axis(palette, "value", "tokens, all peers", scale=True), column("tokens")
         training, held_out = ([[row[at], _known(row[place])] for row in found] for found in (rows, agreed))
+    up = _axis(palette, "value", scale=True, splitNumber=4)
+    if look.log:
+        up = _axis(palette, "log", logBase=2)
+        training, held_out = _above_zero(training), _above_zero(held_out)
     thin = {"width": 1.5, "color": ORANGE, "opacity": 0.8}
-    options = _base(palette, across, _axis(palette, "value", scale=True, splitNumber=4), [
+    options = _base(palette, "Loss", across, up, [
         _line("agreed parameters, held-out", held_out, BLUE, showSymbol=True, symbolSize=7),
-        _line("training, mean of the peers", training, ORANGE, lineStyle=thin),
+        *_smoothed("training, mean of the peers", training, ORANGE, look.smooth, lineStyle=thin),
+        *([] if over_tokens else [_marks(palette, rows, marks, labelled=True)]),
     ])  # fmt: skip
     if over_tokens:
         options["grid"]["right"] = 36  # half of the last number stands beyond the axis
     return options
 
 
-def over_time(palette: Palette, rows: Series, lines: Mapping[str, tuple[str, str, float]]) -> Options:
+def over_time(
+    palette: Palette, rows: Series, lines: Mapping[str, tuple[str, str, float]], *, title: str = "Over time",
+    look: Look = AS_MEASURED, marks: Sequence[Happening] = (),
+) -> Options:  # fmt: skip
     """Some measures over time; ``lines``: (measure, colour, factor) by name. Utilisation is from 0 to 100."""
     ends: Options = {"max": 100, "interval": 25} if "utilisation" in lines else {}
     series = [
-        _line(name, _points(rows, column(measure), scale), colour)
+        one
         for name, (measure, colour, scale) in lines.items()
+        for one in _smoothed(name, _points(rows, column(measure), scale), colour, look.smooth)
     ]
+    series.append(_marks(palette, rows, marks, labelled=False))
     up = _axis(palette, "value", splitNumber=4, min=0, **ends)
-    options = _base(palette, _axis(palette, "time"), up, series, legend=len(lines) > 1)
+    options = _base(palette, title, _axis(palette, "time"), up, series, legend=len(lines) > 1)
     if len(lines) == 1:
         options["grid"]["top"] = 28
     return options
@@ -108,14 +143,17 @@ def staleness(
     width = max(1, -(-(values[-1] + 1) // 24)) if values else 1
     classes = list(range(0, max([*values, 3]) + 1, width))
     names = [str(low) if width == 1 else f"{low} to {low + width - 1}" for low in classes]
-    series = [{
+    series: list[Options] = [{
         "type": "bar", "stack": "all", "name": f"{of} {fragment}", "barMaxWidth": 32,
         "itemStyle": {"color": COLOURS[number % len(COLOURS)]},
         "data": [sum(n for value, n in found.items() if low <= value < low + width) for low in classes],
     } for number, (fragment, found) in enumerate(sorted(by_fragment.items()))]  # fmt: skip
     across = _axis(palette, "category", "staleness (outer steps)", data=names)
     up = _axis(palette, "value", splitNumber=4)
-    options = _base(palette, across, up, series, legend=len(by_fragment) <= MAX_NAMED)
+    options = _base(palette, "Staleness", across, up, series, legend=len(by_fragment) <= MAX_NAMED)
+    total = sum(sum(found.values()) for found in by_fragment.values())
+    parts = (f"{sum(one['data'][place] for one in series)} at {name}" for place, name in enumerate(names[:8]))
+    options["aria"]["label"]["description"] = f"Staleness of {total} outer steps: {', '.join(parts)}."
     options["tooltip"]["axisPointer"] = {"type": "shadow"}
     options["grid"]["bottom"] = 28
     return options
@@ -129,8 +167,9 @@ def staleness_of(palette: Palette, view: SwarmView, has_stages: bool) -> Options
 
 
 def rounds(palette: Palette, found: Sequence[RoundFacts], fragments: int, stages: int = 0) -> Options:
-    """Fragments by rounds: outcome as colour and letter, group size inside, reason on hover. ``stages``: each
-    has ``fragments`` of its own, and rows for them; 0 in a run of one stage."""
+    """Fragment exchanges, a row for each fragment and a column for each round: outcome as colour and letter,
+    group size inside, reason on hover. ``stages``: each has ``fragments`` of its own, and rows for them; 0 in
+    a run of one stage."""
     numbers = round_columns(found)
     at = {number: index for index, number in enumerate(numbers)}
     kinds = list(OUTCOMES)
@@ -150,12 +189,17 @@ def rounds(palette: Palette, found: Sequence[RoundFacts], fragments: int, stages
         "label": {"show": len(numbers) <= 40, "fontSize": 11, "lineHeight": 14, "formatter": "{@[3]}"},
         "itemStyle": {"borderColor": palette.panel, "borderWidth": 2, "borderRadius": 3},
     }]  # fmt: skip
-    across = _axis(palette, "category", "round (outer version)", data=[str(n) for n in numbers])
+    across = _axis(palette, "category", "round", data=[str(n) for n in numbers])
     names = [f"fragment {fragment}" for fragment in range(fragments)]
     if stages:
         names = [f"stage {stage}, {name}" for stage in range(stages) for name in names]
     up = _axis(palette, "category", data=names, inverse=True, splitArea={"show": False})
-    options = _base(palette, across, up, series, legend=False)
+    options = _base(palette, "Fragment exchanges", across, up, series, legend=False)
+    outcomes = Counter(facts.outcome for facts in found)
+    parts = (f"{times} {outcome}" for outcome, times in outcomes.most_common())
+    options["aria"]["label"]["description"] = (
+        f"Fragment exchanges of the newest {len(numbers)} rounds: {', '.join(parts) or 'none yet'}."
+    )
     options["tooltip"] |= {"trigger": "item", "formatter": "{b}"}
     options["grid"]["bottom"] = 28
     options["visualMap"] = {"type": "piecewise", "dimension": 2, "show": False, "pieces": colours}
@@ -170,12 +214,11 @@ def round_columns(found: Iterable[RoundFacts]) -> list[int]:
 def _round_words(facts: RoundFacts, stages: int) -> str:
     stage = f"stage {facts.stage}, " if stages else ""
     lines = [
-        f"{stage}fragment {facts.fragment}, round {facts.round}: {facts.outcome}",
+        f"{stage}fragment {facts.fragment}, exchange {facts.round}: {facts.outcome}",
         f"{facts.contributors} of {facts.group_size} in the mean, {figure(facts.duration_s, 2)} s",
     ]
     lines += [f"staleness at most {facts.staleness}"] if facts.staleness >= 0 else []
-    # ECharts reads braces as styles.
-    reason = plain(facts.reason, 160).replace("{", "(").replace("}", ")")
+    reason = _drawn(facts.reason, 160)
     return "\n".join(lines + ([reason] if reason else []))
 
 
@@ -183,19 +226,52 @@ def _round_words(facts: RoundFacts, stages: int) -> str:
 
 
 def _base(
-    palette: Palette, across: Options, up: Options, series: list[Options], legend: bool = True
+    palette: Palette, title: str, across: Options, up: Options, series: list[Options], legend: bool = True
 ) -> Options:
+    shown = [one["name"] for one in series if one.get("name") and "tooltip" not in one]
+    lines = [_told(one) for one in series if one["type"] == "line" and one["data"] and one["name"] in shown]
+    picture = {"title": "save as a picture", "name": f"p2p-co2 {title.lower()}".replace(" ", "-"),
+               "backgroundColor": palette.panel, "pixelRatio": 2}  # fmt: skip
+    tools: Options = {"saveAsImage": picture}
+    if across["type"] != "category":
+        hint = {"zoom": "zoom: drag across the chart", "back": "zoom back"}
+        tools = {
+            "dataZoom": {"title": hint, "yAxisIndex": "none"},
+            "restore": {"title": "all of it"},
+            **tools,
+        }
     return {
         "xAxis": across, "yAxis": up, "series": series,
         "animation": False,
+        "aria": {"enabled": True, "label": {"description": f"{title}. {' '.join(lines) or 'Nothing yet.'}"}},
         "textStyle": {"color": palette.ink, "fontFamily": "inherit"},
-        "grid": {"left": 8, "right": 16, "top": 40 if legend else 16, "bottom": 8, "containLabel": True},
-        "legend": {"show": legend, "top": 0, "left": 0, "type": "scroll", "icon": "roundRect",
-                   "itemWidth": 12, "itemHeight": 8, "textStyle": {"color": palette.soft}},
+        "grid": {"left": 8, "right": 16, "top": 40 if legend else 28, "bottom": 8, "containLabel": True},
+        "legend": {"show": legend, "top": 0, "left": 0, "width": "64%", "type": "scroll",
+                   "icon": "roundRect", "itemWidth": 12, "itemHeight": 8, "data": shown,
+                   "textStyle": {"color": palette.soft}},
+        "toolbox": {"top": -10, "right": 0, "itemSize": 13, "itemGap": 10, "feature": tools,
+                    "iconStyle": {"borderColor": palette.soft},
+                    "emphasis": {"iconStyle": {"borderColor": palette.ink, "textFill": palette.ink,
+                                               "textBackgroundColor": palette.panel, "textPadding": 3}}},
         "tooltip": {"renderMode": "richText", "trigger": "axis", "confine": True,
                     "backgroundColor": palette.panel, "borderColor": palette.line,
                     "textStyle": {"color": palette.ink, "fontSize": 12}},
     }  # fmt: skip
+
+
+def _told(line: Options) -> str:
+    """A line in a sentence."""
+    known = [point[1] for point in line["data"] if point[1] is not None]
+    if not known:
+        return f"{line['name']}: not known."
+    shown = (known[-1], min(known), max(known))
+    newest, low, high = (figure(value) if value >= 1000 else f"{value:.4g}" for value in shown)
+    return f"{line['name']}: {newest} at the end, between {low} and {high}."
+
+
+def _drawn(text: str, limit: int) -> str:
+    """What a peer may have said as a text in a chart: ECharts reads braces as styles and as names."""
+    return plain(text, limit).replace("{", "(").replace("}", ")")
 
 
 def _axis(palette: Palette, kind: str, name: str = "", **more: Any) -> Options:  # ECharts' own axis options
@@ -205,7 +281,7 @@ def _axis(palette: Palette, kind: str, name: str = "", **more: Any) -> Options: 
         "nameTextStyle": {"color": palette.soft},
         "axisLabel": {"color": palette.soft, "hideOverlap": True, **ends},
         "axisLine": {"lineStyle": {"color": palette.line}},
-        "splitLine": {"show": kind == "value", "lineStyle": {"color": palette.line}}, **more,
+        "splitLine": {"show": kind in {"value", "log"}, "lineStyle": {"color": palette.line}}, **more,
     }  # fmt: skip
 
 
@@ -219,6 +295,59 @@ def _points(rows: Series, column: int, scale: float = 1.0) -> list[list[float | 
             made.append([rows[number - 1][0] * 1000 + 1, None])
         made.append([row[0] * 1000, _known(row[column] * scale)])
     return made
+
+
+def _above_zero(points: Iterable[Sequence[float | None]]) -> list[list[float | None]]:
+    """A logarithm is of nothing else."""
+    return [[at, value if value is not None and value > 0 else None] for at, value in points]
+
+
+def _smoothed(name: str, points: list[Any], colour: str, weight: float, **more: Any) -> list[Options]:
+    """The line, or its exponential moving mean with the line behind it, pale. The mean is over what came
+    before, without the bias of its beginning (Adam's correction), and begins anew after a gap."""
+    if not weight:
+        return [_line(name, points, colour, **more)]
+    made: list[list[float | None]] = []
+    mean = shares = 0.0
+    for at, value in points:
+        if value is None:
+            mean = shares = 0.0
+        else:
+            mean, shares = weight * mean + (1 - weight) * value, weight * shares + (1 - weight)
+        made.append([at, None if value is None else _known(mean / shares)])
+    pale = {"width": 1, "color": colour, "opacity": 0.3}
+    behind = _line(
+        f"{name}, as measured", points, colour, lineStyle=pale, tooltip={"show": False}, silent=True
+    )
+    return [behind, _line(name, made, colour)]
+
+
+def _marks(palette: Palette, rows: Series, happenings: Sequence[Happening], *, labelled: bool) -> Options:
+    """Lines across a chart over time where somebody came, went or rested, as a series without points."""
+    start, end = (rows[0][0], rows[-1][0]) if rows else (0.0, 0.0)
+    groups: list[list[Happening]] = []
+    for one in sorted(
+        (one for one in happenings[:MAX_MARKS] if start <= one.at <= end), key=lambda one: one.at
+    ):
+        if not groups or one.at - groups[-1][0].at > (end - start) * MARKS_APART:
+            groups.append([])
+        groups[-1].append(one)
+    data = []
+    for group in groups:
+        kinds = {one.kind for one in group}
+        colour, word = MARKED[group[0].kind] if len(kinds) == 1 else (palette.soft, "changes")
+        first = _drawn(group[0].words.partition(":")[0], 24)
+        data.append({
+            "xAxis": group[0].at * 1000, "name": "\n".join(_drawn(one.words, 80) for one in group[:6]),
+            "lineStyle": {"color": colour},
+            "label": {"formatter": first if len(group) == 1 else f"{len(group)} {word}", "color": colour},
+        })  # fmt: skip
+    name = "who came and went" if labelled else ""  # without a name it has no place in the legend
+    return _line(name, [], palette.soft, markLine={
+        "data": data, "symbol": "none", "animation": False, "lineStyle": {"type": "dashed", "width": 1},
+        "label": {"show": labelled, "fontSize": 10.5, "position": "insideEndTop"},
+        "tooltip": {"show": True, "formatter": "{b}"},
+    })  # fmt: skip
 
 
 def _known(value: float) -> float | None:

@@ -18,6 +18,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -40,6 +41,8 @@ ONLINE = frozenset({"starting", "joining", "training", "draining", "paused", "be
 OVER = frozenset({"finished", "left"})
 BEHIND_ROUNDS = 2.0
 """A peer that lags so far is not where the run is."""
+OVERDUE_ROUNDS = 3.0
+"""Without a committed exchange of any fragment."""
 ROUNDS_SHOWN = 240
 SILENT_AFTER_S = 10.0
 """Ten questions to a peer without an answer, and what rates are measured over. The word of others counts
@@ -71,6 +74,24 @@ _ABSENT = {
     "silent": ("is silent", "if it is yours, see whether that machine sleeps or starves"),
     "unreachable": ("cannot be reached", "if it is yours, ask p2p-co2 doctor there"),
 }
+
+
+class RunState(StrEnum):
+    """How a run is, in a word, as one reader sees it. The first that is true holds:
+
+    ``OVER``: its rounds are made and nobody trains, every peer has finished or left, or its journals ended.
+    ``LOST``: the reader cannot reach the run, or of the peers that were there none is online.
+    ``ALONE``: one peer at most is online and not paused, in a run of one stage.
+    ``DEGRADED``: training goes on, and something bad (``Trouble.severity``) began in the last ``RECENT_S``;
+    or a stage has no replica; or none of a fragment's exchanges has committed for ``OVERDUE_ROUNDS``.
+    ``HEALTHY``: none of these. A run of which nobody has been heard yet has no state.
+    """
+
+    HEALTHY = "Healthy"
+    ALONE = "Alone"
+    DEGRADED = "Degraded"
+    LOST = "Lost"
+    OVER = "Over"
 
 
 _UNSEEN, _WAITING = Sighting(""), FeedState("connected", "waiting for the first peer")
@@ -142,7 +163,7 @@ class PeerFacts(_Frozen):
     fragment_age_s: tuple[float | None, ...] = Field(description="Since agreed parameters reached each.")
     carriers: dict[str, int] = Field(description="Its open links by carrier; none once it is not online.")
     links: tuple[LinkFacts, ...] = Field(description="Measured links, by receiver.")
-    skipped_sends: int = Field(description="Schedule points passed with the round before still in flight.")
+    skipped_sends: int = Field(description="Schedule points passed with the exchange before still in flight.")
     refused: dict[str, int] = Field(description="Messages that it refused, by reason. Own word.")
     nonsense: dict[str, int] = Field(description="What it told that cannot be, by cause. Observed.")
     pipeline: PipelineFacts | None = Field(description="Null in a run of one stage, or if unknown.")
@@ -184,9 +205,9 @@ class StageFacts(_Frozen):
     back_round_trip_s: float | None = Field(description="The same to the stage before.")
     forward_bytes: int = Field(description="Sent to the stage behind, payload. Own word.")
     back_bytes: int = Field(description="Sent to the stage before, payload. Own word.")
-    rounds_committed: int
-    rounds_alone: int
-    rounds_aborted: int
+    rounds_committed: int = Field(description="Fragment exchanges that several replicas committed.")
+    rounds_alone: int = Field(description="Made by one replica with nobody else.")
+    rounds_aborted: int = Field(description="Fragment exchanges that were given up.")
     trouble: str = Field(description="That it has no replica, or too few, and what to do; empty if neither.")
     trouble_since_at: float | None = Field(description="Unix seconds.")
 
@@ -206,11 +227,11 @@ class Trouble(_Frozen):
 
 
 class RoundFacts(_Frozen):
-    """One round of one fragment."""
+    """One fragment exchange: the peers average what they learned for one fragment, in one round."""
 
     stage: int = Field(description="Whose replicas made it; 0 in a run of one stage.")
     fragment: int
-    round: int = Field(description="The outer version that it would make.")
+    round: int = Field(description="That it belongs to: the outer version that it would make.")
     at: float = Field(description="Unix seconds of its newest news.")
     outcome: str = Field(description="open, committed, partial, late, alone (by one peer) or aborted.")
     group_size: int
@@ -227,6 +248,17 @@ class SwarmFacts(_Frozen):
     """A swarm at one moment."""
 
     at: float = Field(description="Unix seconds of this view.")
+    me: str = Field(description="Peer id of the reader's own peer; empty if it belongs to none.")
+    state: str = Field(description=f"{', '.join(RunState)}; empty until a peer is heard.")
+    state_words: str = Field(description="Why it is in that state, in words.")
+    progress: float | None = Field(description="Of the run's rounds, made, 0 to 1; null if it has no end.")
+    time_left_s: float | None = Field(
+        description="Until the run's last round, seconds, at the pace of its clock or of its peers' steps; "
+        "null if it has no end, does not go on, or its pace is not known."
+    )
+    my_exchange: RoundFacts | None = Field(
+        description="The newest committed fragment exchange that the reader's own peer took part in."
+    )
     run: str = Field(description="The run's name; empty until it is known.")
     run_digest: str = Field(description="sha256 of the run's settings, hex; empty until it is known.")
     place: str = Field(description="Where these facts come from.")
@@ -251,17 +283,17 @@ class SwarmFacts(_Frozen):
     utilisation: float | None = Field(description="Mean of the peers online, else of all; 0 to 1.")
     up_bytes: int = Field(description="Sum of the peers' own words.")
     up_bytes_per_s: float = Field(description="Sum over the peers.")
-    rounds_committed: int = Field(description="By several peers.")
+    rounds_committed: int = Field(description="Fragment exchanges that several peers committed.")
     rounds_alone: int = Field(description="Made by one peer with nobody else: nothing was exchanged.")
-    rounds_aborted: int
-    rounds_counted: int = Field(description="Committed rounds whose certificate was checked.")
+    rounds_aborted: int = Field(description="Fragment exchanges that were given up.")
+    rounds_counted: int = Field(description="Committed fragment exchanges whose certificate was checked.")
     staleness: dict[str, int] = Field(description="Applied outer steps by staleness.")
     staleness_mean: float | None
     sync_delay_steps_mean: float | None
     abort_reasons: dict[str, int]
     troubles: tuple[Trouble, ...]
     peers: tuple[PeerFacts, ...]
-    rounds: tuple[RoundFacts, ...] = Field(description="The newest rounds, newest first.")
+    rounds: tuple[RoundFacts, ...] = Field(description="The newest fragment exchanges, newest first.")
     stages: tuple[StageFacts, ...] = Field(description="In their order; empty in a run of one stage.")
 
 
@@ -271,7 +303,8 @@ class SwarmFacts(_Frozen):
 @dataclass(frozen=True)
 class Known:
     """All that facts are made of. ``now``: unix seconds. ``sightings``, ``received_at`` (when its events
-    last came, by the reader's clock): by peer. ``is_over``: nobody is left that could write more."""
+    last came, by the reader's clock): by peer. ``is_over``: nobody is left that could write more. ``me``: the
+    reader's own peer, "" if it has none."""
 
     view: SwarmView
     now: float
@@ -281,6 +314,7 @@ class Known:
     sightings: Mapping[str, Sighting] = field(default_factory=dict)
     received_at: Mapping[str, float] = field(default_factory=dict)
     is_over: bool = False
+    me: str = ""
 
     def label(self, peer: str) -> str:
         return self.labels.get(peer) or f"~{peer[-6:]}"
@@ -424,8 +458,16 @@ def swarm_facts(known: Known) -> SwarmFacts:
     ended = at >= rounds_total > 0 and all(peer.state != "training" for peer in peers)
     is_over = ended or (bool(peers) and all(peer.state in OVER for peer in peers))
     newest = [round_facts(known, view) for view in list(view.rounds.values())[-ROUNDS_SHOWN:]]
+    wrong = () if is_over else troubles(known, peers, stages)
+    run_is, why = run_state(known, peers, wrong, stages, is_over=is_over or known.is_over)
+    goes_on = run_is in {RunState.HEALTHY, RunState.ALONE, RunState.DEGRADED}
+    left = max(0.0, rounds_total - at)
     return SwarmFacts(
-        at=known.now, run=run.name if run else "", run_digest=run.digest().hex() if run else "",
+        at=known.now, me=known.me, state=run_is, state_words=why,
+        progress=min(1.0, at / rounds_total) if rounds_total else None,
+        time_left_s=_time_left_s(known, left, online) if rounds_total and goes_on else None,
+        my_exchange=_newest_exchange(known, known.me),
+        run=run.name if run else "", run_digest=run.digest().hex() if run else "",
         place=known.place, connection=state.phase, connection_words=state.words, fragments=known.fragments,
         parameters=sum(
             max((peer.start.parameters for peer in held), default=0) for held in known.by_stage.values()
@@ -446,9 +488,62 @@ def swarm_facts(known: Known) -> SwarmFacts:
         staleness={str(value): staleness[value] for value in sorted(staleness)},
         staleness_mean=mean_of(staleness), sync_delay_steps_mean=mean_of(view.sync_delay_steps),
         abort_reasons=dict(aborts.most_common(16)),
-        troubles=() if is_over else troubles(known, peers, stages), stages=stages,
+        troubles=wrong, stages=stages,
         peers=peers, rounds=tuple(sorted(newest, key=lambda facts: -facts.at)),
     )  # fmt: skip
+
+
+def run_state(
+    known: Known, peers: Sequence[PeerFacts], wrong: Sequence[Trouble], stages: Sequence[StageFacts] = (), *,
+    is_over: bool,
+) -> tuple[str, str]:  # fmt: skip
+    """(the run's ``RunState``, why); both empty until a peer is heard. ``wrong``: its troubles now."""
+    heard = [peer for peer in peers if peer.state != "unknown"]
+    online = [peer for peer in peers if peer.state in ONLINE]
+    at_work = [peer for peer in online if peer.state != "paused"]
+    who = f"only {plain(at_work[0].label, 40)} is" if at_work else "nobody is"
+    bad = [stage.trouble for stage in stages if stage.is_empty]
+    bad += [one.words for one in wrong if one.severity == BAD and known.now - one.since_at <= RECENT_S]
+    if (quiet_s := _overdue_s(known, peers)) > 0:
+        bad.append(f"no fragment exchange has committed for {clock(quiet_s)}")
+    rules = (
+        (bool(heard) and is_over, RunState.OVER, "every peer has finished, left or ended"),
+        (known.state.phase == "lost", RunState.LOST, plain(known.state.words, 240)),
+        (not heard, "", ""),
+        (not online, RunState.LOST, "of the peers that were there none is online"),
+        (len(at_work) < 2 and known.stages == 1, RunState.ALONE,
+         f"{who} at work, so nothing is exchanged; {INVITE}"),
+        (bool(bad), RunState.DEGRADED, next(iter(bad), "")),
+        (True, RunState.HEALTHY, f"{len(at_work)} peers are at work, and nothing bad happened of late"),
+    )  # fmt: skip
+    return next((str(state), words) for holds, state, words in rules if holds)
+
+
+def _overdue_s(known: Known, peers: Sequence[PeerFacts]) -> float:
+    """Seconds without a committed exchange; 0 unless they are too many for how long peers have trained."""
+    since = sorted(peer.joined_at or known.now for peer in peers if peer.state == "training")
+    if known.round_s is None or len(since) < 2:
+        return 0.0
+    commits = (one.commits for one in reversed(known.view.rounds.values()) if one.outcome == "committed")
+    last_at = max((commit.at for commit in next(commits, {}).values()), default=0.0)
+    quiet_s = known.now - max(last_at, since[1])
+    return quiet_s if quiet_s > max(OVERDUE_ROUNDS * known.round_s, SILENT_AFTER_S) else 0.0
+
+
+def _time_left_s(known: Known, rounds: float, online: Sequence[PeerFacts]) -> float | None:
+    """Seconds for so many ``rounds``: by the clock, or at the pace of the median peer's inner steps."""
+    if known.round_s is not None:
+        return rounds * known.round_s
+    steps_s = [peer.wall_s / peer.inner_steps for peer in online if peer.inner_steps and peer.wall_s > 0]
+    if known.run is None or not steps_s:
+        return None
+    return rounds * known.run.clock.inner_steps_per_round * statistics.median(steps_s)
+
+
+def _newest_exchange(known: Known, peer: str) -> RoundFacts | None:
+    """The newest that ``peer`` says it committed."""
+    rounds = reversed(known.view.rounds.values()) if peer else ()
+    return next((round_facts(known, one) for one in rounds if peer in one.commits), None)
 
 
 def mean_known(values: Iterable[float | None]) -> float | None:

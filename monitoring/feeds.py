@@ -16,7 +16,7 @@ from pathlib import Path
 
 from monitoring.history import TIERS
 from p2p_co2.config import RunConfig, read_run_config
-from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.errors import ConfigError, EnvironmentFault, TicketError
 from p2p_co2.protocol.reports import Poller
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Relayed
@@ -25,6 +25,7 @@ from p2p_co2.system.socket_activation import MAX_ASKED, receive_relayed, send_re
 from p2p_co2.telemetry.events import Event, PeerFinished, PeerStarted
 from p2p_co2.telemetry.feed import Feed, FeedState, News, Sighting
 from p2p_co2.telemetry.journal import Tail
+from p2p_co2.ticket import MAX_TICKET_CHARACTERS, Ticket
 
 MAX_JOURNALS = 1024
 QUIET_S = 15.0
@@ -47,6 +48,14 @@ class PastFeed(Feed):
     def take(self) -> News:
         events, self._events = self._events, []
         return News(events)
+
+
+def read_ticket(*folders: Path) -> str:
+    """The first ticket that lies in one of ``folders`` (a peer's, a seed's), "" if none does."""
+    for path in (folder / "ticket" for folder in folders):
+        with contextlib.suppress(OSError, ValueError, TicketError), path.open(encoding="ascii") as file:
+            return str(Ticket.parse(file.read(MAX_TICKET_CHARACTERS)))
+    return ""
 
 
 class JournalFeed(Feed):
@@ -96,6 +105,9 @@ class JournalFeed(Feed):
             self.state = self._state(time.time() - self._grew_at)
         return news
 
+    def invitation(self) -> str:
+        return read_ticket(self._folder, *sorted(self._folder.glob("peers/*"))[:MAX_JOURNALS])
+
     def _state(self, quiet_s: float) -> FeedState:
         count = sum(self._open.values())
         if quiet_s > QUIET_S and not count:
@@ -113,13 +125,15 @@ class RelayedFeed(Feed):
     """A feed through a peer of this machine: its board, which has no libp2p, asks over ``relay``, its end of
     the socket pair, and the peer passes the questions on. Law: it asks its own peer always, and the
     others only while somebody looks (``watched``). What comes back is signed by each peer and checked here
-    like any observer's. ``gone`` is set when the peer has ended: then there is nothing more to show."""
+    like any observer's. ``gone`` is set when the peer has ended: then there is nothing more to show.
+    ``folder``: the peer's, where its ticket lies."""
 
     place = "this machine's peer"
     state = FeedState("connecting", "asking the peer of this machine")
 
-    def __init__(self, relay: socket.socket) -> None:
+    def __init__(self, relay: socket.socket, folder: Path | None = None) -> None:
         self.gone = threading.Event()
+        self._folder = folder
         self._relay = relay
         self._lock = threading.Lock()
         self._poller: Poller | None = None
@@ -135,6 +149,9 @@ class RelayedFeed(Feed):
 
     def watched(self, now: float) -> None:
         self._watched_at = now
+
+    def invitation(self) -> str:
+        return read_ticket(self._folder) if self._folder is not None else ""
 
     def close(self) -> None:
         self.gone.set()

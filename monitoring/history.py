@@ -218,14 +218,34 @@ class History:
         """(fragment, round) of the newest rounds that ``counted`` holds."""
         return set(self._reader.execute("SELECT fragment, round FROM counted_rounds"))
 
-    def happenings(self, newest: int, peer: str = "") -> list[Happening]:
-        """The newest happenings, of ``peer`` or ("") of all, newest first."""
+    def happenings(self, newest: int, peer: str = "", kinds: Sequence[str] = ()) -> list[Happening]:
+        """The newest happenings, of ``peer`` or ("") of all, newest first; ``kinds``: of events, all if there
+        are none."""
+        of_kinds = f"AND kind IN ({', '.join('?' * len(kinds))}) " if kinds else ""
         found = self._reader.execute(
-            f"SELECT {', '.join(Happening._fields)} FROM happenings WHERE ? IN ('', peer) "
+            f"SELECT {', '.join(Happening._fields)} FROM happenings WHERE ? IN ('', peer) {of_kinds}"
             "ORDER BY at DESC, id DESC LIMIT ?",
-            (peer, newest),
+            (peer, *kinds, newest),
         )
         return [Happening(*row) for row in found]
+
+    def moved(self, key: str, since: float) -> tuple[float, float]:
+        """About how many bytes a peer sent and received since then, as far as samples are kept: what is older
+        than the finest tier from the coarser ones."""
+        until, sent, received = 2**53, 0.0, 0.0
+        coarser = [step for step, _ in TIERS[1:]] + [1]
+        for (step, _), next_step in zip(TIERS, coarser, strict=True):
+            rows = self._reader.execute(
+                "SELECT at, up_bytes_per_s, down_bytes_per_s FROM samples "
+                "WHERE step = ? AND key = ? AND at >= ? AND at < ? ORDER BY at",
+                (step, key, math.ceil(since), until),
+            ).fetchall()
+            if rows:
+                until = -(-rows[0][0] // next_step) * next_step  # what is before it is in the next tier
+                whole = [row for row in rows if row[0] >= until]
+                sent += step * sum(row[1] or 0.0 for row in whole)
+                received += step * sum(row[2] or 0.0 for row in whole)
+        return sent, received
 
     def counted(self) -> dict[str, float]:
         """Work by peer as it was last kept."""

@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from monitoring.charts import OUTCOMES
-from monitoring.facts import ONLINE, STATES, PeerFacts, PipelineFacts, StageFacts, SwarmFacts
+from monitoring.facts import ONLINE, STATES, PeerFacts, PipelineFacts, RunState, StageFacts, SwarmFacts
 from monitoring.words import plain
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -51,6 +51,7 @@ _SWARM_GAUGES = {
     "swarm_tokens_per_second": "tokens_per_s", "swarm_agreed_loss": "loss_agreed",
     "swarm_training_loss": "loss_training", "swarm_utilisation_ratio": "utilisation",
     "swarm_position_rounds": "position", "swarm_staleness_mean_steps": "staleness_mean",
+    "swarm_progress_ratio": "progress", "swarm_time_left_seconds": "time_left_s",
     "swarm_troubles": "troubles", "reader_connected": "connection",
 }  # fmt: skip
 _STAGE_COUNTERS = {
@@ -93,7 +94,10 @@ class FactsCollector(Collector):
             states = {(state,): sum(peer.state == state for peer in facts.peers) for state in STATES}
             yield _gauge("swarm_peers", "Peers by state.", ["state"], states)
             outcomes = {(kind,): sum(found.outcome == kind for found in facts.rounds) for kind in OUTCOMES}
-            yield _gauge("swarm_recent_rounds", "The newest rounds by outcome.", ["outcome"], outcomes)
+            words = "The newest fragment exchanges by outcome."
+            yield _gauge("swarm_recent_rounds", words, ["outcome"], outcomes)
+            is_in = {(state.lower(),): float(facts.state == state) for state in RunState}
+            yield _gauge("swarm_state", "1 for the state that the run is in.", ["state"], is_in)
             if facts.stages:
                 yield from _of(CounterMetricFamily, _STAGE_COUNTERS, StageFacts, facts.stages, ["stage"])
                 yield from _of(GaugeMetricFamily, _STAGE_GAUGES, StageFacts, facts.stages, ["stage"])

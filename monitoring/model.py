@@ -37,7 +37,7 @@ class Model:
         self.feed = feed
         self.view = SwarmView(rounds_kept=rounds_kept)
         self.sightings: dict[str, Sighting] = {}
-        self.known = Known(self.view, 0.0, feed.run, feed.state, feed.place)
+        self.known = Known(self.view, 0.0, feed.run, feed.state, feed.place, me=feed.me)
         self._received_at: dict[str, float] = {}
         """When events of a peer last came, however old: a reader of a past is not told of silence."""
         self._facts: SwarmFacts | None = None
@@ -73,7 +73,8 @@ class Model:
         self._forget()
         feed, at = self.feed, (self.view.last_at or now) if is_over else now
         self._facts, self.known = None, Known(
-            self.view, at, feed.run, feed.state, feed.place, self.sightings, self._received_at, is_over
+            self.view, at, feed.run, feed.state, feed.place, self.sightings, self._received_at, is_over,
+            feed.me,
         )  # fmt: skip
 
     def _forget(self) -> None:

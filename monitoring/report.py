@@ -1,9 +1,11 @@
 """A run that is over, as files: ``report.html``, one page that needs nothing but a browser, and ``loss.png``.
 
 The page is made from the facts and charts of the board; ECharts' own program (from NiceGUI's wheel) and the
-data lie inside the file. Law: data is JSON in a script element that cannot be left (every "<" is escaped),
-text enters the page as text, and the content policy allows no request to anywhere. Price: 1.2 MB, nearly all
-of it ECharts; a second of CPU for the picture.
+data lie inside the file. It needs the extra ``board``, the picture the extra ``plot``.
+
+Law: data is JSON in a script element that cannot be left (every "<" is escaped), text enters the page as
+text, and the content policy allows no request to anywhere. Price: 1.2 MB, nearly all of it ECharts; a second
+of CPU for the picture.
 """
 
 from __future__ import annotations
@@ -14,29 +16,26 @@ import json
 import math
 import re
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
 from monitoring import charts
 from monitoring.facts import SwarmFacts
 from monitoring.feeds import JournalFeed
-from monitoring.history import AGREED, MAX_LINES, MEASURES, SWARM, History
+from monitoring.history import AGREED, MAX_LINES, MEASURES, SWARM, Happening, History
 from monitoring.model import Model, Recorder
-from monitoring.words import clock, figure, plain
+from monitoring.words import clock, plain
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.system.extras import missing
 
 Agreed = Sequence[tuple[float, float, float]]
 """(at, tokens, held-out loss) of the agreed parameters, measured outside of the run."""
 _ECHARTS = "elements/echart/dist"
 _CARDS = (
     ("loss", "Loss over time", "UNIT"), ("over_tokens", "Loss over tokens", "UNIT"),
-    ("rounds", "Rounds", "group size inside, why on hover"), ("staleness", "Staleness", "outer steps"),
+    ("rounds", "Fragment exchanges", "group size inside, why on hover"),
+    ("staleness", "Staleness", "outer steps"),
     ("tokens", "Tokens per second", "all peers together"),
     ("traffic", "Traffic", "kB/s, all peers together"),
 )  # fmt: skip
@@ -58,10 +57,11 @@ import(url).then(module => {
 """
 
 
-def write_report(folder: Path, summary: str = "", agreed: Agreed = ()) -> None:
+def write_report(folder: Path, summary: str = "", agreed: Agreed = ()) -> list[str]:
     """Write ``report.html`` and ``loss.png`` of the run whose journals lie in ``folder`` into it.
-    ``summary``: it in words. Raises ``EnvironmentFault`` if they cannot be written or there is no such
-    folder."""
+    ``summary``: it in words. Returns a sentence for each of the two that an extra is missing for. Raises
+    ``EnvironmentFault`` if they cannot be written or there is no such folder."""
+    extras = {"report.html": missing("board"), "loss.png": missing("plot")}
     model, history = Model(JournalFeed(folder)), History(None)
     try:
         Recorder(model, history).follow(time.time())
@@ -70,29 +70,39 @@ def write_report(folder: Path, summary: str = "", agreed: Agreed = ()) -> None:
         blank = dict.fromkeys(MEASURES, math.nan)
         measured += [(at, *{**blank, "tokens": tokens, "loss": loss}.values()) for at, tokens, loss in agreed]
         measured.sort()
-        themes = {"light": charts.LIGHT, "dark": charts.DARK}
-        options = {theme: _charts(themes[theme], model, rows, measured) for theme in themes}
-        start, happened = model.view.started_at or 0.0, reversed(history.happenings(MAX_LINES))
-        news = "\n".join(f"{clock(line.at - start):>8}  {line.words}" for line in happened)
-        page = _page(facts, options, {"Summary": summary, f"What happened, the newest {MAX_LINES}": news})
-        (folder / "report.html").write_text(page, encoding="utf-8")
-        _draw(folder / "loss.png", facts, rows, measured, model.view.staleness)
+        if not extras["report.html"]:
+            themes = {"light": charts.LIGHT, "dark": charts.DARK}
+            marks = history.happenings(charts.MAX_MARKS, kinds=tuple(charts.MARKED))
+            options = {theme: _charts(themes[theme], model, rows, measured, marks) for theme in themes}
+            start, happened = model.view.started_at or 0.0, reversed(history.happenings(MAX_LINES))
+            news = "\n".join(f"{clock(line.at - start):>8}  {line.words}" for line in happened)
+            page = _page(facts, options, {"Summary": summary, f"What happened, the newest {MAX_LINES}": news})
+            (folder / "report.html").write_text(page, encoding="utf-8")
+        if not extras["loss.png"]:
+            from monitoring.picture import draw_loss
+
+            draw_loss(folder / "loss.png", facts, rows, measured, model.view.staleness)
     except OSError as error:
         raise EnvironmentFault(f"cannot write the report in {folder}: {error.strerror}") from None
     finally:
         history.close()
+    return [f"no {name}: it {words}" for name, words in extras.items() if words]
 
 
 def _charts(
-    palette: charts.Palette, model: Model, rows: charts.Series, agreed: charts.Series
-) -> dict[str, charts.Options]:
+    palette: charts.Palette, model: Model, rows: charts.Series, agreed: charts.Series,
+    marks: Sequence[Happening],
+) -> dict[str, charts.Options]:  # fmt: skip
     facts = model.facts()
     return {
-        "loss": charts.loss(palette, rows, agreed),
+        "loss": charts.loss(palette, rows, agreed, marks=marks),
         "over_tokens": charts.loss(palette, rows, agreed, over_tokens=True),
         "rounds": charts.rounds(palette, facts.rounds, facts.fragments, len(facts.stages)),
         "staleness": charts.staleness_of(palette, model.view, bool(facts.stages)),
-        **{name: charts.over_time(palette, rows, lines) for name, (_, _, lines) in charts.TRENDS.items()},
+        **{
+            name: charts.over_time(palette, rows, lines, title=title, marks=marks)
+            for name, (title, _, lines) in charts.TRENDS.items()
+        },
     }
 
 
@@ -103,23 +113,25 @@ def _page(facts: SwarmFacts, options: dict[str, Any], texts: dict[str, str]) -> 
     )
     tall = " tall" if len(facts.stages) * facts.fragments > charts.MAX_LOW_ROWS else ""
     cards = "".join(
-        f'<div class="b-card"><div class="b-head"><span class="b-title">{name}</span><span class="b-hint">'
+        f'<div class="b-card"><div class="b-head"><h2 class="b-title">{name}</h2><span class="b-hint">'
         f"{hint.replace('UNIT', facts.loss_unit)}</span></div>"
         f'{f"""<div class="b-legend">{legend}</div>""" if key == "rounds" else ""}'
-        f'<div class="b-chart{tall if key == "rounds" else ""}" data-chart="{key}"></div></div>'
+        f'<div class="b-chart{tall if key == "rounds" else ""}" data-chart="{key}" role="img" '
+        f'aria-label="{name}"></div></div>'
         for key, name, hint in _CARDS
     )
     told = "".join(
-        f'<div class="b-card"><div class="b-title">{title}</div><pre>{html.escape(words)}</pre></div>'
+        f'<div class="b-card"><h2 class="b-title">{title}</h2>'
+        f'<pre tabindex="0" role="region" aria-label="{title}">{html.escape(words)}</pre></div>'
         for title, words in texts.items()
     )
     body = (
-        f'<header class="b-top"><div class="b-bar"><span class="b-name">p2p-co2</span>'
+        f'<header class="b-top"><div class="b-bar"><h1 class="b-name">p2p-co2</h1>'
         f'<span class="b-run">{_text(facts.run)} · written {time.strftime("%d %b %Y %H:%M")}</span>'
         '</div><div style="height:10px"></div></header><main class="b-page">'
         f'<div class="b-two">{cards}</div>{told}'
         '<div class="b-foot">What peers say of themselves is their own word; work is counted from the '
-        "rounds' certificates.</div></main>"
+        "certificates of fragment exchanges.</div></main>"
     )
     program, name = _echarts()
     data, blob = (json.dumps(one).replace("<", "\\u003c") for one in (options, program))
@@ -148,39 +160,3 @@ def _echarts() -> tuple[str, str]:
     if found is None:
         raise EnvironmentFault("this version of NiceGUI packs ECharts otherwise; install the pinned one")
     return (folder / found[3]).read_text(encoding="utf-8"), found[1]
-
-
-def _draw(
-    path: Path, facts: SwarmFacts, rows: charts.Series, agreed: charts.Series, staleness: Counter[int]
-) -> None:
-    """The loss over time, and how stale the outer steps were (PNG, 1400 x 560)."""
-    picture = Figure(figsize=(14, 5.6), dpi=100)
-    FigureCanvasAgg(picture)
-    picture.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
-    left, right = picture.subplots(1, 2, width_ratios=(1.75, 1))
-    start, place = min((row[0] for row in (*rows, *agreed)), default=0.0), charts.column("loss")
-    for found, colour, style, name in (
-        (rows, charts.ORANGE, "-", "training, mean of the peers"),
-        (agreed, charts.BLUE, "o", "agreed parameters, held-out"),
-    ):
-        if found:
-            minutes, loss = [(row[0] - start) / 60 for row in found], [row[place] for row in found]
-            left.plot(minutes, loss, style, color=colour, label=name)
-            left.legend(frameon=False, fontsize=12)
-    values, total = sorted(staleness)[:32], staleness.total() or 1
-    at = [min(value, 2**31) for value in values]
-    right.bar(at, [100 * staleness[value] / total for value in values], color=charts.GREEN)
-    right.set_xlim(-0.75, max([3, *at]) + 0.75)
-    right.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    for axes, title, across, up in (
-        (left, f"Loss, {facts.loss_unit}", "minutes", ""),
-        (right, f"Staleness, mean {figure(facts.staleness_mean, 2)}", "outer steps behind", "updates (%)"),
-    ):
-        axes.set_title(title, loc="left", fontsize=13)
-        axes.set_xlabel(across, fontsize=13)
-        axes.set_ylabel(up, fontsize=13)
-        axes.grid(True, axis="y", color="#DDDDDD")
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    picture.savefig(path, format="png")

@@ -1,7 +1,7 @@
 """Figures for tools that people use already: TensorBoard and Weights & Biases, each an extra.
 
-    pip install 'p2p-co2[tensorboard]'     p2p-co2 export TICKET --tensorboard FOLDER
-    pip install 'p2p-co2[wandb]'           p2p-co2 export TICKET --wandb PROJECT
+    pip install 'p2p-co2[tensorboard]'     p2p-co2 metrics TICKET --tensorboard FOLDER
+    pip install 'p2p-co2[wandb]'           p2p-co2 metrics TICKET --wandb PROJECT
 
 Law: a sink is a reader: it gets the swarm's facts as often as a history has samples, and can change nothing.
 The step of every figure is the swarm's tokens, so runs of any speed lie on one axis.
@@ -22,6 +22,7 @@ from monitoring.history import TIERS
 from monitoring.model import follow
 from monitoring.words import plain
 from p2p_co2.errors import ConfigError
+from p2p_co2.system.extras import require
 from p2p_co2.telemetry.feed import Feed
 
 MAX_PEERS = 64
@@ -62,11 +63,8 @@ Sink = TensorBoardSink | WandbSink
 
 
 def _library(name: str, extra: str) -> Any:  # a library without types
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        words = f"needs {name}: pip install 'p2p-co2[{extra}]'"
-        raise ConfigError("command line", f"--{extra}", words) from None
+    require(extra, f"--{extra}")
+    return importlib.import_module(name)
 
 
 def open_sinks(tensorboard: Path | None, wandb: str) -> list[Sink]:

@@ -129,7 +129,7 @@ def _of_group(
     reasons: list[str] = []
     if table and not rounds["committed"] and not (by_one and rounds["alone"]):
         alone = f": {rounds['alone']} were made by one peer alone" if rounds["alone"] else ""
-        reasons.append(f"no round was committed{alone}")
+        reasons.append(f"no fragment exchange was committed{alone}")
     finished = {name: peer["digest"] for name, peer in table.items() if peer["finished"]}
     if finished and not digests_equal:
         held = ", ".join(f"{name} {digest[:12] or 'none'}" for name, digest in finished.items())

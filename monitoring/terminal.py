@@ -61,10 +61,17 @@ _STAGE_COLUMNS: dict[str, Callable[[StageFacts], str]] = {
     "forward\nper s": lambda stage: size(stage.forward_bytes_per_s),
     "back\nper s": lambda stage: size(stage.back_bytes_per_s),
     "hop\nms": lambda stage: figure(_ms(stage.forward_round_trip_s), 1),
-    "rounds": lambda stage: figure(stage.rounds_committed),
+    "commits": lambda stage: figure(stage.rounds_committed),
     "aborted": lambda stage: figure(stage.rounds_aborted),
 }  # fmt: skip
-_STAGES_DROP_FIRST = ("aborted", "rounds", "hop\nms", "versions\napart", "back\nper s", "forward\nper s")
+_STAGES_DROP_FIRST = (
+    "aborted",
+    "commits",
+    "hop\nms",
+    "versions\napart",
+    "back\nper s",
+    "forward\nper s",
+)
 Words = Sequence[tuple[float, str]]
 
 
@@ -141,7 +148,7 @@ def line(facts: SwarmFacts, *, own: bool = False) -> str:
     return (
         f"{_peers_there(facts, own)}, round {figure(facts.position, 1)}, "
         f"loss {figure(facts.loss, 3)} ({facts.loss_kind}), {figure(facts.tokens)} tokens, "
-        f"{figure(facts.tokens_per_s)} tokens/s, rounds {_rounds(facts)}, "
+        f"{figure(facts.tokens_per_s)} tokens/s, exchanges {_rounds(facts)}, "
         f"staleness {figure(facts.staleness_mean, 2)}, up {size(facts.up_bytes)}{stages}{wrong}"
     )
 
@@ -212,7 +219,7 @@ def _head(facts: SwarmFacts, own: bool) -> list[Text]:
     )  # fmt: skip
     second = Text.assemble(
         "tokens ", (figure(facts.tokens), "bold"), "   ", (figure(facts.tokens_per_s), "bold"),
-        f" tokens/s   sent {size(facts.up_bytes)}   rounds ", (_rounds(facts), "bold"),
+        f" tokens/s   sent {size(facts.up_bytes)}   exchanges ", (_rounds(facts), "bold"),
     )  # fmt: skip
     return [title, first, second]
 
@@ -282,12 +289,12 @@ def _table(cells: dict[str, list[Text]], width: int, drop_first: Sequence[str]) 
 
 
 def _staleness(facts: SwarmFacts, width: int) -> list[Text]:
-    """Staleness as numbers, and the newest rounds of each fragment as one letter each."""
+    """Staleness as numbers, and the newest exchanges of each fragment as one letter each."""
     mean = f" mean {figure(facts.staleness_mean, 2)} outer steps ({_histogram(facts.staleness)}); "
     delay = f"send to apply {figure(facts.sync_delay_steps_mean, 1)} inner steps"
     online = [peer for peer in facts.peers if peer.state in ONLINE]
     oldest = max((age or 0.0 for peer in online for age in peer.fragment_age_s), default=0.0)
-    legend = "rounds, newest right (■ committed, p without some, L late, 1 alone, A aborted); "
+    legend = "fragment exchanges, newest right (■ committed, p without some, L late, 1 alone, A aborted); "
     rows = [
         Text.assemble(("staleness", "bold"), mean, delay),
         Text(f"{legend}oldest fragment: merged {clock(oldest)} ago"),
@@ -352,8 +359,8 @@ def _summary_table(summary: dict[str, Any]) -> Table:
         ("peers, parameters", f"{summary['peers']} peers, {figure(summary['parameters'])} parameters"),
         ("not finished", ", ".join(missing[:8]) or "nobody"),
         ("trained", f"{figure(summary['tokens'])} tokens in {clock(summary['wall_s'])}"),
-        ("rounds committed", f"{rounds['committed']} ({rounds['partial']} partial)"),
-        ("rounds aborted", f"{rounds['aborted']}{' (' + reasons + ')' if reasons else ''}"),
+        ("fragment exchanges committed", f"{rounds['committed']} ({rounds['partial']} partial)"),
+        ("fragment exchanges aborted", f"{rounds['aborted']}{' (' + reasons + ')' if reasons else ''}"),
         ("compute utilisation, mean", percent(summary["utilisation"]["mean"])),
         ("exposed, worst peer", f"{figure(summary['exposed_s']['max'], 2)} s"),
         ("sent per parameter and round", f"{figure(sent['per_parameter_per_round'], 3)} bytes{with_hops}"),
@@ -370,7 +377,7 @@ def _summary_table(summary: dict[str, Any]) -> Table:
 def _stage_summary(stage: dict[str, Any]) -> str:
     """Who finished, what was computed, and how fast the hops are: a line each."""
     rounds, done, hops = stage["rounds"], stage["microbatches"], stage["hops"]
-    made = f"{rounds['committed']} rounds ({rounds['alone']} alone, {rounds['aborted']} aborted)"
+    made = f"{rounds['committed']} fragment exchanges ({rounds['alone']} alone, {rounds['aborted']} aborted)"
     ways = ", ".join(
         f"{way} {size(hops[f'{way}_bytes_per_s'])}/s, {figure(_ms(hops[f'{way}_round_trip_s']), 1)} ms"
         for way in ("forward", "back")

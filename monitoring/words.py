@@ -133,7 +133,9 @@ def describe(event: ev.Event, labels: Mapping[str, str], stage: int | None = Non
             span += f" of {of_fragment(event.fragment, stage)}"
             lost = event.rounds_given_up
             words = f"{me} caught up, {span}, by {event.how} from {name(event.donor)}"
-            words += f"; given up: {lost} round{'s' if lost > 1 else ''} that it made alone" if lost else ""
+            words += (
+                f"; given up: {lost} exchange{'s' if lost > 1 else ''} that it made alone" if lost else ""
+            )
         case ev.ContributionCapped():
             key, words = f"capped {event.other}", f"{name(event.other)} {capped_words(event)}"
         case ev.MessageRefused():
@@ -149,18 +151,23 @@ def of_fragment(fragment: int, stage: int | None) -> str:
     return f"fragment {fragment}" + ("" if stage is None else f" of stage {stage}")
 
 
+def exchange(fragment: int, number: int, stage: int | None) -> str:
+    """A fragment exchange's name. ``number``: of the round that it belongs to."""
+    return f"exchange {number} of {of_fragment(fragment, stage)}"
+
+
 def _of_round(event: ev.Event, me: str, stage: int | None) -> tuple[str, str]:
     at = "" if stage is None else f"{stage} "
     match event:
         case ev.RoundCommitted(group_size=1):
-            return "", f"{me} made round {event.round} of {of_fragment(event.fragment, stage)} alone"
+            return "", f"{me} made {exchange(event.fragment, event.round, stage)} alone"
         case ev.RoundCommitted():
             share = f"{event.contributors} of {event.group_size} are in the mean"
-            words = f"round {event.round} of {of_fragment(event.fragment, stage)} committed: {share}, "
+            words = f"{exchange(event.fragment, event.round, stage)} committed: {share}, "
             key = f"commit {at}{event.fragment} {event.round}"
             return key, f"{words}{figure(event.duration_s, 2)} s at {me}"
         case ev.RoundAborted():
-            words = f"round {event.round} of {of_fragment(event.fragment, stage)} aborted: {event.reason}"
+            words = f"{exchange(event.fragment, event.round, stage)} aborted: {event.reason}"
             return f"abort {at}{event.fragment} {event.round} {event.reason}", words
         case ev.SendSkipped():
             return "", f"{me} skipped a send of {of_fragment(event.fragment, stage)}: {event.reason}"

@@ -1,5 +1,9 @@
 """p2p-co2: volunteers train one PyTorch model together over the internet.
 
+    import p2p_co2 as co2
+
+    with co2.join(model, optimizer, run=TICKET) as swarm: ...
+
 The front door for one's own training loop is ``join``; the programs are ``p2p-co2 seed``, ``join`` and
 ``demo``. Names below are loaded when first used, so that a program that needs no torch does not pay for it.
 
@@ -8,12 +12,16 @@ Nothing is imported here that takes time: the command line's handler of Ctrl-C c
 
 from __future__ import annotations
 
+import importlib
 import os
 
 TYPE_CHECKING = False  # as ``typing`` has it, which takes milliseconds to import
 if TYPE_CHECKING:
+    from p2p_co2 import integrations
     from p2p_co2.config import PeerConfig, RunConfig
-    from p2p_co2.trainer import Connection, Peer, connect, join
+    from p2p_co2.swarm import Optimizer, Swarm, join, shard
+    from p2p_co2.testing import local_swarm
+    from p2p_co2.trainer import Connection, Peer, connect
 
 # Torch takes its large tensors in huge pages (see ``memory``): before it makes its first one. A user's own
 # setting stands.
@@ -23,16 +31,21 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 __version__ = "0.1.0"
-__all__ = ["Connection", "Peer", "PeerConfig", "RunConfig", "__version__", "connect", "join"]
+__all__ = [
+    "Connection", "Optimizer", "Peer", "PeerConfig", "RunConfig", "Swarm", "__version__", "connect",
+    "integrations", "join", "local_swarm", "shard",
+]  # fmt: skip
+_ROOMS = {
+    "PeerConfig": "config", "RunConfig": "config", "Connection": "trainer", "Peer": "trainer",
+    "connect": "trainer", "Optimizer": "swarm", "Swarm": "swarm", "join": "swarm", "shard": "swarm",
+    "local_swarm": "testing",
+}  # fmt: skip
+"""Where each name is loaded from."""
 
 
 def __getattr__(name: str) -> object:
-    if name in {"PeerConfig", "RunConfig"}:
-        from p2p_co2 import config
-
-        return getattr(config, name)
-    if name in {"Connection", "Peer", "connect", "join"}:
-        from p2p_co2 import trainer
-
-        return getattr(trainer, name)
+    if name == "integrations":
+        return importlib.import_module("p2p_co2.integrations")
+    if name in _ROOMS:
+        return getattr(importlib.import_module(f"p2p_co2.{_ROOMS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

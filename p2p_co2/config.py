@@ -10,13 +10,15 @@ import hashlib
 import json
 import re
 import tomllib
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from p2p_co2.codec_specs import SPECS, codec_names
-from p2p_co2.errors import ConfigError
+from p2p_co2.errors import ConfigError, in_our_words
 from p2p_co2.protocol.wire.limits import MAX_STAGES
 from p2p_co2.system.governor import read_hours
 
@@ -232,7 +234,7 @@ class RunConfig(_Frozen):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            wrong = _config_error("the published run manifest", error)
+            wrong = _config_errors("the published run manifest", cls, error)[0]
             problem = wrong.problem.partition(";")[0]  # whose cure is for who writes a run file
             cure = "the run is of another version of p2p-co2, install the organiser's"
             raise ConfigError(wrong.where, wrong.key, f"{problem}; {cure}") from None
@@ -275,12 +277,13 @@ class PeerConfig(_Frozen):
     ``grpc_port`` 0 picks a free port. ``host`` is the address to listen on ("": all of this machine's, unless
     the ticket's seeds are on it) and ``announce_host`` the one that others dial ("" means ``host``).
     ``checkpoint_every_s`` seconds between checkpoints, 0 for as often as a budget of 100 GB of writes a day
-    allows, a minute at the least. ``batch`` sequences per inner step, 0 for the recipe's. ``board``: serve
-    this peer's board on ``board_port`` of the loopback (0: any free one)."""
+    allows, a minute at the least. ``device``: torch's name of it; "auto" for a GPU if torch can compute on
+    one, else the processor. ``batch`` sequences per inner step, 0 for the recipe's. ``board``: serve this
+    peer's board on ``board_port`` of the loopback (0: any free one)."""
 
     folder: Path = Path("runs/peer")
     name: str = Field(default="", max_length=64)
-    device: str = "cpu"
+    device: str = "auto"
     batch: int = Field(default=0, ge=0)
     stage: int = Field(default=-1, ge=-1, lt=MAX_STAGES)
     """Of a run with stages: which one to hold; -1 for the one that is needed most."""
@@ -361,17 +364,40 @@ def _read(kind: type[_Config], path: Path) -> _Config:
     try:
         return kind.model_validate(table)
     except ValidationError as error:
-        raise _config_error(str(path), error) from None
+        raise ConfigError.of_all(_config_errors(str(path), kind, error)) from None
 
 
-def _config_error(where: str, error: ValidationError) -> ConfigError:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        problem = "unknown key; remove it or check its spelling and its table"
-    else:
-        problem = first["msg"].removeprefix("Value error, ")
-        if first["loc"] and not isinstance(first["input"], dict):
-            problem += f" (got {first['input']!r})"
-    more = len(error.errors()) - 1
-    return ConfigError(where, key, problem + (f"; and {more} more" if more else ""))
+def problems_of(kind: type[BaseModel], error: ValidationError) -> dict[tuple[str, ...], str]:
+    """What is wrong by the place of the key in ``kind``; one problem for each place."""
+    found: dict[tuple[str, ...], str] = {}
+    for one in error.errors():
+        *tables, last = [str(part) for part in one["loc"]] or [""]
+        if tables[:1] == ["recipe_options"]:  # pydantic tells of each type that it might have been
+            found[(*tables[:1], (*tables[1:], last)[0])] = "write text, a number, true or false"
+            continue
+        problem = in_our_words(one["msg"])
+        if one["type"] == "extra_forbidden":
+            near = get_close_matches(last, _keys(kind, tables), 1)
+            homes = [name for name in kind.model_fields if last in _keys(kind, [name])]
+            if near:
+                problem = f"unknown key; did you mean {near[0]}?"
+            elif homes and not tables:
+                problem = f"unknown key here; it belongs below [{homes[0]}]"
+        elif one["loc"] and not isinstance(one["input"], dict):
+            problem += f" (got {one['input']!r})"
+        found.setdefault((*tables, last) if last else (), problem)
+    return found
+
+
+def _keys(kind: type[BaseModel], tables: Sequence[str]) -> list[str]:
+    """The keys of a table in ``kind``."""
+    for name in tables:
+        inner = kind.model_fields[name].annotation if name in kind.model_fields else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        kind = inner
+    return list(kind.model_fields)
+
+
+def _config_errors(where: str, kind: type[BaseModel], error: ValidationError) -> list[ConfigError]:
+    return [ConfigError(where, ".".join(place), told) for place, told in problems_of(kind, error).items()]

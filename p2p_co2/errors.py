@@ -16,6 +16,9 @@ An aborted round is not an error: it is an event with a reason (``telemetry.even
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 
 class P2PCo2Error(Exception):
     """Root of everything this library raises on purpose."""
@@ -23,11 +26,19 @@ class P2PCo2Error(Exception):
 
 class ConfigError(P2PCo2Error):
     """The user's input is wrong. ``where`` is the file (or "command line"), ``key`` the dotted key,
-    ``problem`` what is wrong and what would be right."""
+    ``problem`` what is wrong and what would be right. Of several mistakes at once it is the first, and its
+    text has a line for each."""
 
     def __init__(self, where: str, key: str, problem: str) -> None:
         self.where, self.key, self.problem = where, key, problem
         super().__init__(f"{where}: {key}: {problem}" if key else f"{where}: {problem}")
+
+    @classmethod
+    def of_all(cls, errors: Sequence[ConfigError]) -> ConfigError:
+        """All of ``errors``, of which there is at least one, as one to raise."""
+        first = cls(errors[0].where, errors[0].key, errors[0].problem)
+        first.args = ("\n".join(str(error) for error in errors),)
+        return first
 
     @classmethod
     def of_option(cls, option: str, problem: str) -> ConfigError:
@@ -77,3 +88,35 @@ class PeerLost(TransportError):
 
 class DigestMismatch(P2PCo2Error):
     """Content from a donor does not have the digest that was agreed."""
+
+
+_WORDS = (
+    (r"Input should be a valid integer.*", "write a whole number"),
+    (r"Input should be a valid number.*", "write a number"),
+    (r"Input should be a finite number.*", "write a finite number"),
+    (r"Input should be a valid boolean.*", "write true or false"),
+    (r"Input should be a valid string.*", "write text"),
+    (r"Input should be a valid (?:dictionary|instance).*", "is a table of settings; write it as one"),
+    (r"Input (?:should be|is not) a valid path.*", "write a path"),
+    (r"Input should be greater than or equal to (.+)", r"at least \1"),
+    (r"Input should be greater than (.+)", r"greater than \1"),
+    (r"Input should be less than or equal to (.+)", r"at most \1"),
+    (r"Input should be less than (.+)", r"less than \1"),
+    (r"Input should be ('.+)", r"use \1"),
+    (r"(?:String|Value|Data) should have at least (\d+) (characters?|items?).*", r"at least \1 \2"),
+    (r"(?:String|Value|Data) should have at most (\d+) (characters?|items?).*", r"at most \1 \2"),
+    (r"String should match pattern .*A-Za-z0-9\._-.*", "use letters, digits, dots, - and _ alone"),
+    (r"String should match pattern .*\[0-9a-f\]\{64\}.*", "write 64 hexadecimal digits, or nothing"),
+    (r"String should match pattern (.+)", r"must match \1"),
+    (r"Field required", "is missing"),
+    (r"Extra inputs are not permitted", "unknown key; remove it or check its spelling and its table"),
+    (r"Value error, (.*)", r"\1"),
+)
+
+
+def in_our_words(message: str) -> str:
+    """What pydantic says of a bad value, as we say it: what would be right. Other text stays as it is."""
+    for theirs, ours in _WORDS:
+        if found := re.fullmatch(theirs, message, re.DOTALL):
+            return found.expand(ours)
+    return message

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from p2p_co2.config import PeerConfig, read_peer_config
+from p2p_co2.config import PeerConfig, problems_of, read_peer_config
 from p2p_co2.errors import ConfigError
 from p2p_co2.ticket import Ticket
 
 
-def peer_config(path: Path | None, given: dict[str, Any], ticket: str | None = None) -> PeerConfig:
-    """Defaults, then the file ``path``, then what is ``given`` (None: not), by dotted key; where to
-    listen as ``listening`` says. Raises ``ConfigError`` by the option's name, ``TicketError``."""
-    table = (read_peer_config(path) if path else PeerConfig()).model_dump()
+def peer_config(
+    path: Path | PeerConfig | None, given: dict[str, Any], ticket: str | None = None,
+    default_folder: Callable[[], Path] | None = None,
+) -> PeerConfig:  # fmt: skip
+    """Defaults, then the file ``path`` (or what was read of one), then what is ``given`` (None: not), by
+    dotted key; where to listen as ``listening`` says. ``default_folder`` is asked last, and where neither
+    names a folder. Raises ``ConfigError`` by the option's name, ``TicketError``."""
+    read = path if isinstance(path, PeerConfig) else read_peer_config(path) if path else PeerConfig()
+    table, has_folder = read.model_dump(), "folder" in read.model_fields_set
     for key, value in given.items():
         if value is not None:
             section, _, field = key.rpartition(".")
@@ -23,13 +31,30 @@ def peer_config(path: Path | None, given: dict[str, Any], ticket: str | None = N
     try:
         config = PeerConfig.model_validate(table)
     except ValidationError as error:
-        first = error.errors()[0]
-        option = "--" + str(first["loc"][-1]).replace("_", "-").removesuffix("-bytes-per-s").removesuffix(
-            "-s"
-        )
-        problem = first["msg"].removeprefix("Value error, ")
-        raise ConfigError.of_option(option, f"{problem} (got {first['input']!r})") from None
-    return listening(config, None if ticket is None else Ticket.parse(ticket))
+        wrong = [
+            ConfigError.of_option(_option(place[-1]), problem)
+            for place, problem in problems_of(PeerConfig, error).items()
+        ]
+        raise ConfigError.of_all(wrong) from None
+    config = listening(config, None if ticket is None else Ticket.parse(ticket))
+    if default_folder is None or has_folder or given.get("folder") is not None:
+        return config
+    return config.model_copy(update={"folder": default_folder()})
+
+
+def bytes_per_s(option: str, text: str | None) -> float | None:
+    """Of "2500000", "500k", "2.5M" or "20Mbit". Raises ``ConfigError``."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(-?[0-9.]+) ?([kMG]?)(bit)?", text)
+    try:
+        value = float(found[1]) if found else math.nan
+    except ValueError:
+        value = math.nan
+    if found is None or math.isnan(value):
+        problem = f"{text!r} is no rate; write bytes per second (500k, 2M) or bits (20Mbit)"
+        raise ConfigError.of_option(option, problem)
+    return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
 
 
 def listening(config: PeerConfig, ticket: Ticket | None) -> PeerConfig:
@@ -39,3 +64,8 @@ def listening(config: PeerConfig, ticket: Ticket | None) -> PeerConfig:
         return config
     is_local = ticket is None or ticket.is_local
     return config.model_copy(update={"host": "127.0.0.1" if is_local else "0.0.0.0"})
+
+
+def _option(key: str) -> str:
+    """The option that a key of a peer file is on the command line."""
+    return "--" + key.replace("_", "-").removesuffix("-bytes-per-s").removesuffix("-s")

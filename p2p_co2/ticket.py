@@ -11,17 +11,23 @@ from __future__ import annotations
 import hashlib
 import io
 import ipaddress
+import os
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 import base58
 
 from p2p_co2.errors import RemoteProtocolError, TicketError
 from p2p_co2.protocol.wire.identity import PeerId, peer_id_of, public_key_of
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES
+from p2p_co2.system.process import VARIABLES
 
 PREFIX = "p2pco2-"
+TICKET_VARIABLE = VARIABLES + "TICKET"
 VERSION = 1
 MAX_TICKET_CHARACTERS = 4096
 MAX_SEED_CHARACTERS = 255
@@ -106,6 +112,48 @@ class Ticket:
         return cls(run, peer_id_of(run_key), tuple(seeds))
 
 
+def read_ticket(text: str = "") -> str:
+    """The ticket that ``text`` is or leads to: a ticket, ``@FILE``, ``-`` for standard input, or nothing for
+    ``$P2P_CO2_TICKET`` (which may be any of these).
+
+    A file or the input may hold more than the ticket, as what a seed prints does: the first word that looks
+    like one is taken. What is a word already is returned as it is; ``Ticket.parse`` judges it. Raises
+    ``TicketError``.
+    """
+    word = (text or os.environ.get(TICKET_VARIABLE, "")).strip()
+    if not word:
+        raise TicketError(
+            f"no ticket: give the word that the seed printed, @FILE, -, or set ${TICKET_VARIABLE}"
+        )
+    if word == "-":
+        return _first_ticket(sys.stdin, "standard input")
+    if word.startswith("@"):
+        try:
+            with Path(word[1:]).expanduser().open(encoding="utf-8", errors="replace") as lines:
+                return _first_ticket(lines, word[1:])
+        except (OSError, RuntimeError) as error:
+            problem = error.strerror if isinstance(error, OSError) else str(error)
+            raise TicketError(f"cannot read a ticket from {word[1:]}: {problem}") from None
+    return word
+
+
+def _first_ticket(lines: Iterable[str], where: str) -> str:
+    """Looks no further than the line that has it: a seed that prints into a pipe goes on."""
+    for line in islice(lines, 1000):
+        for word in line.split():
+            if word.startswith(PREFIX):
+                return word
+    raise TicketError(f'no ticket in {where}: a ticket begins with "{PREFIX}"')
+
+
+def is_of_run(folder: Path, run: bytes) -> bool:
+    """Whether ``folder`` is a peer's or seed's of ``run``, by the ticket that it keeps."""
+    try:
+        return Ticket.parse((folder / "ticket").read_text(encoding="ascii")).run == run
+    except (OSError, UnicodeDecodeError, TicketError):
+        return False
+
+
 def is_seed_address(maddr: str) -> bool:
     """Whether a ticket can name this multiaddr."""
     try:
@@ -147,8 +195,20 @@ def _split(seed: str) -> tuple[str, PeerId]:
 
 def is_loopback(seed: str) -> bool:
     """Whether a multiaddr is of this machine alone."""
+    address = _address_of(seed)
+    return address is not None and address.is_loopback
+
+
+def is_private(seed: str) -> bool:
+    """Whether a multiaddr leads nowhere from outside a local network."""
+    address = _address_of(seed)
+    return address is not None and address.is_private
+
+
+def _address_of(seed: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for a name."""
     kind, host = seed.split("/")[1:3]
     try:
-        return kind in {"ip4", "ip6"} and ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host) if kind in {"ip4", "ip6"} else None
     except ValueError:
-        return False
+        return None

@@ -1,21 +1,29 @@
-"""A trained model out of a checkpoint: for sampling and for its held-out loss.
+"""A trained model out of a checkpoint: for sampling, for its held-out loss, and for other programs.
 
 It puts the agreed parameters, not a peer's live ones, into the recipe's model. The fragment plan's digest
 must be the checkpoint's, so parameters never land in the wrong place. Of a run with stages it is the whole
-model's: all stages in one process, under the names that ``Stages.join`` gives them."""
+model's: all stages in one process, under the names that ``Stages.join`` gives them. A run that programs of
+one's own train has no recipe: any recipe file whose model has the same names and shapes measures and samples
+it, and ``write_model`` needs none."""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
+from p2p_co2.config import OWN_LOOP
 from p2p_co2.errors import ConfigError
-from p2p_co2.recipes import Recipe, load_run_recipe
-from p2p_co2.tensors.checkpoint.folder import load_agreed
+from p2p_co2.recipes import Recipe, load_measuring_recipe
+from p2p_co2.tensors.checkpoint.folder import Checkpoint, load_agreed
+from p2p_co2.tensors.checkpoint.layout import write_kept
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
-from p2p_co2.tensors.names import named_buffers
+from p2p_co2.tensors.names import named_buffers, named_parameters
+from p2p_co2.tensors.pretrained import write_pretrained
 
 
 @dataclass(frozen=True)
@@ -26,19 +34,21 @@ class Trained:
 
     @classmethod
     def load(cls, checkpoint: Path, own_recipe: str = "") -> Trained:
-        """Read a checkpoint's folder, or one file of it. ``own_recipe``: see ``load_run_recipe``.
+        """Read a checkpoint's folder, or one file of it. ``own_recipe``: see ``load_measuring_recipe``.
 
         Raises ``ConfigError`` if there is no whole checkpoint or its recipe is not the one here.
         """
-        agreed = load_agreed(checkpoint)
-        if agreed.stage is not None:
-            problem = f"holds {agreed.holds} alone; make a checkpoint of the whole model with p2p-co2 gather"
-            raise ConfigError(str(checkpoint), "", problem)
-        recipe = load_run_recipe(agreed.run, own_recipe)
+        return cls.of(_whole(checkpoint), str(checkpoint), own_recipe)
+
+    @classmethod
+    def of(cls, agreed: Checkpoint, where: str, own_recipe: str = "") -> Trained:
+        """As ``load``, of a checkpoint that was read from ``where``."""
+        recipe = load_measuring_recipe(agreed.run, own_recipe)
         recipe = replace(recipe, model=recipe.whole_model(agreed.run))
         plan = plan_fragments(recipe.model, agreed.run.fragments)
         if plan.digest != agreed.plan_digest:
-            raise ConfigError(str(checkpoint), "", "is of another model than the recipe makes here")
+            problem = f"is of another model than the recipe makes here{_difference(agreed, recipe.model)}"
+            raise ConfigError(where, "", problem)
         live = LiveParameters(recipe.model, plan)
         for index, state in enumerate(agreed.states):
             live.load_(index, state.params)
@@ -57,8 +67,79 @@ class Trained:
         return self.recipe.held_out(self.recipe.model)
 
     def sample(self, prompt: str, length: int, seed: int) -> str:
-        """``prompt`` and ``length`` more tokens as text. Raises ``ConfigError`` if the recipe cannot
-        generate."""
-        if self.recipe.generate is None:
-            raise ConfigError("recipe", "generate", "this recipe makes no text; it has a held-out loss only")
-        return self.recipe.generate(self.recipe.model, prompt, length, seed)
+        """``prompt`` and ``length`` more tokens as text: by the recipe's ``generate``, else by the model's
+        own, with the recipe's ``tokenizer`` (transformers; no more than its context holds). Raises
+        ``ConfigError`` if there is neither."""
+        recipe = self.recipe
+        if recipe.generate is not None:
+            return recipe.generate(recipe.model, prompt, length, seed)
+        if not (recipe.tokenizer_paths and hasattr(recipe.model, "generate")):
+            problem = "this recipe makes no text: it has no generate, and no tokenizer for a model that has"
+            raise ConfigError("recipe", "generate", problem)
+        return _generated(recipe.model, recipe.tokenizer_paths[0], prompt, length, seed)
+
+    def write(self, folder: Path) -> None:
+        """Write the model, and what the recipe's ``tokenizer`` names, as ``write_pretrained`` does."""
+        write_pretrained(self.recipe.model, {}, folder, beside=self.recipe.tokenizer_paths)
+
+
+def write_model(checkpoint: Path, out: Path, own_recipe: str = "", base: Path | None = None) -> list[str]:
+    """Write the trained model of a checkpoint into ``out``, as other programs load it; what to know about it,
+    in words. Without a recipe, the checkpoint of an own loop: by what its peer kept when it joined; ``base``:
+    as of ``write_kept``.
+
+    Raises ``ConfigError`` as ``Trained.load`` and ``write_kept``, and if ``out`` is in use;
+    ``EnvironmentFault``.
+    """
+    refuse_used(out)
+    agreed = _whole(checkpoint)
+    if agreed.run.recipe == OWN_LOOP and not own_recipe:
+        return write_kept(agreed, out, base)
+    if base is not None:
+        raise ConfigError.of_option(
+            "--base", "is for own loops without a recipe, which has it all; leave it out"
+        )
+    Trained.of(agreed, str(checkpoint), own_recipe).write(out)
+    return []
+
+
+def refuse_used(out: Path) -> None:
+    """Raises ``ConfigError`` if something is in ``out`` already."""
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ConfigError.of_option("--out", f"{out} is not empty; name another folder")
+
+
+def _whole(checkpoint: Path) -> Checkpoint:
+    agreed = load_agreed(checkpoint)
+    if agreed.stage is not None:
+        problem = f"holds {agreed.holds} alone; make a checkpoint of the whole model with p2p-co2 gather"
+        raise ConfigError(str(checkpoint), "", problem)
+    return agreed
+
+
+def _difference(agreed: Checkpoint, model: nn.Module) -> str:
+    """The first parameter that is another one, in words."""
+    here = {name: tuple(one.shape) for name, one in named_parameters(model).items() if one.requires_grad}
+    there = dict(agreed.parameters)
+    for name in [*there, *here]:
+        if there.get(name) != here.get(name):
+            return f": {name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
+    return ""
+
+
+def _generated(model: nn.Module, tokenizer: Path, prompt: str, length: int, seed: int) -> str:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        cure = "pip install transformers, or give the recipe a generate"
+        raise ConfigError("recipe", "tokenizer", f"this recipe samples by transformers; {cure}") from None
+    tokens = transformers.AutoTokenizer.from_pretrained(tokenizer if tokenizer.is_dir() else tokenizer.parent)
+    inputs = tokens(prompt, return_tensors="pt")
+    told = inputs["input_ids"].shape[1]
+    config: Any = getattr(model, "config", None)
+    room = getattr(config, "max_position_embeddings", None) or told + length
+    torch.manual_seed(seed)
+    generate: Any = model.generate
+    with torch.no_grad():
+        ids = generate(**inputs, do_sample=True, max_new_tokens=max(1, min(length, room - told)))
+    return str(tokens.decode(ids[0], skip_special_tokens=True))

@@ -12,37 +12,32 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.node.peer_finder import ALONE
-from p2p_co2.system.process import FolderLock, StopSignals, end_with_parent, require_supported_platform
+from p2p_co2.system.extras import missing
+from p2p_co2.system.process import StopSignals, claim, end_with_parent, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
 from peers.doctor.findings import State
 from peers.doctor.machine import look_at_machine
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from p2p_co2.recipes import Recipe
     from p2p_co2.trainer import Connection, Peer
     from p2p_co2.trainer.stage_peer import StagePeer
-
-SHARE = 0.005
-AT_MOST_EVERY_S = 10.0
-"""Measurements of the agreed loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOptions:
     """``recipe``: where this run's own recipe lies here ("file.py:function"), "" for a built-in one.
-    ``data``: recipe options that are this peer's own affair (its text). ``resume``: there must be a
-    checkpoint in ``config.folder``; one that is there is gone on from anyway, unless ``start_over``.
-    ``parent``: leave when that process ends; 0 for none."""
+    ``data``: recipe options that are this peer's own affair: its text, or the data of an own recipe.
+    ``resume``: there must be a checkpoint in ``config.folder``; one that is there is gone on from anyway,
+    unless ``start_over``. ``parent``: leave when that process ends; 0 for none."""
 
     ticket: str
     config: PeerConfig
@@ -90,6 +85,7 @@ def join_run(options: JoinOptions, watch: Watch) -> None:
 def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> None:
     end_with_parent(options.parent)
     _look_first(options.config, watch.say)
+    options = replace(options, config=_on_a_device(options.config, watch.say))
     _look_into_folder(options)
     signal.signal(signal.SIGUSR1, running.toggle_pause)
     with Journal(options.config.folder / "events.jsonl") as journal:
@@ -113,7 +109,7 @@ def _look_into_folder(options: JoinOptions) -> None:
     from p2p_co2.tensors.checkpoint.folder import has_checkpoint
 
     folder = options.config.folder
-    FolderLock(folder).release()
+    claim(folder)
     if options.resume and options.start_over:
         raise ConfigError.of_option("--start-over", "begins anew, and --resume does not; leave one out")
     if options.resume and not has_checkpoint(folder / "checkpoint"):
@@ -131,6 +127,15 @@ def _look_first(config: PeerConfig, say: Callable[[str], None]) -> None:
             raise EnvironmentFault(f"{finding.name}: {finding.measured}; {finding.advice}")
         if finding.state == State.LIMITED:
             say(f"note: {finding.name}: {finding.measured}; {finding.advice}")
+
+
+def _on_a_device(config: PeerConfig, say: Callable[[str], None]) -> PeerConfig:
+    """``config`` with the device that ``auto`` stands for here, which is said."""
+    from p2p_co2.tensors.device import training_device
+
+    device = training_device(config.device)
+    say(f"device: {device.words}")
+    return config.model_copy(update={"device": device.name})
 
 
 class _Running(StopSignals):
@@ -174,8 +179,8 @@ def _join_and_train(
     say("looking for the swarm ...")
     connection = connect(options.ticket, options.config, on_event)
     try:
-        if connection.board:
-            say(f"board: {connection.board}")
+        if options.config.board:
+            say(f"board: {connection.board or missing('board')}")
         say(f'run "{connection.run.name}", recipe {connection.run.recipe}')
         recipe = load_run_recipe(connection.run, options.recipe, options.data)
         _train(connection, recipe, options, running, on_event)
@@ -203,6 +208,8 @@ def _train(
         with Guardian(errand, stage_peer, warn):
             stage_peer.train()
         return
+    from p2p_co2.recipes import InnerStep
+    from p2p_co2.trainer.agreed_loss import AgreedLoss
     from p2p_co2.trainer.stage_peer import data_seed
 
     model = recipe.model.to(options.config.device)
@@ -217,44 +224,8 @@ def _train(
     with peer:
         measuring.begin(peer)
         seed = data_seed(connection.run, peer.peer_id, peer.inner_steps)
-        for batch in recipe.batches(seed, sequences):
-            optimizer.zero_grad(set_to_none=True)
-            loss = recipe.loss(model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]  # so torch declares it
-            optimizer.step()
-            if not peer.step(recipe.tokens(batch), loss):
+        step, batches = InnerStep(recipe, model, optimizer), iter(recipe.batches(seed, sequences))
+        while (taken := step.take(batches)) is not None:
+            if not peer.step(taken.tokens, taken.loss):
                 break
             measuring.after_step(peer)
-
-
-class AgreedLoss:
-    """When a peer measures the held-out loss of the agreed parameters, so that boards can draw it.
-
-    All peers of one version hold the same parameters, so they take turns, a round each. But for a first one
-    it costs at most ``SHARE`` of the training thread's time. ``held_out``: loss of a model on a small slice
-    that nobody trains on; None measures nothing."""
-
-    def __init__(self, held_out: Callable[[nn.Module], float] | None) -> None:
-        self._held_out = held_out
-        self._next_at = 0.0
-        self._round = -1
-        """The last one whose turn was looked at."""
-
-    def begin(self, peer: Peer) -> None:
-        """Before the first step: where the run, or this peer, begins."""
-        self._round = int(peer.position)
-        self._measure(peer)
-        self._next_at = time.monotonic() + AT_MOST_EVERY_S  # a first one takes longer than those that follow
-
-    def after_step(self, peer: Peer) -> None:
-        """Measure if a round has begun that is this peer's to measure."""
-        if int(peer.position) == self._round or self._held_out is None:
-            return
-        self._round = int(peer.position)
-        if peer.has_turn(self._round) and time.monotonic() >= self._next_at:
-            self._measure(peer)
-
-    def _measure(self, peer: Peer) -> None:
-        if self._held_out is not None:
-            duration_s = peer.measure_agreed(self._held_out)
-            self._next_at = time.monotonic() + max(AT_MOST_EVERY_S, duration_s / SHARE)

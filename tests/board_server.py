@@ -1,8 +1,8 @@
 """A board over a made-up swarm, as a process: ``python -m tests.board_server KIND``. Prints its address.
 
-KIND: a number of peers; ``stages`` (four stages, the last without a replica since half-way); ``evil`` (a peer
-that says all that the checks let pass); ``connecting``, ``empty``, ``gone`` or ``lost`` (states of having
-nothing, or nothing new, to show).
+KIND: a number of peers; ``own`` (six peers, and the page is one's own); ``stages`` (four stages, the last
+without a replica since half-way); ``evil`` (a peer that says all that the checks let pass); ``connecting``,
+``empty``, ``gone`` or ``lost`` (states of having nothing, or nothing new, to show).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 from monitoring.board.server import place_for, run_board
 from p2p_co2.telemetry.feed import FeedState, News
-from tests.made_swarm import MadeFeed, MadeSwarm, add_evil
+from tests.made_swarm import MadeFeed, MadeSwarm, add_evil, peer_id
 
 PAST_S = 150
 STATES = {
@@ -39,13 +39,15 @@ def feed_of(kind: str) -> MadeFeed:
         if kind == "lost":
             feed.advance(PAST_S - 40)
         return feed
-    peers = {"evil": 4, "stages": 6}.get(kind) or int(kind)
+    peers = {"evil": 4, "stages": 6, "own": 6}.get(kind) or int(kind)
     round_s = 5.0 if peers < 100 else 30.0
     swarm = MadeSwarm(
         peers, start_at=start_at, round_s=round_s, length_s=2.0 * PAST_S - 40, dead=3 if peers > 4 else -1,
         late=4 if peers > 5 else -1, stages=4 if kind == "stages" else 1,
     )  # fmt: skip
     feed = LiveFeed(swarm)
+    if kind == "own":
+        feed.me = peer_id(1)
     if kind == "evil":
         feed.advance(PAST_S)
         add_evil(feed, time.time() - 1)

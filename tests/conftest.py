@@ -10,8 +10,10 @@ one process in the usual order.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -47,6 +49,11 @@ settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("suite")  # the same examples every time, however long a machine stands still
+
+for _variable in [name for name in os.environ if name.startswith("P2P_CO2_")]:
+    del os.environ[_variable]  # the user's own, which commands would take
+os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="data-")  # where commands keep what no test names
+atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would only wait for each other
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -19,6 +19,7 @@ from p2p_co2.config import ClockConfig, PipelineConfig, RunConfig
 from p2p_co2.protocol.wire.identity import PeerId, peer_id_of
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, FeedState, News, Sighting
+from p2p_co2.ticket import Ticket
 from tests.event_samples import aborted, applied, between, committed, progress, started
 
 TOKENS_PER_S = 2400
@@ -186,6 +187,11 @@ class MadeFeed(Feed):
         self.state = state or FeedState("connected", "made up")
         self._next = 0
         self.news = News(sightings=[Sighting(peer_id(n), "answering") for n in range(swarm.peers)])
+
+    def invitation(self) -> str:
+        """To a seed of this machine that nobody is, and to a machine that there is not."""
+        seeds = f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id(200)}", f"/ip4/203.0.113.5/udp/9/p2p/{peer_id(1)}"
+        return str(Ticket(self.swarm.run_config.digest(), peer_id(200), seeds))
 
     def advance(self, until: int) -> None:
         """Let seconds pass, up to ``until`` since the start."""

@@ -15,7 +15,9 @@ import sys
 import time
 from pathlib import Path
 
+from PIL import Image
 from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.by import By
 
 from tests.browser import board, browser, missing, wait_for, whole_page
 from tests.swarms import ENVIRONMENT, ROOT
@@ -23,6 +25,7 @@ from tests.swarms import ENVIRONMENT, ROOT
 SECONDS = 180
 PAGES = {
     "swarm": "",
+    "run": "run",
     "staleness": "staleness",
     "bandwidth": "bandwidth",
     "peers": "peers",
@@ -31,6 +34,7 @@ PAGES = {
 MODES: dict[str, dict[str, bool]] = {"light": {}, "dark": {"dark": True}, "phone": {"phone": True}}
 READY = {
     "swarm": "tokens",
+    "run": "settings",
     "staleness": "staleness-mean",
     "bandwidth": "sent",
     "peers": "peers-count",
@@ -71,9 +75,11 @@ def main() -> int:
         for mode in ("dark", "phone"):
             _all_pages(folder, address, mode)  # the same run from its journals, as long as it takes
     _states(folder)
+    _own(folder)
     if options.docs:
         for source, target in DOCS.items():
-            (ROOT / "docs" / target).write_bytes((folder / f"{source}.png").read_bytes())
+            with Image.open(folder / f"{source}.png") as picture:  # 128 colours are enough for what is drawn
+                picture.convert("RGB").quantize(128).save(ROOT / "docs" / target, optimize=True)
     print(f"written to {folder}")
     return 0
 
@@ -142,6 +148,19 @@ def _states(folder: Path) -> None:
     for kind, ready in shown.items():
         with board(["-m", "tests.board_server", kind]) as address, browser() as driver:
             _picture(driver, address, ready, folder / f"state-{kind}.png", False)
+
+
+def _own(folder: Path) -> None:
+    """What a peer's own page has besides, and the words."""
+    with board(["-m", "tests.board_server", "own"]) as address:
+        for mode, options in MODES.items():
+            with browser(**options) as driver:
+                _picture(driver, address, "you", folder / f"own-{mode}.png", mode == "phone")
+                _picture(driver, f"{address}peers", "peers-count", folder / f"own-peers-{mode}.png",
+                         mode == "phone")  # fmt: skip
+                driver.find_element(By.CSS_SELECTOR, "[data-testid=ask]").click()
+                time.sleep(0.5)
+                driver.save_screenshot(str(folder / f"own-words-{mode}.png"))
 
 
 if __name__ == "__main__":

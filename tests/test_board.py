@@ -38,21 +38,17 @@ from monitoring.sinks import TensorBoardSink, export_feed, figures_of, open_sink
 from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import frame, line, watch_feed
 from monitoring.words import capped_words, news
-from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.protocol.reports import check_event
 from p2p_co2.protocol.wire.limits import MAX_STRING
 from p2p_co2.telemetry import events as ev
-from p2p_co2.telemetry.feed import Feed, FeedState, News
+from p2p_co2.telemetry.feed import Feed, FeedState
 from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, event_line
 from p2p_co2.telemetry.view import MAX_VALUES, recalled
-from tests.event_samples import aborted, applied, committed, fold, progress, started
+from tests.event_samples import aborted, applied, fold, started
 from tests.made_swarm import MadeFeed, MadeSwarm, add_evil, peer_id, step
 from tests.swarms import ROOT
-
-RUN = RunConfig(name="told", fragments=2, clock=ClockConfig(mode="time", round_s=5.0, rounds=60))
-REASON = "the round before is still in flight"
-START = 1_800_000_000.0
+from tests.told_feed import REASON, RUN, START, Told
 
 
 def followed(feed: Feed, now: float, history: History | None = None) -> tuple[Model, History]:
@@ -99,55 +95,6 @@ def _made() -> tuple[Model, History]:
 @pytest.fixture(name="facts")
 def _facts(made: tuple[Model, History]) -> SwarmFacts:
     return made[0].facts()
-
-
-class Told(Feed):
-    """A feed of what a test tells. Rounds last 5 s; peers call themselves as they are called here."""
-
-    place, state = "a test", FeedState("connected")
-
-    def __init__(self, me: str = "") -> None:
-        self.run, self.me = RUN, me
-        self.events: list[ev.Event] = []
-        self.model = Model(self)
-
-    def take(self) -> News:
-        events, self.events = self.events, []
-        return News(events)
-
-    def at(self, at: float) -> SwarmFacts:
-        step(self.model, START + at)
-        return self.model.facts()
-
-    def wrong(self, at: float) -> list[str]:
-        return [trouble.words for trouble in self.at(at).troubles]
-
-    def start(self, peer: str, at: float) -> None:
-        self.events.append(started(peer, START + at, peer))
-
-    def progress(self, peer: str, at: float, loss: float, position: float | None = None, **more: Any) -> None:
-        figures: dict[str, Any] = {
-            "position": at / 5 if position is None else position, "tokens": int(10 * at), "exposed_s": 0.0,
-            "up_bytes": 0, "down_bytes": 0, "versions": (1, 1), **more,
-        }  # fmt: skip
-        self.events.append(dataclasses.replace(progress(peer, START + at, loss=loss), **figures))
-
-    def finish(self, peer: str, at: float, reason: str = "the run is over") -> None:
-        end = ev.PeerFinished(at=START + at, peer=peer, reason=reason, digest="d", versions=(1, 1))
-        self.events.append(end)
-
-    def commit(self, peer: str, at: float, number: int, size: int) -> None:
-        told = committed(peer, number, contributors=size, duration_s=0.5)
-        told = dataclasses.replace(told, at=START + at, coordinator=peer, group_size=size, partial=0)
-        self.events.append(told)
-
-    def sends(self, peer: str, at: float, made: int, skipped: int) -> None:
-        for _ in range(made):
-            self.events.append(ev.FragmentSent(
-                at=START + at, peer=peer, fragment=0, round=1, payload_bytes=1, weight=1.0,
-            ))  # fmt: skip
-        for _ in range(skipped):
-            self.events.append(ev.SendSkipped(at=START + at, peer=peer, fragment=0, reason=REASON))
 
 
 # ---- facts
@@ -309,7 +256,7 @@ def test_the_report_has_the_loss_that_others_measured_and_the_summary(tmp_path: 
     write_report(tmp_path, "run <made-up>", [(START, 0.0, 4.976), (START + 60, 1e6, 1.4375)])
     page = (tmp_path / "report.html").read_text()
     assert "1.4375" in page
-    assert "<pre>run &lt;made-up&gt;</pre>" in page
+    assert ">run &lt;made-up&gt;</pre>" in page
     (tmp_path / "report.html").unlink()
     (tmp_path / "report.html").mkdir()
     with pytest.raises(EnvironmentFault, match="cannot write the report"):
@@ -378,14 +325,14 @@ def test_rounds_of_one_are_alone_everywhere() -> None:
     facts = told.at(5)
     assert (facts.rounds_committed, facts.rounds_alone) == (0, 3)
     assert {found.outcome for found in facts.rounds} == {"alone"}
-    assert "rounds 0 committed 3 alone 0 aborted" in line(facts)
+    assert "exchanges 0 committed 3 alone 0 aborted" in line(facts)
     assert b"p2p_co2_swarm_rounds_alone_total 3.0" in exposition(FactsCollector(lambda: facts))
     charts.rounds(charts.LIGHT, facts.rounds, facts.fragments)
     view = fold(events)
     assert (view.committed, view.alone) == (0, 3)
     summary = summarise(view, RunFacts(config=RUN, expected_peers=2))
     assert (summary["rounds"]["committed"], summary["rounds"]["alone"]) == (0, 3)
-    assert "no round was committed: 3 were made by one peer alone" in verdict(summary)
+    assert "no fragment exchange was committed: 3 were made by one peer alone" in verdict(summary)
     late = fold(recalled(view.peers["ada"]))
     assert (late.committed, late.alone) == (0, 3)
 
@@ -435,7 +382,7 @@ def test_rounds_aborted_for_one_reason_are_one_line() -> None:
             told.events.append(dataclasses.replace(aborted(peer, round_, "no mean"), at=START + 9))
         told.events.append(ev.Warned(at=START + 9, peer=peer, text="something"))
     no_mean, warned = told.wrong(10)
-    assert no_mean.startswith("round 3 of fragment 0 aborted: no mean (2 more of late); ")
+    assert no_mean.startswith("exchange 3 of fragment 0 aborted: no mean (2 more of late); ")
     assert warned.startswith("bob warns: something (1 more of late); ")
 
 
@@ -631,7 +578,7 @@ def test_a_sink_that_is_not_asked_for_or_not_installed_is_told(monkeypatch: pyte
     with pytest.raises(ConfigError, match="--tensorboard"):
         open_sinks(None, "")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"p2p-co2\[wandb\]"):
+    with pytest.raises(EnvironmentFault, match=r"--wandb needs an extra: pip install 'p2p-co2\[wandb\]'"):
         open_sinks(None, "project")
 
 
@@ -645,7 +592,7 @@ def test_sinks_get_plain_names_and_finite_numbers() -> None:
 
 
 def test_a_line_counts_the_troubles_and_tells_the_worst(facts: SwarmFacts) -> None:
-    assert "4 troubles: round 13" in line(facts)
+    assert "4 troubles: exchange 13" in line(facts)
 
 
 def test_watching_without_a_terminal_prints_lines_and_ends() -> None:

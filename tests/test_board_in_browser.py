@@ -40,8 +40,8 @@ RUN = RunConfig(
 BOUND_S = 120.0
 """On what takes a second or a few."""
 READY = {
-    "": "tokens", "staleness": "staleness-mean", "bandwidth": "sent", "peers": "peers-count",
-    "events": "events",
+    "": "tokens", "run": "run-state", "staleness": "staleness-mean", "bandwidth": "sent",
+    "peers": "peers-count", "events": "events",
 }  # fmt: skip
 """By page, what has a text as soon as it is drawn."""
 
@@ -140,6 +140,15 @@ def see_a_peers_own_page(driver: WebDriver, running: Swarm) -> None:
     wait_until(driver, "peers-online", "4")
     wait_until(driver, "run", f"seen by peer ~{running.events('a')[0].peer[-6:]}")
     assert number(wait_for(driver, "tokens")) > 0
+    assert f"You: ~{running.events('a')[0].peer[-6:]}" in wait_for(driver, "you")  # it has no name
+    wait_until(driver, "you-share", r"\d")
+    wait_until(driver, "you-round", r"\d")
+    wait_until(driver, "machine-ram-sub", "this peer .* in use")
+    wait_until(driver, "run-state", "Healthy")
+    driver.get(f"{address_in_log_of(running, 'a')}run")
+    ticket = (running.folder / "a" / "ticket").read_text().strip()
+    wait_until(driver, "invitation", f"p2p-co2 join {ticket}")
+    wait_until(driver, "seeds", "yes")
     assert errors(driver) == []
 
 
@@ -227,7 +236,7 @@ def test_a_hostile_peer_is_shown_as_text_and_breaks_no_page() -> None:
                   "round/0/999999": "round-outcome"}  # fmt: skip
         for page, ready in (READY | others).items():
             see(driver, address + page, ready)
-            assert driver.title == "p2p-co2"
+            assert driver.title.endswith("p2p-co2")
             assert not driver.find_elements(By.CSS_SELECTOR, "img[src='x']")
             assert errors(driver) == [], page
         driver.get(f"{address}peers")

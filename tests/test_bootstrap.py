@@ -20,14 +20,14 @@ from bootstrap.forwarder import HEADER_BYTES, QUEUE_S, Wan
 from bootstrap.local_swarm import LocalSwarm
 from bootstrap.options import RehearsalOptions, SeedOptions
 from bootstrap.rehearsal import Line, lines_of
-from bootstrap.seed import Seed, how_to_join
+from bootstrap.seed import Seed, invitation_of, say_invitation
 from bootstrap.stage import run_in_new_folder
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.planning.profiles import PROFILES, LinkProfile
-from p2p_co2.protocol.wire.identity import Identity
+from p2p_co2.protocol.wire.identity import Identity, peer_id_of
 from p2p_co2.system.process import processes_below
 from p2p_co2.ticket import Ticket
 from tests.transport_peers import until
@@ -121,7 +121,7 @@ async def test_a_seed_brings_its_libp2p_daemon_back_where_it_was(tmp_path: Path)
     p2p = await start_p2p(tmp_path / "peer")
     discovery = Discovery(p2p, peer, run.digest(), lambda *_: None)
     try:
-        await until(lambda: serving.done() or any("join with" in line for line in said))
+        await until(lambda: serving.done() or any("p2p-co2 join " in line for line in said))
         before = next(line for line in said if line.startswith("ticket: "))
         await discovery.start(Ticket.parse(before.removeprefix("ticket: ")).seeds)
         (daemon,) = set(processes_below(os.getpid())) - others - {p2p.daemon.process.pid}
@@ -143,15 +143,49 @@ async def test_a_seed_brings_its_libp2p_daemon_back_where_it_was(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words"),
+    ("recipe", "line", "others"),
     [
-        ("byte-gpt", "p2p-co2 join TICKET"),
-        (OWN_LOOP, "python my_loop.py TICKET"),
-        ("my_recipe.py:make", "--recipe FILE.py:function"),
+        ("byte-gpt", "p2p-co2 join TICKET", ""),
+        (OWN_LOOP, "python my_loop.py TICKET", "your own program"),
+        (
+            "/home/ada/my_recipe.py:make",
+            "p2p-co2 join TICKET --recipe my_recipe.py:make",
+            "ada/my_recipe",
+        ),
     ],
 )
-def test_a_seed_says_how_its_run_is_joined(recipe: str, words: str) -> None:
-    assert words in how_to_join(RunConfig(recipe=recipe))
+def test_a_seed_says_how_its_run_is_joined(recipe: str, line: str, others: str) -> None:
+    invitation = invitation_of(RunConfig(recipe=recipe), ticket_at("192.0.2.1"), Path("seed"))
+    assert invitation.join == line.replace("TICKET", invitation.ticket)
+    assert others in invitation.others
+    said: list[str] = []
+    say_invitation(invitation, said.append)
+    assert said[0] == f"ticket: {invitation.ticket}"
+    assert said[-1] == invitation.join, "the line to copy is the last"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "reach", "words"),
+    [
+        (["127.0.0.1"], "this machine", "warning: the ticket names the loopback alone"),
+        (["192.168.1.7", "10.0.0.1"], "local network", "note: the ticket names addresses of a local network"),
+        (["192.168.1.7", "8.8.4.4"], "everywhere", ""),
+    ],
+)
+def test_a_seed_says_who_cannot_use_its_ticket(hosts: list[str], reach: str, words: str) -> None:
+    invitation = invitation_of(RunConfig(), ticket_at(*hosts), Path("seed"))
+    assert invitation.reach == reach
+    said: list[str] = []
+    say_invitation(invitation, said.append)
+    assert [line for line in said if line.startswith(("warning", "note"))] == [
+        line for line in said if words and line.startswith(words)
+    ]
+    assert len(said) == (4 if words else 3)
+
+
+def ticket_at(*hosts: str) -> Ticket:
+    seed = peer_id_of(bytes(32))
+    return Ticket(bytes(32), seed, tuple(f"/ip4/{host}/tcp/9/p2p/{seed}" for host in hosts))
 
 
 @pytest.mark.parametrize(("reasons", "status"), [([], 0), (["the loss did not fall"], 1)])

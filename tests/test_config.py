@@ -24,8 +24,8 @@ from p2p_co2.errors import ConfigError, P2PCo2Error
 
 WRONG = [
     ("name = [", "", "not valid TOML"),
-    ("fragmants = 4", "fragmants", "unknown key; remove it or check its spelling"),
-    ("round_s = 2.0", "round_s", "check its spelling and its table"),
+    ("fragmants = 4", "fragmants", "did you mean fragments?"),
+    ("round_s = 2.0", "round_s", "it belongs below [clock]"),
     ("[outer]\nlearning_rate = 1", "outer.learning_rate", "unknown key; remove it"),
     ("[outer]\nlr = -0.1", "outer.lr", "greater than 0"),
     ("[outer]\nmomentum = 1.0", "outer.momentum", "less than 1"),
@@ -36,14 +36,14 @@ WRONG = [
     ("fragments = 8\n[clock]\nmode = 'steps'\ninner_steps_per_round = 4", "", "at least 8 steps"),
     ("[clock]\nmode = 'steps'\n[outer]\nsync_delay_steps = 99", "", "more than a round"),
     ("[outer]\nrule = 'co2'\nsync_delay_steps = 3", "", "leave it at 0"),
-    ("name = 'a b'", "name", "pattern"),
-    ("seed = 'one'", "seed", "integer"),
+    ("name = 'a b'", "name", "letters, digits"),
+    ("seed = 'one'", "seed", "whole number"),
     ("[pipeline]\nforward = 'int4'", "pipeline.forward", "'fp32', 'bf16' or 'int8'"),
     ("[pipeline]\nbackward = 'rank16'", "pipeline.backward", "'int8' or 'int4'"),
     ("[pipeline]\nbackward_critical = 'rank0'", "pipeline.backward_critical", 'low rank as "rank16"'),
     ("[pipeline]\nbackward_critical = 'int8'", "pipeline.backward_critical", 'use "int4"'),
     ("[pipeline]\nbackward = 'int4'\nbackward_critical = 'int4'", "pipeline", "leave it out"),
-    ("recipe_digest = 'abc'", "recipe_digest", "pattern"),
+    ("recipe_digest = 'abc'", "recipe_digest", "64 hexadecimal digits"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_model
 
 from p2p_co2.cli import main as cli
 from p2p_co2.recipes import load_run_recipe
@@ -40,8 +41,15 @@ def test_a_swarm_in_stages_is_gathered_while_it_trains_and_goes_on(
         recipe = load_run_recipe(run)
         assert recipe.held_out is not None
         assert Trained.load(Path(out)).held_out_loss() < recipe.held_out(recipe.whole_model(run)) - 0.1
+        with pytest.raises(SystemExit) as end:
+            cli.main(["model", swarm.ticket, "--out", str(tmp_path / "model")])
+        assert not end.value.code
+        assert "the model of round" in capsys.readouterr().out
+        made = recipe.whole_model(run)
+        load_model(made, tmp_path / "model" / "model.safetensors")
+        assert recipe.held_out(made) < recipe.held_out(recipe.whole_model(run)) - 0.1
         visitors = [{event.other for event in swarm.events(name, PeerJoined)} for name in names]
-        assert [len(some) for some in visitors] == [1, 1]  # each group has met its own
+        assert [len(some) for some in visitors] == [2, 2]  # each group has met its own, of both commands
         seen = [swarm.commits(name) for name in names]
         swarm.wait_until(
             "more rounds", lambda: all(swarm.commits(n) > 2 + at for n, at in zip(names, seen, strict=True))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from p2p_co2.trainer import agreed_loss as measuring
+from p2p_co2.trainer.agreed_loss import AT_MOST_EVERY_S, SHARE, AgreedLoss
 from p2p_co2.trainer.peer import Peer
-from peers import daemon as measuring
-from peers.daemon import AT_MOST_EVERY_S, SHARE, AgreedLoss
 
 
 class Clock:
@@ -28,9 +28,9 @@ class Trainer:
         self._thread = SimpleNamespace(view=SimpleNamespace(live_trainers=lambda: others))
         self.measured: list[float] = []
 
-    def has_turn(self, number: int) -> bool:
+    def has_turn(self, number: int, is_ready: bool = True) -> bool:
         peer: Any = self
-        return Peer.has_turn(peer, number)
+        return Peer.has_turn(peer, number, is_ready)
 
     def measure_agreed(self, held_out: Any) -> float:
         self.measured.append(self.position)

@@ -105,7 +105,7 @@ def test_markup_control_characters_and_nan_do_not_break_a_reader() -> None:
     assert "[red]$x_?[31m?" in frame(view)
 
 
-@pytest.mark.parametrize(("rounds", "words"), [(0, ""), (1, "1 round"), (3, "3 rounds")])
+@pytest.mark.parametrize(("rounds", "words"), [(0, ""), (1, "1 exchange"), (3, "3 exchanges")])
 def test_rounds_that_a_peer_gave_up_are_told(rounds: int, words: str) -> None:
     span = {"fragment": 0, "from_version": 7, "to_version": 4, "bytes": 8, "duration_s": 0.1}
     event = ev.CaughtUp(
@@ -134,9 +134,9 @@ def test_a_frame_shows_every_peer_and_the_rounds() -> None:
     text = frame(swarm(finish=False))
     row = next(line for line in text.splitlines() if line.startswith("bob"))
     assert row.split()[:9] == ["bob", "training", "2.055", "300", "2.9", "0.33", "95.0", "%", "0.0"]
-    assert "rounds 6 committed 1 aborted" in text
+    assert "exchanges 6 committed 1 aborted" in text
     assert "aborted: the owner of part 1 was lost (1)" in text
-    assert "round 4 of fragment 0 aborted: the owner of part 1 was lost" in text
+    assert "exchange 4 of fragment 0 aborted: the owner of part 1 was lost" in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
@@ -182,7 +182,7 @@ def test_without_a_terminal_there_is_a_plain_line_every_ten_seconds() -> None:
     times = ["[0:00, trained 0:00 of 1:00]", "[0:10, trained 0:10 of 1:00]", "[0:20, trained 0:20 of 1:00]"]
     assert [line[: line.index("]") + 1] for line in lines] == times
     assert "of 2 peers" in lines[0]
-    assert "loss 2.055 (training), 12,000 tokens, 0 tokens/s, rounds 6 committed 1 aborted" in lines[0]
+    assert "loss 2.055 (training), 12,000 tokens, 0 tokens/s, exchanges 6 committed 1 aborted" in lines[0]
 
 
 def test_on_a_terminal_the_table_is_drawn_and_left_standing() -> None:

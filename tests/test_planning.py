@@ -17,16 +17,17 @@ from rich.console import Console
 from round_network import Faults, Network
 
 from bootstrap.options import PlanOptions
-from bootstrap.plan.plan import make_plan, print_plan, read_links, run_plan
+from bootstrap.plan.plan import as_table, make_plan, print_plan, read_links, run_plan, verdict
 from bootstrap.plan.stages import COPIES, make_staged_plan, print_staged_plan, run_any_plan
 from p2p_co2.codec_specs import SPECS
-from p2p_co2.config import RunConfig
+from p2p_co2.config import ApplyRule, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning import exchange, traffic
 from p2p_co2.planning.advice import advise, bounds_of
 from p2p_co2.planning.exchange import Link, RoundTime, flow, link_of, round_time
 from p2p_co2.planning.forecast import (
     COPY_BYTES_PER_S,
+    GPU_PROCESS_BYTES,
     NETWORK_BYTES,
     SETTLE_S,
     STEP_OVERHEAD_S,
@@ -35,6 +36,7 @@ from p2p_co2.planning.forecast import (
     forecast,
     setting_of,
 )
+from p2p_co2.planning.memory import TRAIN_BYTES, Room, needed_bytes, plan_memory
 from p2p_co2.planning.pipeline import (
     StageCost,
     StagedSetting,
@@ -191,6 +193,65 @@ def test_a_runs_figures_by_hand() -> None:
     assert shown.run_tokens == pytest.approx(4 * 100 * (200 - steady_s - last_s) / 0.5)
     assert (shown.run_s, shown.endless, shown.delay_steps) == (200, False, 1)
     assert shown.memory_bytes == pytest.approx(NETWORK_BYTES + 4e6 * shown.exchange_copies)
+
+
+def test_with_a_gpu_training_lies_there_and_what_is_agreed_in_host_memory() -> None:
+    on_host, split = setting(train_bytes=16e6), setting(train_bytes=16e6, on_gpu=True)
+    alone, shown = forecast(on_host), forecast(split)
+    assert alone.gpu_bytes == 0
+    assert alone.memory_bytes == pytest.approx(16e6 + NETWORK_BYTES + 4e6 * alone.exchange_copies)
+    assert shown.memory_bytes == pytest.approx(
+        GPU_PROCESS_BYTES + NETWORK_BYTES + 4e6 * shown.exchange_copies
+    )
+    # Parameters, gradients, two moments; one copy while the agreed ones are measured; a fragment on its way.
+    assert shown.gpu_bytes == pytest.approx(4 * 4e6 + 4e6 + 1e6)
+
+
+@pytest.mark.parametrize(("parameters", "least_gb", "most_gb"), [(10**9, 12, 20), (7 * 10**9, 87, 140)])
+@pytest.mark.parametrize("codec", ["int4", "int8", "fp16"])
+@pytest.mark.parametrize("rule", ["keep", "co2", "eager"])
+def test_the_host_of_a_gpu_holds_three_to_five_copies_of_a_large_model(
+    parameters: int, least_gb: float, most_gb: float, codec: str, rule: ApplyRule
+) -> None:
+    run = setting(
+        fragments=even_fragments(parameters, 8), codec=codec, rule=rule, on_gpu=True, rounds=100,
+        round_s=600.0, train_bytes=TRAIN_BYTES * parameters,
+    )  # fmt: skip
+    host = forecast(run).memory_bytes
+    assert 0.9 * least_gb < host / 1e9 < most_gb
+    small = Room(host_bytes=8e9, gpu_bytes=80e9, how="given")
+    planned = plan_memory(run, forecast(run), small)
+    assert f"needs {host / 1e9:.3g} GB of host memory, and 8 GB are there" in planned.troubles[0]
+    assert "agreed parameters lie in host memory beside a GPU, too" in planned.troubles[0]
+
+
+@pytest.mark.parametrize(
+    ("host_gb", "gpu_gb", "limited_by"),
+    [(16.0, None, "host memory"), (16.0, 80.0, "host memory"), (64.0, 8.0, "GPU memory")],
+)
+def test_the_largest_model_fits_and_one_of_a_tenth_more_does_not(
+    host_gb: float, gpu_gb: float | None, limited_by: str
+) -> None:
+    run = setting(on_gpu=gpu_gb is not None)
+    room = Room(host_bytes=1e9 * host_gb, gpu_bytes=None if gpu_gb is None else 1e9 * gpu_gb, how="given")
+    planned = plan_memory(run, forecast(run), room)
+    assert (planned.limited_by, planned.troubles) == (limited_by, ())
+    has = 1e9 * (host_gb if limited_by == "host memory" else gpu_gb or 0.0)
+    most = planned.largest_parameters
+    assert needed_bytes(run, most)[limited_by] <= has < needed_bytes(run, most + most // 10)[limited_by]
+    # By hand: a parameter takes its training and the exchange's copies of four bytes.
+    copies = forecast(setting(fragments=even_fragments(most, 4))).exchange_copies
+    each = {"GPU memory": 16 + 4 + 1.0, "host memory": 4 * copies + 16 * (gpu_gb is None)}[limited_by]
+    base = (NETWORK_BYTES + GPU_PROCESS_BYTES * (gpu_gb is not None)) * (limited_by == "host memory")
+    assert most == pytest.approx((has - base) / each, rel=0.05)
+
+
+def test_a_machine_that_bears_nothing_and_one_that_is_not_known_are_told_apart() -> None:
+    run = setting(on_gpu=True)
+    tiny = plan_memory(run, forecast(run), Room(host_bytes=1e6, gpu_bytes=0.0, how="given"))
+    assert (tiny.largest_parameters, tiny.limited_by, len(tiny.troubles)) == (0, "host memory", 1)
+    unknown = plan_memory(run, forecast(run), Room(host_bytes=0.0, gpu_bytes=0.0, how="not known"))
+    assert (unknown.largest_parameters, unknown.limited_by, unknown.troubles) == (0, "", ())
 
 
 def test_memory_grows_with_what_the_rule_and_error_feedback_keep() -> None:
@@ -408,8 +469,42 @@ def test_the_table_says_what_binds_and_what_to_write(run_file: Path) -> None:
     text = StringIO()
     print_plan(make_plan(options(run_file)), Console(file=text, width=200))
     shown = " ".join(text.getvalue().split())
-    for words in ("does not reach 95%", "What binds: upload", "clock.round_s = ", "sends are left out"):
+    assert shown.startswith("no: peers compute for ")
+    for words in ("95% asked for; what binds is upload", "clock.round_s = ", "sends are left out"):
         assert words in shown
+
+
+@pytest.mark.parametrize(("up_mbit", "word", "status"), [(0.5, "no", 1), (1000.0, "yes", 0)])
+def test_the_verdict_comes_first_and_a_check_exits_by_it(
+    run_file: Path, up_mbit: float, word: str, status: int
+) -> None:
+    asked = options(run_file, parameters=10**7, up_mbit=up_mbit, down_mbit=10 * up_mbit)
+    plan, text = make_plan(asked), StringIO()
+    print_plan(plan, Console(file=text, width=200))
+    assert text.getvalue().startswith(f"{word}: peers compute for ")
+    said: list[str] = []
+    assert run_plan(asked, said.append, is_brief=True) == 0
+    assert run_plan(replace(asked, check=True), said.append, is_brief=True) == status
+    assert said == [verdict(plan)] * 2
+    assert as_table(plan)["verdict"] == verdict(plan)
+
+
+def test_the_plan_lays_the_model_beside_the_machine_that_is_given(run_file: Path) -> None:
+    billion = options(run_file, parameters=10**9, memory_gb=8, gpu_memory_gb=24)
+    plan, text = make_plan(billion), StringIO()
+    print_plan(plan, Console(file=text, width=200))
+    shown = " ".join(text.getvalue().split())
+    assert "memory: a peer needs" in shown
+    assert "of host memory, and 8 GB are there" in shown
+    assert "8 GB of host memory (given) and 24 GB of GPU memory: up to" in shown
+    assert "by host memory" in shown
+    table = as_table(plan)["memory"]
+    assert table["room"] == {"host_bytes": 8e9, "gpu_bytes": 24e9, "how": "given"}
+    assert table["gpu_bytes"] == plan.forecast.gpu_bytes
+    here = make_plan(options(run_file)).memory
+    assert here.room.how == "free on this machine"
+    assert here.room.gpu_bytes is None
+    assert here.largest_parameters > 0
 
 
 def test_of_more_peers_than_a_run_may_have_the_plan_says_which_it_is_of(run_file: Path) -> None:

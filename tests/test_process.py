@@ -17,7 +17,7 @@ import pytest
 
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.system.clock import STOOD_S, ProcessClock
-from p2p_co2.system.governor import BY_HAND, Governor
+from p2p_co2.system.governor import BY_HAND, Governor, Wish, WishFile
 from p2p_co2.system.process import (
     FolderLock,
     is_kept,
@@ -232,6 +232,31 @@ def test_a_wish_holds_until_the_hours_turn() -> None:
     governor.pause()
     assert governor.resting(MORNING) == BY_HAND
     assert governor.resting(NIGHT) == ""  # so does this one end
+
+
+def test_a_wish_from_another_process_is_news_once_however_often_it_is_written(tmp_path: Path) -> None:
+    ours, theirs = WishFile(tmp_path), WishFile(tmp_path)
+    governor = Governor("22:00-07:00", ours.news)
+    assert governor.resting(NIGHT) == ""
+    for _ in range(2):
+        theirs.write(Wish.PAUSE)
+        assert governor.resting(NIGHT) == BY_HAND
+    governor.toggle(NIGHT)
+    assert governor.resting(NIGHT) == ""
+    theirs.write(Wish.PAUSE)  # after a wish that came another way
+    assert governor.resting(NIGHT) == BY_HAND
+    for _ in range(2):
+        theirs.write(Wish.GO_ON)
+        assert governor.resting(NIGHT) == ""
+    assert governor.resting(NOON) == "outside its hours (22:00-07:00)"  # the hours have turned
+
+
+def test_a_pause_outlives_the_process_and_a_resume_does_not(tmp_path: Path) -> None:
+    for written, resting in ((Wish.PAUSE, BY_HAND), (Wish.GO_ON, "outside its hours (22:00-07:00)")):
+        WishFile(tmp_path).write(written)
+        assert Governor("22:00-07:00", WishFile(tmp_path).news).resting(NOON) == resting
+    (tmp_path / "wish").write_text("nonsense")
+    assert Governor("", WishFile(tmp_path).news).resting(NOON) == ""
 
 
 def test_what_a_process_slept_through_did_not_pass_for_it() -> None:

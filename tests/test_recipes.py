@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
@@ -363,9 +363,9 @@ def make():
 """
 
 
-def checkpoint_of(run: RunConfig) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """A checkpoint whose agreed parameters are random; and those."""
-    model = load_recipe(run.recipe, run.recipe_options, seed=0).model
+def checkpoint_of(run: RunConfig, own: nn.Module | None = None) -> tuple[Checkpoint, dict[str, Tensor]]:
+    """A checkpoint whose agreed parameters are random; and those. ``own``: a model that is no recipe's."""
+    model = own or load_recipe(run.recipe, run.recipe_options, seed=0).model
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():

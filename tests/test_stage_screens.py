@@ -140,7 +140,11 @@ def test_the_summary_has_a_table_of_stages() -> None:
     assert [peer["stage"] for peer in summary["peer_table"].values()] == [0, 1, 0, 1]
     assert verdict(summary) == []
     text = printed(summary)
-    for part in ("2 rounds (0 alone, 1 aborted)", "digests equal", "2 of 182 microbatches dropped"):
+    for part in (
+        "2 fragment exchanges (0 alone, 1 aborted)",
+        "digests equal",
+        "2 of 182 microbatches dropped",
+    ):
         assert part in text
 
 
@@ -164,7 +168,7 @@ def test_a_stage_in_which_nobody_averaged_is_no_success_unless_it_has_one_replic
         if not (isinstance(event, ev.RoundCommitted) and event.peer == "d")
     ]
     reasons = verdict(summarise(fold(alone), FACTS))
-    assert reasons == ["stage 1: no round was committed: 2 were made by one peer alone"]
+    assert reasons == ["stage 1: no fragment exchange was committed: 2 were made by one peer alone"]
     single = [event for event in alone if event.peer != "d"]
     assert verdict(summarise(fold(single), replace(FACTS, expected_peers=3))) == []
 
@@ -241,7 +245,7 @@ def test_one_liar_among_neighbours_neither_hides_a_stage_nor_makes_one_empty() -
 def test_screens_name_the_stage_of_a_fragment() -> None:
     view = fold(story())
     told = [words for _, words in news(view, 99)]
-    assert "round 3 of fragment 0 of stage 0 aborted: too few" in told
+    assert "exchange 3 of fragment 0 of stage 0 aborted: too few" in told
     assert "a started on cpu with stage 0 of 2" in told
     charted = charts.rounds(charts.LIGHT, facts_of(story()).rounds, 2, 2)
     assert charted["yAxis"]["data"] == [

@@ -175,7 +175,7 @@ def test_two_threads_do_not_step_at_once(lone: Lone) -> None:
     inside.wait()
     try:
         for call in (lone.train, lambda: lone.peer.measure_agreed(held_out)):
-            with pytest.raises(LocalProtocolError, match="another thread is in step or measure_agreed"):
+            with pytest.raises(LocalProtocolError, match="of this peer is under way"):
                 call()
     finally:
         go_on.set()
@@ -860,9 +860,9 @@ def parallel() -> Made:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (sharded, r"0.weight: is a DTensor of float32, strided; .*shard nothing"),
-        (sharded_by_a_wrapper, "model: 0: is wrapped by .*: one peer per process"),
-        (parallel, r"model: 0: is wrapped by .*: one peer per process"),
+        (sharded, r"is shared between processes .*; start it with torchrun"),
+        (sharded_by_a_wrapper, "model: 0: is wrapped by .*; shard it with .*fully_shard"),
+        (parallel, r"model: 0: is shared between processes .*; start it with torchrun"),
     ],
 )
 def test_what_other_processes_share_is_refused(make: Callable[[], Made], words: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,24 @@ from p2p_co2.errors import ConfigError
 from p2p_co2.planning.advice import Advice, advise
 from p2p_co2.planning.exchange import Link, link_of
 from p2p_co2.planning.forecast import Forecast, Setting, even_fragments, forecast, setting_of
+from p2p_co2.planning.memory import TRAIN_BYTES, MemoryPlan, Room, plan_memory
 from p2p_co2.planning.profiles import profile_of
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.system.ctrl_c import hand_over, take_back
+from p2p_co2.system.extras import require
+from p2p_co2.system.machine import available_memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run's setting with its forecast, and what is advised. ``sources``: where step time, model size and
-    links come from, in words."""
+    """A run's setting with its forecast, what is advised, and what it takes of a peer's memory. ``sources``:
+    where step time, model size and links come from, in words."""
 
     run: RunConfig
     setting: Setting
     forecast: Forecast
     advice: Advice
+    memory: MemoryPlan
     sources: dict[str, str]
 
 
@@ -46,12 +50,14 @@ def make_plan(options: PlanOptions) -> Plan:
         link_source += f"; of {options.peers} peers the slowest {run.group_size}, all that may come"
     sources = {"links": link_source, "step": "given", "parameters": "given"}
     fragments = even_fragments(options.parameters, run.fragments) if options.parameters else ()
-    step_s, tokens, train_bytes = options.step_s, 0, 16.0 * options.parameters
+    step_s, tokens, train_bytes = options.step_s, 0, TRAIN_BYTES * options.parameters
     if not (fragments and step_s):
         take_back()
         from bootstrap.plan.step import load_model, measure_step
+        from p2p_co2.tensors.device import training_device
 
         hand_over()
+        options = replace(options, device=training_device(options.device).name)
         recipe, counted = load_model(run, options.device)
         if not fragments:
             fragments = counted
@@ -60,14 +66,38 @@ def make_plan(options: PlanOptions) -> Plan:
             measured = measure_step(recipe, options.device, options.batch, options.threads)
             step_s, tokens, train_bytes = measured.step_s, measured.tokens, measured.train_bytes
             sources["step"] = measured.how
-    setting = setting_of(run, fragments, step_s, links, tokens_per_step=tokens, train_bytes=train_bytes)
+    setting = setting_of(
+        run, fragments, step_s, links, tokens_per_step=tokens, on_gpu=on_gpu(options),
+        train_bytes=train_bytes or TRAIN_BYTES * sum(fragments),
+    )  # fmt: skip
+    shown = forecast(setting, options.hours * 3600)
     return Plan(
         run=run,
         setting=setting,
-        forecast=forecast(setting, options.hours * 3600),
+        forecast=shown,
         advice=advise(setting, options.target),
+        memory=plan_memory(setting, shown, room_of(options)),
         sources=sources,
     )
+
+
+def on_gpu(options: PlanOptions) -> bool:
+    """Whether the plan is for peers that train on a GPU."""
+    return options.device.startswith("cuda") or options.gpu_memory_gb > 0
+
+
+def room_of(options: PlanOptions) -> Room:
+    """What the peers' machine has: as given, else this one."""
+    host_bytes = 1e9 * options.memory_gb or available_memory_bytes()
+    how = "given" if options.memory_gb else "free on this machine"
+    if not on_gpu(options):
+        return Room(host_bytes=host_bytes, gpu_bytes=None, how=how)
+    gpu_bytes = 1e9 * options.gpu_memory_gb
+    if not gpu_bytes and "torch" in sys.modules:  # a plan that measures nothing does not import it
+        from bootstrap.plan.step import gpu_memory_bytes
+
+        gpu_bytes = gpu_memory_bytes(options.device)
+    return Room(host_bytes=host_bytes, gpu_bytes=gpu_bytes, how=how)
 
 
 def check(options: PlanOptions, most_peers: int = MAX_MEMBERS) -> None:
@@ -77,6 +107,8 @@ def check(options: PlanOptions, most_peers: int = MAX_MEMBERS) -> None:
         ("--step-s", not 0 <= options.step_s < 1e6, f"seconds, above 0 (got {options.step_s:g})"),
         ("--parameters", not 0 <= options.parameters < 10**14, f"a count (got {options.parameters})"),
         ("--target", not 0 < options.target < 1, f"between 0 and 1, such as 0.95 (got {options.target:g})"),
+        ("--memory-gb", not 0 <= options.memory_gb < 1e6, f"above 0 (got {options.memory_gb:g})"),
+        ("--gpu-memory-gb", not 0 <= options.gpu_memory_gb < 1e6, f"above 0 (got {options.gpu_memory_gb:g})"),
         ("--hours", not 0 < options.hours < 1e6, f"above 0 (got {options.hours:g})"),
         ("--batch", options.batch < 0, f"at least 1, or 0 for the recipe's (got {options.batch})"),
         ("--threads", options.threads < 0, f"at least 1, or 0 for all cores (got {options.threads})"),
@@ -93,8 +125,10 @@ def as_table(plan: Plan) -> dict[str, Any]:
         "run": plan.run.name,
         "sources": plan.sources,
         "target": advice.target,
+        "verdict": verdict(plan),
         "is_reached": advice.is_reached,
         "binding": advice.binding,
+        "memory": asdict(plan.memory),
         "shortest_round_s": {name: round(bound, 6) for name, bound in advice.bounds.items()},
         "given": _described(plan.setting, plan.forecast),
         "advised": {
@@ -207,24 +241,44 @@ WHY = {
 Row = tuple[str, Callable[[Setting, Forecast], str]]
 
 
-def run_plan(options: PlanOptions, say: Callable[[str], None] = print) -> int:
-    """Print the plan; returns the exit status. Raises ``ConfigError`` and ``EnvironmentFault``."""
+def run_plan(options: PlanOptions, say: Callable[[str], None] = print, is_brief: bool = False) -> int:
+    """Print the plan, of one that ``is_brief`` the verdict alone; returns the exit status. Raises
+    ``ConfigError`` and ``EnvironmentFault``."""
+    if options.plot is not None:
+        require("plot", "--plot")
     plan = make_plan(options)
     if options.as_json:
         say(json.dumps(as_table(plan), indent=2))
+    elif is_brief:
+        say(verdict(plan))
     else:
         print_plan(plan)
     if options.plot is not None:
         from bootstrap.plan.picture import draw_plan
 
         draw_plan(plan.run.name, plan.setting, plan.advice, options.plot)
-    return 0
+    return 1 if options.check and not plan.advice.is_reached else 0
+
+
+def verdict(plan: Plan) -> str:
+    """Whether the links bear the run as it is given, in a sentence that begins with yes or no."""
+    advice, shown = plan.advice, plan.forecast
+    share = min(shown.utilisation, shown.utilisation_if_waiting)
+    busy = f"peers compute for {share:.1%} of the time, {advice.target:.0%} asked for"
+    if advice.is_reached:
+        return f"yes: {busy}, and no answer is more than one outer step late"
+    if share >= advice.target and shown.troubles:
+        return f"no: {busy}, but {shown.troubles[0]}"
+    return f"no: {busy}; what binds is {advice.binding}: {WHY[advice.binding]}"
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print ``plan`` to ``console``; stdout if None."""
     console = console or Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     setting, advice = plan.setting, plan.advice
+    console.print(Text(verdict(plan), style="bold green" if advice.is_reached else "bold red"))
+    console.print(Text(_advised(plan), style="bold"))
+    console.print()
     what = f": {setting.parameters:,} parameters ({plan.sources['parameters']}), "
     console.print(
         Text.assemble((f'plan of "{plan.run.name}"', "bold"), what, f"{len(setting.links)} peers in a round")
@@ -239,22 +293,46 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         pairs = ((setting, plan.forecast), (advice.setting, advice.forecast))
         table.add_row(name, *(Text(cell(of, shown)) for of, shown in pairs))
     console.print(table)
-    verdict, colour = ("reaches", "green") if advice.is_reached else ("does not reach", "bold red")
-    reached = (f"{verdict} {advice.target:.0%} of compute utilisation", colour)
-    binds = f" within one step of staleness. What binds: {advice.binding} ({WHY[advice.binding]})."
-    console.print(Text.assemble(("as given ", "bold"), reached, binds))
-    best, length = advice.setting, f"inner_steps_per_round = {advice.inner_steps}"
-    if plan.run.clock.mode == "time":
-        length = f"round_s = {best.round_s:g}"
-    advised = (
-        f"the shortest round that reaches {advice.target:.0%}: clock.{length}, "
-        f'fragments = {len(best.fragments)}, codec.name = "{best.codec}", '
-        f"outer.sync_delay_steps = 0 (an answer comes after {_steps(advice.forecast.delay_steps)})"
-    )
-    console.print(Text(advised, style="bold"))
+    if advice.is_reached:
+        binds = f"What keeps the round from being shorter: {advice.binding} ({WHY[advice.binding]})."
+        console.print(Text(binds))
+    console.print(Text(largest_words(plan.memory)))
+    for trouble in plan.memory.troubles:
+        console.print(Text(f"memory: {trouble}", style="bold red"))
     for how, shown in (("given", plan.forecast), ("advised", advice.forecast)):
         for trouble in shown.troubles:
             console.print(Text(f"as {how}: {trouble}", style="red"))
+
+
+def _advised(plan: Plan) -> str:
+    """What to write into the run file."""
+    advice = plan.advice
+    best, length = advice.setting, f"inner_steps_per_round = {advice.inner_steps}"
+    if plan.run.clock.mode == "time":
+        length = f"round_s = {best.round_s:g}"
+    return (
+        f'advised: clock.{length}, fragments = {len(best.fragments)}, codec.name = "{best.codec}", '
+        f"outer.sync_delay_steps = 0; the shortest round that reaches {advice.target:.0%} and leaves a fifth "
+        f"of the line idle (an answer comes after {_steps(advice.forecast.delay_steps)})"
+    )
+
+
+def largest_words(memory: MemoryPlan) -> str:
+    """The largest model that fits, in words."""
+    room = memory.room
+    has = f"{size(room.host_bytes)} of host memory ({room.how})"
+    if room.gpu_bytes is not None:
+        has += f" and {size(room.gpu_bytes) if room.gpu_bytes else 'an unknown amount'} of GPU memory"
+    if not memory.largest_parameters:
+        return f"{has}: no model fits"
+    return (
+        f"{has}: up to {memory.largest_parameters:,} parameters in fp32 with Adam fit, by {memory.limited_by}"
+    )
+
+
+def _memory(setting: Setting, shown: Forecast) -> str:
+    gpu = f", GPU {size(shown.gpu_bytes)}" if setting.on_gpu else ""
+    return f"{size(shown.memory_bytes)}{gpu}, exchange {shown.exchange_copies:.1f} copies"
 
 
 def seconds(value: float) -> str:
@@ -296,7 +374,7 @@ _ROWS: tuple[Row, ...] = (
     ("exchange exposed, per round", lambda s, f: seconds(f.exposed_s)),
     ("compute utilisation", lambda s, f: f"{f.utilisation:.1%}"),
     ("... if it waited for late answers", lambda s, f: f"{f.utilisation_if_waiting:.1%}"),
-    ("memory of a peer", lambda s, f: f"{size(f.memory_bytes)}, exchange {f.exchange_copies:.1f} copies"),
+    ("memory of a peer", _memory),
     ("whole run" , lambda s, f: ("no end; per " if f.endless else "") + seconds(f.run_s)),
     ("... a peer sends", lambda s, f: size(f.run_up_bytes)),
     ("... tokens of all peers", lambda s, f: f"{f.run_tokens:.3g}" if f.run_tokens else "not known"),

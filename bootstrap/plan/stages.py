@@ -63,17 +63,36 @@ class StagedPlan:
         return NETWORK_BYTES + parameters + self.forecast.stages[stage].memory_bytes
 
 
-def run_any_plan(options: PlanOptions, say: Callable[[str], None] = print) -> int:
-    """Print the plan of a run, with stages or without; returns the exit status. Raises ``ConfigError`` and
+def run_any_plan(options: PlanOptions, say: Callable[[str], None] = print, is_brief: bool = False) -> int:
+    """Print the plan of a run, with stages or without, of one that ``is_brief`` the verdict alone; returns
+    the exit status: 1 with ``options.check`` if the verdict is no. Raises ``ConfigError`` and
     ``EnvironmentFault``."""
     if read_run_config(options.run_file).pipeline.stages == 1:
-        return run_plan(options, say)
+        return run_plan(options, say, is_brief)
     plan = make_staged_plan(options)
     if options.as_json:
         say(json.dumps(as_table(plan), indent=2))
+    elif is_brief:
+        say(verdict(plan))
     else:
         print_staged_plan(plan)
-    return 0
+    return 1 if options.check and not is_borne(plan) else 0
+
+
+def is_borne(plan: StagedPlan) -> bool:
+    """Whether its peers are as busy as was asked for, and nothing will not work."""
+    return plan.forecast.utilisation >= plan.target and not troubles(plan)
+
+
+def verdict(plan: StagedPlan) -> str:
+    """Whether the links bear the run as it is given, in a sentence that begins with yes or no."""
+    shown, found = plan.forecast, troubles(plan)
+    busy = f"peers compute for {shown.utilisation:.0%} of the time, {plan.target:.0%} asked for"
+    if is_borne(plan):
+        return f"yes: {busy}"
+    if shown.utilisation >= plan.target and found:
+        return f"no: {busy}, but {found[0]}"
+    return f"no: {busy}; what binds is {shown.binding} of stage {shown.bottleneck}: {WHY[shown.binding]}"
 
 
 def make_staged_plan(options: PlanOptions) -> StagedPlan:
@@ -90,9 +109,11 @@ def make_staged_plan(options: PlanOptions) -> StagedPlan:
     links, link_source = read_links(options, run.seed)
     take_back()
     from bootstrap.plan.step import stage_costs
+    from p2p_co2.tensors.device import training_device
 
     hand_over()
-    costs, tokens, source = stage_costs(run, options.step_s, options.device, options.threads)
+    device = training_device(options.device).name
+    costs, tokens, source = stage_costs(run, options.step_s, device, options.threads)
     sources = {"links": link_source, "computing": source}
     peers = in_stages(links, run.pipeline.stages)
     return staged_plan(run, costs, tokens, peers, sources, options.target)
@@ -163,6 +184,8 @@ def as_table(plan: StagedPlan) -> dict[str, Any]:
     return {
         "run": plan.run.name,
         "sources": plan.sources,
+        "verdict": verdict(plan),
+        "is_reached": is_borne(plan),
         "tokens_per_s": shown.tokens_per_s,
         "inner_step_s": shown.step_s,
         "bottleneck": shown.bottleneck,
@@ -209,6 +232,11 @@ def print_staged_plan(plan: StagedPlan, console: Console | None = None) -> None:
     """Print ``plan`` to ``console``; stdout if None."""
     console = console or Console(width=None if sys.stdout.isatty() else 130, highlight=False)
     run, shown = plan.run, plan.forecast
+    console.print(Text(verdict(plan), style="bold green" if is_borne(plan) else "bold red"))
+    if plan.change is not None:
+        gain = plan.change.forecast.tokens_per_s / shown.tokens_per_s
+        console.print(Text(f"the cheapest change: {plan.change.words}: {gain:.2g} times the tokens", "bold"))
+    console.print()
     parameters, peers = sum(cost.parameters for cost in plan.costs), sum(map(len, plan.setting.peers))
     what = f": {parameters:,} parameters in {len(plan.costs)} stages, {peers} peers"
     console.print(Text.assemble((f'plan of "{run.name}"', "bold"), what))
@@ -237,12 +265,6 @@ def print_staged_plan(plan: StagedPlan, console: Console | None = None) -> None:
             f" ({WHY[shown.binding]}).",
         )
     )
-    reached = "reaches" if shown.utilisation >= plan.target else "does not reach"
-    words = f"which {reached} the {plan.target:.0%} asked for"
-    console.print(Text(f"they compute for {shown.utilisation:.0%} of the time, {words}"))
-    if plan.change is not None:
-        gain = plan.change.forecast.tokens_per_s / shown.tokens_per_s
-        console.print(Text(f"the cheapest change: {plan.change.words}: {gain:.2g} times the tokens", "bold"))
     for trouble in troubles(plan):
         console.print(Text(trouble, style="red"))
 

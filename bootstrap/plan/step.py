@@ -19,7 +19,7 @@ from torch import Tensor
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.planning.pipeline import StageCost
-from p2p_co2.recipes import Recipe, StageSize, load_recipe, stage_sizes
+from p2p_co2.recipes import InnerStep, Recipe, StageSize, load_recipe, stage_sizes
 from p2p_co2.recipes.stages import Stages
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.stages import StageReplica
@@ -28,8 +28,8 @@ from p2p_co2.trainer.stage_work import Crossings
 
 @dataclass(frozen=True)
 class StepMeasure:
-    """``step_s``: median of the inner step. ``tokens``: of one step. ``train_bytes``: this process, with the
-    model, its gradients and the optimizer, at its largest."""
+    """``step_s``: median of the inner step. ``tokens``: of one step. ``train_bytes``: at its largest, of this
+    process with the model, its gradients and the optimizer; on a GPU, of that."""
 
     step_s: float
     tokens: int
@@ -46,11 +46,16 @@ def load_model(run: RunConfig, device: str) -> tuple[Recipe, tuple[int, ...]]:
     if run.pipeline.stages > 1:
         recipe.in_stages(run.pipeline.stages)
     plan = plan_fragments(recipe.model, run.fragments)
-    try:
-        recipe.model.to(device)
-    except (RuntimeError, AssertionError):  # torch's words for a device that is not there
-        raise ConfigError.of_option("--device", f"torch cannot use {device!r} here; use cpu") from None
+    recipe.model.to(device)
     return recipe, tuple(fragment.numel for fragment in plan.fragments)
+
+
+def gpu_memory_bytes(device: str) -> float:
+    """What a GPU has in all; 0 if there is none."""
+    try:
+        return float(torch.cuda.mem_get_info(device)[1])
+    except (RuntimeError, AssertionError, ValueError):
+        return 0.0
 
 
 def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepMeasure:
@@ -58,25 +63,28 @@ def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepM
     all cores. At least five steps and two seconds are counted; none is begun after twelve seconds."""
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     optimizer = recipe.optimizer(recipe.model.parameters())
+    step, batches = (
+        InnerStep(recipe, recipe.model, optimizer),
+        iter(recipe.batches(0, batch or recipe.default_batch)),
+    )
     times_s: list[float] = []
     tokens = 0
-    began_at = time.perf_counter()
-    for data in recipe.batches(0, batch or recipe.default_batch):
-        at = time.perf_counter()
-        optimizer.zero_grad(set_to_none=True)
-        recipe.loss(recipe.model, data).backward()  # type: ignore[no-untyped-call]  # so torch declares it
-        optimizer.step()
+    began_at = at = time.perf_counter()
+    while (taken := step.take(batches)) is not None:
         if device.startswith("cuda"):
             torch.cuda.synchronize()
         now = time.perf_counter()
         times_s.append(now - at)
-        tokens = recipe.tokens(data)
+        at = now
+        tokens = max(tokens, int(taken.tokens))
         counted = times_s[3:]
         if (len(counted) >= 5 and sum(counted) >= 2.0) or now - began_at > 12.0:
             break
     counted = times_s[3:] or times_s[-1:]
     how = f"measured here, median of {len(counted)} steps, {torch.get_num_threads()} threads, {device}"
     largest_bytes = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if device.startswith("cuda"):
+        largest_bytes = float(torch.cuda.max_memory_reserved(device))
     return StepMeasure(statistics.median(counted), tokens, largest_bytes, how)
 
 

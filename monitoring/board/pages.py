@@ -1,4 +1,5 @@
-"""The pages of the board: swarm, staleness, bandwidth, peers, events; and one for each peer and round."""
+"""The pages of the board: swarm, staleness, bandwidth, peers, events; one for each peer and each fragment
+exchange. ``run_page`` has the page of the run."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from nicegui import ui
 from pydantic.fields import FieldInfo
 
 from monitoring import charts
+from monitoring.board.cards import MachineCard, OwnCard, RunCard
 from monitoring.board.shell import Chart, Columns, Frame, Page, Table, Told, Trends, block, card, choice, text
 from monitoring.facts import (
     ENDED,
@@ -22,7 +24,7 @@ from monitoring.facts import (
     Trouble,
 )
 from monitoring.history import AGREED, MAX_LINES, SWARM, Happening
-from monitoring.words import ago, clock, date, figure, links, of_fragment, percent, plain, size
+from monitoring.words import ago, clock, date, exchange, figure, links, percent, plain, size
 from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS
 from p2p_co2.telemetry.view import numbered
 
@@ -31,6 +33,9 @@ class SwarmPage(Page):
     """Is it learning, who is here, how fast, and what is wrong now."""
 
     def __init__(self, frame: Frame) -> None:
+        facts = frame.model.facts()
+        self._you = OwnCard(facts) if facts.me else None
+        self._run = RunCard(facts)
         super().__init__(frame, swarm_told)
         self._shown: tuple[Trouble, ...] | None = None
         with card("What is wrong now"):
@@ -38,17 +43,25 @@ class SwarmPage(Page):
         self._stages = _stages_table() if frame.model.facts().stages else None
         unit = frame.model.facts().loss_unit or "in the recipe's own unit"
         with card("Loss of the agreed parameters", unit, self._add_controls):
-            self._loss = Chart("chart-loss")
+            self._loss = Chart("chart-loss", "Loss")
         self._trends = Trends("chart")
+        if facts.me:
+            MachineCard(frame)
         words = "What peers say of themselves is their own word, in reports they signed; work is counted "
-        text("b-foot", words + "from the rounds' certificates.")
+        text("b-foot", words + "from the certificates of fragment exchanges.")
 
     def _add_controls(self) -> None:
-        self._axis = choice(["over time", "over tokens"], "over time", lambda _: self.frame.redraw_soon())
+        block("b-grow")
+        over = ("over time", "over tokens")
+        self._axis = choice("what the loss is over", over, over[0], lambda _: self.frame.redraw_soon())
+        self.frame.axis_choice()
         self.frame.range_choice()
 
     def refresh(self, facts: SwarmFacts) -> None:
         super().refresh(facts)
+        self._run.set(facts)
+        if self._you is not None:
+            self._you.set(facts)
         if facts.troubles != self._shown:
             self._shown = facts.troubles
             self._troubles.clear()
@@ -58,8 +71,11 @@ class SwarmPage(Page):
     def redraw(self, facts: SwarmFacts) -> None:
         history, palette, (since, until) = self.frame.history, self.frame.palette, self.frame.span(facts)
         rows, agreed = (history.series(key, since, until) for key in (SWARM, AGREED))
-        self._loss.set(charts.loss(palette, rows, agreed, over_tokens=self._axis.value == "over tokens"))
-        self._trends.set(palette, rows)
+        over_tokens, look = self._axis.value == "over tokens", self.frame.look
+        marks = self.frame.marks()
+        drawn = charts.loss(palette, rows, agreed, over_tokens=over_tokens, look=look, marks=marks)
+        self._loss.set(drawn)
+        self._trends.set(self.frame, rows)
         if self._stages is not None:
             self._stages.set(facts.stages)
 
@@ -80,7 +96,7 @@ def _stages_table() -> Table:
             ("Forward (kB/s)", 0, lambda stage: _times(stage.forward_bytes_per_s, 1e-3)),
             ("Back (kB/s)", 0, lambda stage: _times(stage.back_bytes_per_s, 1e-3)),
             ("Hop (ms)", 1, lambda stage: _times(stage.forward_round_trip_s, 1e3)),
-            ("Rounds", 0, lambda stage: stage.rounds_committed),
+            ("Exchanges", 0, lambda stage: stage.rounds_committed),
             ("Idle because of", -1, lambda stage: plain(stage.waits_for, 60)),
         ), rows_a_page=0)  # fmt: skip
 
@@ -97,7 +113,7 @@ def swarm_told(facts: SwarmFacts) -> Told:
     total = f"of {facts.rounds_total}" if facts.rounds_total else "without end"
     every = f", {figure(facts.round_s, 0)} s each" if facts.round_s else ""
     alone = f"{facts.rounds_alone} alone, " if facts.rounds_alone else ""
-    made = f"{alone}{facts.rounds_aborted} aborted, {facts.rounds_counted} checked"
+    made = f"committed; {alone}{facts.rounds_aborted} aborted, {facts.rounds_counted} checked"
     per_s = "through all stages" if facts.stages else "sum of the peers"
     counted, rate = f"{figure(facts.tokens_counted)} counted by the group", f"{size(facts.up_bytes_per_s)}/s"
     return {
@@ -108,14 +124,17 @@ def swarm_told(facts: SwarmFacts) -> Told:
         "tokens-per-s": ("Tokens per second", figure(facts.tokens_per_s), "tokens/s", per_s),
         "utilisation": ("Compute utilisation", percent(facts.utilisation), "", "of the time is training"),
         "bytes-per-s": ("Sent per second", rate, "", f"{size(facts.up_bytes)} so far"),
-        "rounds": ("Rounds committed", figure(facts.rounds_committed), "", made),
+        "rounds": ("Fragment exchanges", figure(facts.rounds_committed), "", made),
     }
 
 
 def _show_troubles(facts: SwarmFacts) -> None:
     if not facts.troubles:
         ended = facts.rounds_total and facts.position >= facts.rounds_total
-        text("b-fine", "The run is over." if ended else "Nothing: every peer is heard, and rounds commit.")
+        text(
+            "b-fine",
+            "The run is over." if ended else "Nothing: every peer is heard, and fragment exchanges commit.",
+        )
     for trouble in facts.troubles:
         with block(f"b-row {trouble.severity}"):
             text("b-mark", "Wrong" if trouble.severity == "bad" else "Note")
@@ -128,8 +147,8 @@ class StalenessPage(Page):
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame, staleness_told)
-        hint = "a cell is one round of one fragment: group size inside, why on hover, click for its members"
-        with card("Rounds", hint):
+        hint = "a column is a round; group size inside, why on hover, click for its members"
+        with card("Fragment exchanges", hint):
             with block("b-legend"):
                 for colour, _, words in charts.OUTCOMES.values():
                     with ui.element("span"):
@@ -137,9 +156,9 @@ class StalenessPage(Page):
                         ui.label(words)
             known = frame.model.known
             kind = "tall" if known.stages * known.fragments > charts.MAX_LOW_ROWS else ""
-            self._heat = Chart("chart-rounds", kind, on_click=self._open_round)
+            self._heat = Chart("chart-rounds", "Fragment exchanges", kind, on_click=self._open_round)
         with card("Staleness", "outer steps between a gradient's parameters and those it met"):
-            self._histogram = Chart("chart-staleness")
+            self._histogram = Chart("chart-staleness", "Staleness")
 
     def redraw(self, facts: SwarmFacts) -> None:
         palette = self.frame.palette
@@ -167,7 +186,7 @@ def staleness_told(facts: SwarmFacts) -> Told:
     return {
         "staleness-mean": ("Mean staleness", figure(facts.staleness_mean, 2), "outer steps", applied),
         "delay": ("Send to apply", delay, "inner steps", "mean over all applied"),
-        "late": ("Rounds late or partial", odd, "", of),
+        "late": ("Late or partial exchanges", odd, "", of),
         "oldest": ("Oldest fragment", clock(oldest), "min:s", f"on {label}" if label else ""),
     }
 
@@ -178,8 +197,9 @@ class BandwidthPage(Page):
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame, bandwidth_told)
         with card("Traffic", "kB/s, all peers together", frame.range_choice):
-            self._traffic = Chart("chart-traffic")
-        with card("Peers", "floor: what rounds ask of the average member, each direction; own word"):
+            self._traffic = Chart("chart-traffic", "Traffic")
+        hint = "floor: what a round asks of the average member, each direction; own word"
+        with card("Peers", hint):
             self._peers = Table("traffic", (
                 ("Peer", -1, lambda peer: plain(peer.label, 32)),
                 ("Up (kB/s)", 1, lambda peer: _times(peer.up_bytes_per_s, 1e-3)),
@@ -190,7 +210,7 @@ class BandwidthPage(Page):
                 ("Received (MB)", 1, lambda peer: peer.down_bytes / 1e6),
                 ("Hidden (s)", 1, lambda peer: peer.hidden_s),
                 ("Exposed (s)", 1, lambda peer: peer.exposed_s),
-            ), to=_place_of)  # fmt: skip
+            ), to=_place_of, is_mine=self._is_mine)  # fmt: skip
         self._hops = _hops_table() if frame.model.facts().stages else None
         with card("Links", "as their senders measured them, about every ten seconds"):
             self._links = Table("links-table", (
@@ -202,10 +222,16 @@ class BandwidthPage(Page):
                 ("Sent (MB)", 1, lambda link: link[2].sent_bytes / 1e6),
             ), search=True)  # fmt: skip
 
+    def _is_mine(self, peer: PeerFacts) -> bool:
+        return peer.peer == self.frame.model.feed.me
+
     def redraw(self, facts: SwarmFacts) -> None:
         rows = self.frame.history.series(SWARM, *self.frame.span(facts))
-        self._traffic.set(charts.over_time(self.frame.palette, rows, charts.TRENDS["traffic"][2]))
-        self._peers.set(facts.peers)
+        title, _, lines = charts.TRENDS["traffic"]
+        look, marks = self.frame.look, self.frame.marks()
+        drawn = charts.over_time(self.frame.palette, rows, lines, title=title, look=look, marks=marks)
+        self._traffic.set(drawn)
+        self._peers.set(own_first(facts))
         if self._hops is not None:
             self._hops.set(itertools.pairwise(facts.stages))
         names = {peer.peer: _name_and_stage(peer) for peer in facts.peers}
@@ -256,6 +282,11 @@ def _times(value: float | None, factor: float) -> float | None:
     return None if value is None else round(value * factor, 3)
 
 
+def own_first(facts: SwarmFacts) -> list[PeerFacts]:
+    """All peers, the reader's own before the others."""
+    return sorted(facts.peers, key=lambda peer: not facts.me or peer.peer != facts.me)
+
+
 def _place_of(peer: PeerFacts) -> str:
     return f"/peer/{peer.peer}"
 
@@ -285,7 +316,8 @@ class PeersPage(Page):
                 ("Software", -1, lambda peer: plain(peer.software, 24)),
                 ("Seen, s ago", 0, self._seen_s), ("Joined", -1, lambda peer: date(peer.joined_at)),
                 ("Left, and why", -1, lambda peer: plain(peer.reason, 90) if peer.state in ENDED else ""),
-            ), to=_place_of, search=True)  # fmt: skip
+            ), to=_place_of, search=True, on_phone=("Peer", "State", "Share, counted (%)", "Links"),
+            is_mine=lambda peer: peer.peer == frame.model.feed.me)  # fmt: skip
             words = "Tokens, loss, rates and utilisation are a peer's own word. Its share is counted by the "
             text("b-foot", words + "group: weights in commits that more than half of its peers signed.")
 
@@ -300,7 +332,7 @@ class PeersPage(Page):
         self._count.text = f"{facts.peers_online} online of {facts.peers_known} known"
 
     def redraw(self, facts: SwarmFacts) -> None:
-        self._table.set(facts.peers)
+        self._table.set(own_first(facts))
 
 
 class PeerPage(Page):
@@ -311,11 +343,14 @@ class PeerPage(Page):
         self._peer = peer
         with ui.element("div"):
             ui.link("All peers", "/peers").classes("b-link")
-            self._title = text("b-title", test_id="peer-title")
+            self._title = text("b-title", test_id="peer-title", tag="h2")
             text("b-hint b-words", peer[:80])
         self._trends = Trends("chart-peer")
         with card("What is known of it"):
-            columns = [("", -1, lambda row, name=name: row[name]) for name in ("name", "value", "what")]
+            columns = [
+                (heading, -1, lambda row, name=name: row[name])
+                for heading, name in (("Fact", "name"), ("Value", "value"), ("What it is", "what"))
+            ]
             self._known = Table("peer-facts", columns, rows_a_page=0)
         with card("What happened at it"):
             self._events = _events_table("peer-events", 15)
@@ -328,7 +363,7 @@ class PeerPage(Page):
         history = self.frame.history
         for peer in facts.peers:
             if peer.peer == self._peer:
-                self._trends.set(self.frame.palette, history.series(peer.peer, *self.frame.span(facts)))
+                self._trends.set(self.frame, history.series(peer.peer, *self.frame.span(facts)))
                 self._known.set(fact_rows(peer))
         self._events.set(history.happenings(MAX_LINES, self._peer))
 
@@ -364,7 +399,9 @@ class EventsPage(Page):
 
     def __init__(self, frame: Frame) -> None:
         super().__init__(frame)
-        with card("What happened", f"the newest {MAX_LINES}; a round's line leads to its members"):
+        with card(
+            "What happened", f"the newest {MAX_LINES}; that of a fragment exchange leads to its members"
+        ):
             self._table = _events_table("events", 50, search=True)
 
     def redraw(self, facts: SwarmFacts) -> None:
@@ -386,21 +423,21 @@ def _key_of(found: RoundFacts) -> tuple[int, int]:
 
 
 class RoundPage(Page):
-    """One round of one fragment: its outcome, and each member's times and counted work."""
+    """One fragment exchange: its outcome, and each member's times and counted work."""
 
     def __init__(self, frame: Frame, fragment: int, number: int) -> None:
         self._key = fragment, number
         with ui.element("div"):
             ui.link("All events", "/events").classes("b-link")
             stage, own = divmod(fragment, MAX_FRAGMENTS)
-            name = of_fragment(own, stage if frame.model.facts().stages else None)
-            text("b-title", f"Round {number} of {name}")
+            name = exchange(own, number, stage if frame.model.facts().stages else None)
+            text("b-title", name.capitalize(), tag="h2")
         super().__init__(frame, self._round_told)
 
         def seconds(name: str) -> Callable[[Any], float | None]:
             return lambda row: _times(getattr(row[1], name, None) or None, 1)
 
-        with card("Members", "seconds from each member's READY; work: weights (tokens) in the certificate"):
+        with card("Members", "seconds from each member's READY; work: tokens in the certificate"):
             self._table = Table("round-members", (
                 ("Peer", -1, lambda row: row[0]), ("BEGIN", 2, seconds("begun_s")),
                 ("PARTS", 2, seconds("parts_s")), ("MEAN", 2, seconds("means_s")),
@@ -418,7 +455,7 @@ class RoundPage(Page):
         found = next((one for one in facts.rounds if _key_of(one) == self._key), None)
         outcome, group, duration, stale = [("", "", "")] * 4
         if found is None:
-            outcome = "unknown", "", "this round is not among the newest here"
+            outcome = "unknown", "", "this exchange is not among the newest here"
         else:
             outcome = found.outcome, "", plain(found.reason, 120)
             group = figure(found.contributors), "", f"of {found.group_size} members"

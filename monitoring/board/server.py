@@ -39,7 +39,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from monitoring.board import pages
-from monitoring.board.shell import TICK_S, Frame, Page
+from monitoring.board.run_page import RunPage
+from monitoring.board.shell import PAGES, TICK_S, Frame, Page
 from monitoring.facts import SwarmFacts
 from monitoring.feeds import PastFeed
 from monitoring.history import TIERS, History
@@ -60,8 +61,8 @@ PAST_ROUNDS_KEPT = 192
 COOKIE = "p2p_co2_board"
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]+")
 _PAGES: dict[str, Callable[[Frame], Page]] = {
-    "/": pages.SwarmPage, "/staleness": pages.StalenessPage, "/bandwidth": pages.BandwidthPage,
-    "/peers": pages.PeersPage, "/events": pages.EventsPage,
+    "/": pages.SwarmPage, "/run": RunPage, "/staleness": pages.StalenessPage,
+    "/bandwidth": pages.BandwidthPage, "/peers": pages.PeersPage, "/events": pages.EventsPage,
 }  # fmt: skip
 _RoundNumber = Annotated[int, PathParameter(ge=0, le=2**53)]
 """Larger ones are no round's, and more than the history can look for."""
@@ -197,13 +198,13 @@ def make_app(model: Model, recorder: Recorder) -> FastAPI:
         return Response(exposition(collector), media_type=CONTENT_TYPE)
 
     for place, make in _PAGES.items():
-        ui.page(place)(partial(Frame, model, recorder, place, make))
+        ui.page(place, title=f"{dict(PAGES)[place]} · p2p-co2")(partial(Frame, model, recorder, place, make))
 
-    @ui.page("/peer/{peer}")
+    @ui.page("/peer/{peer}", title="Peer · p2p-co2")
     def peer_page(peer: str) -> None:
         Frame(model, recorder, "/peers", lambda frame: pages.PeerPage(frame, peer))
 
-    @ui.page("/round/{fragment}/{number}")
+    @ui.page("/round/{fragment}/{number}", title="Fragment exchange · p2p-co2")
     def round_page(fragment: _RoundNumber, number: _RoundNumber) -> None:
         Frame(model, recorder, "/events", lambda frame: pages.RoundPage(frame, fragment, number))
 
@@ -211,8 +212,8 @@ def make_app(model: Model, recorder: Recorder) -> FastAPI:
     # are old: nothing that a user of the board could act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module="nicegui")
     ui.run_with(
-        app, title="p2p-co2", favicon="◐", dark=None, tailwind=False, show_welcome_message=False,
-        binding_refresh_interval=None, reconnect_timeout=10.0,
+        app, title="p2p-co2", favicon="◐", dark=None, language="en-US", tailwind=False,
+        show_welcome_message=False, binding_refresh_interval=None, reconnect_timeout=10.0,
     )  # fmt: skip
     return app
 

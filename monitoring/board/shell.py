@@ -15,19 +15,34 @@ from typing import Any
 
 from nicegui import ui
 from nicegui.element import Element
+from nicegui.elements.mixins.text_element import TextElement
 
-from monitoring.charts import BLUE, DARK, LIGHT, TRENDS, Options, Palette, over_time
+from monitoring.charts import (
+    BLUE,
+    DARK,
+    LIGHT,
+    MARKED,
+    MAX_MARKS,
+    TRENDS,
+    Look,
+    Options,
+    Palette,
+    over_time,
+)
 from monitoring.facts import SwarmFacts
-from monitoring.history import TIERS
+from monitoring.glossary import GLOSSARY, explained
+from monitoring.history import TIERS, Happening
 from monitoring.model import Model, Recorder
 from monitoring.words import UNKNOWN, clock, plain
 
-PAGES = (("/", "Swarm"), ("/staleness", "Staleness"), ("/bandwidth", "Bandwidth"), ("/peers", "Peers"),
-         ("/events", "Events"))  # fmt: skip
+PAGES = (("/", "Swarm"), ("/run", "Run"), ("/staleness", "Staleness"), ("/bandwidth", "Bandwidth"),
+         ("/peers", "Peers"), ("/events", "Events"))  # fmt: skip
 TICK_S = 1.0
 """A board looks for news, and an open page follows it."""
 CSS = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 _STATES = {"connected": "live", "connecting": "connecting", "lost": "out of reach", "ended": "run is over"}
+_SMOOTH = {"as measured": 0.0, "smooth": 0.8, "smoother": 0.95}
+_AXES = {"linear": False, "log": True}
 _RANGES = {"10 min": 600.0, "1 h": 3600.0, "1 day": 86400.0, "all": None}
 _NOTHING = {
     "connecting": ("Looking for the swarm", "This takes some seconds, longer from behind NAT."),
@@ -46,6 +61,12 @@ Told = dict[str, tuple[str, str, str, str]]
 """What tiles say, by test id: caption, number (it may bring its unit: "12 kB"), unit, line below."""
 Columns = Sequence[tuple[str, int, Callable[[Any], Any]]]
 """Of a table: heading, decimals (-1: it is text), a cell of what the row is about."""
+_HEADING = '<q-th :props="props" :title="props.col.title || null">{{ props.col.label }}</q-th>'
+_LINK = """
+<q-td :props="props"><a v-if="props.row.to" :href="props.row.to" class="b-link">{{ props.value }}</a>
+<template v-else>{{ props.value }}</template></q-td>
+"""
+"""Of a table's first column: a row's address can be reached by keyboard too."""
 
 
 class Page:
@@ -67,10 +88,18 @@ class Page:
 # ---- what pages are made of
 
 
-def text(classes: str, words: str = "", test_id: str = "") -> ui.label:
+def text(classes: str, words: str = "", test_id: str = "", tag: str = "div") -> TextElement:
     """A line of text; NiceGUI sends it again when it changes."""
-    made = ui.label(words).classes(classes)
+    made = TextElement(tag=tag, text=words).classes(classes)
     return made.props(f"data-testid={test_id}") if test_id else made
+
+
+def caption(classes: str, words: str, tag: str = "div") -> TextElement:
+    """A line of text whose words of the glossary are explained where the pointer rests on it."""
+    made = text(classes, words, tag=tag)
+    if told := explained(words):
+        made.classes("b-asked").props["title"] = told
+    return made
 
 
 def block(classes: str, kind: str = "div") -> Element:
@@ -79,14 +108,15 @@ def block(classes: str, kind: str = "div") -> Element:
 
 
 class Tiles:
-    """A row of figures, each with caption, unit and a line below."""
+    """A row of figures, each with caption, unit and a line below. ``classes``: "five" for as many in a
+    row."""
 
-    def __init__(self, told: Told) -> None:
-        self._lines: dict[str, tuple[ui.label, ui.label, ui.label]] = {}
-        with block("b-tiles four") if told else contextlib.nullcontext():
-            for test_id, (caption, *_) in told.items():
+    def __init__(self, told: Told, classes: str = "four") -> None:
+        self._lines: dict[str, tuple[TextElement, TextElement, TextElement]] = {}
+        with block(f"b-tiles {classes}") if told else contextlib.nullcontext():
+            for test_id, (words, *_) in told.items():
                 with block("b-tile"):
-                    text("b-cap", caption)
+                    caption("b-cap", words)
                     with block("b-num"):
                         with ui.element("span").props(f"data-testid={test_id}"):
                             number = text("b-inline")
@@ -102,11 +132,14 @@ class Tiles:
 
 
 class Chart:
-    """An ECharts chart whose options are replaced as a whole, and only when they differ."""
+    """An ECharts chart whose options are replaced as a whole, and only when they differ. ``title``: what it
+    shows, until its own sentence says more."""
 
-    def __init__(self, test_id: str, kind: str = "", on_click: Callable[[Any], None] | None = None) -> None:
+    def __init__(
+        self, test_id: str, title: str, kind: str = "", on_click: Callable[[Any], None] | None = None
+    ) -> None:
         self._chart = ui.echart({}, on_point_click=on_click).classes(f"b-chart {kind}")
-        self._chart.props(f"data-testid={test_id}")
+        self._chart.props(f"data-testid={test_id} role=img").props["aria-label"] = title
         self._made: Options = {}
 
     def set(self, options: Options) -> None:
@@ -124,35 +157,47 @@ class Trends:
         with block("b-three"):
             for name, (title, unit, _) in TRENDS.items():
                 with card(title, unit):
-                    self._charts[name] = Chart(f"{test_id}-{name}", "low")
+                    self._charts[name] = Chart(f"{test_id}-{name}", title, "low")
 
-    def set(self, palette: Palette, rows: Sequence[tuple[float, ...]]) -> None:
-        for name, (_, _, lines) in TRENDS.items():
-            self._charts[name].set(over_time(palette, rows, lines))
+    def set(self, frame: Frame, rows: Sequence[tuple[float, ...]]) -> None:
+        marks = frame.marks()
+        for name, (title, _, lines) in TRENDS.items():
+            made = over_time(frame.palette, rows, lines, title=title, look=frame.look, marks=marks)
+            self._charts[name].set(made)
 
 
 class Table:
     """A table that is sorted, cut into pages and searched in the browser, and sent when its rows differ.
 
-    ``rows_a_page``: 0 for all. ``to``: the address that a click on a row opens, or "". ``search``: with a
-    field for what rows must contain, in the first line of the card that the table stands in."""
+    ``rows_a_page``: 0 for all. ``to``: the address that a click on a row, or the link in its first cell,
+    opens, or "". ``search``: with a field for what rows must contain, in the first line of the card that the
+    table stands in. ``on_phone``: headings of the columns that a phone shows, all if there are none.
+    ``is_mine``: which rows are tinted."""
 
     def __init__(
         self, test_id: str, columns: Columns, rows_a_page: int = 25,
         to: Callable[[Any], str] = lambda row: "", search: bool = False,
+        on_phone: Sequence[str] = (), is_mine: Callable[[Any], bool] = lambda row: False,
     ) -> None:  # fmt: skip
-        self._cells, self._to = [get for _, _, get in columns], to
+        self._cells, self._to, self._is_mine = [get for _, _, get in columns], to, is_mine
         made = [
             {"name": str(place), "label": label, "field": str(place), "sortable": True,
-             "align": "left" if decimals < 0 else "right", ":format": _shown_with(max(0, decimals))}
+             "align": "left" if decimals < 0 else "right", ":format": _shown_with(max(0, decimals)),
+             "title": explained(label), **({"classes": "b-wide", "headerClasses": "b-wide"}
+                                           if on_phone and label not in on_phone else {})}
             for place, (label, decimals, _) in enumerate(columns)
         ]  # fmt: skip
         self._table = ui.table(columns=made, rows=[], row_key="key", pagination=rows_a_page or None)
-        self._table.props(f"dense flat data-testid={test_id}")
+        self._table.props[":rows-per-page-options"] = f"[{rows_a_page}]"
+        self._table.props(f'dense flat no-data-label="Nothing yet" data-testid={test_id}')
+        self._table.props[":table-row-class-fn"] = "row => row.mine ? 'b-mine' : row.to ? 'b-leads' : ''"
+        self._table.add_slot("header-cell", _HEADING)
+        self._table.add_slot("body-cell-0", _LINK)
         if search:
             with ui.context.slot.parent.default_slot.children[0]:
                 block("b-grow")
                 field = ui.input(placeholder="search").props("dense outlined clearable data-testid=search")
+                field.props["aria-label"] = "search in this table"
             self._table.bind_filter_from(field, "value")
         self._table.on("rowClick", self._open)
 
@@ -165,6 +210,7 @@ class Table:
             {
                 "key": key,
                 "to": self._to(one),
+                "mine": self._is_mine(one),
                 **{str(place): get(one) for place, get in enumerate(self._cells)},
             }
             for key, one in enumerate(told)
@@ -184,18 +230,37 @@ def _shown_with(decimals: int) -> str:
 
 def card(title: str, hint: str = "", controls: Callable[[], None] = lambda: None) -> Element:
     """A titled panel; use as a context. ``controls`` adds to the line with the title."""
-    with block("b-card") as panel, block("b-head"):
-        text("b-title", title)
+    with block("b-card", "section") as panel, block("b-head"):
+        caption("b-title", title, "h2")
         if hint:
-            text("b-hint", hint)
+            caption("b-hint", hint)
         controls()
     return panel
 
 
-def choice(names: Sequence[str], chosen: str, on_change: Callable[[Any], None]) -> ui.toggle:
-    """Buttons of which one is pressed."""
+def choice(
+    of: str, names: Iterable[str], chosen: str, on_change: Callable[[Any], None] | None = None
+) -> ui.toggle:
+    """Buttons of which one is pressed; ``of``: what they choose."""
     made = ui.toggle(list(names), value=chosen, on_change=on_change)
-    return made.props("dense unelevated no-caps size=sm toggle-color=primary")
+    made.props("dense unelevated no-caps size=sm toggle-color=primary").props["aria-label"] = of
+    return made
+
+
+def _glossary() -> Element:
+    """The words of the board, in a window of the browser's own that ``_SHOW_WORDS`` opens."""
+    with block("b-words-shown", "dialog").props("aria-label=Words data-testid=words") as made:
+        text("b-title", f"{len(GLOSSARY)} words", tag="h2")
+        with block("", "dl"):
+            for word, means in GLOSSARY.items():
+                text("", word, tag="dt")
+                text("", means, tag="dd")
+        with ui.element("form").props("method=dialog"):
+            text("b-button", "Close", tag="button")
+    return made
+
+
+_SHOW_WORDS = "() => document.querySelector('dialog.b-words-shown').showModal()"
 
 
 class _Header:
@@ -211,11 +276,16 @@ class _Header:
                 with block("b-state", "span"):
                     self._dot = block("b-dot", "span")
                     self._state = text("", test_id="state")
+                words = text("b-button", "?", "ask", tag="button").props('aria-label="what the words mean"')
+                words.on("click", js_handler=_SHOW_WORDS)
                 toggle = ui.button(icon="contrast", on_click=on_dark, color=None)
                 toggle.props('flat dense round size=sm aria-label="light or dark" data-testid=dark')
-            with block("b-nav", "nav"):
+            with block("b-nav", "nav").props("aria-label=Pages"):
                 for path, name in PAGES:
-                    ui.link(name, path).classes("here" if path == here else "")
+                    link = ui.link(name, path).classes("here" if path == here else "")
+                    if path == here:
+                        link.props("aria-current=page")
+        _glossary()
 
     def set(self, facts: SwarmFacts) -> None:
         where = f"{plain(facts.run, 64)}  ·  " if facts.run else ""
@@ -228,11 +298,12 @@ class _Header:
 
 class Frame:
     """One browser's view: header, banner, and the page's body or what stands in its place. Pages read
-    ``model``, ``history`` and ``palette``."""
+    ``model``, ``history``, ``palette`` and ``look``."""
 
     def __init__(self, model: Model, recorder: Recorder, here: str, make: Callable[[Frame], Page]) -> None:
         self.model, self.history = model, recorder.history
         self.palette: Palette = LIGHT
+        self.look = Look()
         self._recorder = recorder
         self._range_s: float | None = None
         self._make = make
@@ -242,7 +313,8 @@ class Frame:
         ui.colors(primary=BLUE)
         self._dark = ui.dark_mode(None)
         self._header = _Header(here, self._toggle_dark)
-        with block("b-page", "main"):
+        with block("b-page"):  # Quasar puts it into the main landmark
+            text("b-hidden", dict(PAGES)[here], tag="h1")
             self._banner = text("b-banner", test_id="banner")
             self._body = ui.element("div").style("display:contents")
         self._instead = ""
@@ -280,15 +352,33 @@ class Frame:
         until = max(last, facts.at if facts.connection != "ended" else last)
         return first if self._range_s is None else max(first, until - self._range_s), until
 
+    def marks(self) -> list[Happening]:
+        """Who came and went, newest first."""
+        return self.history.happenings(MAX_MARKS, kinds=tuple(MARKED))
+
     def range_choice(self) -> None:
-        """Buttons for how far back charts over time reach."""
+        """Buttons for how smooth charts over time are drawn, and how far back they reach."""
 
         def choose(chosen: Any) -> None:
             self._range_s = _RANGES.get(str(chosen.value))
             self.redraw_soon()
 
+        def smoothen(chosen: Any) -> None:
+            self.look = self.look._replace(smooth=_SMOOTH[str(chosen.value)])
+            self.redraw_soon()
+
         block("b-grow")
-        choice(list(_RANGES), "all", choose)
+        choice("how smooth lines are", _SMOOTH, "as measured", smoothen)
+        choice("how far back", _RANGES, "all", choose)
+
+    def axis_choice(self) -> None:
+        """Buttons for whether losses are drawn over a logarithmic axis."""
+
+        def choose(chosen: Any) -> None:
+            self.look = self.look._replace(log=_AXES[str(chosen.value)])
+            self.redraw_soon()
+
+        choice("axis of the loss", _AXES, "linear", choose)
 
     def _set_banner(self, facts: SwarmFacts) -> None:
         said = plain(self._recorder.trouble, 300)
@@ -310,7 +400,7 @@ class Frame:
         big, small = _NOTHING.get(kind, ("Nothing to show", ""))
         with self._body, block("b-empty").props(f"data-testid=nothing-{kind}"):
             block("b-pulse" if kind == "connecting" else "b-ring")
-            text("b-big", big)
+            text("b-big", big, tag="h2")
             text("b-sub", small)
             text("b-sub", plain(facts.connection_words, 400)).style("margin-top:10px")
 

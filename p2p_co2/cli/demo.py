@@ -25,6 +25,7 @@ from monitoring.report import write_report
 from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import LiveTerminal, print_summary
 from p2p_co2.config import RunConfig
+from p2p_co2.system.extras import missing
 from p2p_co2.system.process import program
 from p2p_co2.system.socket_activation import SocketActivation
 from p2p_co2.telemetry.events import Event
@@ -54,8 +55,11 @@ class RunWatch:
         self._console = Console(width=None if sys.stdout.isatty() else 150)
         self._board: SocketActivation | None = None
         if board:
-            self._board = SocketActivation("127.0.0.1", 0, program("monitoring", str(folder.resolve())))
-            print(f"board: {self._board.address}", flush=True)
+            where = missing("board")
+            if not where:
+                self._board = SocketActivation("127.0.0.1", 0, program("monitoring", str(folder.resolve())))
+                where = self._board.address
+            print(f"board: {where}", flush=True)
         if emulation:
             told = ", ".join(f"{line.peer} {line.profile.name}" for line in lines)
             self._say(f"emulation: {emulation}; lines: {told}")
@@ -91,11 +95,11 @@ class RunWatch:
         agreed = [(at, tokens, loss) for at, tokens, loss in ends if at is not None and loss is not None]
         words = Console(file=io.StringIO(), width=120, record=True)
         print_summary(summary, words)
-        write_report(self._folder, words.export_text(), agreed)
+        left_out = write_report(self._folder, words.export_text(), agreed)
         print_summary(summary, self._console)
         if self._emulation:
             self._say(exchange_words(summary["exchanges"]))
-        for text in (*(f"note: {note}" for note in end.notes), f"written to {self._folder}"):
+        for text in (*(f"note: {note}" for note in (*end.notes, *left_out)), f"written to {self._folder}"):
             self._say(text)
         # Who was killed on purpose need not have finished.
         left = {name: peer for name, peer in summary["peer_table"].items() if name not in end.killed}

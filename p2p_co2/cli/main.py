@@ -1,64 +1,101 @@
 """The console script ``p2p-co2``: reads the command line, starts an application, turns errors into one line.
 
 It is the only place that wires the applications together (the demo of ``bootstrap`` is watched by
-``monitoring``). ``--help`` and ``--version`` import neither torch nor hivemind. A mistake of the user's
-gives one line on stderr that says how to mend it and exit status 2 (this machine or the network at fault: 1;
-the run over: 3); a traceback is left to bugs."""
+``monitoring``); each file beside it holds a group of commands. ``--help``, ``--version`` and completion
+import neither torch nor hivemind. A mistake of the user's gives one line on stderr that says how to mend it,
+several in a file a line each, and exit status 2 (this machine or the network at fault: 1; the run over: 3);
+a traceback is left to bugs and ``--verbose``."""
 
 from __future__ import annotations
 
-from p2p_co2.system.ctrl_c import hand_over, take_back, was_interrupted  # before all that takes time
+from p2p_co2.system.ctrl_c import hand_over  # before all that takes time
 
 # isort: split
 import errno
-import math
-import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from bootstrap.options import DemoOptions, OwnRecipe, Parent, RehearsalOptions, SeedOptions, says
-from p2p_co2.cli import checks, views
-from p2p_co2.cli import options as shared
+from bootstrap.options import says
+from p2p_co2.cli import models, organise, try_out, views, volunteer
+from p2p_co2.cli.command import LOUDNESS, SETTINGS, Commands, Loudness, add
 from p2p_co2.cli.gather import gather
-from p2p_co2.cli.options import takes
+from p2p_co2.cli.mistakes import Mistake, explained
+from p2p_co2.cli.model import model
 from p2p_co2.errors import RUN_OVER, ConfigError, LocalProtocolError, P2PCo2Error, RunOver, TicketError
 
 hand_over()
-Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")]
 app = typer.Typer(
     name="p2p-co2",
-    help="Volunteers train one PyTorch model together over the internet: asynchronous, quantised, no server.",
+    cls=Commands,
+    help="Volunteers train one PyTorch model together over the internet.",
+    epilog="`p2p-co2 COMMAND -h` explains a command. `p2p-co2 demo` is a start.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"max_content_width": 110},
+    context_settings=SETTINGS,
 )
+GROUPS: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
+    "Try": {
+        "demo": (try_out.demo, "A whole swarm on this machine, in three minutes."),
+        "simulate": (try_out.simulate, "Many peers on virtual time, with faults."),
+    },
+    "Organise": {
+        "init": (organise.init, "Print a run file with every setting explained."),
+        "plan": (organise.plan, "What a run costs on given links, and whether they bear it."),
+        "rehearse": (organise.rehearse, "The run over emulated internet lines."),
+        "seed": (organise.seed, "Publish a run and print its ticket."),
+    },
+    "Volunteer": {
+        "doctor": (volunteer.doctor, "Whether this machine can take part, and how."),
+        "join": (volunteer.join, "Join a run and train."),
+        "pause": (volunteer.pause, "Have a peer of this machine rest."),
+        "resume": (volunteer.resume, "Have it go on."),
+    },
+    "Look": {
+        "watch": (views.watch, "A run in this terminal."),
+        "board": (views.board, "A run in a browser."),
+        "metrics": (views.metrics, "A run's figures to TensorBoard or Weights & Biases."),
+    },
+    "Model": {
+        "model": (model, "A trained model as from_pretrained loads it."),
+        "gather": (gather, "One checkpoint out of those of all stages."),
+        "eval": (models.evaluate, "The held-out loss of a checkpoint."),
+        "sample": (models.sample, "Text from a checkpoint."),
+    },
+}
+"""All commands as ``--help`` lists them: by group, each with its line."""
+COMMANDS = {name: run for group in GROUPS.values() for name, (run, _) in group.items()}
+for _group, _commands in GROUPS.items():
+    for _name, (_run, _short) in _commands.items():
+        add(app, _group, _name, _short, _run)
+add(app, "Look", "export", "Former name of metrics.", views.export, hidden=True)
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> int:
     """Run one command. Returns the exit status of an error; a command that ends by itself raises
     ``SystemExit``."""
     try:
-        app(args=None if arguments is None else list(arguments), prog_name=program)
-    except SystemExit as end:
-        if was_interrupted(end):
-            print("stopped", file=sys.stderr)
-        raise
+        status = app(
+            args=None if arguments is None else list(arguments), prog_name=program, standalone_mode=False
+        )
+    except Mistake as mistake:
+        if type(mistake).__name__ == "NoArgsIsHelpError":  # its text is the help
+            print(mistake, file=sys.stderr)
+            return 2
+        return _report(str(explained(mistake)), 2)
     except LocalProtocolError:
         raise  # a bug of ours: the traceback is the report
     except P2PCo2Error as error:
-        return _report(str(error), _status_of(error))
+        return _report(str(error), _status_of(error), is_a_line_each=isinstance(error, ConfigError))
     except OSError as error:
         if error.strerror is None:
             raise
         return _report(_in_words(error), 1)
-    return 0
+    sys.exit(status if isinstance(status, int) else 0)
 
 
 def _status_of(error: P2PCo2Error) -> int:
@@ -76,10 +113,13 @@ def _in_words(error: OSError) -> str:
     return what
 
 
-def _report(problem: str, status: int) -> int:
-    """One line, whatever the problem's text holds; the log of a dead child may follow it."""
-    first, _, rest = problem.partition("\n")
-    print(f"error: {first}" + (f"\n{rest}" if rest else ""), file=sys.stderr)
+def _report(problem: str, status: int, is_a_line_each: bool = False) -> int:
+    """A line for the error, or each of several; else the log of a dead child may follow the line."""
+    if LOUDNESS.get() is Loudness.VERBOSE:
+        traceback.print_exc()
+    lines = problem.splitlines() if is_a_line_each else [problem]
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
     return status
 
 
@@ -98,171 +138,3 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-@takes(SeedOptions)
-def seed(options: SeedOptions) -> int:
-    """Publish a run and print its ticket; peers find each other through this process, which never trains."""
-    from bootstrap.seed import serve_run
-
-    return serve_run(options)
-
-
-def join(
-    ticket: Annotated[
-        str, typer.Argument(metavar="TICKET", help="The string that the organiser's seed printed.")
-    ],
-    config_file: shared.ConfigFile = None,
-    folder: Annotated[Path | None, says("Keeps identity, checkpoints and events.")] = None,
-    name: Annotated[str | None, says("What others see beside the peer's id.")] = None,
-    device: shared.Device = None,
-    batch: Annotated[int | None, says("Sequences per inner step; 0 for the recipe's.")] = None,
-    stage: Annotated[
-        int | None, says("Of a run with stages: which to hold, from 0; else the neediest.")
-    ] = None,
-    threads: Annotated[int | None, says("CPU threads for training; 0 for the number of cores.")] = None,
-    carrier: shared.Carrier = None,
-    host: Annotated[
-        str | None, says("Address to listen on; all of this machine's, if the seeds are elsewhere.")
-    ] = None,
-    announce_host: shared.AnnounceHost = None,
-    grpc_port: shared.Port = None,
-    libp2p_port: shared.Port = None,
-    board: Annotated[
-        bool | None, says("Serve a page on loopback; idle until looked at.", "--board/--no-board")
-    ] = None,
-    board_port: Annotated[int | None, says("Of that page; 0 for any.")] = None,
-    min_peers: Annotated[int | None, says("Wait (bounded) for this many before training.")] = None,
-    upload: Annotated[
-        str | None, says("Upload cap: bytes per second, or 500k, 2M, 20Mbit.", metavar="RATE")
-    ] = None,
-    download: Annotated[str | None, says("Download cap, likewise.", metavar="RATE")] = None,
-    hours: Annotated[
-        str | None, says("Train only then, local time: 22:00-07:00, or several with commas.")
-    ] = None,
-    resume: Annotated[
-        bool, says("Insist on the checkpoint in the folder: it is gone on from anyway.", "--resume")
-    ] = False,
-    start_over: Annotated[bool, says("Begin anew, whatever was trained before.", "--start-over")] = False,
-    restart_stage: Annotated[
-        bool, says("With --stage, where nobody has that stage any more: begin it anew.", "--restart-stage")
-    ] = False,
-    checkpoint_every: Annotated[
-        float | None, says("Between checkpoints; 0 for what 100 GB of writes a day allow.", metavar="SECONDS")
-    ] = None,
-    recipe: Annotated[str, says("This run's own recipe, here.", metavar="FILE.py:function")] = "",
-    text: Annotated[Path | None, says("Train on your own file or folder of text.")] = None,
-    tokens: Annotated[Path | None, says("Train on your own file of token ids.")] = None,
-    slow_line: Annotated[str | None, says("Of a rehearsal without root.", hidden=True)] = None,
-    parent: Parent = 0,
-) -> None:
-    """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once; SIGUSR1 pauses and goes on."""
-    from p2p_co2.peer_options import peer_config
-
-    if restart_stage and stage is None:
-        raise ConfigError.of_option("--restart-stage", "say which stage is to begin anew, with --stage N")
-    config = peer_config(
-        config_file,
-        {
-            "folder": folder, "name": name, "device": device, "batch": batch, "stage": stage,
-            "carrier": carrier, "host": host, "announce_host": announce_host, "grpc_port": grpc_port,
-            "libp2p_port": libp2p_port, "min_peers": min_peers, "slow_line": slow_line, "board": board,
-            "board_port": board_port,
-            "checkpoint_every_s": checkpoint_every,
-            "limits.threads": threads, "limits.hours": hours,
-            "limits.upload_bytes_per_s": _rate("--upload", upload),
-            "limits.download_bytes_per_s": _rate("--download", download),
-        },
-        ticket,
-    )  # fmt: skip
-    take_back()
-    from peers.daemon import JoinOptions, import_slow, join_run
-
-    data = {key: str(path.resolve()) for key, path in (("text", text), ("tokens", tokens)) if path}
-    options = JoinOptions(
-        ticket=ticket, config=config, recipe=recipe, data=data, resume=resume,
-        start_over=start_over or restart_stage, parent=parent,
-    )  # fmt: skip
-    import_slow()
-    from p2p_co2.cli.join import JoinWatch
-
-    hand_over()
-    join_run(options, JoinWatch())
-
-
-def _rate(option: str, text: str | None) -> float | None:
-    """Bytes per second of "2500000", "500k", "2.5M" or "20Mbit". Raises ``ConfigError``."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(-?[0-9.]+) ?([kMG]?)(bit)?", text)
-    try:
-        value = float(found[1]) if found else math.nan
-    except ValueError:
-        value = math.nan
-    if found is None or math.isnan(value):
-        problem = f"{text!r} is no rate; write bytes per second (500k, 2M) or bits (20Mbit)"
-        raise ConfigError.of_option(option, problem)
-    return value * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] else 1)
-
-
-@takes(DemoOptions)
-def demo(options: DemoOptions) -> int:
-    """A whole swarm on this machine: one seed and several peers, each a process of its own, on real text."""
-    take_back()
-    from bootstrap.demo import run_demo
-    from p2p_co2.cli.demo import RunWatch
-
-    hand_over()
-    return run_demo(options, partial(RunWatch, board=options.board))
-
-
-@takes(RehearsalOptions)
-def rehearse(options: RehearsalOptions) -> int:
-    """The run over emulated internet lines, before anybody is invited: needs root for real packets."""
-    take_back()
-    from bootstrap.rehearsal import run_rehearsal
-    from p2p_co2.cli.demo import RunWatch
-
-    hand_over()
-    return run_rehearsal(options, RunWatch)
-
-
-def sample(
-    checkpoint: Checkpoint,
-    prompt: Annotated[str, says("What the text begins with.")] = "def ",
-    length: Annotated[int, says("Tokens to add.", min=1)] = 300,
-    seed: Annotated[int, says("Of the sampling.")] = 0,
-    recipe: OwnRecipe = "",
-) -> None:
-    """Generate text from a checkpoint."""
-    take_back()
-    from p2p_co2.trained import Trained
-
-    hand_over()
-    print(Trained.load(checkpoint, recipe).sample(prompt, length, seed))
-
-
-def evaluate(checkpoint: Checkpoint, recipe: OwnRecipe = "") -> None:
-    """Held-out loss of a checkpoint, as its recipe measures it (byte-gpt: nats per token)."""
-    take_back()
-    from p2p_co2.trained import Trained
-
-    hand_over()
-    print(f"{Trained.load(checkpoint, recipe).held_out_loss():.4f}")
-
-
-def init() -> None:
-    """Print a run file with every setting explained; `p2p-co2 init > run.toml` is a start."""
-    from bootstrap.run_file import DEFAULT_RUN_FILE
-
-    print(DEFAULT_RUN_FILE, end="")
-
-
-COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": demo, "init": init, "plan": checks.plan, "rehearse": rehearse, "simulate": checks.simulate,
-    "seed": seed, "doctor": checks.doctor, "join": join, "board": views.board, "watch": views.watch,
-    "export": views.export, "gather": gather, "sample": sample, "eval": evaluate,
-}  # fmt: skip
-"""As somebody meets them who starts with nothing."""
-for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)

@@ -153,6 +153,9 @@ class Observer(Feed):
         with self._lock:
             return self._poller.take()
 
+    def invitation(self) -> str:
+        return str(self._ticket)
+
     def close(self) -> None:
         """Leave the DHT; no thread, process or socket is left. May be called twice."""
         if self._thread.is_alive():

@@ -27,6 +27,8 @@ SETTLE_S = 0.5
 """From the last commit until all have merged it and heard that all agree (0.3 to 1.3 s, measured)."""
 NETWORK_BYTES = 150e6
 """The network libraries, their threads and buffers, beside a process that trains alone."""
+GPU_PROCESS_BYTES = 1e9
+"""About: host memory of a process that trains on a GPU, with torch and CUDA's libraries, and no model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,8 @@ class Setting:
 
     ``fragments``: values in each. ``round_s``: between two schedule points of a fragment; in mode "steps" it
     is ``inner_steps_per_round * step_s``. ``rounds``: 0 if the run has no end. ``step_s``: pure compute of
-    one inner step. ``links``: one per peer of a group. ``train_bytes``: what training alone holds.
+    one inner step. ``links``: one per peer of a group. ``train_bytes``: what training alone holds, on the GPU
+    if the peers train ``on_gpu``.
     """
 
     fragments: tuple[int, ...]
@@ -50,6 +53,7 @@ class Setting:
     sync_delay_steps: int = 0
     error_feedback: bool = False
     train_bytes: float = 0.0
+    on_gpu: bool = False
     in_steps: bool = False
     """Whether the clock counts inner steps: heartbeats do not know the length of a round then."""
 
@@ -66,7 +70,9 @@ class Forecast:
     ``encoded_bytes``: one outer gradient of the whole model. ``floor_s``: the least time in which the slowest
     link can move one round of every fragment. ``largest``: the largest fragment's round, alone.
     ``delay_steps``: inner steps from send to apply. ``hidden_s``, ``exposed_s``: of the exchange per round of
-    every fragment, beside training and in its place. ``exchange_copies``: memory for the exchange, in copies
+    every fragment, beside training and in its place. ``memory_bytes``: of the host; ``gpu_bytes``: of a GPU
+    that it trains on, one more copy of the parameters while the agreed ones are measured included.
+    ``exchange_copies``: memory for the exchange, in copies
     of the parameters in fp32. ``run_s``: the run, or the horizon of one without an end (``endless``).
     ``troubles``: what will not work, a sentence each.
     """
@@ -84,6 +90,7 @@ class Forecast:
     utilisation: float
     utilisation_if_waiting: float
     memory_bytes: float
+    gpu_bytes: float
     exchange_copies: float
     run_s: float
     endless: bool
@@ -94,7 +101,7 @@ class Forecast:
 
 def setting_of(
     run: RunConfig, fragments: Sequence[int], step_s: float, links: Sequence[Link], *,
-    tokens_per_step: int = 0, train_bytes: float = 0.0,
+    tokens_per_step: int = 0, train_bytes: float = 0.0, on_gpu: bool = False,
 ) -> Setting:  # fmt: skip
     """The setting of a run file. Of more peers than ``group_size`` allows it takes the slowest uploads: a
     plan is for the worst."""
@@ -113,6 +120,7 @@ def setting_of(
         sync_delay_steps=run.outer.sync_delay_steps,
         error_feedback=run.codec.error_feedback,
         train_bytes=train_bytes,
+        on_gpu=on_gpu,
         in_steps=clock.mode == "steps",
     )
 
@@ -155,7 +163,8 @@ def forecast(setting: Setting, horizon_s: float = 24 * 3600.0) -> Forecast:
         exposed_s=exposed_s,
         utilisation=utilisation,
         utilisation_if_waiting=min(utilisation, _if_waiting(setting, times)),
-        memory_bytes=setting.train_bytes + NETWORK_BYTES + 4 * setting.parameters * copies,
+        memory_bytes=_host_bytes(setting, copies),
+        gpu_bytes=_gpu_bytes(setting),
         exchange_copies=copies,
         run_s=run_s,
         endless=endless,
@@ -234,6 +243,17 @@ def _exchange_copies(setting: Setting, sizes: Sequence[int], rounds: Flow) -> fl
     # On their way between threads: a snapshot, a decoded mean, a merge.
     temporary = 3 * max(setting.fragments) / setting.parameters
     return kept + in_flight * (offer + 3 * payload) + temporary
+
+
+def _host_bytes(setting: Setting, copies: float) -> float:
+    training = GPU_PROCESS_BYTES if setting.on_gpu else setting.train_bytes
+    return training + NETWORK_BYTES + 4 * setting.parameters * copies
+
+
+def _gpu_bytes(setting: Setting) -> float:
+    """A fragment's snapshot or merge passes through it, and live parameters are set aside while the agreed
+    ones are measured."""
+    return setting.train_bytes + 4 * (setting.parameters + max(setting.fragments)) if setting.on_gpu else 0.0
 
 
 def _troubles(setting: Setting, slowest: RoundTime, rounds: Flow) -> list[str]:

@@ -5,17 +5,28 @@ for several peers."""
 from __future__ import annotations
 
 from p2p_co2.recipes.corpus import check_data
-from p2p_co2.recipes.recipe import BYTE_GPT, Recipe, check_stages, load_recipe, load_run_recipe, recipe_digest
+from p2p_co2.recipes.inner_step import InnerStep
+from p2p_co2.recipes.recipe import (
+    BYTE_GPT,
+    Recipe,
+    check_stages,
+    load_measuring_recipe,
+    load_recipe,
+    load_run_recipe,
+    recipe_digest,
+)
 from p2p_co2.recipes.sizes import StageSize, stage_sizes
 from p2p_co2.recipes.stages import Stages
 
 __all__ = [
     "BYTE_GPT",
+    "InnerStep",
     "Recipe",
     "StageSize",
     "Stages",
     "check_data",
     "check_stages",
+    "load_measuring_recipe",
     "load_recipe",
     "load_run_recipe",
     "recipe_digest",

@@ -82,6 +82,11 @@ class _Body(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
+    @property
+    def config(self) -> dict[str, str | int]:
+        """What goes out with the model: its kind and shape."""
+        return {"model_type": "byte-gpt", **self.shape._asdict()}
+
     def _embed(self, tokens: Tensor) -> Tensor:
         hidden = _norm(self.embedding(tokens))
         return hidden + self.smear * F.pad(hidden[:, :-1], (0, 0, 1, 0))

@@ -5,7 +5,7 @@ keyword arguments. The same name, options and seed give every peer the same bits
 torch's random state as it was. The digest covers what must agree (code and shape) and not a peer's own data,
 so volunteers may train on different texts. A user's recipe is code that runs with the user's rights: it is
 read from the peer's own disk only, and not before its digest was found to be the run's. The digest covers
-that one file, not what it imports."""
+that file and the modules of its own folder that it imports (``helpers``), not packages that are installed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,12 @@ from p2p_co2.errors import ConfigError
 from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, byte_gpt_stages, next_token_loss, sample_text
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus, option_error, text_corpus, token_corpus
 from p2p_co2.recipes.drawing import drawn_from
+from p2p_co2.recipes.helpers import helpers_of, serve
 from p2p_co2.recipes.stages import Stages
 
 BYTE_GPT = "byte-gpt"
+DATA = "data"
+"""The parameter of a recipe's function that takes a peer's own data path."""
 BYTE_GPT_VERSION = 1
 """Raised when a change makes the built-in model differ for the same options."""
 WARMUP_ROUNDS = 0.5
@@ -76,6 +79,13 @@ class Recipe:
 
     ``stages``: the model cut into stages, or a function of their number; None cannot be cut. In a run with
     stages ``model`` is an outline on torch's meta device, since a peer builds only its own stage.
+
+    ``accumulate``: batches of one inner step, each with a backward pass of its own; its tokens are the sum.
+    ``max_grad_norm``: gradients are clipped to this norm; None leaves them. ``autocast``: "bf16", or "fp16"
+    with a gradient scaler; None computes in the parameters' own dtype. Not in a run with stages.
+
+    ``tokenizer``: files, or folders of files, that go out with the model (``p2p-co2 model``), such as those
+    of a tokenizer beside the recipe: ``Path(__file__).parent / "tokenizer"``.
     """
 
     model: nn.Module
@@ -89,6 +99,16 @@ class Recipe:
     generate: Callable[[nn.Module, str, int, int], str] | None = None
     default_batch: int = 8
     stages: Stages | Callable[[int], Stages] | None = None
+    tokenizer: str | Path | Sequence[str | Path] = ()
+    accumulate: int = 1
+    max_grad_norm: float | None = None
+    autocast: Literal["bf16", "fp16"] | None = None
+
+    @property
+    def tokenizer_paths(self) -> list[Path]:
+        """What ``tokenizer`` names, as a list."""
+        named = [self.tokenizer] if isinstance(self.tokenizer, str | Path) else self.tokenizer
+        return [Path(path).expanduser() for path in named]
 
     def in_stages(self, count: int) -> Stages:
         """The recipe's stages for a run of ``count``. Raises ``ConfigError`` if it has none or another number
@@ -127,6 +147,7 @@ def load_recipe(name: str, options: Options, seed: int, stages: int = 1, is_tied
     if stages > 1:
         cut = made.in_stages(stages)
         _check_tied(cut, is_tied)
+        _check_without_stages(name, made)
         return replace(made, model=cut.join(cut.outlines()))
     if any(parameter.is_meta for parameter in made.model.parameters()):
         count = str(len(made.stages)) if isinstance(made.stages, Stages) else "2 or more"
@@ -144,10 +165,22 @@ def _check_tied(stages: Stages, is_tied: bool) -> None:
         raise ConfigError(_RUN, _TIED, f'{problem}; write tied = "fused"')
 
 
+def _check_without_stages(name: str, made: Recipe) -> None:
+    """Raises ``ConfigError`` for a setting that has no meaning where peers hold one stage each."""
+    cures = {
+        "accumulate": (made.accumulate != 1, "set pipeline.microbatches in the run file instead"),
+        "max_grad_norm": (made.max_grad_norm is not None, "no peer sees all gradients; leave it out"),
+        "autocast": (made.autocast is not None, "use torch.autocast inside the stages' forward instead"),
+    }
+    for setting, (is_set, cure) in cures.items():
+        if is_set:
+            raise ConfigError(name, setting, f"does not apply in a run with stages; {cure}")
+
+
 def recipe_digest(name: str, options: Options) -> str:
     """sha256, hex, of what all peers must share. Built in: name, version and the model's shape, defaults
-    written out. The user's own: the bytes of the file, the function's name and all options, but not where the
-    file lies.
+    written out. The user's own: the bytes of the file and of its helpers, the function's name and all
+    options, but not where the file lies.
 
     Raises ``ConfigError`` as ``load_recipe`` does; runs no user code.
     """
@@ -159,6 +192,8 @@ def recipe_digest(name: str, options: Options) -> str:
     else:
         path, function = _split(name)
         parts = [b"file", hashlib.sha256(_source(path)).digest(), function.encode(), _canonical(options)]
+        for helper in helpers_of(path).values():
+            parts += [helper.place.encode(), hashlib.sha256(helper.source).digest()]
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()
 
 
@@ -179,7 +214,8 @@ def load_run_recipe(run: RunConfig, own: str = "", data: Mapping[str, str] | Non
     """The run's recipe as it is on this machine: the same as the organiser's, or refused.
 
     ``own``: where an own recipe lies here ("file.py:function"), "" for a built-in one. ``data``: options in
-    the place of the run's, for what peers need not agree on, such as their text. Raises ``ConfigError``
+    the place of the run's, for what peers need not agree on: "text" or "tokens" of a built-in recipe, "data"
+    of an own one whose function has a parameter of that name. Raises ``ConfigError``
     before anything of the recipe is run; a file that only a stranger's run names is never run."""
     if run.is_own_recipe != bool(own):
         how = "its own" if run.is_own_recipe else "the built-in"
@@ -190,12 +226,32 @@ def load_run_recipe(run: RunConfig, own: str = "", data: Mapping[str, str] | Non
     digest = recipe_digest(name, run.recipe_options)
     if digest != run.recipe_digest:
         both = f"digest {digest[:12]} here, {run.recipe_digest[:12] or 'none'} there"
-        cure = "take the organiser's file and their version of p2p-co2"
+        cure = "take the organiser's file, what it imports from beside it, and their version of p2p-co2"
         raise ConfigError("recipe", name, f"is another than the run's ({both}); {cure}")
-    options = {**run.recipe_options, **(data or {})}
-    if recipe_digest(name, options) != digest:
-        raise ConfigError.of_option("", "only built-in recipes let a peer choose its own text or tokens")
+    data = data or {}
+    options = {**run.recipe_options, **data}
+    if own and (others := sorted(set(data) - {DATA})):
+        problem = "only built-in recipes let a peer choose its own text or tokens; an own one takes --data"
+        raise ConfigError.of_option(f"--{others[0]}", problem)
+    if not own and DATA in data:
+        problem = f"is for a run with its own recipe, and this one trains {run.recipe}"
+        raise ConfigError.of_option("--data", f"{problem}; use --text or --tokens")
+    if not own and recipe_digest(name, options) != digest:
+        raise ConfigError.of_option("", "a peer chooses its own text or tokens only, not the model")
     return load_recipe(name, options, run.seed, run.pipeline.stages, run.pipeline.is_tied)
+
+
+def load_measuring_recipe(run: RunConfig, own: str = "") -> Recipe:
+    """What builds, measures and samples a trained model of ``run``: as ``load_run_recipe``, and of a run that
+    programs of one's own train, the file that ``own`` names. Such a run has no digest of it: its model must
+    have the names and shapes of what was trained, which the caller compares."""
+    if run.recipe != OWN_LOOP:
+        return load_run_recipe(run, own)
+    if not own:
+        problem = "this run is trained by programs of their own; name a recipe file that makes their model"
+        cure = "a peer's checkpoint folder goes out without one (p2p-co2 model)"
+        raise ConfigError.of_option("--recipe", f"{problem}, --recipe FILE.py:function; {cure}")
+    return load_recipe(own, run.recipe_options, run.seed)
 
 
 # The built-in recipe
@@ -302,6 +358,13 @@ def _user_recipe(name: str, options: Options) -> Recipe:
     if not callable(function):
         problem = f"{path} has no function {function_name!r}; define it, or name another after the colon"
         raise ConfigError(name, "", problem)
+    taken = inspect.signature(function).parameters
+    if DATA in options and DATA not in taken:
+        problem = f"{function_name}() of {path} takes no data; leave it out, or its author adds a parameter"
+        raise ConfigError.of_option("--data", f'{problem}: def {function_name}(..., data="")')
+    if DATA in taken and DATA not in options and taken[DATA].default is inspect.Parameter.empty:
+        problem = f"{function_name}() of {path} needs a data path: join with --data PATH"
+        raise ConfigError.of_option("--data", f"{problem}; or its author gives that parameter a default")
     try:
         inspect.signature(function).bind(**options)
     except TypeError as error:
@@ -326,9 +389,10 @@ def _source(path: Path) -> bytes:
 
 
 def _load_module(path: Path) -> ModuleType:
-    """Run the file as a module of its own name space; its folder is not searched for imports. What runs are
+    """Run the file as a module of its own name space, which imports its helpers by their names. What runs are
     the very bytes that the digest covers: no cached .pyc is read or written."""
     source = _source(path)
+    serve(helpers_of(path), str(path))
     module = ModuleType(f"p2p_co2_recipe_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look their module up
@@ -337,7 +401,8 @@ def _load_module(path: Path) -> ModuleType:
     except SyntaxError as error:
         raise ConfigError(str(path), "", f"is not valid Python: {error}") from None
     except ImportError as error:
-        raise ConfigError(str(path), "", f"cannot import what it needs: {error}; install it") from None
+        cure = "install it, or put it beside the recipe"
+        raise ConfigError(str(path), "", f"cannot import what it needs: {error}; {cure}") from None
     return module
 
 
@@ -354,10 +419,23 @@ def _as_recipe(name: str, made: object) -> Recipe:
     if not (made.stages is None or isinstance(made.stages, Stages) or callable(made.stages)):
         wanted = "stages must be a Stages, or a function of their number"
         raise ConfigError(name, "stages", f"{wanted}; got {type(made.stages).__name__}")
+    _check_step(name, made)
     if not any(parameter.requires_grad for parameter in made.model.parameters()):
         problem = "its model has no parameter that requires a gradient, so there is nothing to train"
         raise ConfigError(name, "", problem)
     return made
+
+
+def _check_step(name: str, made: Recipe) -> None:
+    """Raises ``ConfigError`` for settings of the inner step that mean nothing."""
+    norm = made.max_grad_norm
+    if isinstance(made.accumulate, bool) or not isinstance(made.accumulate, int) or made.accumulate < 1:
+        problem = f"must be a whole number of batches of at least 1, got {made.accumulate!r}"
+        raise ConfigError(name, "accumulate", problem)
+    if norm is not None and (isinstance(norm, bool | str) or not 0 < norm < float("inf")):
+        raise ConfigError(name, "max_grad_norm", f"must be a number above 0, or None; got {norm!r}")
+    if made.autocast not in (None, "bf16", "fp16"):
+        raise ConfigError(name, "autocast", f'must be "bf16", "fp16" or None; got {made.autocast!r}')
 
 
 def _over_and_over(name: str, batches: Iterable[Any], seed: int, batch: int) -> Iterator[Any]:

@@ -27,14 +27,6 @@ def take_back() -> None:
         _signal.signal(_signal.SIGINT, _end_at_once)
 
 
-def was_interrupted(end: SystemExit) -> bool:
-    """Whether a Ctrl-C that no command took for itself made the command line's library end the program."""
-    cause: BaseException | None = end
-    while cause is not None and not isinstance(cause, KeyboardInterrupt):
-        cause = cause.__cause__ or cause.__context__
-    return cause is not None
-
-
 def _end_at_once(number: int, frame: FrameType | None) -> None:
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     os.write(2, b"stopped\n")

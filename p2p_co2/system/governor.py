@@ -2,13 +2,19 @@
 
 A machine without a clock: the minute of the local day is handed in. Without hours it works; a wish (pause,
 go on) overrides the hours until they next open or close, and counts for ever where there are none. A wish
-may come from a signal handler or another thread: it is one assignment."""
+may come from a signal handler or another thread: it is one assignment. Or it comes from another process,
+``p2p-co2 pause``, by a file in the peer's folder (``WishFile``)."""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Callable
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
 
-from p2p_co2.errors import ConfigError
+from p2p_co2.errors import ConfigError, EnvironmentFault
 
 BY_HAND = "paused by hand"
 _DAY = 24 * 60
@@ -31,11 +37,53 @@ def read_hours(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(spans)
 
 
-class Governor:
-    """``hours``: as ``read_hours`` takes them, local time; "" for always."""
+class Wish(StrEnum):
+    """What a person wants of a peer."""
 
-    def __init__(self, hours: str = "") -> None:
-        self._hours, self._spans = hours, read_hours(hours)
+    PAUSE = "pause"
+    GO_ON = "go on"
+
+
+class WishFile:
+    """The file ``wish`` in a peer's ``folder``: ``p2p-co2 pause`` and ``resume`` write it, the peer looks.
+
+    A wish is news once, whenever it was written, so that each command works again after a wish that came
+    another way. Of what was written before the peer began only a pause counts: it outlives the process.
+    Looking costs some microseconds.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "wish"
+        self._seen: tuple[int, int] | None = None
+        self._is_first = True
+
+    def news(self) -> Wish | None:
+        """The wish that was written since this was asked last; None if there is none."""
+        is_first, self._is_first = self._is_first, False
+        with suppress(OSError, ValueError):  # there is none, or it is no wish
+            found = os.stat(self._path)
+            if (found.st_ino, found.st_mtime_ns) != self._seen:
+                self._seen = found.st_ino, found.st_mtime_ns
+                wish = Wish(self._path.read_text(encoding="ascii")[:64].strip())
+                return None if is_first and wish is Wish.GO_ON else wish
+        return None
+
+    def write(self, wish: Wish) -> None:
+        """Raises ``EnvironmentFault``."""
+        new = self._path.with_name(f"wish.{os.getpid()}")
+        try:
+            new.write_text(f"{wish}\n", encoding="ascii")
+            new.replace(self._path)
+        except OSError as error:
+            raise EnvironmentFault(f"cannot write {self._path}: {error.strerror}") from None
+
+
+class Governor:
+    """``hours``: as ``read_hours`` takes them, local time; "" for always. ``news``: what was wished elsewhere
+    since it was asked last."""
+
+    def __init__(self, hours: str = "", news: Callable[[], Wish | None] = lambda: None) -> None:
+        self._hours, self._spans, self._news = hours, read_hours(hours), news
         self._wish: bool | None = None
         """What a person wants, True to rest; None to follow the hours."""
         self._was_open: bool | None = None
@@ -52,6 +100,8 @@ class Governor:
 
     def resting(self, minute: int) -> str:
         """Why to rest at ``minute`` of the local day; "" to work."""
+        if (wished := self._news()) is not None:
+            self._wish = wished is Wish.PAUSE
         is_open = not self._spans or any((minute - start) % _DAY < minutes for start, minutes in self._spans)
         if self._was_open is not None and is_open != self._was_open:
             self._wish = None

@@ -19,7 +19,7 @@ import stat
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -28,6 +28,8 @@ from typing import Any, Protocol
 
 from p2p_co2.errors import EnvironmentFault
 
+VARIABLES = "P2P_CO2_"
+"""Begins the names of the environment variables that options are read from."""
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = (
     "import sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path.insert(0, root); "
@@ -71,6 +73,11 @@ def program(module: str, *arguments: str) -> list[str]:
     """The command line that runs one of our programs with this interpreter, wherever it is started: a user's
     own ``peers.py`` in the current folder is neither run nor imported instead."""
     return [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT), module, *arguments]
+
+
+def without_options(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` without the variables that options are read from: a demo's are not its peers'."""
+    return {name: value for name, value in environment.items() if not name.startswith(VARIABLES)}
 
 
 def run_program(module: str) -> None:
@@ -214,18 +221,34 @@ def is_kept(folder: Path) -> bool | None:
         os.close(file)
 
 
+def holder_of(folder: Path) -> str:
+    """The id of the process that has ``folder``, as it wrote it into the lock; "unknown" if it did not."""
+    try:
+        word = (folder / "lock").read_text(errors="replace")[:32].partition("\n")[0].strip()
+    except OSError:
+        word = ""
+    return word or "unknown"
+
+
 class FolderLock:
     """Keeps a folder for this process: two peers with one identity would split a swarm and mix checkpoints.
 
     The lock is the kernel's (flock(2)): it ends with the process however that ends, and forked children do
-    not keep it. Raises ``EnvironmentFault`` if another process holds it, or the folder cannot be made.
+    not keep it. A lock that ``claim`` took is handed over. Raises ``EnvironmentFault`` if another process
+    holds it, or the folder cannot be made.
     """
 
+    _file: int | None
+
     def __init__(self, folder: Path) -> None:
+        if claimed := _claims.pop(folder.absolute(), None):
+            self._file, claimed._file = claimed._file, None
+            shut_in_forks(self)
+            return
         path = folder / "lock"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise EnvironmentFault(
                 f"cannot use the folder {folder}: {error.strerror}; choose another one with --folder"
@@ -233,9 +256,8 @@ class FolderLock:
         shut_in_forks(self)
         try:
             if not self._taken():
-                holder = path.read_text(errors="replace").partition("\n")[0].strip() or "unknown"
                 raise EnvironmentFault(
-                    f"{folder} is in use by process {holder}; give this one another --folder"
+                    f"{folder} is in use by process {holder_of(folder)}; give this one another --folder"
                 )
             os.ftruncate(self._file, 0)
             with full_disk_named(path):
@@ -261,3 +283,14 @@ class FolderLock:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+_claims: dict[Path, FolderLock] = {}
+
+
+def claim(folder: Path) -> None:
+    """Take the lock of ``folder`` ahead, for the next ``FolderLock`` of it that this process makes: no other
+    process gets it in between. Taken already, it stays. Raises as ``FolderLock``."""
+    place = folder.absolute()
+    if place not in _claims:
+        _claims[place] = FolderLock(folder)

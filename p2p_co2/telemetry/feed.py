@@ -60,5 +60,9 @@ class Feed:
     def watched(self, now: float) -> None:
         """Somebody looks (monotonic seconds): a feed that costs others something may rest without it."""
 
+    def invitation(self) -> str:
+        """A ticket of the run, "" while none is known. May read a small file."""
+        return ""
+
     def close(self) -> None:
         """Give everything back. May be called twice."""

@@ -29,17 +29,19 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from p2p_co2.errors import ConfigError, LocalProtocolError
 from p2p_co2.system.memory import POOLED_BYTES, large_buffer
-from p2p_co2.tensors.names import named_modules, named_parameters, unwrapped
+from p2p_co2.tensors.names import kind_of, named_modules, named_parameters, unwrapped
 from p2p_co2.tensors.outer import Merge
 
 MAX_OVER_MEAN = 1.5
@@ -116,12 +118,54 @@ def plan_fragments(module: nn.Module, count: int) -> FragmentPlan:
     return FragmentPlan(fragments, _digest(fragments, shapes))
 
 
-def _digest(fragments: Sequence[Fragment], shapes: dict[str, tuple[int, ...]]) -> bytes:
-    table = [
+Table = list[list[list[Any]]]
+
+
+def plan_table(plan: FragmentPlan, shapes: Mapping[str, tuple[int, ...]]) -> Table:
+    """``plan`` as JSON: of each fragment the slices, [name, shape, start, stop] each."""
+    return _table(plan.fragments, shapes)
+
+
+def plan_of_table(table: Table) -> FragmentPlan:
+    """The plan of which ``plan_table`` made ``table``; its digest is the table's. Raises ``ValueError`` or
+    ``TypeError`` if it is none."""
+    fragments = list[Fragment]()
+    for index, rows in enumerate(table):
+        parts = tuple(Slice(str(name), int(start), int(stop)) for name, _, start, stop in rows)
+        fragments.append(Fragment(index, parts, sum(part.stop - part.start for part in parts)))
+    return FragmentPlan(tuple(fragments), _table_digest(table))
+
+
+def named_values(
+    plan: FragmentPlan, shapes: Mapping[str, tuple[int, ...]], flat: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """A copy of the values of all fragments (``flat``, fp32 [numel] each) by parameter name: fp32, in the
+    parameter's shape, host memory."""
+    named = dict[str, Tensor]()
+    for fragment, values in zip(plan.fragments, flat, strict=True):
+        at = 0
+        for part in fragment.slices:
+            if part.name not in named:
+                named[part.name] = torch.empty(shapes[part.name], dtype=torch.float32, device="cpu")
+            stop = at + part.stop - part.start
+            named[part.name].view(-1)[part.start : part.stop] = values[at:stop]
+            at = stop
+    return named
+
+
+def _table(fragments: Sequence[Fragment], shapes: Mapping[str, tuple[int, ...]]) -> Table:
+    return [
         [[part.name, list(shapes[part.name]), part.start, part.stop] for part in fragment.slices]
         for fragment in fragments
     ]
+
+
+def _table_digest(table: Table) -> bytes:
     return hashlib.sha256(b"p2p-co2 plan\0" + json.dumps(table, separators=(",", ":")).encode()).digest()
+
+
+def _digest(fragments: Sequence[Fragment], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+    return _table_digest(_table(fragments, shapes))
 
 
 def _units(module: nn.Module) -> Iterator[_Unit]:
@@ -149,7 +193,7 @@ def _block_list(module: nn.Module) -> str | None:
         if any(name.startswith(prefix) for prefix in outer):
             continue
         children = [(key, unwrapped(child)) for key, child in candidate.named_children()]
-        if len(children) < 2 or len({type(child) for _, child in children}) > 1:
+        if len(children) < 2 or len({kind_of(child) for _, child in children}) > 1:
             continue
         if not all(key.isdigit() for key, _ in children):
             continue  # a Sequential with names: positions would be guesses
@@ -248,18 +292,21 @@ def large_tensor(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class LiveParameters:
-    """The parameters of ``module`` by fragment of ``plan``, which was made from the same module.
+    """The parameters of ``module`` (or such, by name) by fragment of ``plan``, which was made from the same
+    module.
 
     Raises ``LocalProtocolError`` if the plan names a parameter that the module lacks. Not thread-safe: the
     training thread owns it.
     """
 
-    def __init__(self, module: nn.Module, plan: FragmentPlan) -> None:
+    def __init__(self, module: nn.Module | Mapping[str, Tensor], plan: FragmentPlan) -> None:
         self._plan = plan
         self.computing_s = 0.0
         self._waited_for = set[torch.device]()
         """Since that was taken: what is queued there now is the copies' own work."""
-        self._parameters = named_parameters(module)
+        self._parameters: Mapping[str, Tensor] = (
+            named_parameters(module) if isinstance(module, nn.Module) else module
+        )
         for fragment in self._plan.fragments:
             for part in fragment.slices:
                 parameter = self._parameters.get(part.name)
@@ -285,7 +332,8 @@ class LiveParameters:
         sources = [
             parameter.reshape(-1)[part.start : part.stop] for parameter, part, _ in self._slices(index)
         ]
-        torch._foreach_copy_([out[at] for _, _, at in self._slices(index)], sources)
+        if sources:
+            torch._foreach_copy_([out[at] for _, _, at in self._slices(index)], sources)
         return out
 
     @torch.no_grad()
@@ -335,10 +383,32 @@ class LiveParameters:
                 for name, parameter in self._exchanged():
                     parameter.copy_(kept[name])
 
-    def _exchanged(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _exchanged(self) -> Iterator[tuple[str, Tensor]]:
         names = {part.name: None for fragment in self._plan.fragments for part in fragment.slices}
         for name in names:
             yield name, self._parameters[name]
+
+    # ---- the inner optimizer's state, which lies where the parameters do
+
+    def state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Its ``state_dict``, whose tensors ``copy_`` reads from now on."""
+        return optimizer.state_dict()
+
+    def copy_(self, out: Tensor, tensor: Tensor) -> None:
+        """The values of one of them, in host memory."""
+        out.copy_(tensor.detach())
+
+    def own_state(
+        self, state_dict: Mapping[str, Any], optimizer: Optimizer, dtypes: Sequence[str], keeps_rate: bool
+    ) -> Mapping[str, Any]:
+        """What of a saved ``state_dict`` is for this process's ``optimizer``; arguments as
+        ``resuming.take_over`` has them."""
+        return state_dict
+
+    def forget_elsewhere(self, index: int) -> None:
+        """The inner optimizer's state of what fragment ``index`` touches is dropped here."""
+
+    # ---- time
 
     def take_computing_s(self) -> float:
         """Seconds since this was asked last for which copies waited until accelerators had computed what
@@ -369,7 +439,7 @@ class LiveParameters:
                 f"fragment {index} is float32 ({numel},), not {values.dtype} {tuple(values.shape)}"
             )
 
-    def _slices(self, index: int) -> Iterator[tuple[nn.Parameter, Slice, slice]]:
+    def _slices(self, index: int) -> Iterator[tuple[Tensor, Slice, slice]]:
         """Parameter, its slice, and where that lies in the flat fragment."""
         at = 0
         for part in self._plan.fragments[index].slices:
@@ -377,7 +447,7 @@ class LiveParameters:
             yield self._parameters[part.name], part, slice(at, stop)
             at = stop
 
-    def _with(self, index: int, values: Tensor) -> Iterator[tuple[nn.Parameter, Slice, slice, Tensor]]:
+    def _with(self, index: int, values: Tensor) -> Iterator[tuple[Tensor, Slice, slice, Tensor]]:
         """As ``_slices``, with ``values`` on the parameter's device: one transfer per device."""
         there: dict[torch.device, Tensor] = {}
         for parameter, part, at in self._slices(index):

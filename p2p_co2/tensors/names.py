@@ -18,6 +18,9 @@ from torch import Tensor, nn
 _INNER = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Where torch's wrappers keep what they wrap: names that nobody else uses."""
 
+_MIXED_IN = ("FSDPModule", "ReplicateModule")
+"""Classes of torch's that a sharded or replicated module has beside its own."""
+
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """``module``, or what is inside if it is a wrapper."""
@@ -30,6 +33,14 @@ def unwrapped(module: nn.Module) -> nn.Module:
         if inner is None:
             return module
         module = inner
+
+
+def kind_of(module: nn.Module) -> type:
+    """The class that the author gave it: ``fully_shard`` puts one of its own before it."""
+    kind = type(module)
+    while any(base.__name__ in _MIXED_IN for base in kind.__bases__) and len(kind.__bases__) > 1:
+        kind = next(base for base in kind.__bases__ if base.__name__ not in _MIXED_IN)
+    return kind
 
 
 def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -10,18 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.config import OWN_LOOP, PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.node.node import Node
 from p2p_co2.protocol.pipeline import Place
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.recipes.sizes import stage_sizes
+from p2p_co2.system.extras import missing
 from p2p_co2.system.memory import return_large_blocks
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
@@ -29,16 +30,21 @@ from p2p_co2.tensors.aggregation import clipped_mean, weighted_mean
 from p2p_co2.tensors.checkpoint import folder as checkpoints
 from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
 from p2p_co2.tensors.checkpoint.folder import Checkpoint
+from p2p_co2.tensors.checkpoint.layout import keep_layout
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
+from p2p_co2.tensors.device import training_device
+from p2p_co2.tensors.fragments import FragmentPlan, plan_fragments
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
 from p2p_co2.trainer.arrival import Arrival, Beginning, caught_up
 from p2p_co2.trainer.exchanged_model import Plan, check_model
 from p2p_co2.trainer.fragment_state import FragmentState
+from p2p_co2.trainer.group import begin, form_group, frozen_digests, spread_buffers
 from p2p_co2.trainer.model_summary import ModelBuffers, summarise
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
+from p2p_co2.trainer.ranked_parameters import Group
+from p2p_co2.trainer.ranked_peer import LeadingPeer, as_one_peer
 from p2p_co2.trainer.rates import Rates
 from p2p_co2.trainer.side_thread import PeerThread, SideThread
 from p2p_co2.trainer.stage_peer import StagePeer, Trained, data_seed, fitting, sizes_of
@@ -90,20 +96,24 @@ def join(
 
     Prints where this peer's board is served, on stderr; ``PeerConfig(board=False)`` serves none. Without
     ``on_event`` it prints warnings there, too. Goes on from the folder's checkpoint if there is one;
-    ``start_over`` begins anew. Raises as both; for a model or optimizer that a swarm cannot train
-    ``ConfigError``, before the network is used.
+    ``start_over`` begins anew. In a group of ``torchrun``'s all ranks call it and are one peer: those other
+    than rank 0 get a ``FollowingPeer``, with the same methods. Raises as both; for a model or optimizer that
+    a swarm cannot train ``ConfigError``, before the network is used.
     """
-    check_model(model, optimizer)
-    Rates(optimizer, None, print)  # for its errors
-    given = print_warnings if on_event is None else on_event
-    connection = connect(ticket, PeerConfig() if config is None else config, given)
-    if connection.board:
-        print(f"board: {connection.board}", file=sys.stderr, flush=True)
-    try:
-        return connection.start(model, optimizer, start_over=start_over)
-    except BaseException:
-        connection.close()
-        raise
+    group = form_group(model, optimizer)
+
+    def lead() -> Peer:
+        given = print_warnings if on_event is None else on_event
+        connection = connect(ticket, PeerConfig() if config is None else config, given)
+        if connection.config.board:
+            print(f"board: {connection.board or missing('board')}", file=sys.stderr, flush=True)
+        try:
+            return connection.start(model, optimizer, start_over=start_over, group=group)
+        except BaseException:
+            connection.close()
+            raise
+
+    return cast(Peer, as_one_peer(group, model, optimizer, lead))
 
 
 @dataclass(frozen=True)
@@ -121,8 +131,8 @@ class Connection:
 
     @property
     def board(self) -> str:
-        """The address of this peer's own page on the loopback; "" if ``config.board`` is False. Nothing runs
-        for it until somebody looks, and then a process of its own."""
+        """The address of this peer's own page on the loopback; "" if ``config.board`` is False or
+        its extra is missing. Nothing runs for it until somebody looks, and then a process of its own."""
         return self._thread.board
 
     @property
@@ -139,7 +149,7 @@ class Connection:
     def start(
         self, model: nn.Module, optimizer: Optimizer,
         learning_rate: Callable[[float], float] | None = None,
-        resume: bool | None = None, start_over: bool = False,
+        resume: bool | None = None, start_over: bool = False, group: Group | None = None,
     ) -> Peer:  # fmt: skip
         """Become a training peer: cut the model, go on from the folder's checkpoint, wait for ``min_peers``,
         catch up with the swarm.
@@ -150,7 +160,7 @@ class Connection:
         it a resumed peer's rates are the saved ones, and a torch scheduler needs its own state loaded.
         ``resume``: None goes on from the folder's checkpoint if it has one; True: it must, False: anew.
         ``start_over``: begin anew, whatever others have trained and left; the folder's checkpoint is set
-        aside.
+        aside. ``group``: the ranks that hold the model together, of which this is rank 0 (``as_one_peer``).
 
         Blocks, bounded. Raises ``RunOver`` (the run has had its last round), ``ConfigError`` (a model or
         optimizer that a swarm cannot train, or not the one that the run's peers train; no checkpoint to
@@ -160,16 +170,18 @@ class Connection:
         if start_over and resume:
             problem = "begins anew, and resume=True asks for a checkpoint; leave one out"
             raise ConfigError("start", "start_over", problem)
-        check_model(model, optimizer)
+        check_model(model, optimizer, in_group=group is not None)
         rates = Rates(optimizer, learning_rate, self._thread.warn)
-        stages, group = self.run.pipeline.stages, self._thread.network.holds.stage
-        if stages > 1 and group is None:
+        stages, stage = self.run.pipeline.stages, self._thread.network.holds.stage
+        if stages > 1 and stage is None:
             raise ConfigError("start", "pipeline.stages", f"is {stages} in this run: use start_stage(recipe)")
         if stages == 1 and self.config.stage > 0:
             problem = f"this run has no stages, each peer holds the whole model (got {self.config.stage})"
             raise ConfigError.of_option("--stage", f"{problem}; leave it out")
         fragments = plan_fragments(model, self.run.fragments)
-        plan = Plan(self.run, self.config, fragments, model, optimizer, group)
+        plan = Plan(self.run, self.config, fragments, model, optimizer, stage, group)
+        if group is not None:
+            begin(group, self.run)
         saved = self._load(plan, False if start_over else resume)
         is_resumed, position = saved is not None, None if saved is None else saved.position
         beginning = Beginning(self._thread, self.run.clock.rounds, position, start_over)
@@ -183,6 +195,8 @@ class Connection:
             node = self._start_node(plan, ledger)
             self._arrive(node, beginning)
             self._share_buffers(model, not is_resumed and any(agreed.version for agreed in node.agreed))
+            if group is not None:
+                spread_buffers(group, model)
         except BaseException:
             ledger.close()
             raise
@@ -192,7 +206,10 @@ class Connection:
             self._thread.warn(warning)
         if not is_resumed:
             checkpoints.set_aside(self._checkpoints)
-        return Peer(self._thread, ledger, plan, rates, progressed)
+        if self.run.recipe == OWN_LOOP:
+            self._keep_layout(model, fragments)
+        kind = Peer if group is None else LeadingPeer
+        return kind(self._thread, ledger, plan, rates, progressed)
 
     def start_stage(self, recipe: Recipe, resume: bool | None = None, start_over: bool = False) -> StagePeer:
         """As ``start``, for a run with stages: hold the stage that ``config.stage`` names, or that of the
@@ -212,7 +229,7 @@ class Connection:
             self._main.network.identity.peer_id,
         )
         goes_on = resume is not False and not start_over
-        wanted, device = self._wanted_stage(goes_on), self.config.device
+        wanted, device = self._wanted_stage(goes_on), training_device(self.config.device).name
         cache_bytes = self.config.cache_bytes
         stage = thread.choose_stage(
             wanted, lambda: fitting(stage_sizes(recipe, run), run, device, cache_bytes)
@@ -304,7 +321,7 @@ class Connection:
     ) -> tuple[TensorWorker, Progressed]:
         """The tensor worker, and where the peer goes on: from ``saved``, which the model and its optimizer
         take over, or from the model."""
-        live = LiveParameters(plan.model, plan.fragments)
+        live = plan.live()
         me, codec = self._thread.network.identity.peer_id, get_codec(self.run.codec.name)
         states = saved.states if saved is not None else [
             outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments.fragments
@@ -332,7 +349,7 @@ class Connection:
             chunk_bytes=ledger.chunk_bytes, weight_cap=run.weight_cap, counts_steps=not is_timed,
         )  # fmt: skip
         sizes = [state_size_bytes(fragment.numel) for fragment in fragments]
-        summary = summarise(plan.model, plan.fragments)
+        summary = summarise(plan.model, plan.fragments, frozen_digests(plan))
         node = self._thread.start_node(shape, sizes, ledger, summary)
         if unread := [row.name for row in summary.rows if not (row.is_trained or row.values)]:
             names = ", ".join(unread[:4])
@@ -352,6 +369,14 @@ class Connection:
             troubles = buffers.load_(taken) if taken else ["nobody gave them"]
             if troubles:
                 self._thread.warn(f"this peer begins with buffers of its own: {'; '.join(troubles)}")
+
+    def _keep_layout(self, model: nn.Module, fragments: FragmentPlan) -> None:
+        """So that ``p2p-co2 model`` needs no program of the user's. Tells what forbids it, and goes on."""
+        try:
+            keep_layout(model, fragments, self._checkpoints)
+        except resuming.FAULTS as error:
+            why = f"{type(error).__name__}: {error}"
+            self._thread.warn(f"p2p-co2 model will need --recipe: the model does not say its layout ({why})")
 
     def _tell_of_start(self, plan: Plan, progressed: Progressed, is_resumed: bool) -> None:
         fields = dict(

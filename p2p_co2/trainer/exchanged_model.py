@@ -21,9 +21,11 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters
+from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, named_values
 from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names
 from p2p_co2.tensors.outer import OuterState
+from p2p_co2.tensors.sharding import is_sharded, shard, trouble_with_cut
+from p2p_co2.trainer.ranked_parameters import Group, RankedParameters
 
 EXCHANGED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ASKED_OF_AN_OPTIMIZER = ("param_groups", "state", "state_dict", "load_state_dict")
@@ -35,7 +37,8 @@ _FROM_THE_START = (
 @dataclass(frozen=True)
 class Plan:
     """What a peer trains, and with what: the agreed run, its own config, the cut model, the inner
-    optimizer. ``stage``: the one that ``model`` is; None if it is the whole model."""
+    optimizer. ``stage``: the one that ``model`` is; None if it is the whole model. ``group``: the ranks
+    that hold it together, if this is rank 0 of some."""
 
     run: RunConfig
     config: PeerConfig
@@ -43,6 +46,13 @@ class Plan:
     model: nn.Module
     optimizer: Optimizer
     stage: int | None = None
+    group: Group | None = None
+
+    def live(self) -> LiveParameters:
+        """The parameters in training, by fragment."""
+        if self.group is None:
+            return LiveParameters(self.model, self.fragments)
+        return RankedParameters(self.group, self.model, self.fragments)
 
 
 class ExchangedModel:
@@ -51,7 +61,7 @@ class ExchangedModel:
 
     def __init__(self, plan: Plan, warn: Callable[[str], None]) -> None:
         self._plan, self._warn = plan, warn
-        self.live = LiveParameters(plan.model, plan.fragments)
+        self.live = plan.live()
         self._joined = {
             name: (parameter, parameter.shape, parameter.dtype)
             for name, parameter in trained_parameters(plan.model).items()
@@ -109,19 +119,12 @@ class ExchangedModel:
         parameters = named_parameters(self._plan.model)
         for part in self._plan.fragments.fragments[fragment].slices:
             self._plan.optimizer.state.pop(parameters[part.name], None)
+        self.live.forget_elsewhere(fragment)
 
     def named(self, states: Sequence[OuterState]) -> dict[str, Tensor]:
         """A copy of agreed parameters by name (fp32, host memory), tied ones under each of theirs."""
-        named = {
-            name: torch.empty(shape, dtype=torch.float32, device="cpu")
-            for name, (_, shape, _) in self._joined.items()
-        }
-        for fragment, state in zip(self._plan.fragments.fragments, states, strict=True):
-            at = 0
-            for part in fragment.slices:
-                stop = at + part.stop - part.start
-                named[part.name].view(-1)[part.start : part.stop] = state.params[at:stop]
-                at = stop
+        shapes = {name: shape for name, (_, shape, _) in self._joined.items()}
+        named = named_values(self._plan.fragments, shapes, [state.params for state in states])
         return named | {name: named[first] for name, first in self._shared.items() if first in named}
 
 
@@ -131,22 +134,15 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: one for name, one in named if one.requires_grad and one.numel()}
 
 
-def check_model(model: nn.Module, optimizer: Optimizer) -> None:
+def check_model(model: nn.Module, optimizer: Optimizer, in_group: bool = False) -> None:
     """Raise ``ConfigError`` unless a swarm can train ``model`` with ``optimizer``. Reads every trainable
-    value once; changes nothing."""
+    value that lies here once; changes nothing. ``in_group``: the ranks of one hold it together."""
     if not isinstance(model, nn.Module):
         raise _wrong("model", f"is {_what(model)}; give the torch.nn.Module first, then its optimizer")
     if not all(hasattr(optimizer, name) for name in _ASKED_OF_AN_OPTIMIZER):
         problem = f"is {_what(optimizer)}; give the model first, then its torch.optim optimizer"
         raise _wrong("optimizer", problem)
-    for name, module in model.named_modules():
-        is_sharded = "_fsdp_wrapped_module" in dict(module.named_children())
-        if is_sharded or isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ConfigError(
-                "model", name or type(module).__name__,
-                "is wrapped by DistributedDataParallel or FullyShardedDataParallel, which share it between "
-                "processes; give each process the whole model itself: one peer per process",
-            )  # fmt: skip
+    _check_wrappers(model, in_group)
     parameters = named_parameters(model)
     for name, tensor in (*parameters.items(), *named_buffers(model).items()):
         if is_lazy(tensor) or tensor.device.type == "meta":
@@ -159,20 +155,51 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
     if not trained:
         problem = "has no parameter to train, all are frozen; requires_grad_(True) on what the swarm trains"
         raise _wrong("model", problem)
+    _check_kinds(trained, in_group)
+    _check_places({name: shard(one) for name, one in trained.items()})
+    _check_owners(trained, optimizer)
+    _check_strangers(parameters.values(), optimizer)
+    _check_values(trained)
+
+
+def _check_wrappers(model: nn.Module, in_group: bool) -> None:
+    for name, module in model.named_modules():
+        if "_fsdp_wrapped_module" in dict(module.named_children()):
+            raise ConfigError("model", name or type(module).__name__, _OLD_FSDP)
+        if isinstance(module, nn.parallel.DistributedDataParallel) and not in_group:
+            raise ConfigError("model", name or type(module).__name__, _ALONE)
+
+
+def _check_kinds(trained: Mapping[str, nn.Parameter], in_group: bool) -> None:
     for name, parameter in trained.items():
+        if is_sharded(parameter) and not in_group:
+            raise ConfigError("model", name, _ALONE)
+        if trouble := trouble_with_cut(parameter):
+            raise ConfigError("model", name, f"is {trouble}; {_CUT}")
         if not _is_plain(parameter):
             kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in EXCHANGED)
             raise ConfigError("model", name, f"is {_described(parameter)}; {_PLAIN.format(kinds)}")
-    _check_places(trained)
-    _check_owners(trained, optimizer)
-    _check_strangers(parameters.values(), optimizer)
+
+
+def _check_values(trained: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in trained.items():
-        low, high = torch.aminmax(parameter.detach())
+        if not (mine := shard(parameter).detach()).numel():
+            continue
+        low, high = torch.aminmax(mine)
         if not torch.isfinite(low) or not torch.isfinite(high):
             problem = "has values that are not finite (NaN or Inf); initialise it before join"
             raise ConfigError("model", name, problem)
 
 
+_OLD_FSDP = (
+    "is wrapped by FullyShardedDataParallel, which hides its parameters; shard it with "
+    "torch.distributed.fsdp.fully_shard instead, before the optimizer is made"
+)
+_ALONE = (
+    "is shared between processes (DistributedDataParallel, fully_shard), and this process is in no group of "
+    "several; start it with torchrun and call p2p_co2.join on every rank, or give the whole model itself"
+)
+_CUT = "fully_shard along the first dimension is what a peer's ranks exchange; or freeze it"
 _PLAIN = (
     "only plain dense parameters of {} are exchanged, leaves with memory of their own: convert it "
     "(to_dense, contiguous, float), shard nothing (one peer per process), or freeze it"
@@ -181,6 +208,8 @@ _PLAIN = (
 
 def _is_plain(parameter: nn.Parameter) -> bool:
     is_dense = parameter.layout == torch.strided and not parameter.is_nested
+    if is_sharded(parameter):
+        return parameter.dtype in EXCHANGED and parameter.is_leaf and is_dense
     is_kind = type(parameter.detach()) in (Tensor, nn.Parameter) and parameter.dtype in EXCHANGED
     is_leaf = parameter.is_leaf and not parameter.is_inference()
     return is_dense and is_kind and is_leaf and not _overlaps_itself(parameter)
@@ -202,7 +231,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def _check_places(trained: Mapping[str, nn.Parameter]) -> None:
+def _check_places(trained: Mapping[str, Tensor]) -> None:
     def place(tensor: Tensor) -> tuple[str, int, int]:
         """Device, and the addresses between which its values lie."""
         reach = 1 + sum((size - 1) * step for step, size in zip(tensor.stride(), tensor.shape, strict=True))

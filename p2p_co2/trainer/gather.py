@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, RunOver, TransportError
-from p2p_co2.recipes import Recipe, load_run_recipe
+from p2p_co2.recipes import Recipe, load_measuring_recipe
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import state_digest
 from p2p_co2.tensors.checkpoint.folder import Checkpoint, has_checkpoint, load_agreed, save
@@ -94,11 +94,11 @@ def sources_of(folders: Iterable[Path]) -> list[Source]:
 
 def gather_folders(folders: Iterable[Path], out: Path, own_recipe: str = "") -> list[Source]:
     """Gather checkpoint folders, one or more of each stage, into ``out``; returns what was taken.
-    ``own_recipe``: as of ``load_run_recipe``. Raises as that, ``sources_of`` and ``write_whole``."""
+    ``own_recipe``: as of ``load_measuring_recipe``. Raises as that, ``sources_of`` and ``write_whole``."""
     _refuse_used(out)
     sources = sources_of(folders)
     run = sources[0].run
-    write_whole(sources, out, *_models(load_run_recipe(run, own_recipe), run))
+    write_whole(sources, out, *_models(load_measuring_recipe(run, own_recipe), run))
     return sources
 
 
@@ -184,7 +184,7 @@ def fetch(ticket: str, config: PeerConfig, own_recipe: str = "") -> RunConfig:
         connection = connect(ticket, config, on_event)
         try:
             run = connection.run
-            for peer in reversed(connection.visit(load_run_recipe(run, own_recipe))):
+            for peer in reversed(connection.visit(load_measuring_recipe(run, own_recipe))):
                 peer.stop()
                 peer.leave("has what it came for")
         finally:

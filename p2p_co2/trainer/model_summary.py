@@ -18,7 +18,7 @@ counts by its name, shape and dtype alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from blake3 import blake3
@@ -39,15 +39,19 @@ PIECE_BYTES = 16 << 20
 PACKED_BYTES = 4
 
 
-def summarise(module: nn.Module, plan: FragmentPlan) -> ModelSummary:
-    """The summary of ``module``, which ``plan`` cuts. Reads all frozen parameters once."""
+def summarise(
+    module: nn.Module, plan: FragmentPlan, known: Mapping[str, bytes] | None = None
+) -> ModelSummary:
+    """The summary of ``module``, which ``plan`` cuts. Reads all frozen parameters once, but for those whose
+    digests are ``known``: they are cut between processes."""
+    digests = known or {}
     rows = [
         Row(
             name,
             tuple(parameter.shape),
             str(parameter.dtype).removeprefix("torch."),
             parameter.requires_grad,
-            b"" if parameter.requires_grad else values_digest(parameter),
+            b"" if parameter.requires_grad else digests.get(name) or values_digest(parameter),
         )
         for name, parameter in named_parameters(module).items()
     ]

@@ -37,6 +37,7 @@ from p2p_co2.protocol.schedule import LOADS_QUIET_S, Stage
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Relayed, RunPosition, Status
 from p2p_co2.protocol.wire.model_table import ModelSummary
+from p2p_co2.system.extras import missing
 from p2p_co2.system.process import program
 from p2p_co2.system.socket_activation import SocketActivation
 from p2p_co2.telemetry import events as ev
@@ -213,7 +214,7 @@ class NetworkThread:
 
     @property
     def board(self) -> str:
-        """Where this peer's own page is served; "" if it was not asked for."""
+        """Where this peer's own page is served; "" if it was not asked for, or its extra is missing."""
         return self._board.address if self._board is not None else ""
 
     def open(self) -> None:
@@ -226,7 +227,7 @@ class NetworkThread:
         self._thread.start()
         self.network = self.ask(Network.open(self._ticket, self._config, refused))
         self._reporting = ReportService(self.network, self._loop, self._count_refusal)
-        if self._config.board:
+        if self._config.board and not missing("board"):
             folder = self._config.folder.resolve()
             history, journal = folder / "board.sqlite", folder / "events.jsonl"
             command = program("monitoring", "peer", "--history", str(history), "--journal", str(journal))

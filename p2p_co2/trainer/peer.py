@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
-from p2p_co2.system.governor import Governor
+from p2p_co2.system.governor import BY_HAND, Governor, WishFile
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import swarm_digest
+from p2p_co2.tensors.names import unwrapped
+from p2p_co2.tensors.pretrained import full_state
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
 from p2p_co2.trainer.figures import loss_of, tokens_of
 from p2p_co2.trainer.rates import Rates
@@ -33,14 +35,25 @@ class Stepping:
     """Held by whoever trains or measures: two threads at once would mix their parameters."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._process = threading.Lock(), os.getpid()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a child of the one that joined."""
+        return os.getpid() != self._process
+
+    def must_be_here(self) -> None:
+        """Raise ``ConfigError`` in a child of the process that joined."""
+        if self.is_forked:
+            problem = "belongs to the process that joined, and this one was forked from it: step there"
+            raise ConfigError("peer", "", problem)
 
     @contextmanager
     def alone(self, what: str) -> Iterator[None]:
         """Raises ``LocalProtocolError`` while another thread is in it."""
         if not self._lock.acquire(blocking=False):
             raise LocalProtocolError(
-                f"{what}: another thread is in step or measure_agreed of this peer; call them from one thread"
+                f"{what}: step, agreed or measure_agreed of this peer is under way; call one after the other"
             )
         try:
             yield
@@ -62,12 +75,14 @@ class Peer:
         self._model = ExchangedModel(plan, thread.warn)
         self._sync = Synchroniser(plan.run, self._model, ledger, thread.view, start)
         self._saver = Saver(plan, ledger, self._sync, self._model.live, thread.report)
-        self._rates, self._left, self._process = rates, False, os.getpid()
+        self._rates, self._left = rates, False
         self._stepping = Stepping()
-        self._governor = Governor(plan.config.limits.hours)
+        self._governor = Governor(plan.config.limits.hours, WishFile(plan.config.folder).news)
         self._sync.take_outcomes()  # the first step starts from what catching up brought
         self._sync.report()
         self._rates.set(self._sync.position)
+        if self._governor.resting(_minute_of_the_day()) == BY_HAND:
+            thread.warn("this peer was paused before and rests: p2p-co2 resume lets it go on")
 
     @property
     def run(self) -> RunConfig:
@@ -112,7 +127,7 @@ class Peer:
         ``leave`` and while another thread is in it; else only for faults of this machine
         (``EnvironmentFault``) and bugs, never for what another peer did.
         """
-        self._must_be_here()
+        self._stepping.must_be_here()
         count, value = tokens_of(tokens), loss_of(loss)
         with self._stepping.alone("step"):
             if self._left:
@@ -167,7 +182,7 @@ class Peer:
     def _rest(self) -> None:
         if self._governor.resting(_minute_of_the_day()) and not self._sync.stopped:
             try:
-                self.save()  # a machine that rests may be switched off
+                self._saver.save()  # a machine that rests may be switched off
             except EnvironmentFault as error:
                 self._thread.warn(f"no checkpoint was written: {error}")
             self._sync.rest(lambda: self._governor.resting(_minute_of_the_day()))
@@ -185,17 +200,46 @@ class Peer:
             loaded = plain.load_state_dict(agreed, strict=False)
             assert not loaded.unexpected_keys
         """
-        self._must_be_here()
+        self._stepping.must_be_here()
         return self._model.named(self._ledger.states())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """As ``agreed_parameters``, in the parameters' own dtypes, with buffers and with what is frozen: all
+        that a state dict of the model holds."""
+        return full_state(unwrapped(self._plan.model), self.agreed_parameters())
+
+    @contextmanager
+    def agreed(self) -> Iterator[nn.Module]:
+        """Have the agreed parameters in the model, and the live ones back afterwards.
+
+            with peer.agreed() as model:
+                evaluate(model)
+
+        It takes one more copy of the parameters meanwhile, in their own dtype and place. Its time is counted
+        as a pause, neither training nor communication. ``step`` may not be called inside."""
+        self._stepping.must_be_here()
+        started_at = time.monotonic()
+        with self._stepping.alone("agreed"):
+            self._model.look()
+            try:
+                with self._model.live.set_aside():
+                    for fragment, state in enumerate(self._ledger.states()):
+                        self._model.live.load_(fragment, state.params)
+                    yield self._plan.model
+            finally:
+                self._sync.pause(time.monotonic() - started_at)
 
     @property
     def peer_id(self) -> str:
         """Who this peer is to the others."""
         return self._thread.network.identity.peer_id
 
-    def has_turn(self, number: int) -> bool:
+    def has_turn(self, number: int, is_ready: bool = True) -> bool:
         """Whether ``number`` (of a round, say) falls on this peer, of those that train now: for work that one
-        of them is enough for. All of them agree on it as long as nobody comes or goes."""
+        of them is enough for. All of them agree on it as long as nobody comes or goes. False if it is not
+        ``is_ready``: of several ranks that are one peer rank 0's word counts."""
+        if not is_ready:
+            return False
         trainers = sorted((self.peer_id, *self._thread.view.live_trainers()))
         return trainers[number % len(trainers)] == self.peer_id
 
@@ -203,19 +247,12 @@ class Peer:
         """Report the agreed parameters' loss, in whatever unit ``held_out`` gives it, as an event; how long
         it took, seconds.
 
-        They take the live ones' place in the model meanwhile: one more copy of them for that time, in their
-        own dtype and place. Counted as a pause, neither training nor communication.
+        They take the live ones' place in the model meanwhile, as in ``agreed``.
         """
-        self._must_be_here()
         started_at = time.monotonic()
-        with self._stepping.alone("measure_agreed"):
-            self._model.look()
-            with self._model.live.set_aside():
-                for fragment, state in enumerate(self._ledger.states()):
-                    self._model.live.load_(fragment, state.params)
-                loss = float(held_out(self._plan.model))
+        with self.agreed() as model:
+            loss = float(held_out(model))
         duration_s = time.monotonic() - started_at
-        self._sync.pause(duration_s)
         fields = {"loss": loss, "position": self._sync.position, "tokens": self._sync.figures.tokens}
         self._thread.report(ev.AgreedMeasured, {**fields, "duration_s": duration_s})
         return duration_s
@@ -223,22 +260,10 @@ class Peer:
     def save(self) -> None:
         """Write a checkpoint now, and wait until it is whole. Raises ``EnvironmentFault`` if the disk
         refuses, ``LocalProtocolError`` after ``leave``, which wrote the last one; the previous one stays."""
-        self._must_be_here()
+        self._stepping.must_be_here()
         if self._left:
             raise LocalProtocolError("save: this peer has left the swarm, and saved itself then")
-        self._save()
-
-    def _save(self) -> None:
-        started_at = time.monotonic()
-        try:
-            self._saver.save()
-        finally:
-            self._sync.pause(time.monotonic() - started_at)
-
-    def _must_be_here(self) -> None:
-        if os.getpid() != self._process:
-            problem = "belongs to the process that joined, and this one was forked from it: step there"
-            raise ConfigError("peer", "", problem)
+        self._saver.save()
 
     def leave(self, reason: str = "") -> None:
         """Leave the swarm: finish what is in flight (the whole run's last round, if it is over), save, say
@@ -248,7 +273,7 @@ class Peer:
         socket of this peer is left. Raises ``EnvironmentFault`` if the last checkpoint cannot be written; the
         one before it stays.
         """
-        if self._left or os.getpid() != self._process:
+        if self._left or self._stepping.is_forked:
             return
         self._left = True
         last: dict[str, Any] = {"digest": "", "versions": tuple(self._sync.versions), "carriers": {}}
@@ -267,7 +292,7 @@ class Peer:
         is_saved = False
         try:
             if not self._model.is_changed:  # its parameters are the ones that belong to the agreed state
-                self._save()
+                self._saver.save()
                 is_saved = True
         finally:
             reason += "" if is_saved else ", without a last checkpoint"

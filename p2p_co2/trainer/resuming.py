@@ -7,7 +7,7 @@ goes on without it, and one line says so. Frozen parameters are where the model 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -83,7 +83,7 @@ def restore(
     for fragment, state in enumerate(saved.states):
         live.load_(fragment, state.params)
     troubles = _restore_buffers(saved, model)
-    if trouble := _restore_optimizer(saved, model, optimizer, keeps_rate):
+    if trouble := _restore_optimizer(saved, live, model, optimizer, keeps_rate):
         troubles.append(trouble)
     return troubles
 
@@ -117,28 +117,40 @@ def _restore_buffers(saved: Checkpoint, model: nn.Module) -> list[str]:
     return troubles + [f"the checkpoint's buffer {name} is none of this model" for name in gone]
 
 
-def _restore_optimizer(saved: Checkpoint, model: nn.Module, optimizer: Optimizer, keeps_rate: bool) -> str:
+def _restore_optimizer(
+    saved: Checkpoint, live: LiveParameters, model: nn.Module, optimizer: Optimizer, keeps_rate: bool
+) -> str:
     """What did not come back; "" if all did."""
-    state_dict = dict(saved.optimizer)
     anew = "the inner optimizer begins anew, the agreed state does not; to keep both, pass the same optimizer"
-    if not state_dict:
+    if not saved.optimizer:
         return "the checkpoint is without an inner optimizer, which begins anew"
     if difference := _other(saved.inner, inner_of(optimizer, model)):
         return f"{difference}: {anew}"
+    dtypes = [owned.dtype for owned in chain(*saved.inner.groups)]
+    state_dict = live.own_state(saved.optimizer, optimizer, dtypes, keeps_rate)
+    try:
+        take_over(state_dict, optimizer, dtypes, keeps_rate)
+    except FAULTS as error:
+        why = f"{type(error).__name__}: {error}"
+        return f"this inner optimizer does not take the checkpoint's ({why}): {anew}"
+    return ""
+
+
+def take_over(
+    saved: Mapping[str, Any], optimizer: Optimizer, dtypes: Sequence[str], keeps_rate: bool
+) -> None:
+    """Load what of a saved ``state_dict`` is this process's. ``dtypes``: of the parameters that it was saved
+    with, in order. ``keeps_rate`` as ``restore`` has it. Raises whatever the optimizer does."""
+    state_dict = dict(saved)
     rates = [group.get("lr") for group in optimizer.param_groups]
     if groups := state_dict.get("param_groups", []):  # what was not saved of them stays
         pairs = zip(optimizer.param_groups, groups, strict=True)
         state_dict["param_groups"] = [{**ours, **theirs} for ours, theirs in pairs]
-    try:
-        optimizer.load_state_dict(state_dict)
-    except FAULTS as error:
-        why = f"{type(error).__name__}: {error}"
-        return f"this inner optimizer does not take the checkpoint's ({why}): {anew}"
-    _keep_dtypes(state_dict.get("state", {}), saved.inner, optimizer)
+    optimizer.load_state_dict(state_dict)
+    _keep_dtypes(state_dict.get("state", {}), dtypes, optimizer)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if keeps_rate and rate is not None:
             group["lr"] = rate
-    return ""
 
 
 def _other(then: InnerOptimizer, now: InnerOptimizer) -> str:
@@ -154,12 +166,12 @@ def _other(then: InnerOptimizer, now: InnerOptimizer) -> str:
     return ""
 
 
-def _keep_dtypes(state: Mapping[Any, Any], then: InnerOptimizer, optimizer: Optimizer) -> None:
+def _keep_dtypes(state: Mapping[Any, Any], dtypes: Sequence[str], optimizer: Optimizer) -> None:
     """``load_state_dict`` gives a state its parameter's dtype: right where that has changed, wrong where an
     optimizer keeps another one."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, (parameter, owned) in enumerate(zip(parameters, chain(*then.groups), strict=True)):
-        if str(parameter.dtype) != f"torch.{owned.dtype}":
+    for index, (parameter, dtype) in enumerate(zip(parameters, dtypes, strict=True)):
+        if str(parameter.dtype) != f"torch.{dtype}":
             continue
         now = optimizer.state.get(parameter, {})
         for key, values in state.get(index, {}).items():

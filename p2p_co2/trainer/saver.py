@@ -87,9 +87,13 @@ class Saver:
     def save(self) -> None:
         """Write a checkpoint of this moment and wait until it is whole. Raises ``EnvironmentFault`` if the
         disk refuses; the previous one stays."""
-        self._finish()
-        self._begin()
-        self._finish()
+        began_at = time.monotonic()
+        try:
+            self._finish()
+            self._begin()
+            self._finish()
+        finally:
+            self._sync.pause(time.monotonic() - began_at)
         if self._refused is not None:
             raise self._refused
 
@@ -128,7 +132,7 @@ class Saver:
             parameters=shapes_of(plan.model), stage=plan.stage,
         )  # fmt: skip
         stopped_s = time.monotonic() - began_at
-        self.copies = copies = ShareQueue(parts(checkpoint, said), self._live.await_computed, stopped_s)
+        self.copies = copies = ShareQueue(parts(checkpoint, said), self._live, stopped_s)
         self.under_way = self._thread.submit(self._write, checkpoint, said, copies, began_at)
 
     def _look(self) -> tuple[Said, dict[str, Tensor]]:
@@ -140,7 +144,7 @@ class Saver:
             else:
                 buffers[name] = buffer.detach()
         try:
-            said = say(self.plan.optimizer.state_dict())
+            said = say(self._live.state_of(self.plan.optimizer))
         except FAULTS as error:
             why = f"the inner optimizer (its state_dict raises {type(error).__name__}: {error})"
             said = Said({"dict": []}, (), (why,))
@@ -178,10 +182,8 @@ class ShareQueue:
 
     A Ctrl-C may come between any two lines of the training thread's: a share may be copied again, whole."""
 
-    def __init__(
-        self, all_of_it: Sequence[Part], await_computed: Callable[[set[torch.device]], None], stopped_s: float
-    ) -> None:
-        self.shares, self._await_computed, self.stopped_s = shares_of(all_of_it), await_computed, stopped_s
+    def __init__(self, all_of_it: Sequence[Part], live: LiveParameters, stopped_s: float) -> None:
+        self.shares, self._live, self.stopped_s = shares_of(all_of_it), live, stopped_s
         """How long the training thread stood still for it."""
         self._wanted = self.given = -1
         """Numbers of shares."""
@@ -209,15 +211,14 @@ class ShareQueue:
         if number == self.given:
             return
         share = self.shares[number]
-        self._await_computed({tensor.device for tensor in share.values()})
+        self._live.await_computed({tensor.device for tensor in share.values()})
         began_at, at = time.monotonic(), 0
         given: dict[str, Tensor] = {}
         try:
             room = large_tensor(sum(map(_room_bytes, share.values())), torch.uint8)
             for name, tensor in share.items():
-                given[name] = (
-                    room[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-                )
+                given[name] = room[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                self._live.copy_(given[name], tensor)
                 at += _room_bytes(tensor)
         except (RuntimeError, MemoryError) as error:
             why = str(error) or type(error).__name__

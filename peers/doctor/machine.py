@@ -16,11 +16,12 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
 from p2p_co2.config import PeerConfig, RunConfig
-from p2p_co2.errors import EnvironmentFault
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.system.accelerators import Gpus, Maker, gpus_here
 from p2p_co2.system.machine import available_memory_bytes, cpu_quota, field_of
 from p2p_co2.system.process import require_supported_platform
 from peers.doctor.findings import Finding, MeasuredLink, State
@@ -32,15 +33,23 @@ BYTES_PER_VALUE = 16
 """Weights, gradients and AdamW's two moments in fp32; and as much in a checkpoint: agreed parameters and
 momentum, AdamW's two moments."""
 
+_HIDE_GPUS = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}
 
-def look_at_machine(config: PeerConfig) -> Iterator[Finding]:
-    """All checks of this machine, one by one; under a second after torch is imported."""
+
+def look_at_machine(config: PeerConfig, root: Path = Path("/")) -> Iterator[Finding]:
+    """All checks of this machine, one by one; under a second after torch is imported. ``root``: where the
+    kernel shows its GPUs."""
     yield check_platform()
     torch = check_torch()
     yield torch
     if torch.state == State.OK:
-        yield check_device(config.device)
+        device = check_device(config.device)
+        yield device
         from p2p_co2.tensors.codec import passes
+        from p2p_co2.tensors.device import built_for
+
+        used = "cpu" if device.measured.startswith("cpu") else config.device
+        yield check_gpus(gpus_here(root), config.device, used, torch.measured, built_for())
 
         yield check_kernels(bool(passes.libraries()), passes.kernel is not None)
     yield check_threads(config.limits.threads, len(os.sched_getaffinity(0)), cpu_quota())
@@ -73,26 +82,57 @@ def check_torch() -> Finding:
     return Finding("torch", State.CANNOT, version, "2.6 or later is needed: pip install --upgrade torch")
 
 
-def check_device(name: str) -> Finding:
+def check_device(wanted: str) -> Finding:
     """The training device; its memory if it has its own. Imports torch."""
     import torch
 
+    from p2p_co2.tensors.device import training_device
+
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        return Finding("device", State.CANNOT, f"torch knows no device {name!r}", "use --device cpu or cuda")
-    if device.type == "cpu":
+        device = training_device(wanted)
+    except ConfigError as error:
+        words, _, advice = error.problem.partition("; ")
+        return Finding("device", State.CANNOT, words, advice)
+    if device.name == "cpu":
         processor = field_of("/proc/cpuinfo", "model name") or platform.machine()
-        return Finding("device", State.OK, f"cpu, {processor}")
-    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
-        advice = "use --device cpu, or install a build of torch for it and its driver; they count from cuda:0"
-        return Finding("device", State.CANNOT, f"torch sees no {name} here", advice)
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    words = f"{torch.cuda.get_device_name(device)}, {gigabytes(free_bytes)} of {gigabytes(total_bytes)} free"
+        return Finding("device", State.OK, f"{device.words}, {processor}")
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device.name)
+    words = f"{device.words}, {free_bytes / 2**30:.1f} GB free"
     if free_bytes < total_bytes / 2:
         advice = "another program uses most of its memory; end that first"
         return Finding("device", State.LIMITED, words, advice)
     return Finding("device", State.OK, words)
+
+
+def check_gpus(
+    there: Sequence[Gpus], wanted: str, used: str, version: str, built_for: Maker | None
+) -> Finding:
+    """Whether a GPU of this machine is left unused, and why. ``used``: the device that ``wanted`` has come
+    to. ``version``, ``built_for``: of torch."""
+    names = " and ".join(gpus.words for gpus in there) or "none"
+    if not there or used != "cpu":
+        return Finding("gpu", State.OK, names)
+    if wanted == "cpu":
+        return Finding("gpu", State.OK, f"{names}, not asked for")
+    why, advice = _why_unused({gpus.maker for gpus in there if gpus.has_driver}, version, built_for)
+    return Finding("gpu", State.LIMITED, f"{names}, not used: {why}", advice)
+
+
+def _why_unused(makers: Set[Maker], version: str, built_for: Maker | None) -> tuple[str, str]:
+    """(why torch uses none of the GPUs whose drivers are loaded, what to do)."""
+    if not makers:
+        return "its driver is not loaded", "install NVIDIA's driver, restart, and look with: nvidia-smi"
+    if built_for in makers:
+        advice = "look with nvidia-smi or rocm-smi: its driver may be too old; a container needs --gpus all"
+        for name in _HIDE_GPUS & os.environ.keys():
+            advice = f"{name} is set and may hide it"
+        return f"torch {version} cannot use it", advice
+    why = f"torch {version} is " + ("a CPU build" if built_for is None else "built for another maker's")
+    pip, same = f"{sys.executable} -m pip", version.partition("+")[0]
+    cure = f"{pip} uninstall -y torch && {pip} install torch=={same}"
+    if Maker.NVIDIA in makers:
+        return why, f"install one for CUDA: {cure}"
+    return why, f"install one for ROCm: {cure} --index-url (as pytorch.org names it)"
 
 
 def check_kernels(built: bool, runs: bool) -> Finding:

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.tensors.sharding import is_sharded
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -81,7 +82,7 @@ class _Entry(NamedTuple):
 
 def trouble_with(tensor: Tensor) -> str:
     """Why the format cannot hold ``tensor``; "" if it can."""
-    if type(tensor) not in {Tensor, Parameter}:
+    if type(tensor) not in {Tensor, Parameter} and not is_sharded(tensor):
         return f"a {type(tensor).__name__}"
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"

@@ -1,0 +1,132 @@
+"""The page of the run: what all peers agreed on, where it is, and how to invite somebody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from nicegui import ui
+
+from monitoring.board.cards import RunCard
+from monitoring.board.shell import Frame, Page, Table, Told, block, card, text
+from monitoring.facts import SILENT_AFTER_S, SwarmFacts
+from monitoring.seeds import SeedFacts, ask_seeds
+from monitoring.words import clock, figure, plain
+from p2p_co2.config import RunConfig
+from p2p_co2.errors import TicketError
+from p2p_co2.ticket import Ticket
+
+_NO_TICKET = "No invitation lies here. The seed prints one, and each peer keeps one in its folder (ticket)."
+_LOCAL = "All its addresses are of this machine, so only peers on this machine can come."
+_COPY = """() => {{
+  const words = document.querySelector('[data-testid="{0}"]');
+  const told = document.querySelector('[data-testid="copied"]');
+  const select = () => getSelection().selectAllChildren(words);
+  (navigator.clipboard ? navigator.clipboard.writeText(words.innerText) : Promise.reject())
+    .then(() => told.innerText = 'Copied.')
+    .catch(() => {{ select(); told.innerText = 'Selected: copy it with Ctrl-C.'; }});
+}}"""
+"""Without TLS a browser gives its clipboard to pages of this machine only."""
+
+
+class RunPage(Page):
+    """Settings, digests, seeds, checkpoints and the invitation."""
+
+    def __init__(self, frame: Frame) -> None:
+        self._run_card = RunCard(frame.model.facts())
+        super().__init__(frame, self._run_told)
+        self._ticket = ""
+        with card("Invitation", "for a volunteer, to copy as a whole"):
+            with block("b-copy"):
+                self._command = text("b-code", test_id="invitation", tag="code")
+                button = text("b-button", "Copy", "copy", tag="button").props("type=button")
+                button.on("click", js_handler=_COPY.format("invitation"))
+            text("b-hint", test_id="copied").props("role=status")
+            self._about = text("b-hint b-words", test_id="invitation-about")
+        with card("Seeds", "whom the invitation names, and whether this machine can dial them"):
+            self._seeds = Table("seeds", (
+                ("Seed or peer", -1, self._name_of), ("Answers", -1, _answers),
+                ("Address", -1, lambda seed: plain(seed.place, 80)),
+            ), rows_a_page=0)  # fmt: skip
+        with card("Settings", "what all peers of the run agree on; another setting is another run"):
+            self._settings = Table("settings", (
+                ("Setting", -1, lambda row: row[0]), ("Value", -1, lambda row: row[1]),
+            ), rows_a_page=0)  # fmt: skip
+        ui.timer(SILENT_AFTER_S, self._ask)
+
+    def refresh(self, facts: SwarmFacts) -> None:
+        super().refresh(facts)
+        self._run_card.set(facts)
+
+    def redraw(self, facts: SwarmFacts) -> None:
+        self._settings.set(setting_rows(self.frame.model.known.run))
+        if not self._ticket:
+            self._ticket = self.frame.model.feed.invitation()
+            self._command.text, self._about.text = invitation(self._ticket, self.frame.model.known.run)
+
+    async def _ask(self) -> None:
+        try:
+            ticket = Ticket.parse(self._ticket or self.frame.model.feed.invitation())
+        except TicketError:
+            return  # none lies here
+        self._seeds.set(await ask_seeds(ticket, SILENT_AFTER_S / 2))
+
+    def _name_of(self, seed: SeedFacts) -> str:
+        label = self.frame.model.known.labels.get(seed.peer)
+        return f"peer {plain(label, 32)}" if label else f"seed ~{seed.peer[-6:]}"
+
+    def _run_told(self, facts: SwarmFacts) -> Told:
+        run, saved = self.frame.model.known.run, self.frame.history.happenings(1, kinds=("checkpoint_saved",))
+        last = ("-", "", "none was told of here")
+        if saved:
+            ago = clock(max(0.0, facts.at - saved[0].at))
+            last = (ago, "ago", plain(saved[0].words, 90))
+        digest = run.recipe_digest[:12] if run is not None else ""
+        stages = f" in each of {len(facts.stages)} stages" if facts.stages else ""
+        cut = f"{facts.fragments} fragments{stages}"
+        return {
+            "recipe": ("Recipe digest", digest or "-", "", plain(run.recipe, 60) if run is not None else ""),
+            "run-digest": ("Run digest", facts.run_digest[:12] or "-", "", "sha256 of all settings below"),
+            "checkpoint": ("Last checkpoint", *last),
+            "model": (
+                "Parameters",
+                figure(facts.parameters or None),
+                "",
+                cut,
+            ),
+        }
+
+
+def _answers(seed: SeedFacts) -> str:
+    if seed.answers is None:
+        return "not tried (no TCP)"
+    return "yes" if seed.answers else "no"
+
+
+def invitation(ticket: str, run: RunConfig | None) -> tuple[str, str]:
+    """The command that a volunteer runs, and what to know of it."""
+    if not ticket:
+        return "p2p-co2 join TICKET", _NO_TICKET
+    command, about = f"p2p-co2 join {ticket}", []
+    if run is not None and run.is_own_recipe:
+        command += " --recipe FILE.py:FUNCTION"
+        about.append("This run has its own recipe: send its file along, and name it after --recipe.")
+    if Ticket.parse(ticket).is_local:
+        about.append(_LOCAL)
+    return command, " ".join(about) or "It is no secret: who has it can join, and look."
+
+
+def setting_rows(run: RunConfig | None) -> list[tuple[str, str]]:
+    """(name, value) of every agreed setting, as in the run file."""
+    if run is None:
+        return []
+    return list(_flat("", run.model_dump(exclude={"pipeline"} if run.pipeline.stages == 1 else None)))
+
+
+def _flat(prefix: str, table: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{prefix}{name}.", value)
+        else:
+            shown = str(value).lower() if isinstance(value, bool) else str(value)
+            yield plain(f"{prefix}{name}", 80), plain(shown, 200) or "-"

@@ -1,0 +1,52 @@
+"""The command ``model``: the trained model as a folder that other programs load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from bootstrap.options import OwnRecipe, says
+from p2p_co2.system.ctrl_c import hand_over, take_back
+from p2p_co2.ticket import PREFIX, read_ticket
+
+
+def model(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="A checkpoint's folder, a ticket, or @FILE: the run goes on."),
+    ],
+    out: Annotated[Path, says("A new folder: safetensors, config, and what the recipe adds.", metavar="DIR")],
+    recipe: OwnRecipe = "",
+    base: Annotated[
+        Path | None,
+        says("Of an own loop with frozen parameters: the model that it began with.", metavar="DIR"),
+    ] = None,
+) -> None:
+    """Write the trained model as safetensors that from_pretrained loads."""
+    take_back()
+    from p2p_co2.trained import refuse_used, write_model
+
+    hand_over()
+    refuse_used(out)
+    source = source.strip()
+    if source.startswith("@") or source == "-":
+        source = read_ticket(source)
+    if source.startswith(PREFIX):
+        take_back()
+        from p2p_co2.trainer.gather import gather_swarm
+
+        hand_over()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as place:
+            whole = Path(place) / "checkpoint"
+            taken = gather_swarm(source, whole, recipe)
+            print(f"the model of {taken[0].came_to}, as the swarm agrees on it", flush=True)
+            notes = write_model(whole, out, recipe, base)
+    else:
+        notes = write_model(Path(source), out, recipe, base)
+    for note in notes:
+        print(f"note: {note}")
+    print(f"written to {out}")

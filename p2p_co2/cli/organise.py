@@ -1,0 +1,59 @@
+"""The commands of whoever organises a run: ``init``, ``plan``, ``rehearse`` and ``seed``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from functools import partial
+
+from bootstrap.options import PlanOptions, RehearsalOptions, SeedOptions
+from p2p_co2.cli.command import LOUDNESS, Loudness, takes
+from p2p_co2.system.ctrl_c import hand_over, take_back
+
+
+def init() -> None:
+    """Print a run file with every setting explained; `p2p-co2 init > run.toml` is a start."""
+    from bootstrap.run_file import DEFAULT_RUN_FILE
+
+    print(DEFAULT_RUN_FILE, end="")
+
+
+@takes(PlanOptions)
+def plan(options: PlanOptions) -> int:
+    """Whether links bear a run, what it will cost on them, and what to change. The verdict comes first."""
+    from bootstrap.plan.stages import run_any_plan
+
+    return run_any_plan(options, is_brief=LOUDNESS.get() is Loudness.QUIET)
+
+
+@takes(RehearsalOptions)
+def rehearse(options: RehearsalOptions) -> int:
+    """The run over emulated internet lines, before anybody is invited: needs root for real packets."""
+    take_back()
+    from bootstrap.rehearsal import run_rehearsal
+    from p2p_co2.cli.demo import RunWatch
+
+    hand_over()
+    return run_rehearsal(options, RunWatch)
+
+
+@takes(SeedOptions)
+def seed(options: SeedOptions) -> int:
+    """Publish a run and print its ticket; peers find each other through this process, which never trains."""
+    from bootstrap.seed import Invitation, doubt_of, serve_run
+
+    is_quiet = LOUDNESS.get() is Loudness.QUIET
+
+    def say(text: str) -> None:
+        if text and (not is_quiet or "warning: " in text):
+            print(text, file=sys.stderr, flush=True)
+
+    def invite(invitation: Invitation) -> None:
+        say(doubt_of(invitation))
+        told = {name: value for name, value in asdict(invitation).items() if name != "others"}
+        print(json.dumps(told) if options.as_json else invitation.ticket, flush=True)
+
+    if options.as_json or is_quiet:
+        return serve_run(options, say, invite)
+    return serve_run(options, partial(print, flush=True))

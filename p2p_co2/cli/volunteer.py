@@ -1,0 +1,230 @@
+"""The commands of a volunteer: ``doctor``, ``join``, ``pause`` and ``resume``."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bootstrap.options import Parent, says
+from p2p_co2.cli import options as shared
+from p2p_co2.cli.command import LOUDNESS, Loudness
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.system.ctrl_c import hand_over, take_back
+from p2p_co2.system.folders import OLD_PEER, data_home, peer_folder, peer_folders
+from p2p_co2.system.governor import Wish, WishFile
+from p2p_co2.system.process import holder_of, is_kept
+from p2p_co2.ticket import TICKET_VARIABLE, Ticket, is_of_run, read_ticket
+
+_GUEST, _DATA = "A guest on your machine", "What is trained"
+_BOARD, _STAGES = "Board", "Runs with stages"
+
+
+def doctor(
+    ticket: Annotated[
+        str,
+        typer.Argument(
+            metavar="TICKET",
+            show_default=False,
+            help="Of the run to look at (a word, @FILE, or - for standard input), or $P2P_CO2_TICKET; this "
+            "machine alone if absent.",
+        ),
+    ] = "",
+    config_file: shared.ConfigFile = None,
+    folder: Annotated[Path | None, says("Where join will keep its checkpoints.")] = None,
+    device: shared.Device = None,
+    threads: Annotated[int | None, says("CPU threads for training.")] = None,
+    carrier: shared.Carrier = None,
+    host: shared.ListenOn = None,
+    announce_host: shared.AnnounceHost = None,
+    grpc_port: shared.GrpcPort = None,
+    libp2p_port: shared.Libp2pPort = None,
+    as_json: Annotated[bool, says("Print JSON; plan --link reads it.", "--json")] = False,
+) -> None:
+    """Look whether this machine can take part, and how, before anything is downloaded; give it join's
+    options. Exit status 0: all well; 1: works with limits; 2: cannot work."""
+    from p2p_co2.peer_options import peer_config
+    from peers.doctor import run_doctor
+
+    if ticket or os.environ.get(TICKET_VARIABLE):
+        ticket = read_ticket(ticket)
+
+    config = peer_config(
+        config_file,
+        {
+            "folder": folder, "device": device, "limits.threads": threads, "carrier": carrier, "host": host,
+            "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
+        },
+        ticket or None,
+        lambda: data_home() / "runs",
+    )  # fmt: skip
+    raise typer.Exit(run_doctor(config, ticket, as_json))
+
+
+def join(
+    ticket: shared.TicketWord = "",
+    config_file: shared.ConfigFile = None,
+    folder: Annotated[
+        Path | None, says("Keeps identity, checkpoints and events; one for each run, if absent.")
+    ] = None,
+    name: Annotated[str | None, says("What others see beside the peer's id.")] = None,
+    device: shared.Device = None,
+    batch: Annotated[int | None, says("Sequences per inner step; 0 for the recipe's.")] = None,
+    min_peers: Annotated[int | None, says("Wait (bounded) for this many before training.")] = None,
+    resume: Annotated[
+        bool, says("Insist on the checkpoint in the folder: it is gone on from anyway.", "--resume")
+    ] = False,
+    start_over: Annotated[bool, says("Begin anew, whatever was trained before.", "--start-over")] = False,
+    checkpoint_every: Annotated[
+        float | None, says("Between checkpoints; 0 for what 100 GB of writes a day allow.", metavar="SECONDS")
+    ] = None,
+    recipe: Annotated[
+        str, says("This run's own recipe, here.", metavar="FILE.py:function", rich_help_panel=_DATA)
+    ] = "",
+    data: Annotated[
+        Path | None, says("Your own data, for a run's own recipe that takes some.", rich_help_panel=_DATA)
+    ] = None,
+    text: Annotated[
+        Path | None, says("Train on your own file or folder of text.", rich_help_panel=_DATA)
+    ] = None,
+    tokens: Annotated[
+        Path | None, says("Train on your own file of token ids.", rich_help_panel=_DATA)
+    ] = None,
+    upload: Annotated[
+        str | None,
+        says("Most to send: bytes per second, or 500k, 2M, 20Mbit.", metavar="RATE", rich_help_panel=_GUEST),
+    ] = None,
+    download: Annotated[
+        str | None, says("Most to receive, likewise.", metavar="RATE", rich_help_panel=_GUEST)
+    ] = None,
+    hours: Annotated[
+        str | None,
+        says("Train only then, local time: 22:00-07:00, or several with commas.", rich_help_panel=_GUEST),
+    ] = None,
+    threads: Annotated[
+        int | None, says("CPU threads for training; 0 for the number of cores.", rich_help_panel=_GUEST)
+    ] = None,
+    carrier: shared.Carrier = None,
+    host: shared.ListenOn = None,
+    announce_host: shared.AnnounceHost = None,
+    grpc_port: shared.GrpcPort = None,
+    libp2p_port: shared.Libp2pPort = None,
+    board: Annotated[
+        bool | None,
+        says(
+            "Serve a page on loopback; idle until looked at.",
+            "--board/--no-board",
+            rich_help_panel=_BOARD,
+        ),
+    ] = None,
+    board_port: Annotated[int | None, says("Of that page; 0 for any.", rich_help_panel=_BOARD)] = None,
+    stage: Annotated[
+        int | None, says("Which to hold, from 0; else the neediest.", rich_help_panel=_STAGES)
+    ] = None,
+    restart_stage: Annotated[
+        bool,
+        says(
+            "With --stage, where nobody has that stage any more: begin it anew.",
+            "--restart-stage",
+            rich_help_panel=_STAGES,
+        ),
+    ] = False,
+    slow_line: Annotated[str | None, says("Of a rehearsal without root.", hidden=True)] = None,
+    parent: Parent = 0,
+) -> None:
+    """Join a run and train. Ctrl-C leaves cleanly, a second Ctrl-C at once."""
+    from p2p_co2.peer_options import bytes_per_s, peer_config
+
+    if restart_stage and stage is None:
+        raise ConfigError.of_option("--restart-stage", "say which stage is to begin anew, with --stage N")
+    ticket = read_ticket(ticket)
+    config = peer_config(
+        config_file,
+        {
+            "folder": folder, "name": name, "device": device, "batch": batch, "stage": stage,
+            "carrier": carrier, "host": host, "announce_host": announce_host, "grpc_port": grpc_port,
+            "libp2p_port": libp2p_port, "min_peers": min_peers, "slow_line": slow_line, "board": board,
+            "board_port": board_port,
+            "checkpoint_every_s": checkpoint_every,
+            "limits.threads": threads, "limits.hours": hours,
+            "limits.upload_bytes_per_s": bytes_per_s("--upload", upload),
+            "limits.download_bytes_per_s": bytes_per_s("--download", download),
+        },
+        ticket,
+        partial(_peer_folder, ticket),
+    )  # fmt: skip
+    take_back()
+    from peers.daemon import JoinOptions, import_slow, join_run
+
+    given = {"data": data, "text": text, "tokens": tokens}
+    own_data = {key: str(path.resolve()) for key, path in given.items() if path}
+    options = JoinOptions(
+        ticket=ticket, config=config, recipe=recipe, data=own_data, resume=resume,
+        start_over=start_over or restart_stage, parent=parent,
+    )  # fmt: skip
+    import_slow()
+    from p2p_co2.cli.join import JoinWatch
+
+    hand_over()
+    join_run(options, JoinWatch())
+
+
+def _peer_folder(ticket: str) -> Path:
+    """Where a peer keeps its files that was told no folder; says so where that is the old place."""
+    run = Ticket.parse(ticket).run
+    folder = peer_folder(run, OLD_PEER if is_of_run(OLD_PEER, run) else None)
+    if folder == OLD_PEER:
+        print(f"going on in {folder}, which is of this run; new ones are kept in {data_home() / 'runs'}")
+    return folder
+
+
+PeerFolder = Annotated[
+    Path | None,
+    typer.Argument(metavar="FOLDER", help="The peer's folder; the only peer that runs here, if absent."),
+]
+Everyone = Annotated[bool, says("Every peer of yours that runs on this machine.", "--all")]
+
+
+def pause(folder: PeerFolder = None, everyone: Everyone = False) -> None:
+    """Have a peer of this machine rest after its inner step: it writes a checkpoint, trains nothing, and
+    keeps its place in the swarm. Paused already, it stays so. It rests until `p2p-co2 resume`, also when it
+    is started again meanwhile."""
+    _wish(Wish.PAUSE, folder, everyone, "rests from its next inner step on")
+
+
+def resume(folder: PeerFolder = None, everyone: Everyone = False) -> None:
+    """Have a peer of this machine that rests go on: after `p2p-co2 pause`, and outside its hours until they
+    next turn. One that trains goes on training."""
+    _wish(Wish.GO_ON, folder, everyone, "goes on")
+
+
+def _wish(wish: Wish, named: Path | None, everyone: bool, words: str) -> None:
+    for folder in _peers_here(named, everyone):
+        for place in (folder, folder / "tied"):  # of a stage with two groups
+            if place.is_dir():
+                WishFile(place).write(wish)
+        who = f"process {holder_of(folder)}" if is_kept(folder) else "no process runs there now"
+        if LOUDNESS.get() is not Loudness.QUIET:
+            print(f"the peer in {folder} {words} ({who})")
+
+
+def _peers_here(named: Path | None, everyone: bool) -> list[Path]:
+    """Raises ``ConfigError``, ``EnvironmentFault``."""
+    if named is not None:
+        if everyone:
+            raise ConfigError.of_option("--all", "means every folder; leave FOLDER out")
+        if not (named / "identity").is_file() or (named / "positions").exists():
+            raise ConfigError.of_option("FOLDER", f"{named} is no peer's folder")
+        return [named]
+    running = [folder for folder in peer_folders() if is_kept(folder)]
+    if not running:
+        raise EnvironmentFault(
+            "no peer runs here in a folder of its run; name the FOLDER that join was given"
+        )
+    if len(running) > 1 and not everyone:
+        which = ", ".join(map(str, running))
+        raise ConfigError.of_option("FOLDER", f"{len(running)} peers run here; name one, or --all: {which}")
+    return running

@@ -1,0 +1,85 @@
+"""A callback for Lightning's ``Trainer``: the module that it trains becomes a peer of a swarm.
+
+    from p2p_co2.integrations.lightning import SwarmCallback
+
+    trainer = lightning.Trainer(callbacks=[SwarmCallback(TICKET)], max_steps=-1)
+
+It joins when training starts, exchanges after each optimizer step (never between the micro-steps of
+``accumulate_grad_batches``), gives the training data this peer's own order, and stops the trainer when the
+run is over. Afterwards the module holds the agreed parameters. Rates are those of Lightning's schedulers, or
+the run's with ``lr_schedule``. Checkpoints: Lightning's hold the live parameters and its own counters; what
+the swarm has agreed on takes their place when training starts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+from torch import Tensor
+
+from p2p_co2.swarm.counting import batch_tokens
+from p2p_co2.swarm.data import reseed
+from p2p_co2.swarm.joining import Options, check_names, join
+from p2p_co2.swarm.swarm import Swarm
+from p2p_co2.system.extras import require
+
+require("lightning", "SwarmCallback")
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402  # once it is known to be there
+
+
+class SwarmCallback(Callback):
+    """``run``: the ticket; the options are those of ``co2.join``. ``swarm``: once training has started."""
+
+    def __init__(self, run: str | None = None, /, **options: Unpack[Options]) -> None:
+        check_names(options)
+        self._options = options
+        if run is not None:
+            self._options["run"] = run
+        self.swarm: Swarm | None = None
+        self._steps, self._epoch = 0, 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.swarm = join(pl_module, trainer.optimizers, **self._options)
+        self._steps = trainer.global_step
+        self._reseed(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._epoch += 1
+        self._reseed(trainer)
+
+    def _reseed(self, trainer: Trainer) -> None:
+        """Lightning takes the next epoch's batches after this."""
+        if self.swarm is not None and trainer.train_dataloader is not None:
+            loaders = trainer.train_dataloader
+            for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
+                reseed(loader, self._epoch, self.swarm.data_seed)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        swarm = self.swarm
+        if swarm is None or swarm.done:
+            return
+        tokens, loss = batch_tokens(batch), _loss_of(outputs)
+        if trainer.global_step == self._steps:
+            swarm.add(tokens, loss)
+            return
+        self._steps = trainer.global_step
+        if not swarm.exchange(tokens, loss):
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.swarm is not None:
+            self.swarm.leave()
+            self.swarm.load_agreed()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self.swarm is not None:
+            self.swarm.stop()
+            self.swarm.leave(f"{type(exception).__name__} in the training loop")
+
+
+def _loss_of(outputs: Any) -> float | Tensor:
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return found if isinstance(found, Tensor) and found.numel() == 1 else float("nan")

@@ -1,0 +1,159 @@
+"""A ``transformers.Trainer`` in a swarm: one line besides the import.
+
+    import p2p_co2 as co2
+
+    callbacks = [co2.integrations.transformers.SwarmCallback(TICKET)]
+    trainer = Trainer(model, args, train_dataset=data, callbacks=callbacks)
+    trainer.train()
+    trainer.save_model("out")             # the agreed model
+
+It joins when training begins, exchanges after each optimizer step, and ends the training when the run is
+over. Then the model holds the agreed parameters. The Trainer ends at its own ``max_steps`` or epochs, too:
+give it more than the run takes.
+
+Whose is what: parameters are the swarm's, wherever they were loaded from; steps, epochs and the scheduler are
+the Trainer's. So ``resume_from_checkpoint`` goes on with the Trainer's counters from where the swarm is.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from p2p_co2.swarm.counting import BatchCounter
+from p2p_co2.swarm.data import ShuffledStream, reseed
+from p2p_co2.swarm.joining import Options, check_names, join
+from p2p_co2.swarm.swarm import Swarm
+from p2p_co2.system.extras import require
+
+require("transformers", "SwarmCallback")
+from transformers import TrainerCallback  # noqa: E402  # once it is known to be there
+
+
+class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without types
+    """``run``: the ticket, or "@file" that holds it; $P2P_CO2_TICKET if left out. The options are those of
+    ``co2.join``. ``swarm``: the ``Swarm``, once training has begun.
+
+    Raises in ``Trainer.train``, as ``co2.join``. Tokens are counted as the Trainer counts them if it does
+    (``include_num_input_tokens_seen``), else as the elements of ``input_ids``, or of whatever the model is
+    fed. With ``lr_schedule`` the rates are the run's, and the Trainer's own scheduler changes nothing, though
+    it logs its rates. Each peer goes through the data in an order of its own; a stream keeps its order, so
+    shuffle it with a seed of this peer's own.
+
+    A training that an error ended leaves the swarm with the program, or when the Trainer trains again;
+    ``leave`` does so at once.
+    """
+
+    def __init__(self, run: str | None = None, /, **options: Unpack[Options]) -> None:
+        check_names(options)
+        self._options = options
+        if run is not None:
+            self._options["run"] = run
+        self.swarm: Swarm | None = None
+        self._schedules = options.get("lr_schedule") is not None
+        self._counter: BatchCounter | None = None
+        self._counted = 0
+        """Tokens, by the Trainer's count."""
+        self._logged_loss = float("nan")
+        """For the next step, where the model does not return its loss."""
+        self._rates = list[Any]()
+        """Of the swarm's schedule, by group, which the Trainer's scheduler has overwritten since."""
+
+    # ---- what the Trainer calls
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.leave()
+        model, optimizer = given["model"], given["optimizer"]
+        inner = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's
+        rates = _rates_of(inner)
+        self.swarm = join(model, inner, **self._options)
+        if not self._schedules:
+            _set_rates(inner, rates)  # after a resume they are still the Trainer's
+        self._rates = _rates_of(inner)
+        self._counter, self._counted = BatchCounter(model), state.num_input_tokens_seen
+        _warn_of_a_stream(given["train_dataloader"])
+        # Before the threads that leaving needs are ended: ``atexit`` comes after that.
+        threading._register_atexit(self._leave_at_exit)  # type: ignore[attr-defined]
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self.swarm is not None:
+            reseed(given["train_dataloader"], int(state.epoch or 0), self.swarm.data_seed)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        swarm, counter = self.swarm, self._counter
+        if swarm is None or counter is None:
+            return
+        tokens, loss = counter.take()
+        if args.include_num_input_tokens_seen not in ("no", False):
+            tokens, self._counted = state.num_input_tokens_seen - self._counted, state.num_input_tokens_seen
+        if not isinstance(loss, Tensor):
+            loss, self._logged_loss = self._logged_loss, float("nan")
+        if self._schedules:
+            _set_rates(swarm.optimizer, self._rates)
+        was_skipped = getattr(given["optimizer"], "step_was_skipped", False)  # by a GradScaler
+        if not was_skipped and not swarm.exchange(tokens, loss):
+            control.should_training_stop = True
+            # As after the Trainer's own last step.
+            control.should_save |= args.save_strategy == "steps"
+            control.should_evaluate |= args.eval_strategy == "steps"
+        self._rates = _rates_of(swarm.optimizer)
+        if control.should_training_stop:
+            self._end()
+
+    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._logged_loss = given["logs"].get("loss", float("nan"))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if control.should_training_stop:  # such as by early stopping
+            self._end()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._end()
+
+    # ---- the end
+
+    def _end(self) -> None:
+        """Leave, with the agreed parameters in the model."""
+        if self.swarm is not None and self._counter is not None:
+            self.leave()
+            self.swarm.load_agreed()
+
+    def leave(self, reason: str = "") -> None:
+        """Leave the swarm, if it was joined. May be called twice."""
+        if self.swarm is not None and self._counter is not None:
+            self._counter.close()
+            self._counter = None
+            self.swarm.leave(reason)
+
+    def _leave_at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)
+        self.leave("" if error is None else f"{type(error).__name__} in the training loop")
+
+
+def _rates_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+
+
+def _set_rates(optimizer: torch.optim.Optimizer, rates: list[Any]) -> None:
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].copy_(rate)
+        else:
+            group["lr"] = rate
+
+
+def _warn_of_a_stream(loader: Any) -> None:
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, IterableDataset) and not isinstance(dataset, ShuffledStream):
+        warnings.warn(
+            "the training data is a stream, which keeps its own order: unless each peer shuffles it with a "
+            "seed of its own, all train on the same batches",
+            stacklevel=2,
+        )

@@ -1,0 +1,84 @@
+"""One inner optimizer step of a recipe: its micro-steps, mixed precision and clipping.
+
+    step = InnerStep(recipe, model, optimizer)
+    taken = step.take(batches)                 # None: the batches have run out
+    peer.step(taken.tokens, taken.loss)
+
+Law: between two calls of ``take`` the parameters are those after a whole step, so an outer step never falls
+between micro-steps. A step that fp16's scaler skips leaves them as they were, and counts no tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from p2p_co2.recipes.recipe import Recipe
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Taken(NamedTuple):
+    """``tokens``: that the step was made of. ``loss``: mean of its micro-steps; NaN if it was skipped."""
+
+    tokens: int | Tensor
+    loss: float | Tensor
+
+
+class InnerStep:
+    """Of ``recipe``, by ``optimizer``, on ``model``, wherever it lies. One thread."""
+
+    def __init__(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+        self._recipe, self._model, self._optimizer = recipe, model, optimizer
+        self._device = next(model.parameters()).device.type
+        is_scaled = recipe.autocast == "fp16"
+        self._scaler = torch.amp.GradScaler(self._device) if is_scaled else None
+
+    def take(self, batches: Iterator[Any]) -> Taken | None:
+        """Draw ``accumulate`` batches and take one step. None, and no step, if there are not as many."""
+        recipe, tokens, losses = self._recipe, 0, list[Tensor]()
+        self._optimizer.zero_grad(set_to_none=True)
+        for batch in islice(batches, recipe.accumulate):
+            with self._autocast():
+                loss = recipe.loss(self._model, batch)
+            self._backward(loss if recipe.accumulate == 1 else loss / recipe.accumulate)
+            tokens += recipe.tokens(batch)
+            losses.append(loss.detach())
+        if len(losses) < recipe.accumulate:
+            return None
+        mean = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+        return Taken(tokens, mean) if self._update() else Taken(0, math.nan)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._recipe.autocast is None:
+            return nullcontext()
+        return torch.autocast(self._device, DTYPES[self._recipe.autocast])
+
+    def _backward(self, loss: Tensor) -> None:
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]  # so torch declares it
+
+    def _update(self) -> bool:
+        """Whether the parameters were moved."""
+        if self._scaler is None:
+            self._clip()
+            self._optimizer.step()
+            return True
+        self._scaler.unscale_(self._optimizer)
+        self._clip()
+        scale = self._scaler.get_scale()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        return self._scaler.get_scale() >= scale  # it halves after a step that it skipped
+
+    def _clip(self) -> None:
+        if self._recipe.max_grad_norm is not None:
+            owned = [one for group in self._optimizer.param_groups for one in group["params"]]
+            nn.utils.clip_grad_norm_(owned, self._recipe.max_grad_norm)

@@ -1,0 +1,259 @@
+"""Each peer's own order of the data, so that volunteers with the same files train on different batches.
+
+    loader = DataLoader(co2.shard(dataset, swarm), batch_size=8)     # or swarm.until_done(any_loader)
+
+The order follows from the run's seed, the peer's id and the epoch: a peer that starts again goes on with an
+order that it has not had. Nothing is cut out of the data: peers come and go, and each may see all of it.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from p2p_co2.errors import ConfigError
+from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
+
+_T = TypeVar("_T")
+SeedOf = Callable[[int], int]
+"""The seed of an epoch's order, for this peer."""
+BUFFER = 1024
+"""Examples of a stream that are shuffled among each other."""
+
+
+class Seeded(Protocol):
+    """What gives each epoch's seed: a ``Swarm``."""
+
+    def data_seed(self, epoch: int) -> int: ...
+
+
+def shard(dataset: Any, swarm: Seeded, buffer: int = BUFFER) -> Any:
+    """``dataset`` in this peer's own order, another one each epoch: for torch's datasets, map-style and
+    iterable, and those of ``datasets``, streaming too, whose kind it keeps.
+
+    A stream is shuffled within ``buffer`` examples; a ``datasets`` stream in several files also by file.
+    ``swarm`` may be a ``co2.Optimizer``, too. Raises ``ConfigError`` for what is no dataset."""
+    seed_of: SeedOf = getattr(swarm, "swarm", swarm).data_seed
+    if type(dataset).__module__.partition(".")[0] == "datasets":
+        streams = hasattr(dataset, "_ex_iterable") or not hasattr(dataset, "__len__")
+        more = {"buffer_size": buffer} if streams else {}
+        return dataset.shuffle(seed=seed_of(0) % 2**32, **more)
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return ShuffledDataset(dataset, seed_of)
+    if hasattr(dataset, "__iter__") and iter(dataset) is not dataset:
+        return ShuffledStream(dataset, seed_of, buffer)
+    problem = f"is of type {type(dataset).__name__}; give a dataset with items, or one that can be gone round"
+    raise ConfigError("shard", "dataset", problem)
+
+
+class PeerOrder(Sampler[int]):
+    """All of ``range(length)`` once in each epoch, in this peer's order of it. ``set_epoch`` before each."""
+
+    def __init__(self, length: int, seed_of: SeedOf) -> None:
+        self._length, self._seed_of, self._epoch = length, seed_of, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(_order(self._length, self._seed_of(self._epoch)))
+
+    def __len__(self) -> int:
+        return self._length
+
+
+class _Epochs:
+    """The epoch that a dataset is in, which a DataLoader's workers see, and the seed of each. Seeds are asked
+    for in the process that joined."""
+
+    def __init__(self, seed_of: SeedOf) -> None:
+        self._seed_of = seed_of
+        self._seed = torch.tensor(seed_of(0)).share_memory_()  # type: ignore[no-untyped-call]
+
+    def set(self, epoch: int) -> None:
+        self._seed.fill_(self._seed_of(epoch))
+
+    @property
+    def seed(self) -> int:
+        return int(self._seed)
+
+    def __getstate__(self) -> dict[str, Any]:  # a worker that is not forked has no swarm
+        return {"_seed": self._seed}
+
+
+class ShuffledDataset(Dataset[Any]):
+    """A map-style dataset in a peer's order: item i is the i-th of the epoch's order."""
+
+    def __init__(self, dataset: Any, seed_of: SeedOf) -> None:
+        self._dataset, self._epochs = dataset, _Epochs(seed_of)
+        self._order: list[int] = []
+        self._order_seed = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epochs.set(epoch)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        if (seed := self._epochs.seed) != self._order_seed:
+            self._order, self._order_seed = _order(len(self._dataset), seed), seed
+        return self._dataset[self._order[index]]
+
+
+class ShuffledStream(IterableDataset[Any]):
+    """An iterable dataset, shuffled in a peer's order within ``buffer`` examples."""
+
+    def __init__(self, dataset: Any, seed_of: SeedOf, buffer: int) -> None:
+        self._dataset, self._epochs, self._buffer = dataset, _Epochs(seed_of), buffer
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epochs.set(epoch)
+        _tell_epoch(self._dataset, epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        draw, held = random.Random(self._epochs.seed), list[Any]()
+        for example in self._dataset:
+            if len(held) < self._buffer:
+                held.append(example)
+                continue
+            at = draw.randrange(len(held))
+            yield held[at]
+            held[at] = example
+        draw.shuffle(held)
+        yield from held
+
+
+def reseed(loader: Any, epoch: int, seed_of: SeedOf) -> None:
+    """Give the next pass of ``loader`` this peer's order of ``epoch``: a ``DataLoader``'s, shuffled or not,
+    or whatever has ``set_epoch``. A sampler of the user's own keeps its order, with this peer's seed if it
+    has a generator."""
+    seed = seed_of(epoch)
+    for part in (loader, getattr(loader, "dataset", None)):
+        _tell_epoch(part, epoch)
+    if hasattr(loader, "generator"):
+        loader.generator = torch.Generator().manual_seed(seed)
+    holder: Any = loader
+    sampler: Any = getattr(loader, "sampler", None)
+    inner = getattr(loader, "batch_sampler", None)
+    while inner is not None:  # of wrappers' wrappers the innermost
+        holder, sampler = inner, getattr(inner, "sampler", None)
+        inner = getattr(inner, "batch_sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        sampler.seed = seed % 2**31
+    elif _is_plain(sampler) and type(holder) is BatchSampler and not _is_shuffled(loader):
+        assert isinstance(sampler, RandomSampler | SequentialSampler)
+        holder.sampler = sampler = PeerOrder(len(sampler), seed_of)
+    elif hasattr(sampler, "initial_seed"):  # accelerate's
+        sampler.initial_seed = seed
+    elif hasattr(sampler, "generator"):
+        sampler.generator = torch.Generator().manual_seed(seed)
+    _tell_epoch(sampler, epoch)
+
+
+def _is_plain(sampler: Any) -> bool:
+    """Whether it is one of torch's that go through all of a dataset once."""
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    return type(sampler) is SequentialSampler
+
+
+def _is_shuffled(loader: Any) -> bool:
+    return isinstance(getattr(loader, "dataset", None), ShuffledDataset)
+
+
+def _tell_epoch(part: Any, epoch: int) -> None:
+    if callable(tell := getattr(part, "set_epoch", None)):
+        tell(epoch)
+
+
+def _order(length: int, seed: int) -> list[int]:
+    order: list[int] = torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
+    return order
+
+
+class Stopped(Exception):
+    """Nobody waits for the data any more."""
+
+
+class Fetching:
+    """A thread that fetches what is asked for, so that whoever asks can do something else while a stream
+    stalls: one thing at a time, nothing ahead, so that random numbers are drawn in the order of a plain
+    loop. A context manager."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="p2p-co2 data", daemon=True).start()
+
+    def __enter__(self) -> Fetching:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._asked.put(None)
+
+    def fetch(self, what: Callable[[], _T], goes_on: Callable[[float], bool]) -> _T:
+        """What ``what`` returns or raises. While it takes long, ``goes_on`` is called with the seconds that
+        passed since the last time; if it says no, ``Stopped`` is raised."""
+        self._asked.put(what)
+        while True:
+            try:
+                found, error = self._found.get(timeout=REPORT_EVERY_S / 10)
+            except queue.Empty:
+                if not goes_on(REPORT_EVERY_S / 10):
+                    raise Stopped from None
+                continue
+            if error is not None:
+                raise error
+            return found  # type: ignore[no-any-return]
+
+    def _work(self) -> None:
+        while (what := self._asked.get()) is not None:
+            try:
+                self._found.put((what(), None))
+            except BaseException as error:  # it is raised where it was asked for
+                self._found.put((None, error))
+
+
+def passes(
+    loader: Iterable[_T], seed_of: SeedOf, goes_on: Callable[[float], bool], first_epoch: int = 0
+) -> Iterator[_T]:
+    """Batches of ``loader``, again and again, reseeded for each pass. Ends when ``goes_on``, asked while data
+    takes long, says no. Raises ``ConfigError`` for a loader without a batch, and for one that cannot begin
+    again."""
+    if hasattr(loader, "__next__"):
+        problem = "is an iterator, which can be gone through once; give the loader or dataset it was made of"
+        raise ConfigError("until_done", "loader", problem)
+    epoch = first_epoch
+    with Fetching() as fetching:
+        while True:
+            reseed(loader, epoch, seed_of)
+            batches, count = fetching.fetch(partial(iter, loader), goes_on), 0
+            while (found := fetching.fetch(partial(_next, batches), goes_on)) is not None:
+                count += 1
+                yield found[0]
+            if count == 0:
+                problem = "has no batch: is the dataset empty, or smaller than a batch that is dropped?"
+                raise ConfigError("until_done", "loader", problem)
+            epoch += 1
+
+
+def _next(batches: Iterator[_T]) -> tuple[_T] | None:
+    for batch in batches:
+        return (batch,)
+    return None

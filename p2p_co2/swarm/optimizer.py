@@ -1,0 +1,61 @@
+"""The drop-in: an optimizer whose steps are those of a swarm, for loops that own their steps (``accelerate``,
+``GradScaler``, accumulation).
+
+    optimizer = co2.Optimizer(torch.optim.AdamW(model.parameters(), 3e-4), model, run=TICKET)
+    for batch in optimizer.swarm.until_done(loader): ...
+
+Each ``step`` of it is an inner step. It joins when it is made, since the swarm's parameters take the place of
+the model's. It leaves when the run is over, by ``leave``, or when the program ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from p2p_co2.swarm.counting import BatchCounter
+from p2p_co2.swarm.joining import Options, join
+from p2p_co2.swarm.swarm import Swarm
+from p2p_co2.trainer.optimizers import Optimizers
+
+
+class Optimizer(Optimizers):
+    """``inner``: the optimizer that steps, or a list of them; ``model``: what it trains. Options as those of
+    ``join``. ``swarm``: the ``Swarm``.
+
+    Tokens and losses are seen at the model's forward passes; ``report`` tells them better. A step that a
+    ``GradScaler`` skips is no step here either. After the run is over it steps without the swarm. Raises as
+    ``join``."""
+
+    def __init__(
+        self, inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], model: nn.Module,
+        **options: Unpack[Options],
+    ) -> None:  # fmt: skip
+        super().__init__(list(inner) if isinstance(inner, list | tuple) else [inner])  # type: ignore[list-item]
+        given = self.parts[0] if len(self.parts) == 1 else list(self.parts)
+        self.swarm: Swarm = join(model, given, **options)
+        self._counter = BatchCounter(model)
+        self._reported: tuple[int | Tensor, float | Tensor] | None = None
+        # Before the threads that leaving needs are ended: ``atexit`` comes after that.
+        threading._register_atexit(self.leave)  # type: ignore[attr-defined]
+
+    def report(self, tokens: int | Tensor, loss: float | Tensor = float("nan")) -> None:
+        """What the next step was made of, in the place of what was seen."""
+        self._reported = tokens, loss
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        result = super().step(closure)
+        seen, self._reported = self._reported or self._counter.take(), None
+        tokens, loss = seen
+        if not self.swarm.done and not self.swarm.exchange(tokens, loss):
+            self.leave()
+        return result
+
+    def leave(self) -> None:
+        """Leave the swarm; steps go on without it. May be called twice."""
+        self._counter.close()
+        self.swarm.leave()

@@ -1,0 +1,242 @@
+"""A swarm as a training loop sees it: step, data, the agreed model.
+
+    with co2.join(model, optimizer, run=TICKET) as swarm:
+        for batch in swarm.until_done(loader):
+            loss = model(**batch).loss
+            loss.backward()
+            swarm.step(loss, tokens=batch["labels"].numel())
+        swarm.save_pretrained("out/")
+
+``Swarm`` is made by ``join``. It owns the inner optimizer's steps; ``swarm.peer`` is the bottom layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from p2p_co2.config import RunConfig
+from p2p_co2.swarm.data import Stopped, passes
+from p2p_co2.telemetry.journal import Journal
+from p2p_co2.tensors.pretrained import write_pretrained
+from p2p_co2.trainer.agreed_loss import AgreedLoss
+from p2p_co2.trainer.exchanged_model import trained_parameters
+from p2p_co2.trainer.ranked_peer import AnyPeer
+from p2p_co2.trainer.stage_peer import data_seed
+
+_Batch = TypeVar("_Batch")
+
+
+class Swarm:
+    """Made by ``join``. A context manager: leaving the block leaves the swarm.
+
+    ``peer``: the bottom layer. ``model``, ``optimizer``: as given to ``join``. ``done``: whether the run is
+    over, or somebody stopped this peer. Once it is done, what is read here is the final state.
+    """
+
+    def __init__(
+        self, peer: AnyPeer, model: nn.Module, optimizer: Optimizer,
+        scaler: torch.amp.GradScaler | None = None, max_grad_norm: float | None = None,
+        evaluate: Callable[[nn.Module], float] | None = None,
+        journal: Journal | None = None,
+    ) -> None:  # fmt: skip
+        self.peer, self.model, self.optimizer = peer, model, optimizer
+        self._scaler, self._max_grad_norm, self._journal = scaler, max_grad_norm, journal
+        self.done = False
+        self._tokens, self._losses = 0, list[Any]()
+        """Of the micro-steps since the last update."""
+        self._first_epoch = peer.inner_steps
+        self._measuring = AgreedLoss(evaluate)
+        self._measuring.begin(peer)
+
+    # ---- training
+
+    def step(self, loss: float | Tensor, *, tokens: int | Tensor, update: bool = True) -> bool:
+        """Use the gradients: clip them, step the optimizer, set them to none, exchange. Call it after
+        ``loss.backward()``. False when the run is over: leave the loop then.
+
+        ``tokens``: what the batch was made of, this peer's weight in the mean. ``update=False``: a micro-step
+        of gradient accumulation, which only adds its tokens and its loss; no outer step falls between it and
+        the update. ``loss``: as it is shown, not divided by the number of micro-steps. A step that a
+        ``GradScaler`` skips counts for nothing. Raises as ``Peer.step``.
+        """
+        if not update:
+            self.add(tokens, loss)
+            return not self.done
+        if self._make_step():
+            return self.exchange(tokens, loss)
+        self.forget()
+        return not self.done
+
+    def add(self, tokens: int | Tensor, loss: float | Tensor) -> None:
+        """Count a micro-step, for the exchange that follows its update."""
+        self._tokens = self._tokens + tokens  # type: ignore[assignment]  # a tensor stays one
+        self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
+
+    def forget(self) -> None:
+        """Count nothing of the micro-steps since the last update: it was skipped."""
+        self._tokens, self._losses = 0, []
+
+    def exchange(self, tokens: int | Tensor = 0, loss: float | Tensor = float("nan")) -> bool:
+        """Tell the swarm of an optimizer step that is made, and of the micro-steps before it. False when the
+        run is over. As ``step``, for programs that step the optimizer themselves."""
+        if self.done:
+            return False
+        if self._losses:
+            self.add(tokens, loss)
+            tokens, loss = self._tokens, sum(self._losses) / len(self._losses)
+            self.forget()
+        self.done = not self.peer.step(tokens, loss)
+        if not self.done:
+            self._measuring.after_step(self.peer)
+        return not self.done
+
+    def _make_step(self) -> bool:
+        """Step the optimizer; whether it did, rather than skip gradients that are not finite."""
+        scaler, stepped = self._scaler, True
+        if self._max_grad_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scale = scaler.get_scale()
+            scaler.step(self.optimizer)
+            scaler.update()
+            stepped = scaler.get_scale() >= scale  # it falls where a step was skipped
+        self.optimizer.zero_grad(set_to_none=True)
+        return stepped
+
+    # ---- data
+
+    def until_done(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Batches of ``loader``, round after round of it, until the run is over; then this peer has left, and
+        what it agreed on is final.
+
+        Each pass is in this peer's own order: of a ``DataLoader``, shuffled or not, and of whatever has
+        ``set_epoch``. A stream that stalls holds up this peer's steps and nothing else. Raises
+        ``ConfigError`` for a loader without batches, or one that cannot begin again."""
+        try:
+            for batch in passes(loader, self.data_seed, self._wait, 0):
+                if self.done:
+                    break
+                yield batch
+                if self.done:
+                    break
+        except Stopped:
+            self.done = True
+        if self.done:
+            self.leave()
+
+    def data_seed(self, epoch: int) -> int:
+        """A seed for this peer's data in its ``epoch``, counted from where it began or went on."""
+        return data_seed(self.peer.run, self.peer.peer_id, self._first_epoch + epoch)
+
+    def _wait(self, waited_s: float) -> bool:
+        """While there is no data: merge what the others agree on, if no gradient is under way."""
+        under_way = self._losses or any(one.grad is not None for one in self.model.parameters())
+        return self.peer.idle(waited_s, between_steps=not under_way)
+
+    # ---- the agreed model
+
+    @contextmanager
+    def agreed(self) -> Iterator[nn.Module]:
+        """Have the agreed parameters in the model, and the live ones back afterwards."""
+        self._settle()
+        with self.peer.agreed():
+            yield self.model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's state dict with the agreed parameters, on the host, without wrappers' prefixes."""
+        self._settle()
+        return self.peer.state_dict()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the agreed model: safetensors in the model's own layout, which ``from_pretrained`` loads if
+        the model is one of ``transformers``; of a PEFT model its adapters. Raises ``EnvironmentFault`` if the
+        disk refuses."""
+        self._settle()
+        if state := self.peer.state_dict():  # rank 0 of several writes
+            write_pretrained(self.model, state, Path(folder))
+
+    def load_agreed(self) -> None:
+        """Put the agreed parameters into the model for good, in the place of the live ones: after ``leave``
+        or the run's end, and before the first step. Price: two copies of them meanwhile."""
+        self._settle()
+        trained = list(trained_parameters(self.model).values())
+        with self.peer.agreed():
+            agreed = [parameter.detach().clone() for parameter in trained]
+        with torch.no_grad():
+            for parameter, values in zip(trained, agreed, strict=True):
+                parameter.copy_(values)
+
+    def _settle(self) -> None:
+        """Once the run is over, what is agreed is what its last round brings."""
+        if self.done:
+            self.leave()
+
+    # ---- where it stands
+
+    @property
+    def run(self) -> RunConfig:
+        """What all peers agreed on."""
+        return self.peer.run
+
+    @property
+    def position(self) -> float:
+        """Where the swarm is, in rounds."""
+        return self.peer.position
+
+    @property
+    def inner_steps(self) -> int:
+        """Optimizer steps of this peer, those before a resume too."""
+        return self.peer.inner_steps
+
+    @property
+    def board(self) -> str:
+        """The address of this peer's own page; "" if there is none."""
+        return self.peer.board
+
+    @property
+    def ticket(self) -> str:
+        """An invitation that names some of the peers, too."""
+        return self.peer.ticket
+
+    def stop(self) -> None:
+        """Ask the loop to end with its next step. Safe in a signal handler."""
+        self.peer.stop()
+
+    def pause(self) -> None:
+        """Rest from the next step on, until ``go_on``; any thread."""
+        self.peer.pause()
+
+    def go_on(self) -> None:
+        """End a pause."""
+        self.peer.go_on()
+
+    def leave(self, reason: str = "") -> None:
+        """Finish what is in flight, save, say goodbye. May be called twice."""
+        self.done = True
+        try:
+            self.peer.leave(reason)
+        finally:
+            if self._journal is not None:
+                self._journal.close()
+
+    def __enter__(self) -> Swarm:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.peer.stop()
+        self.leave("" if kind is None else f"{kind.__name__} in the training loop")

@@ -1,0 +1,225 @@
+"""What a checkpoint lacks to become a model that others load: kept beside it, in the folder ``model``, when a
+peer joins.
+
+    keep_layout(model, plan, Path("runs/peer/checkpoint"))          # at join; small
+    write_kept(load_agreed(Path("runs/peer/checkpoint")), Path("out"))        # later, without the model
+
+``tensors.json`` says where each value of a fragment belongs: names, shapes, dtypes, and which file of the
+model's library holds a tensor under which name. A model that saves itself (transformers, PEFT) is asked to,
+once, with a number in the place of each tensor: so its config files, file names and names are its library's
+own, and no library is imported here. What is frozen is in no checkpoint.
+
+Laws: nothing is written to the model; what was kept fits a checkpoint or is refused, since it carries the
+plan whose digest the checkpoint names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.tensors.checkpoint.folder import Checkpoint
+from p2p_co2.tensors.fragments import FragmentPlan, named_values, plan_of_table, plan_table
+from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names, unwrapped
+from p2p_co2.tensors.pretrained import CONFIG, WEIGHTS, saves_itself, takes_state
+
+KEPT = "model"
+_TENSORS = "tensors.json"
+_FORMAT = "p2p-co2 layout 1"
+_MOST_BYTES = 4 << 20
+"""Of a file that is kept beside the tensors: settings and code are far below."""
+_IN_LOOP = "write it in the loop: swarm.save_pretrained, or name a recipe of the same model with --recipe"
+
+
+def keep_layout(model: nn.Module, plan: FragmentPlan, folder: Path) -> None:
+    """Write the layout of ``model``, which ``plan`` cuts, into the folder ``model`` of ``folder``, in the
+    place of an earlier one. Raises ``OSError``, and whatever the model's own ``save_pretrained`` raises."""
+    inner = unwrapped(model)
+    own = {**named_parameters(inner), **named_buffers(inner, persistent=True)}
+    tensors = {
+        name: [str(one.dtype).removeprefix("torch."), list(one.shape), one.requires_grad]
+        for name, one in own.items()
+    }
+    shapes = {name: tuple(one.shape) for name, one in own.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="model-", dir=folder) as made:
+        place = Path(made)
+        files = _ask_library(inner, list(own), place) if saves_itself(inner) and takes_state(inner) else {}
+        if not files:
+            files = {WEIGHTS: _File({name: name for name in own}, {"format": "pt", **shared_names(inner)})}
+            config = getattr(inner, "config", None)
+            if isinstance(config, Mapping):
+                (place / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+        said = {
+            "format": _FORMAT,
+            "plan": plan_table(plan, shapes),
+            "tensors": tensors,
+            "files": {path: [file.names, file.metadata] for path, file in files.items()},
+        }
+        (place / _TENSORS).write_text(json.dumps(said), encoding="utf-8")
+        shutil.rmtree(folder / KEPT, ignore_errors=True)
+        shutil.copytree(place, folder / KEPT)
+
+
+@dataclass(frozen=True)
+class _File:
+    """``names``: of its tensors, each with the model's plain name."""
+
+    names: Mapping[str, str]
+    metadata: Mapping[str, str]
+
+
+def _ask_library(model: Any, names: Sequence[str], place: Path) -> dict[str, _File]:
+    """What the model's ``save_pretrained`` writes into ``place``, by path in it; its other files stay there.
+
+    Each tensor's stand-in holds its number alone. Names are kept as the model has them
+    (``save_original_format``), and PEFT does not ask its hub about embeddings."""
+    stands = {name: torch.tensor([float(number)]) for number, name in enumerate(names)}
+    given: dict[str, Any] = {
+        "state_dict": stands | {to: stands[of] for to, of in shared_names(model).items()}
+    }
+    known = inspect.signature(model.save_pretrained).parameters
+    given |= {what: False for what in ("save_original_format", "save_embedding_layers") if what in known}
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # its bar, at 0 s
+        warnings.simplefilter("ignore")
+        model.save_pretrained(place, **given)
+    files = dict[str, _File]()
+    for path in sorted(place.rglob("*")):
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+            numbers = {name: int(values.item()) for name, values in load_file(path).items()}
+            found = {name: names[number] for name, number in numbers.items()}
+            files[str(path.relative_to(place))] = _File(found, metadata)
+        if path.is_file() and (path.suffix == ".safetensors" or path.stat().st_size > _MOST_BYTES):
+            path.unlink()
+    return files
+
+
+def write_kept(checkpoint: Checkpoint, out: Path, base: Path | None = None) -> list[str]:
+    """Write the model of a whole checkpoint into ``out`` by the layout that lies beside it; what to know
+    about it, in words.
+
+    ``base``: a folder with the safetensors of the model that training began with, under the same names: what
+    was frozen is taken from there. Raises ``ConfigError`` if there is no layout, it is of another model, or
+    frozen tensors are lacking; ``EnvironmentFault`` if the disk refuses.
+    """
+    kept = checkpoint.path.parent / KEPT
+    plan, tensors, files = _read(kept, checkpoint)
+    values: dict[str, Tensor] = {name: one for name, one in checkpoint.buffers.items() if name in tensors}
+    shapes = {name: shape for name, (_, shape, _) in tensors.items()}
+    values |= named_values(plan, shapes, [state.params for state in checkpoint.states])
+    lacking = {
+        name: plain for file in files.values() for name, plain in file.names.items() if plain not in values
+    }
+    if lacking:
+        values |= _from_base(lacking, shapes, base)
+    placed = {plain for file in files.values() for plain in file.names.values()}
+    left_out = [name for name, (_, _, is_trained) in tensors.items() if is_trained and name not in placed]
+    try:
+        shutil.copytree(kept, out, ignore=shutil.ignore_patterns(_TENSORS), dirs_exist_ok=True)
+        for path, file in files.items():
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            save_file(_named(file, values, tensors), out / path, dict(file.metadata))
+    except (OSError, SafetensorError) as error:
+        raise EnvironmentFault(f"cannot write {out}: {getattr(error, 'strerror', None) or error}") from error
+    if not left_out:
+        return []
+    return [f"its library writes {len(left_out)} trained tensors into no file, such as {left_out[0]}"]
+
+
+_Tensors = dict[str, tuple[str, tuple[int, ...], bool]]
+
+
+def _named(file: _File, values: Mapping[str, Tensor], tensors: _Tensors) -> dict[str, Tensor]:
+    """What is in ``file``, each tensor with memory of its own."""
+    named, taken = dict[str, Tensor](), set[str]()
+    for name, plain in file.names.items():
+        one = values[plain].to(_dtype(tensors[plain][0])).contiguous()
+        named[name] = one.clone() if plain in taken else one
+        taken.add(plain)
+    return named
+
+
+def _read(kept: Path, checkpoint: Checkpoint) -> tuple[FragmentPlan, _Tensors, dict[str, _File]]:
+    where = str(kept / _TENSORS)
+    try:
+        said = json.loads((kept / _TENSORS).read_text(encoding="utf-8"))
+        if said["format"] != _FORMAT:
+            raise ConfigError(where, "", f"was written by another version of p2p-co2; {_IN_LOOP}")
+        plan = plan_of_table(said["plan"])
+        tensors = {
+            name: (str(dtype), tuple(shape), bool(is_trained))
+            for name, (dtype, shape, is_trained) in said["tensors"].items()
+        }
+        files = {path: _File(dict(names), dict(more)) for path, (names, more) in said["files"].items()}
+    except FileNotFoundError:
+        problem = "is not there: the checkpoint was written by an older version, or moved without its folder"
+        raise ConfigError(where, "", f"{problem}; {_IN_LOOP}") from None
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read {where}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(where, "", f"is damaged ({error}); {_IN_LOOP}") from None
+    if plan.digest != checkpoint.plan_digest:
+        raise ConfigError(where, "", f"is of another model than the checkpoint; {_IN_LOOP}")
+    unknown = {plain for file in files.values() for plain in file.names.values()} - tensors.keys()
+    if unknown or any(Path(path).is_absolute() or ".." in Path(path).parts for path in files):
+        raise ConfigError(where, "", f"is damaged; {_IN_LOOP}")
+    return plan, tensors, files
+
+
+def _from_base(
+    lacking: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], base: Path | None
+) -> dict[str, Tensor]:
+    """The values of ``lacking`` (names in files, and the model's) out of the folder ``base``."""
+    if base is None:
+        first = next(iter(lacking.values()))
+        problem = f"a checkpoint has no frozen parameters, and {len(lacking)} are missing, such as {first}"
+        cure = "name a folder with the model that training began with"
+        raise ConfigError.of_option("--base", f"{problem}; {cure}, or {_IN_LOOP}")
+    found = dict[str, Tensor]()
+    for name, values in _tensors_in(base, set(lacking)):
+        plain = lacking[name]
+        if values.shape != shapes[plain]:
+            problem = f"{name} is {tuple(values.shape)} in {base} and {shapes[plain]} in the model"
+            raise ConfigError.of_option("--base", f"{problem}; name the model that training began with")
+        found[plain] = values
+    if missing := [name for name, plain in lacking.items() if plain not in found]:
+        problem = f"{base} has no {missing[0]}" + (f", nor {len(missing) - 1} more" if missing[1:] else "")
+        raise ConfigError.of_option("--base", f"{problem}; name the model that training began with")
+    return found
+
+
+def _tensors_in(folder: Path, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError.of_option("--base", f"{folder} has no safetensors file; name another folder")
+    for path in files:
+        try:
+            with safe_open(path, "pt") as file:
+                for name in wanted & set(file.keys()):
+                    yield name, file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError.of_option("--base", f"{path} cannot be read: {error}") from None
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(_TENSORS, "", f"is damaged ({name} is no dtype); {_IN_LOOP}")
+    return dtype

@@ -1,0 +1,137 @@
+"""A trained model as a folder that others load: safetensors, and what the model's own library writes beside
+them.
+
+    write_pretrained(model, peer.agreed_parameters(), Path("out"))
+    AutoModelForCausalLM.from_pretrained("out")             # of a transformers model
+    safetensors.torch.load_model(model, "out/model.safetensors")         # of any other
+
+A model that can save itself (``save_pretrained``: transformers, PEFT) does so, with the given values in the
+place of its own: it knows its file names, its tied weights and its config. Any other becomes
+``model.safetensors`` under its own names, and ``config.json`` if its ``config`` is a dict.
+No library but torch and safetensors is imported here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names, unwrapped
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+def write_pretrained(
+    model: nn.Module, state: Mapping[str, Tensor], folder: Path, beside: Iterable[Path] = ()
+) -> None:
+    """Write ``model`` with the values of ``state`` into ``folder``, which is made if need be.
+
+    ``state``: values by plain name, any float dtype and device, such as ``Peer.agreed_parameters()``; each is
+    written in the dtype of the model's parameter. What it lacks (frozen parameters, buffers) is the model's
+    own. ``beside``: files, and folders whose files, are copied there too, such as a tokenizer's. The model is
+    as it was afterwards.
+
+    Raises ``ConfigError`` if ``state`` has a name or shape that the model has not, or a file of ``beside`` is
+    not there; ``EnvironmentFault`` if the disk refuses. Price: one copy of the parameters that are no fp32.
+    """
+    inner = unwrapped(model)
+    full = full_state(inner, state)
+    copies = [file for path in beside for file in _files_of(path)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not saves_itself(inner):
+            _write_plain(inner, full, folder)
+        elif takes_state(inner):
+            _save_pretrained(inner)(folder, state_dict=full)
+        else:
+            with _in_place(inner, full):
+                _save_pretrained(inner)(folder)
+        for file in copies:
+            shutil.copyfile(file, folder / file.name)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise EnvironmentFault(f"cannot write {folder}: {why}") from error
+
+
+def saves_itself(model: nn.Module) -> bool:
+    """Whether it has the ``save_pretrained`` that transformers, PEFT and libraries like them give."""
+    return callable(getattr(model, "save_pretrained", None))
+
+
+def takes_state(model: nn.Module) -> bool:
+    """Whether its ``save_pretrained`` writes the values that it is given. Others (diffusers) write their
+    own."""
+    is_peft = hasattr(model, "peft_config")
+    return is_peft or "state_dict" in inspect.signature(_save_pretrained(model)).parameters
+
+
+def _save_pretrained(model: nn.Module) -> Callable[..., object]:
+    save: Callable[..., object] = model.save_pretrained  # type: ignore[assignment]  # a module gives any name
+    return save
+
+
+def full_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of ``model`` by plain name, tied ones under each of theirs: one tensor for all."""
+    own = {**named_parameters(model), **named_buffers(model, persistent=True)}
+    shared = shared_names(model)
+    if strangers := [name for name in state if name not in own and name not in shared]:
+        raise ConfigError("model", strangers[0], "is in the trained state, but not in this model")
+    full = dict[str, Tensor]()
+    for name, tensor in own.items():
+        given = state.get(name)
+        if given is not None and given.shape != tensor.shape:
+            problem = f"is {tuple(given.shape)} in the trained state and {tuple(tensor.shape)} in this model"
+            raise ConfigError("model", name, problem)
+        full[name] = tensor.detach() if given is None else given.detach().to(tensor.dtype)
+    return full | {name: full[first] for name, first in shared.items()}
+
+
+def _write_plain(model: nn.Module, full: Mapping[str, Tensor], folder: Path) -> None:
+    shared = shared_names(model)
+    write_tensors(folder / WEIGHTS, {name: one for name, one in full.items() if name not in shared}, shared)
+    config = getattr(model, "config", None)
+    if isinstance(config, Mapping):
+        (folder / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], shared: Mapping[str, str]) -> None:
+    """One safetensors file, as ``safetensors.torch.save_model`` writes it: a tied tensor once, its further
+    names (``shared``: to the first) in the metadata."""
+    dense = {name: one.contiguous().cpu() for name, one in tensors.items()}
+    save_file(dense, path, {"format": "pt", **shared})
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.is_file())
+    if not path.is_file():
+        raise ConfigError("recipe", "tokenizer", f"{path} is no file and no folder; correct the path")
+    return [path]
+
+
+@contextmanager
+@torch.no_grad()
+def _in_place(model: nn.Module, full: Mapping[str, Tensor]) -> Iterator[None]:
+    """While entered the parameters of ``model`` hold the values of ``full``."""
+    live = {name: one.detach().clone() for name, one in named_parameters(model).items()}
+    try:
+        _fill_(model, full)
+        yield
+    finally:
+        _fill_(model, live)
+
+
+@torch.no_grad()
+def _fill_(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, parameter in named_parameters(model).items():
+        parameter.copy_(values[name])

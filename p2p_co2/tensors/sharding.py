@@ -1,0 +1,98 @@
+"""A parameter that FSDP2 (``torch.distributed.fsdp.fully_shard``) cut along its first dimension: what of it
+lies in this process.
+
+``held`` gives the elements in row-major order, so a shard is one range of a parameter as fragments number it.
+``shard`` is its memory, and ``as_sharded`` makes such a tensor from one's own part. None of them talks to
+another process. A tensor that is not cut is its own shard, whole.
+
+Law: first-dimension cuts are torch's, ``ceil(rows / ranks)`` rows to a rank, so the last ranks hold fewer or
+none. Other cuts, such as tensor parallelism's, are named by ``trouble_with_cut`` and not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
+    """Whether it is cut between processes; asked without an import that takes half a second."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def shard(tensor: Tensor) -> Tensor:
+    """What of it lies here: the same memory, outside autograd."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def held(tensor: Tensor) -> tuple[int, int]:
+    """Which elements that is: from, to."""
+    if not is_sharded(tensor):
+        return 0, tensor.numel()
+    at = next((at for at, one in enumerate(tensor.placements) if one.is_shard()), None)
+    if at is None or not tensor.numel():
+        return 0, tensor.numel()
+    rows, ranks = tensor.shape[0], tensor.device_mesh.size(at)
+    each, mine = -(-rows // ranks), tensor.device_mesh.get_local_rank(at)
+    row = tensor.numel() // rows
+    return min(rows, mine * each) * row, min(rows, (mine + 1) * each) * row
+
+
+def trouble_with_cut(tensor: Tensor) -> str:
+    """Why the others' parts of it cannot be asked for; "" if they can."""
+    if not is_sharded(tensor):
+        return ""
+    kinds = [type(one).__name__ for one in tensor.placements]
+    cuts = [one for one in tensor.placements if one.is_shard()]
+    if {*kinds} - {"Shard", "Replicate"} or len(cuts) > 1 or not all(one.is_shard(0) for one in cuts):
+        return f"cut as {tensor.placements}"
+    start, stop = held(tensor)
+    mine = shard(tensor)
+    if mine.numel() != stop - start or not mine.is_contiguous():
+        return f"cut in a way of its own ({tuple(mine.shape)} of {tuple(tensor.shape)} here)"
+    return ""
+
+
+def as_sharded(mine: Tensor, like: Tensor) -> Tensor:
+    """A tensor of the shape and the cut of ``like``, of which ``mine`` (flat, of any dtype) lies here."""
+    from torch.distributed.tensor import DTensor
+
+    assert is_sharded(like)
+    there = mine.view(shard(like).shape).to(like.device)
+    return DTensor.from_local(
+        there, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def reshard(model: nn.Module) -> None:
+    """Have all that FSDP2 put together for a forward pass in shards again: the first module keeps its
+    parameters whole until a backward pass, which an evaluation has none of."""
+    for module in model.modules():
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]  # torch types a module's names so
+
+
+class Shards(Mapping[str, Tensor]):
+    """The shards of named parameters, looked up when they are asked for: FSDP moves them before its first
+    forward pass."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    def __getitem__(self, name: str) -> Tensor:
+        return shard(self._parameters[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)

@@ -1,0 +1,186 @@
+"""How the ranks of a ``torchrun`` group find that they hold one model together.
+
+Laws: every rank raises the same ``ConfigError``, or none does; nothing is changed. What each rank holds whole
+has the same values on all of them, read once, when they join; some of each are compared again after the first
+step, which finds ranks that train apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from p2p_co2.config import RunConfig
+from p2p_co2.errors import ConfigError
+from p2p_co2.tensors.names import named_buffers, named_parameters
+from p2p_co2.tensors.sharding import held, is_sharded
+from p2p_co2.trainer.exchanged_model import Plan, check_model, trained_parameters
+from p2p_co2.trainer.model_summary import values_digest
+from p2p_co2.trainer.ranked_parameters import Division, Group
+from p2p_co2.trainer.ranks import Call, Command, Ranks
+from p2p_co2.trainer.rates import Factor, Rates
+from p2p_co2.trainer.resuming import inner_of
+
+_COMPARED_VALUES = 1024
+"""Of each parameter, after the first step."""
+
+
+def form_group(model: nn.Module, optimizer: Optimizer, learning_rate: Factor | None = None) -> Group | None:
+    """This process's place in the group that ``torch.distributed`` was initialised for; None outside one.
+
+    Looks at model and optimizer as ``check_model`` does. Raises ``ConfigError``, in a group on every rank,
+    for what a swarm cannot train and where the ranks hold different models.
+    """
+    ranks = Ranks.of_this_process()
+    if ranks is None:
+        check_model(model, optimizer)
+        Rates(optimizer, learning_rate, print)  # for its errors
+        return None
+    with ranks.together():
+        facts, problem = dict[str, Any](), None
+        try:
+            check_model(model, optimizer, in_group=True)
+            Rates(optimizer, learning_rate, print)
+            facts = _facts(model, optimizer)
+        except ConfigError as error:
+            if not ranks.leads:
+                raise
+            problem = error
+        if ranks.leads:
+            division = _gathered(ranks, facts, problem, model)
+        else:
+            ranks.word(0, Call.JOIN)
+            ranks.say(0, json.dumps(facts))
+            ranks.next_word(0)
+            division = _division(json.loads(ranks.hear(0)))
+    return Group(ranks, division)
+
+
+def _facts(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """What ranks compare, as JSON has it: rows of parameters, and the inner optimizer's groups."""
+    parameters = named_parameters(model)
+    inner = inner_of(optimizer, model)
+    return {
+        "rows": [
+            [name, str(one.dtype), list(one.shape), one.requires_grad, is_sharded(one), one.device.type]
+            for name, one in parameters.items()
+        ],
+        "inner": [inner.kind, [[list(map(str, owned)) for owned in g] for g in inner.groups]],
+        "held": {name: list(held(one)) for name, one in trained_parameters(model).items()},
+        "values": {name: values_digest(one).hex() for name, one in parameters.items() if not is_sharded(one)},
+    }
+
+
+def _division(told: list[dict[str, list[int]]]) -> Division:
+    return Division(tuple({name: (start, stop) for name, (start, stop) in one.items()} for one in told))
+
+
+def _gathered(ranks: Ranks, mine: dict[str, Any], problem: ConfigError | None, model: nn.Module) -> Division:
+    """Rank 0: hear what the others hold, and let all know if it fits together."""
+    heard = list[dict[str, Any]]()
+    for rank in ranks.others:
+        ranks.next_word(rank)
+        heard.append(json.loads(ranks.hear(rank)))
+    if problem is not None:
+        raise problem
+    for rank, theirs in enumerate(heard, 1):
+        _compare(mine, theirs, rank)
+    every = [one["held"] for one in (mine, *heard)]
+    division = _division(every)
+    sizes = {name: one.numel() for name, one in trained_parameters(model).items()}
+    if name := division.missing(sizes):
+        problem_text = "is not whole on the ranks of this group together; shard it over all of them"
+        raise ConfigError("model", name, problem_text)
+    ranks.tell(Command.GO)
+    for rank in ranks.others:
+        ranks.say(rank, json.dumps(every))
+    return division
+
+
+def _compare(mine: dict[str, Any], theirs: dict[str, Any], rank: int) -> None:
+    """Raises ``ConfigError`` with the first difference between rank 0's model and another rank's."""
+    for ours, other in zip(mine["rows"], theirs["rows"], strict=False):
+        if ours != other:
+            raise ConfigError("model", ours[0], f"is {ours[1:]} on rank 0, and {other} on rank {rank}")
+    if len(mine["rows"]) != len(theirs["rows"]):
+        counts = f"has {len(mine['rows'])} parameters on rank 0, {len(theirs['rows'])} on rank {rank}"
+        raise ConfigError("model", "", counts)
+    if mine["inner"] != theirs["inner"]:
+        raise ConfigError(
+            "optimizer", "", f"is another one on rank {rank} than on rank 0; make the same on every rank"
+        )
+    for name, digest in mine["values"].items():
+        if theirs["values"].get(name) != digest:
+            raise ConfigError(
+                "model", name,
+                f"has other values on rank {rank} than on rank 0; build it from one seed on every rank, and "
+                "wrap it (DistributedDataParallel) before join",
+            )  # fmt: skip
+
+
+def sample_digest(model: nn.Module) -> str:
+    """Of some values of each parameter that every rank holds whole."""
+    hasher = hashlib.sha256()
+    for one in trained_parameters(model).values():
+        if not is_sharded(one):
+            hasher.update(values_digest(one.detach().reshape(-1)[:_COMPARED_VALUES]))
+    return hasher.hexdigest()
+
+
+def compare_samples(ranks: Ranks, model: nn.Module) -> None:
+    """Rank 0, within a call: raises ``ConfigError`` if what ranks hold whole is not the same any more."""
+    ranks.tell(Command.COMPARE)
+    mine, heard = sample_digest(model), [ranks.hear(rank) for rank in ranks.others]
+    if any(theirs != mine for theirs in heard):
+        raise ConfigError(
+            "model", "",
+            "the ranks' parameters differ after the first step: each trains by its own gradients; wrap the "
+            "model by DistributedDataParallel, or shard it (fully_shard). One peer to each process "
+            "instead: without torch.distributed.init_process_group",
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def whole_frozen(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each frozen parameter that is cut between ranks, put together on each of them: all ranks go through
+    them at once."""
+    for name, one in named_parameters(model).items():
+        if is_sharded(one) and not one.requires_grad:
+            yield name, one.full_tensor()
+
+
+def has_frozen_shards(model: nn.Module) -> bool:
+    """Whether ``whole_frozen`` has anything to go through."""
+    return any(is_sharded(one) and not one.requires_grad for one in model.parameters())
+
+
+# ---- rank 0, while it starts
+
+
+def begin(group: Group, run: RunConfig) -> None:
+    """Let the other ranks know the run."""
+    for rank in group.ranks.others:
+        group.ranks.word(rank, Command.BEGIN)
+        group.ranks.say(rank, run.canonical_bytes().decode())
+
+
+def frozen_digests(plan: Plan) -> dict[str, bytes]:
+    """Of the frozen parameters that are cut between ranks: of their whole values."""
+    if plan.group is None or not has_frozen_shards(plan.model):
+        return {}
+    plan.group.ranks.tell(Command.FROZEN)
+    return {name: values_digest(one) for name, one in whole_frozen(plan.model)}
+
+
+def spread_buffers(group: Group, model: nn.Module) -> None:
+    """Every rank begins with rank 0's buffers."""
+    for rank in group.ranks.others:
+        group.ranks.word(rank, Command.BUFFERS)
+        for buffer in named_buffers(model, persistent=True).values():
+            group.ranks.send(rank, buffer.detach().cpu())

@@ -1,0 +1,119 @@
+"""A training program as users of ``co2.join`` and ``co2.Optimizer`` write theirs, for ``co2.local_swarm``.
+
+    python tests/front_door_peer.py join|optimizer
+
+The model ties its head to its embedding, is frozen in part, and is compiled in every second peer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import p2p_co2 as co2
+from p2p_co2.telemetry.events import Event
+
+PEER = int(os.environ["P2P_CO2_PEER"])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.frozen(self.embed(words))
+        return cast(Tensor, self.head(self.norm(hidden.flatten(0, 1)).view(hidden.shape)))
+
+
+WORDS = torch.arange(64 * 8).view(64, 8) % 13
+
+
+def loss_of(model: Any, words: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+
+
+def held_out(model: nn.Module) -> float:
+    with torch.no_grad():
+        return float(loss_of(model, WORDS))
+
+
+def by_join(plain: Tied, model: Any, events: list[Event]) -> tuple[co2.Swarm, list[int]]:
+    inner = [
+        torch.optim.AdamW([plain.embed.weight], 1e-2), torch.optim.SGD(plain.norm.parameters(), 1e-2),
+    ]  # fmt: skip
+    met = list[int]()
+    loader = DataLoader(TensorDataset(WORDS), batch_size=8, shuffle=True)
+    with co2.join(
+        model, inner, evaluate=held_out, min_peers=2, on_event=events.append, upload="5Mbit",
+        max_grad_norm=1.0, lr_schedule=lambda position: min(1.0, 0.5 + position),
+    ) as swarm:  # fmt: skip
+        for (batch,) in swarm.until_done(loader):
+            before = swarm.inner_steps
+            for number, half in enumerate(batch.chunk(2)):
+                loss = loss_of(model, half)
+                (loss / 2).backward()
+                swarm.step(loss, tokens=half.numel(), update=number == 1)
+                met.append(swarm.inner_steps - before)
+            time.sleep(0.005)  # a stand-in for the work of a larger model
+        swarm.save_pretrained(f"{swarm.run.name}{PEER}")
+    return swarm, met
+
+
+def by_optimizer(plain: Tied, model: Any, events: list[Event]) -> tuple[co2.Swarm, list[int]]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    optimizer = co2.Optimizer(
+        torch.optim.AdamW(plain.parameters(), 1e-2), model, min_peers=2, on_event=events.append
+    )
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
+    steps = 0
+    for (batch,) in optimizer.swarm.until_done(DataLoader(TensorDataset(WORDS), batch_size=8)):
+        steps += 1
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, batch)
+        scaler.scale(loss * (float("inf") if steps == 3 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+        time.sleep(0.005)
+    return optimizer.swarm, [steps]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    events, plain = list[Event](), Tied()
+    model = torch.compile(plain, backend="eager") if PEER else plain
+    swarm, met = (by_join if sys.argv[1] == "join" else by_optimizer)(plain, model, events)
+    with swarm.agreed() as same:
+        agreed = held_out(same)
+    state = swarm.state_dict()
+    shared = [name for name in sorted(state) if "running" not in name and "tracked" not in name]
+    digest = hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in shared))
+    told = {
+        "agreed": agreed,
+        "steps": swarm.inner_steps,
+        "met": met,
+        "names": sorted(state),
+        "digest": digest.hexdigest(),
+        "kinds": sorted({type(event).__name__ for event in events}),
+    }
+    print("told:", json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

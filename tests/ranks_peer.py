@@ -1,0 +1,103 @@
+"""A test's peer of one process or of several ranks, which trains a small model on batches that depend on the
+step alone: what one process has as one batch, ranks share out.
+
+    python tests/ranks_peer.py TICKET FOLDER OPTIONS_AS_JSON            # or under torchrun
+
+Writes what is agreed after the run to FOLDER/agreed.safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import p2p_co2
+
+WIDTH, BATCH = 10, 8
+
+
+class Model(nn.Module):
+    """Odd numbers of rows, a tied head, a frozen base, running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(5, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, WIDTH)) for _ in range(3)
+        )
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(5, WIDTH, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.base(self.embed(inputs))
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return hidden @ self.embed.weight
+
+
+def batch(seed: int, step: int, rank: int, ranks: int) -> Tensor:
+    draw = torch.Generator().manual_seed(1_000_000 * seed + step)
+    return torch.randn(BATCH, 5, generator=draw)[rank * BATCH // ranks : (rank + 1) * BATCH // ranks]
+
+
+def wrapped(model: Model, how: str) -> nn.Module:
+    if how == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if how == "fsdp":
+        for block in model.blocks[:2]:
+            fully_shard(block)
+        fully_shard(model)
+    return model
+
+
+def main() -> None:
+    ticket, folder, given = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    options: dict[str, Any] = {"how": "plain", "seed": 1, "steps": 10**6, "step_s": 0.0, **given}
+    torch.set_num_threads(1)
+    if options["how"] != "plain":
+        dist.init_process_group("gloo")
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    model = wrapped(Model(), options["how"])
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    min_peers, every_s = options.get("min_peers", 1), options.get("every_s", 1.0)
+    config = p2p_co2.PeerConfig(folder=folder, board=False, min_peers=min_peers, checkpoint_every_s=every_s)
+    with p2p_co2.join(ticket, model, optimizer, config) as peer:
+        print(f"rank {rank} starts at {peer.inner_steps} of round {peer.position:.2f}", flush=True)
+        for _ in range(options["steps"]):
+            inputs = batch(options["seed"], peer.inner_steps, rank, ranks)
+            loss = (model(inputs) - inputs.sin()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            time.sleep(options["step_s"])
+            if options.get("die") == [rank, peer.inner_steps]:
+                os._exit(9)
+            if not peer.step(tokens=len(inputs), loss=loss):
+                break
+            if peer.inner_steps == options.get("measure"):
+                with peer.agreed() as there:
+                    there(inputs)
+        if options.get("save"):
+            peer.save()
+    if agreed := peer.agreed_parameters():
+        save_file({name: one.clone() for name, one in agreed.items()}, folder / "agreed.safetensors")
+    print(f"rank {rank} ends after {peer.inner_steps} loss {loss.item():.5f}", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Parts of the board: words, this machine, seeds, the invitation, marks, smooth lines, today's traffic."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monitoring import charts
+from monitoring.board.cards import machine_told, own_told, progress_words
+from monitoring.board.run_page import invitation, setting_rows
+from monitoring.feeds import JournalFeed, read_ticket
+from monitoring.glossary import GLOSSARY, explained
+from monitoring.history import MEASURES, TIERS, Batch, Happening, History
+from monitoring.machine import GpuFacts, MachineFacts, read_machine, read_nvidia
+from monitoring.seeds import ask_seeds
+from p2p_co2.config import PipelineConfig, RunConfig
+from p2p_co2.ticket import Ticket
+from tests.made_swarm import EVIL, peer_id
+from tests.told_feed import RUN, START, Told
+
+MIB = 1 << 20
+
+
+# ---- words
+
+
+def test_twelve_words_are_explained_where_they_stand() -> None:
+    assert len(GLOSSARY) == 12
+    assert GLOSSARY["round"] in explained("Current round")
+    assert explained("Fragment exchanges") == f"Fragment exchange: {GLOSSARY['fragment exchange']}"
+    told = explained("Staleness (outer steps)")
+    assert GLOSSARY["staleness"] in told
+    assert GLOSSARY["outer step"] in told
+    assert GLOSSARY["exposed"] in explained("Communication hidden")
+    assert explained("Tokens per second") == explained("Background") == ""
+
+
+# ---- this machine
+
+
+def written(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_a_machine_is_read_from_the_kernels_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    root = written(tmp_path, {
+        "proc/meminfo": "MemTotal:  16000 kB\nMemFree: 1 kB\nMemAvailable:  4000 kB\n",
+        "proc/77/status": "Name: python\nVmRSS:\t  900 kB\n",
+        "sys/class/hwmon/hwmon0/temp1_input": "41000\n",
+        "sys/class/hwmon/hwmon1/temp2_input": "127500000\n",  # a sensor that is not connected
+        "sys/class/thermal/thermal_zone0/temp": "55500\n",
+        "sys/class/drm/card1/device/mem_info_vram_total": f"{8 * MIB}\n",
+        "sys/class/drm/card1/device/mem_info_vram_used": f"{2 * MIB}\n",
+        "sys/class/drm/card1/device/hwmon/hwmon3/temp1_input": "62000\n",
+    })  # fmt: skip
+    found = read_machine(77, root)
+    assert found == MachineFacts(
+        total_bytes=16000 * 1024, used_bytes=12000 * 1024, peer_bytes=900 * 1024, celsius=55.5,
+        gpus=(GpuFacts("AMD GPU", 2.0 * MIB, 8.0 * MIB, 62.0),),
+    )  # fmt: skip
+    assert read_machine(78, written(tmp_path / "bare", {"proc/meminfo": "x\n"})) == MachineFacts()
+
+
+def test_the_real_machine_has_memory_and_this_process_takes_some() -> None:
+    found = read_machine(os.getpid())
+    assert found.total_bytes is not None
+    assert found.used_bytes is not None
+    assert found.peer_bytes is not None
+    assert 0 < found.peer_bytes < found.total_bytes
+
+
+def test_what_nvidia_smi_says_is_read_and_what_it_does_not_know_is_left_out() -> None:
+    told = "NVIDIA H100, 1024, 81559, 36\nGRID, [N/A], [N/A], [N/A]\nnonsense\n"
+    assert list(read_nvidia(told)) == [
+        GpuFacts("NVIDIA H100", 1024.0 * MIB, 81559.0 * MIB, 36.0),
+        GpuFacts("GRID"),
+    ]
+
+
+def test_the_machines_card_says_no_gpu_and_holds_the_traffic_against_the_cap() -> None:
+    told = machine_told(MachineFacts(), (50e6, 1e6), 1000.0, 1e5)
+    assert told["machine-gpu"][1] == "no\u00a0GPU"
+    assert told["machine-traffic"][1:] == ("50.0 MB", "", "50.0 % of what 100 kB/s lets through")
+    assert "no cap" in machine_told(MachineFacts(), (50e6, 1e6), 0.0, None)["machine-traffic"][3]
+    found = MachineFacts(8e9, 6e9, 1e9, 61.0, (GpuFacts("a", 3e9, 4e9, 70.0), GpuFacts("b", 1e9, 4e9, 50.0)))
+    told = machine_told(found, (0.0, 0.0), 1.0, None)
+    assert told["machine-ram"][1] == "75.0 %"
+    assert told["machine-gpu"][1] == "50.0 %"
+    assert told["machine-heat"][1:] == ("61", "°C", "GPU 70 °C; the warmest sensor")
+
+
+def test_what_a_peer_sent_is_summed_over_all_tiers() -> None:
+    history, seconds = History(None), TIERS[0][1] + 2400
+    row = [math.nan] * len(MEASURES)
+    row[MEASURES.index("up_bytes_per_s")], row[MEASURES.index("down_bytes_per_s")] = 1000.0, 10.0
+    for t in range(0, seconds, 2):
+        history.write(Batch(at=START + t, samples={"me": row} if t < 600 or t >= 900 else {}))
+    sent, received = history.moved("me", START)
+    assert sent == pytest.approx(1000.0 * (seconds - 300), rel=0.03)  # it slept for 300 s
+    assert received == pytest.approx(sent / 100)
+    late, _ = history.moved("me", START + seconds - 60)
+    assert late == pytest.approx(60_000, rel=0.07)
+    assert history.moved("nobody", START) == (0.0, 0.0)
+    history.close()
+
+
+# ---- the invitation
+
+
+def ticket_of(*seeds: str) -> Ticket:
+    return Ticket(RUN.digest(), peer_id(5), tuple(f"{seed}/p2p/{peer_id(5)}" for seed in seeds))
+
+
+async def test_seeds_are_dialled_and_told_apart() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_server(("127.0.0.1", 0)) as gone:
+        port, closed = listening.getsockname()[1], gone.getsockname()[1]
+        gone.close()
+        ticket = ticket_of(f"/ip4/127.0.0.1/tcp/{port}", f"/ip4/127.0.0.1/tcp/{closed}",
+                           "/ip4/127.0.0.1/udp/9/quic-v1", "/ip4/127.0.0.1/tcp/99999")  # fmt: skip
+        found = await ask_seeds(ticket, 5.0)
+    assert [seed.answers for seed in found] == [True, False, None, False]
+    assert found[0].place == f"127.0.0.1, port {port}"
+
+
+def test_an_invitation_is_the_command_that_a_volunteer_runs() -> None:
+    local, far = ticket_of("/ip4/127.0.0.1/tcp/9"), ticket_of("/ip4/203.0.113.5/tcp/9")
+    command, about = invitation(str(local), RUN)
+    assert command == f"p2p-co2 join {local}"
+    assert "only peers on this machine" in about
+    own = RunConfig(recipe="mine.py:recipe")
+    command, about = invitation(str(far), own)
+    assert command.endswith(" --recipe FILE.py:FUNCTION")
+    assert "own recipe" in about
+    assert invitation("", RUN)[0] == "p2p-co2 join TICKET"
+
+
+def test_a_ticket_is_read_from_a_folder_and_a_damaged_one_is_not(tmp_path: Path) -> None:
+    ticket = ticket_of("/ip4/127.0.0.1/tcp/9")
+    written(tmp_path, {"ticket": "p2pco2-damaged\n", "peers/a/ticket": "", "peers/b/ticket": f"{ticket}\n"})
+    assert JournalFeed(tmp_path).invitation() == str(ticket)
+    (tmp_path / "peers" / "b" / "ticket").write_bytes(b"\xff" * 9000)
+    assert JournalFeed(tmp_path).invitation() == read_ticket() == ""
+
+
+def test_settings_are_those_of_the_run_file() -> None:
+    rows = dict(setting_rows(RUN))
+    assert rows["clock.round_s"] == "5.0"
+    assert rows["outer.nesterov"] == "true"
+    assert "pipeline.stages" not in rows
+    assert dict(setting_rows(RunConfig(pipeline=PipelineConfig(stages=4))))["pipeline.stages"] == "4"
+    assert setting_rows(None) == []
+
+
+# ---- the first cards
+
+
+def test_the_readers_peer_is_told_what_it_gave_and_before_that_that_it_joins() -> None:
+    told = Told("bob")
+    assert "still joining" in own_told(told.at(1))["you-state"][3]
+    for peer in ("ada", "bob"):
+        told.start(peer, 0)
+        told.progress(peer, 10, loss=2.0, up_bytes=3_000_000)
+    told.commit("bob", 10, 2, size=2)
+    shown = own_told(told.at(13))
+    assert shown["you-state"][1] == "Training"
+    assert shown["you-tokens"][1] == "100"
+    assert shown["you-sent"][1] == "3.0 MB"
+    assert shown["you-round"][1:] == ("2", "", "fragment 0, 0:03 ago, 2 in the mean")
+    assert progress_words(told.at(13)) == "3.3 %: round 2.0 of 60; 4:50 left."
+
+
+# ---- charts
+
+
+def row(at: float, loss: float) -> tuple[float, ...]:
+    made = [math.nan] * (1 + len(MEASURES))
+    made[0], made[charts.column("loss")] = at, loss
+    return tuple(made)
+
+
+def named(options: charts.Options, name: str) -> dict[str, Any]:
+    (found,) = (one for one in options["series"] if one["name"] == name)
+    return dict(found)
+
+
+def test_a_smooth_line_is_the_mean_of_what_was_and_begins_anew_after_a_gap() -> None:
+    rows = [row(0, 4.0), row(2, 2.0), row(4, math.nan), row(6, 8.0)]
+    made = charts.loss(charts.LIGHT, rows, look=charts.Look(smooth=0.5))
+    smooth = named(made, "training, mean of the peers")["data"]
+    # By hand: (0.5 * 4) / 0.5; (0.25 * 4 + 0.5 * 2) / 0.75.
+    assert smooth == [[0, 4.0], [2000, 2.66667], [4000, None], [6000, 8.0]]
+    raw = named(made, "training, mean of the peers, as measured")["data"]
+    assert [value for _, value in raw] == [4.0, 2.0, None, 8.0]
+    assert "training, mean of the peers, as measured" not in made["legend"]["data"]
+
+
+def test_a_logarithmic_axis_has_no_place_for_what_is_not_above_zero() -> None:
+    made = charts.loss(charts.LIGHT, [row(0, 2.0), row(2, -1.0), row(4, 0.0)], look=charts.Look(log=True))
+    assert made["yAxis"]["type"] == "log"
+    assert [value for _, value in named(made, "training, mean of the peers")["data"]] == [2.0, None, None]
+
+
+def happened(at: float, kind: str, words: str) -> Happening:
+    return Happening(at, kind, "p", -1, -1, words, f"{kind} {at}")
+
+
+def test_who_came_and_went_is_marked_and_what_is_near_is_one_mark() -> None:
+    rows = [row(float(at), 2.0) for at in range(0, 242, 2)]
+    told = [
+        happened(1, "peer_joined", "ada joined"), happened(2, "peer_joined", "bob joined"),
+        happened(100, "paused", "ada rests: the hours"),
+        happened(180, "peer_left", f"{EVIL} is gone: silent"),
+        happened(182, "peer_joined", "eve joined"), happened(900, "peer_left", "outside of the chart"),
+    ]  # fmt: skip
+    made = charts.loss(charts.LIGHT, rows, marks=told[::-1])
+    marks = named(made, "who came and went")["markLine"]["data"]
+    assert [mark["xAxis"] for mark in marks] == [1000, 100_000, 180_000]
+    assert [mark["label"]["formatter"] for mark in marks] == ["2 joined", "ada rests", "2 changes"]
+    assert "{" not in json.dumps([mark["name"] for mark in marks])
+    assert marks[0]["name"] == "ada joined\nbob joined"
+    over_tokens = charts.loss(charts.LIGHT, rows, over_tokens=True, marks=told)
+    assert all("markLine" not in one for one in over_tokens["series"])
+
+
+def test_every_chart_says_what_it_shows_in_a_sentence() -> None:
+    made = charts.loss(charts.LIGHT, [row(0, 5.5), row(2, 2.25)], [row(1, 3.0)])
+    assert made["aria"]["label"]["description"] == (
+        "Loss. agreed parameters, held-out: 3 at the end, between 3 and 3. "
+        "training, mean of the peers: 2.25 at the end, between 2.25 and 5.5."
+    )
+    assert "Nothing yet." in charts.loss(charts.LIGHT, [])["aria"]["label"]["description"]
+    histogram = charts.staleness(charts.LIGHT, {0: {0: 3, 1: 1}})["aria"]["label"]["description"]
+    assert histogram.startswith("Staleness of 4 outer steps: 3 at 0, 1 at 1")

@@ -1,0 +1,172 @@
+"""How a run is in a word, how far it is, and what the reader's own peer is told of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from monitoring.facts import OVERDUE_ROUNDS, RECENT_S, SILENT_AFTER_S, RunState, SwarmFacts, swarm_facts
+from monitoring.model import Model
+from p2p_co2.config import ClockConfig
+from p2p_co2.telemetry import events as ev
+from p2p_co2.telemetry.feed import FeedState
+from tests.made_swarm import MadeFeed, MadeSwarm, step
+from tests.told_feed import RUN, START, Told
+
+
+def told_of(*peers: str, me: str = "") -> Told:
+    """A run of rounds of 5 s in which they start at 0 and train."""
+    told = Told(me)
+    for peer in peers:
+        told.start(peer, 0)
+    train(told, 1, *peers)
+    return told
+
+
+def train(told: Told, at: float, *peers: str, commits: bool = True) -> None:
+    """Each says at ``at`` that it trains and, unless not ``commits``, that a fragment exchange committed."""
+    for peer in peers:
+        told.progress(peer, at, loss=2.0)
+        if commits:
+            told.commit(peer, at, 1 + int(at), size=len(peers))
+
+
+def test_a_run_that_nobody_was_heard_of_has_no_state() -> None:
+    facts = Told().at(1)
+    assert (facts.state, facts.state_words, facts.time_left_s) == ("", "", None)
+
+
+def test_two_peers_that_exchange_are_healthy() -> None:
+    facts = told_of("ada", "bob").at(2)
+    assert facts.state == RunState.HEALTHY
+    assert "2 peers are at work" in facts.state_words
+
+
+def test_one_peer_is_alone_and_told_how_to_invite() -> None:
+    facts = told_of("ada").at(2)
+    assert facts.state == RunState.ALONE
+    assert "only ada is at work" in facts.state_words
+    assert "p2p-co2 join TICKET" in facts.state_words
+
+
+def test_who_rests_does_not_keep_another_company() -> None:
+    told = told_of("ada", "bob")
+    told.progress("bob", 2, loss=2.0, phase="paused")
+    assert told.at(3).state == RunState.ALONE
+    told.progress("bob", 4, loss=2.0)
+    assert told.at(5).state == RunState.HEALTHY
+
+
+def test_a_peer_that_goes_degrades_a_run_for_a_while() -> None:
+    told = told_of("ada", "bob", "eve")
+    assert told.at(2).state == RunState.HEALTHY
+    told.events.append(ev.PeerLeft(at=START + 8, peer="ada", other="eve", reason="silent for 6 s"))
+    train(told, 9, "ada", "bob")
+    facts = told.at(9)
+    assert facts.state == RunState.DEGRADED
+    assert "eve is gone" in facts.state_words
+    for at in (RECENT_S - 2, RECENT_S + 2):
+        train(told, at, "ada", "bob")
+        state = told.at(at).state
+        assert state == (RunState.DEGRADED if at < RECENT_S else RunState.HEALTHY)
+    assert told.at(RECENT_S + 2).troubles  # it is still told, as what it is
+
+
+def test_without_a_committed_exchange_for_three_rounds_a_run_is_degraded() -> None:
+    told = told_of("ada", "bob")
+    last = 1 + OVERDUE_ROUNDS * 5.0
+    for at in (last - 1, last + 1):
+        train(told, at, "ada", "bob", commits=False)
+        state = told.at(at).state
+        assert state == (RunState.HEALTHY if at < last else RunState.DEGRADED)
+    assert "no fragment exchange has committed for 0:16" in told.at(last + 1).state_words
+    train(told, last + 2, "ada", "bob")
+    assert told.at(last + 2).state == RunState.HEALTHY
+
+
+def test_a_stage_without_replica_degrades_a_run_for_as_long_as_it_lasts() -> None:
+    feed = MadeFeed(MadeSwarm(6, start_at=START, stages=4, dead=3, length_s=100.0))
+    feed.is_whole = False
+    model = Model(feed)
+    for until in (60, 300):
+        feed.advance(until)
+        step(model, START + until)
+    facts = model.facts()
+    assert facts.state == RunState.DEGRADED
+    assert "stage 3 of 4 has no replica" in facts.state_words
+
+
+def test_a_run_out_of_reach_or_with_nobody_online_is_lost() -> None:
+    told = told_of("ada", "bob")
+    told.at(2)
+    assert told.at(3 + 2 * SILENT_AFTER_S).state == RunState.LOST
+    train(told, 40, "ada", "bob")
+    assert told.at(40).state == RunState.HEALTHY
+    told.state = FeedState("lost", "no seed can be reached")
+    facts = told.at(41)
+    assert (facts.state, facts.time_left_s) == (RunState.LOST, None)
+    assert "no seed can be reached" in facts.state_words
+
+
+def test_a_run_whose_rounds_are_made_or_whose_peers_all_left_is_over() -> None:
+    told = told_of("ada", "bob")
+    train(told, 290, "ada", "bob")
+    assert told.at(290).state == RunState.HEALTHY
+    for peer in ("ada", "bob"):
+        told.progress(peer, 300, loss=2.0, position=60.0, phase="draining")
+    facts = told.at(301)
+    assert (facts.state, facts.progress, facts.time_left_s) == (RunState.OVER, 1.0, None)
+    left = told_of("ada", "bob")
+    left.finish("ada", 3)
+    assert left.at(4).state == RunState.ALONE
+    left.finish("bob", 5)
+    assert left.at(6).state == RunState.OVER
+
+
+def test_a_journal_that_ended_is_of_a_run_that_is_over() -> None:
+    told = told_of("ada", "bob")
+    told.at(2)
+    facts = swarm_facts(dataclasses.replace(told.model.known, is_over=True))
+    assert facts.state == RunState.OVER
+
+
+# ---- how far
+
+
+def at_round(told: Told, position: float) -> SwarmFacts:
+    for peer in ("ada", "bob"):
+        told.progress(peer, 2, loss=2.0, position=position, inner_steps=100, wall_s=50.0)
+    return told.at(2)
+
+
+def test_time_left_is_the_clocks_or_that_of_the_peers_steps() -> None:
+    told = told_of("ada", "bob")
+    facts = at_round(told, 15.0)
+    assert facts.progress == pytest.approx(0.25)
+    assert facts.time_left_s == pytest.approx(45 * 5.0)
+    told.run = RUN.model_copy(
+        update={"clock": ClockConfig(mode="steps", inner_steps_per_round=30, rounds=20)}
+    )
+    assert at_round(told, 15.0).time_left_s == pytest.approx(5 * 30 * 0.5)  # half a second for each step
+    told.run = RUN.model_copy(update={"clock": ClockConfig(mode="time", round_s=5.0)})
+    facts = at_round(told, 15.0)
+    assert (facts.progress, facts.time_left_s) == (None, None)
+
+
+# ---- the reader's own peer
+
+
+def test_a_readers_own_peer_is_named_with_its_newest_exchange() -> None:
+    told = told_of("ada", "bob", me="bob")
+    told.commit("ada", 3, 7, size=1)
+    told.commit("bob", 4, 9, size=2)
+    facts = told.at(5)
+    assert facts.me == "bob"
+    assert facts.my_exchange is not None
+    assert (facts.my_exchange.round, facts.my_exchange.outcome) == (9, "committed")
+
+
+def test_an_observer_has_no_peer_of_its_own() -> None:
+    facts = told_of("ada", "bob").at(2)
+    assert (facts.me, facts.my_exchange) == ("", None)

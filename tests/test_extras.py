@@ -1,0 +1,74 @@
+"""The extras: named as in pyproject.toml, told in one line where they are missing, not imported to look."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from p2p_co2.errors import EnvironmentFault
+from p2p_co2.system import extras
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_extras_are_those_of_the_project_and_all_is_all_of_them() -> None:
+    offered = PROJECT["optional-dependencies"]
+    assert offered.keys() - {"all", "dev", "fuzz"} == extras.LIBRARIES.keys()
+    (everything,) = offered["all"]
+    assert set(everything.removeprefix("p2p-co2[").removesuffix("]").split(",")) == extras.LIBRARIES.keys()
+
+
+def test_what_is_missing_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not extras.missing("board")
+    extras.require("board", "the board")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert extras.missing("board") == "needs an extra: pip install 'p2p-co2[board]'"
+    with pytest.raises(EnvironmentFault, match=r"^the board needs an extra: pip install 'p2p-co2\[board\]'$"):
+        extras.require("board", "the board")
+
+
+def test_looking_imports_nothing() -> None:
+    script = (
+        "import sys\nfrom p2p_co2.system.extras import LIBRARIES, missing\n"
+        "for extra in LIBRARIES: missing(extra)\n"
+        "print(sorted({name for names in LIBRARIES.values() for name in names} & set(sys.modules)))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert told.stdout == "[]\n"
+
+
+FORBID = """
+import sys
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"nicegui", "prometheus_client", "matplotlib", "fastapi", "uvicorn"}:
+            raise ImportError(f"{name} is forbidden here")
+sys.meta_path.insert(0, Forbid())
+from p2p_co2.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (["board", "."], "the board needs an extra: pip install 'p2p-co2[board]'"),
+        (
+            ["plan", "examples/run.toml", "--step-s", "1", "--parameters", "9", "--plot", "it.png"],
+            "--plot needs an extra: pip install 'p2p-co2[plot]'",
+        ),
+    ],
+)
+def test_a_command_that_needs_an_extra_says_so(command: list[str], line: str) -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", FORBID, *command],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (told.returncode, told.stdout, told.stderr) == (1, "", f"error: {line}\n")

@@ -1,0 +1,125 @@
+"""folders: one for each run below the user's data folder; never two processes in one."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from p2p_co2.errors import EnvironmentFault, TicketError
+from p2p_co2.protocol.wire.identity import peer_id_of
+from p2p_co2.system.folders import OLD_PEER, observer_folder, peer_folder, seed_folder
+from p2p_co2.system.process import FolderLock, claim, is_kept
+from p2p_co2.ticket import Ticket, is_of_run, read_ticket
+
+RUN, OTHER_RUN = bytes(range(32)), bytes(32)
+TICKET = str(Ticket(RUN, peer_id_of(bytes(32)), (f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id_of(bytes(32))}",)))
+CLAIMING = """
+import sys
+from p2p_co2.system.folders import peer_folder
+print(peer_folder(bytes(range(32))), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(name="home", autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "p2p-co2"
+
+
+def other_process() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CLAIMING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=Path(__file__).resolve().parent.parent,
+    )  # fmt: skip
+
+
+def test_each_run_has_a_folder_of_its_own(home: Path) -> None:
+    assert peer_folder(RUN) == home / "runs" / "000102030405" / "peer"
+    assert peer_folder(OTHER_RUN) == home / "runs" / "000000000000" / "peer"
+    assert observer_folder(RUN, "watch") == home / "runs" / "000102030405" / "watch"
+    assert seed_folder("my-run") == home / "seeds" / "my-run"
+    assert seed_folder("..") == home / "seeds" / "run", "a name leads nowhere else"
+
+
+def test_a_data_home_that_is_not_absolute_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given in ("", "data"):
+        monkeypatch.setenv("XDG_DATA_HOME", given)
+        assert seed_folder("a") == tmp_path / ".local" / "share" / "p2p-co2" / "seeds" / "a"
+
+
+def test_processes_that_start_together_get_folders_of_their_own_and_the_first_free_one_again(
+    home: Path,
+) -> None:
+    others = [other_process() for _ in range(3)]
+    got = [Path(other.stdout.readline().strip()).name for other in others if other.stdout]
+    assert sorted(got) == ["peer", "peer-2", "peer-3"]
+    assert peer_folder(RUN).name == "peer-4"
+    first = others[got.index("peer-2")]
+    first.communicate("", timeout=30)
+    FolderLock(home / "runs" / "000102030405" / "peer-4").release()
+    assert peer_folder(RUN).name == "peer-2"
+    for other in others:
+        other.communicate("", timeout=30)
+
+
+def test_a_claim_is_handed_to_the_lock_and_is_gone_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    claim(folder)
+    claim(folder)
+    assert is_kept(folder)
+    lock = FolderLock(folder)
+    with pytest.raises(EnvironmentFault, match="in use by process"):
+        FolderLock(folder)
+    lock.release()
+    assert is_kept(folder) is False
+
+
+def test_the_named_folder_is_taken_and_one_that_cannot_be_made_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("P2P_CO2_FOLDER", str(tmp_path / "named"))
+    assert peer_folder(RUN) == tmp_path / "named"
+    monkeypatch.delenv("P2P_CO2_FOLDER")
+    (tmp_path / "p2p-co2").touch()
+    with pytest.raises(EnvironmentFault, match=r"cannot use the folder .*--folder"):
+        peer_folder(RUN)
+
+
+def test_the_old_place_is_gone_on_with_where_it_is_this_runs(home: Path) -> None:
+    OLD_PEER.mkdir(parents=True)
+    (OLD_PEER / "ticket").write_text(TICKET + "\n")
+    assert is_of_run(OLD_PEER, RUN)
+    assert not is_of_run(OLD_PEER, OTHER_RUN)
+    assert peer_folder(RUN, OLD_PEER) == OLD_PEER
+    assert is_kept(OLD_PEER)
+
+
+def test_a_ticket_is_a_word_a_file_the_input_or_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "seed.log"
+    file.write_text(f'run "x"\nticket: {TICKET}\njoin with it\n')
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"\n  {TICKET}\n"))
+    monkeypatch.setenv("P2P_CO2_TICKET", f"@{file}")
+    assert (
+        read_ticket(f" {TICKET}\n") == read_ticket(f"@{file}") == read_ticket("-") == read_ticket() == TICKET
+    )
+
+
+def test_a_ticket_that_is_nowhere_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    for text, words in (
+        ("", r"no ticket: give the word .*\$P2P_CO2_TICKET"),
+        (f"@{tmp_path / 'empty'}", "no ticket in .*empty: a ticket begins with"),
+        (f"@{tmp_path / 'gone'}", "cannot read a ticket from .*gone: No such file"),
+        (f"@{tmp_path}", "cannot read a ticket from .*: Is a directory"),
+    ):
+        with pytest.raises(TicketError, match=words):
+            read_ticket(text)

@@ -1,0 +1,418 @@
+"""The library as users write it: a model joins with a line, steps, has its own order of the data, and comes
+out as all peers agreed on it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import p2p_co2 as co2
+from p2p_co2.errors import ConfigError, TicketError
+from p2p_co2.swarm.counting import BatchCounter, batch_tokens
+from p2p_co2.swarm.data import Fetching, PeerOrder, Stopped, passes, reseed
+from p2p_co2.telemetry.events import PeerStarted, Progress
+from p2p_co2.telemetry.journal import read_events
+from p2p_co2.testing import TestSwarm
+from p2p_co2.trainer.optimizers import Optimizers
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def seed_of(epoch: int) -> int:
+    return 100 + epoch
+
+
+# ---- several optimizers as one
+
+
+def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [one for one in model.parameters() if one.dim() == 2]
+    rest = [one for one in model.parameters() if one.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01)]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        inputs = torch.randn(8, 4, generator=draw)
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_several_optimizers_step_as_they_would_apart() -> None:
+    apart, together = small_model(), small_model()
+    first, second = two_optimizers(apart)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        apart(torch.randn(8, 4, generator=draw)).square().mean().backward()
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    train(together, Optimizers(two_optimizers(together)), 3)
+    for mine, theirs in zip(apart.parameters(), together.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_several_optimizers_go_on_from_their_state() -> None:
+    model, other = small_model(), small_model()
+    optimizer, loaded = Optimizers(two_optimizers(model)), Optimizers(two_optimizers(other))
+    train(model, optimizer, 3)
+    said = optimizer.state_dict()
+    numbers = [number for group in said["param_groups"] for number in group["params"]]
+    assert numbers == list(range(4))
+    other.load_state_dict(model.state_dict())
+    loaded.load_state_dict(copy.deepcopy(said))
+    train(model, optimizer, 2)
+    train(other, loaded, 2)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    fewer = {**said, "param_groups": said["param_groups"][:1]}
+    with pytest.raises(ValueError, match="1 groups"):
+        loaded.load_state_dict(fewer)
+
+
+def test_a_schedulers_rates_reach_every_optimizer_and_a_state_is_dropped_by_parameter() -> None:
+    model = small_model()
+    optimizer = Optimizers(two_optimizers(model))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    train(model, optimizer, 1)
+    scheduler.step()
+    assert [part.param_groups[0]["lr"] for part in optimizer.parts] == [0.005, 0.005]
+    bias = next(one for one in model.parameters() if one.dim() == 1)
+    assert bias in optimizer.state
+    optimizer.state.pop(bias, None)
+    assert bias not in optimizer.state
+    assert len(optimizer.state) == 3
+
+
+def test_what_are_no_optimizers_is_refused_by_name() -> None:
+    model = small_model()
+    twice = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(model.parameters(), 0.1)]
+    for wrong, why in (([], "none"), ([model], "Sequential"), (twice, "the same parameter")):
+        with pytest.raises(ConfigError, match=why):
+            co2.join(model, wrong, run="p2pco2-x")  # type: ignore[call-overload]
+
+
+# ---- data
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+def first_epochs(loader: Any, epochs: int, seeds: Any = seed_of) -> list[list[int]]:
+    found = [list[int]() for _ in range(epochs)]
+    batches = passes(loader, seeds, lambda _: True)
+    for numbers in found:
+        while len(numbers) < 20:
+            numbers.extend(next(batches).tolist())
+    return found
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_is_gone_round_in_this_peers_own_order(shuffle: bool, workers: int) -> None:
+    def loader() -> Any:
+        return DataLoader(Numbers(), batch_size=4, shuffle=shuffle, num_workers=workers)
+
+    mine, again, theirs = (
+        first_epochs(loader(), 2, seeds) for seeds in (seed_of, seed_of, lambda epoch: 7 * epoch)
+    )
+    assert mine == again
+    assert all(sorted(epoch) == list(range(20)) for epoch in mine + theirs)
+    assert mine[0] != mine[1]
+    assert mine != theirs
+
+
+def test_a_loader_of_ones_own_making_keeps_its_ways() -> None:
+    weights = torch.utils.data.WeightedRandomSampler([1.0] * 10 + [0.0] * 10, 20)
+    loader = DataLoader(Numbers(), batch_size=4, sampler=weights)
+    mine, theirs = first_epochs(loader, 1), first_epochs(loader, 1, lambda epoch: 3)
+    assert max(mine[0] + theirs[0]) < 10
+    assert mine != theirs
+
+    class Told:
+        epochs: list[int] = []  # noqa: RUF012
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+        def __iter__(self) -> Iterator[Tensor]:
+            yield torch.arange(20)
+
+    first_epochs(Told(), 3)
+    assert Told.epochs == [0, 1, 2]
+
+
+def test_a_distributed_sampler_gets_the_peers_seed() -> None:
+    sampler = torch.utils.data.DistributedSampler(Numbers(), num_replicas=2, rank=0)
+    loader = DataLoader(Numbers(), batch_size=4, sampler=sampler)
+    reseed(loader, 3, seed_of)
+    assert (sampler.seed, sampler.epoch) == (103, 3)
+
+
+def test_loaders_that_cannot_be_gone_round_are_refused() -> None:
+    for loader, why in ((iter([1]), "once"), ([], "no batch")):
+        with pytest.raises(ConfigError, match=why):
+            next(passes(loader, seed_of, lambda _: True))
+
+
+class FakeSwarm:
+    """As ``shard`` asks it."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def data_seed(self, epoch: int) -> int:
+        return self.first + epoch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shard_is_all_of_a_dataset_in_this_peers_order(workers: int) -> None:
+    def orders(first: int, dataset: Any) -> list[list[int]]:
+        sharded = co2.shard(dataset, FakeSwarm(first), buffer=8)  # type: ignore[arg-type]
+        streams = isinstance(dataset, IterableDataset)
+        count = 0 if streams else workers
+        loader = DataLoader(sharded, batch_size=4, num_workers=count, persistent_workers=count > 0)
+        return first_epochs(loader, 2)
+
+    for dataset in (Numbers(), Stream()):
+        mine, theirs = orders(5, dataset), orders(50, dataset)
+        assert mine == orders(5, dataset)
+        assert mine != theirs
+        assert mine[0] != mine[1]
+        assert all(sorted(epoch) == list(range(20)) for epoch in mine + theirs)
+    with pytest.raises(ConfigError, match="generator"):
+        co2.shard((number for number in range(3)), FakeSwarm(0))  # type: ignore[arg-type]
+
+
+def test_shards_of_the_datasets_library_keep_their_kind() -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_dict({"text": [str(number) for number in range(20)]})
+    for dataset in (whole, whole.to_iterable_dataset(num_shards=4)):
+        mine, theirs = (co2.shard(dataset, FakeSwarm(first)) for first in (1, 2))  # type: ignore[arg-type]
+        assert type(mine) is type(dataset)
+        told = [[row["text"] for row in one] for one in (mine, theirs)]
+        assert sorted(told[0]) == sorted(told[1]) == sorted(whole["text"])
+        assert told[0] != told[1]
+
+
+def test_a_stream_that_stalls_lets_its_reader_do_something_else_and_give_up() -> None:
+    released, waits = torch.tensor(0), list[float]()
+
+    def slow() -> int:
+        while not released:
+            pass_on.wait(0.01)
+        return 7
+
+    import threading
+
+    pass_on = threading.Event()
+
+    def goes_on(waited_s: float) -> bool:
+        waits.append(waited_s)
+        if len(waits) == 2:
+            released.fill_(1)
+        return True
+
+    with Fetching() as fetching:
+        assert fetching.fetch(slow, goes_on) == 7
+        assert len(waits) >= 2
+        released.fill_(0)
+        with pytest.raises(Stopped):
+            fetching.fetch(slow, lambda _: False)
+        released.fill_(1)
+    with Fetching() as fetching, pytest.raises(ZeroDivisionError):
+        fetching.fetch(lambda: 1 // 0, lambda _: True)
+
+
+def test_the_order_of_an_epoch_is_the_same_wherever_it_is_made() -> None:
+    order = PeerOrder(5, seed_of)
+    order.set_epoch(1)
+    by_hand = torch.randperm(5, generator=torch.Generator().manual_seed(101)).tolist()
+    assert list(order) == by_hand
+
+
+# ---- tokens and losses seen at the forward pass
+
+
+def test_batches_are_counted_where_a_model_trains() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 1)
+
+        def forward(self, mask: Tensor, words: Tensor) -> Any:
+            return type("Output", (), {"loss": self.inner(mask).mean() * 0 + words.numel()})()
+
+    model = Model()
+    counter = BatchCounter(model)
+    model(torch.ones(2, 3), torch.arange(6))
+    model(torch.ones(2, 3), words=torch.arange(8))
+    with torch.no_grad():
+        model(torch.ones(2, 3), torch.arange(6))
+    model.eval()
+    model(torch.ones(2, 3), torch.arange(6))
+    tokens, loss = counter.take()
+    assert (tokens, float(loss)) == (14, 7.0)
+    tokens, loss = counter.take()
+    assert tokens == 1  # none was seen
+    assert float(loss) != float(loss)
+    assert batch_tokens({"x": [torch.ones(2, 2)]}) == 4
+    assert batch_tokens("text") == 1
+
+
+# ---- with a real swarm
+
+NAMES = {
+    "embed.weight", "head.weight", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var",
+    "norm.num_batches_tracked", "frozen.weight", "frozen.bias",
+}  # fmt: skip
+
+
+def told(output: str) -> dict[str, Any]:
+    found = re.search(r"^told: (.*)$", output, re.MULTILINE)
+    assert found, output
+    return dict(json.loads(found.group(1)))
+
+
+def run_peers(swarm: TestSwarm, *arguments: str) -> list[dict[str, Any]]:
+    program = Path(__file__).with_name("front_door_peer.py")
+    return [told(output) for output in swarm.run([sys.executable, str(program), *arguments])]
+
+
+@pytest.mark.swarm
+def test_a_loop_of_few_lines_agrees_and_has_the_model_out(
+    local_swarm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    swarm = local_swarm(peers=2, rounds=4)
+    peers = run_peers(swarm, "join")
+    assert peers[0]["digest"] == peers[1]["digest"]
+    assert peers[0]["names"] == peers[1]["names"] == sorted(NAMES)
+    for number, peer in enumerate(peers):
+        assert set(peer["met"][::2]) == {0}  # no exchange between micro-steps
+        assert set(peer["met"][1::2]) == {1}
+        assert {"AgreedMeasured", "RoundCommitted"} <= set(peer["kinds"])
+        weights = load_file(tmp_path / f"local{number}" / "model.safetensors")
+        assert sorted(weights) == [name for name in peer["names"] if name != "head.weight"]
+        assert peer["agreed"] < 2.5  # ln 13 is 2.56
+    one, two = (load_file(tmp_path / f"local{number}" / "model.safetensors") for number in (0, 1))
+    assert torch.equal(one["embed.weight"], two["embed.weight"])
+    events = list(read_events(swarm.folder / "peer-0" / "events.jsonl"))
+    assert any(isinstance(event, PeerStarted) for event in events)
+    assert sum(isinstance(event, Progress) for event in events) > 1
+
+
+@pytest.mark.swarm
+def test_the_drop_in_steps_under_autocast_and_a_scaler_and_leaves_when_the_run_is_over(
+    local_swarm: Any,
+) -> None:
+    peers = run_peers(local_swarm(peers=2, rounds=4), "optimizer")
+    assert peers[0]["digest"] == peers[1]["digest"]
+    for peer in peers:
+        assert peer["steps"] == peer["met"][0] - 1  # one step was skipped by the scaler
+        assert peer["agreed"] < 2.5
+
+
+@pytest.mark.swarm
+def test_it_goes_on_by_itself_and_a_program_that_only_ends_leaves_cleanly(local_swarm: Any) -> None:
+    """Without a with block, a folder or ``leave``: two processes after each other, one peer."""
+    program = textwrap.dedent("""
+        import torch, sys
+        import p2p_co2 as co2
+        torch.set_num_threads(1); torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = co2.Optimizer(torch.optim.SGD(model.parameters(), 0.01), model)
+        begun = optimizer.swarm.inner_steps
+        for _ in range(20):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print("steps", begun, optimizer.swarm.inner_steps, optimizer.swarm.peer.peer_id, flush=True)
+    """)
+    swarm = local_swarm(peers=1, rounds=400)
+    (swarm.folder / "ends.py").write_text(program)
+    home = swarm.folder / "home"
+    variables = {
+        **os.environ, "XDG_DATA_HOME": str(home), "P2P_CO2_TICKET": swarm.ticket,
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+    }  # fmt: skip
+    told = []
+    for _ in range(2):
+        ended = subprocess.run(
+            [sys.executable, str(swarm.folder / "ends.py")], env=variables, text=True, capture_output=True,
+            timeout=200, check=False,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+        assert "Traceback" not in ended.stderr
+        told.append(re.findall(r"steps (\d+) (\d+) (\w+)", ended.stdout)[0])
+    assert [one[:2] for one in told] == [("0", "20"), ("20", "40")]
+    assert told[0][2] == told[1][2]
+    (folder,) = (home / "p2p-co2" / "runs").glob("*/peer")
+    assert (folder / "checkpoint").is_dir()
+
+
+def test_without_a_ticket_or_with_a_wrong_option_join_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("P2P_CO2_TICKET", raising=False)
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(TicketError, match="P2P_CO2_TICKET"):
+        co2.join(model, optimizer)
+    with pytest.raises(ConfigError, match="join: optimizer: is of type int"):
+        co2.join(model, 3, run="p2pco2-x")  # type: ignore[call-overload]
+    ticket = (
+        "p2pco2-3gFh6QoQhgaHhEqzfZJpZHuP6sSekjaZLt93je9eEFUi7erPYYexN3HWpiKRk9BHyGMTDCSJH6Ei9RVeVRFhLrxBmuF5A"
+        "DtVR93ZgjgxpdJz8yZmtnV6Kgm61mj2dEpHrnVxCpwn4TE4mZHjcSeQXo7j4YnYUQ3Ajj7JzQkDYpL99"
+    )
+    for options, told in (
+        ({"upload": "fast"}, "join: upload: 'fast' is no rate"),
+        ({"hours": "9"}, "join: hours"),
+        ({"grpc_port": -1}, "join: grpc_port"),
+        ({"lr_schedule": 3}, "learning_rate: is 3"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            co2.join(model, optimizer, run=ticket, folder=tmp_path, **options)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="uplod"):
+        co2.join(model, optimizer, run=ticket, uplod="1M")  # type: ignore[call-overload]
+
+
+def test_names_are_loaded_when_they_are_used() -> None:
+    program = "import sys, p2p_co2; print('torch' in sys.modules, sorted(p2p_co2.__all__))"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert told.startswith("False")
+    assert {"Optimizer", "Swarm", "join", "shard", "local_swarm"} <= set(co2.__all__)
+    assert Counter(co2.__all__).most_common(1)[0][1] == 1
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = co2.nothing
+    assert TensorDataset

@@ -1,0 +1,113 @@
+"""Lightning's Trainer with the callback: real Trainers, a real swarm."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+PROGRAM = textwrap.dedent('''
+    import sys, torch, lightning
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    import p2p_co2 as co2
+
+    torch.set_num_threads(1)
+    lightning.seed_everything(0, verbose=False)
+    seen, met = [], []
+
+    class Manual(lightning.LightningModule):
+        """Two optimizers, stepped by hand, every second batch; bf16 autocast; a model in two parts."""
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+        def training_step(self, batch, number):
+            (inputs,) = batch
+            seen.append(inputs[0, 0].item())
+            loss = self.second(self.first(inputs).tanh()).square().mean()
+            self.manual_backward(loss / 2)
+            if number % 2:
+                for optimizer in self.optimizers():
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return loss
+        def on_train_batch_start(self, batch, number):
+            if callback.swarm is not None:
+                met.append((number % 2, callback.swarm.inner_steps))
+        def configure_optimizers(self):
+            return (torch.optim.SGD(self.first.parameters(), 0.01),
+                    torch.optim.Adam(self.second.parameters(), 0.01))
+
+    callback = co2.integrations.lightning.SwarmCallback(
+        min_peers=2, evaluate=lambda model: float(model.second.weight.detach().norm()))
+    inputs = torch.arange(64.0)[:, None].repeat(1, 4) / 64
+    module = Manual()
+    trainer = lightning.Trainer(
+        accelerator="cpu", precision="bf16-mixed", max_epochs=-1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[callback])
+    trainer.fit(module, DataLoader(TensorDataset(inputs), batch_size=8, num_workers=0))
+    # Of two batches the first steps nothing, the second once, whatever the number of optimizers.
+    steps = [after - before for (half, before), (_, after) in zip(met, met[1:])]
+    halves = [half for half, _ in met[:-1]]
+    print("met", sorted({(half, step) for half, step in zip(halves, steps)}))
+    print("first", seen[:8], seen[8:16])
+    print("agreed", sum(one.double().sum().item() for one in module.parameters()), callback.swarm.done)
+''')  # fmt: skip
+
+
+@pytest.mark.swarm
+def test_two_trainers_with_optimizers_stepped_by_hand_end_with_one_model(local_swarm: Any) -> None:
+    swarm = local_swarm(peers=2, rounds=4)
+    (swarm.folder / "manual.py").write_text(PROGRAM)
+    outputs = swarm.run([sys.executable, "-W", "ignore", str(swarm.folder / "manual.py")])
+    agreed = [re.findall(r"^agreed (\S+) True$", output, re.MULTILINE) for output in outputs]
+    assert agreed[0] == agreed[1] != []
+    orders = [re.findall(r"^first (\[.*\]) (\[.*\])$", output, re.MULTILINE) for output in outputs]
+    assert orders[0] != orders[1]  # each peer's own
+    assert orders[0][0][0] != orders[0][0][1]  # another one in the second epoch
+    for output in outputs:
+        assert "met [(0, 0), (1, 1)]" in output
+
+
+@pytest.mark.swarm
+def test_the_example_runs_as_it_stands(local_swarm: Any) -> None:
+    swarm = local_swarm(peers=2, rounds=4)
+    outputs = swarm.run([sys.executable, str(ROOT / "examples" / "lightning_loop.py"), swarm.ticket])
+    told = [re.findall(r"(\d+) inner steps, loss of the agreed parameters (\S+)", one)[0] for one in outputs]
+    assert told[0][1] == told[1][1]
+    assert float(told[0][1]) < 7  # 6.9 is the variance of what is to be learned
+    assert min(int(steps) for steps, _ in told) > 10
+
+
+def test_without_the_library_one_line_says_what_to_install() -> None:
+    program = textwrap.dedent("""
+        import sys
+        sys.modules["lightning"] = None
+        import p2p_co2 as co2
+        try:
+            co2.integrations.lightning
+        except co2.errors.EnvironmentFault as error:
+            print(error)
+    """)
+    told = subprocess.run(
+        [sys.executable, "-c", "import p2p_co2.errors\n" + program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "pip install 'p2p-co2[lightning]'" in told.stdout, told.stderr
+
+
+def test_an_option_that_there_is_not_is_refused_at_once() -> None:
+    from p2p_co2.integrations.lightning import SwarmCallback
+
+    with pytest.raises(TypeError, match="did you mean upload"):
+        SwarmCallback("p2pco2-x", uplod="1M")  # type: ignore[call-arg]

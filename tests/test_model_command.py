@@ -1,0 +1,347 @@
+"""``p2p-co2 model``: what a swarm has trained, loaded by other libraries, is what the swarm agrees on."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, load_model
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import p2p_co2
+from p2p_co2.cli import main as cli
+from p2p_co2.config import OWN_LOOP, ClockConfig, PeerConfig, RunConfig
+from p2p_co2.recipes import load_recipe, recipe_digest
+from p2p_co2.tensors.checkpoint.folder import load_agreed, save
+from p2p_co2.tensors.checkpoint.layout import KEPT
+from p2p_co2.tensors.fragments import plan_fragments
+from p2p_co2.trained import Trained
+from tests import swarms
+from tests.test_recipes import TINY, checkpoint_of
+from tests.test_swarm import START_S, opened
+
+GPT2_RECIPE = """
+import torch
+from pathlib import Path
+from transformers import GPT2Config, GPT2LMHeadModel
+from p2p_co2.recipes import Recipe
+
+def make(tied: bool = True, data: str = ""):
+    if data:
+        Path(data).write_text("read")
+    model = GPT2LMHeadModel(GPT2Config(
+        vocab_size=32, n_positions=32, n_embd=32, n_layer=2, n_head=2, tie_word_embeddings=tied,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    ))
+    def batches(seed, batch):
+        draw = torch.Generator().manual_seed(seed)
+        while True:
+            yield (torch.randint(32, (batch, 1), generator=draw) + torch.arange(16)) % 32
+    def loss(model, batch):
+        return model(input_ids=batch, labels=batch).loss
+    def held_out(model):
+        model.eval()
+        with torch.no_grad():
+            return float(loss(model, next(batches(2**40, 16))))
+    optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=3e-3)
+    return Recipe(model, batches, loss, optimizer=optimizer, held_out=held_out,
+                  accumulate=2, max_grad_norm=1.0, autocast="bf16",
+                  tokenizer=Path(__file__).parent / "tokenizer")
+"""
+WORDS = (torch.arange(8)[:, None] + torch.arange(16)) % 32
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    """A GPT-2 as an own recipe, with a tokenizer's folder beside it."""
+    (tmp_path / "recipe" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "recipe" / "gpt2.py").write_text(GPT2_RECIPE)
+    (tmp_path / "recipe" / "tokenizer" / "tokenizer.json").write_text("{}")
+    return f"{tmp_path / 'recipe' / 'gpt2.py'}:make"
+
+
+def asked(*arguments: object) -> int:
+    """The exit status of a command."""
+    try:
+        return cli.main([str(argument) for argument in arguments])
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def loss_of(model: nn.Module) -> float:
+    model.eval()
+    with torch.no_grad():
+        return float(model(input_ids=WORDS, labels=WORDS).loss)
+
+
+def gpt2(seed: int = 0) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=32, n_embd=32, n_layer=2, n_head=2))
+
+
+# From recipes
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_checkpoint_of_an_own_recipe_loads_with_the_same_loss(
+    tmp_path: Path, recipe: str, is_tied: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"tied": is_tied}
+    run = RunConfig(
+        name="r", recipe=recipe, recipe_options=options, recipe_digest=recipe_digest(recipe, options),
+        fragments=3,
+    )  # fmt: skip
+    saved, agreed = checkpoint_of(run)
+    save(tmp_path / "checkpoint", saved)
+    assert asked("model", tmp_path / "checkpoint", "--out", tmp_path / "out", "--recipe", recipe) == 0
+    assert capsys.readouterr().out == f"written to {tmp_path / 'out'}\n"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    trained = Trained.load(tmp_path / "checkpoint", recipe)
+    assert abs(loss_of(loaded) - loss_of(trained.recipe.model)) < 1e-6
+    assert torch.equal(loaded.get_parameter("transformer.wte.weight"), agreed["transformer.wte.weight"])
+    is_same = loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert is_same == is_tied
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert asked("model", tmp_path / "checkpoint", "--out", tmp_path / "out", "--recipe", recipe) == 2
+    assert "is not empty; name another folder" in capsys.readouterr().err
+    assert asked("model", tmp_path / "checkpoint", "--out", tmp_path / "other") == 2
+    assert "name it with --recipe FILE.py:function" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_byte_gpt_goes_out_in_its_own_names_with_its_shape(tmp_path: Path) -> None:
+    run = RunConfig(
+        name="r", recipe="byte-gpt", recipe_options=TINY, recipe_digest=recipe_digest("byte-gpt", TINY)
+    )
+    saved, agreed = checkpoint_of(run)
+    save(tmp_path / "checkpoint", saved)
+    assert asked("model", tmp_path / "checkpoint", "--out", tmp_path / "out") == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    shape = {"layers": 2, "width": 32, "heads": 2, "context": 32, "vocab_size": 256}
+    assert config == {"model_type": "byte-gpt", **shape}
+    loaded = load_recipe("byte-gpt", TINY, seed=3).model
+    load_model(loaded, tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(one, agreed[name]) for name, one in loaded.named_parameters())
+
+
+@pytest.mark.swarm
+def test_the_model_of_a_swarm_that_trains_comes_out_and_the_swarm_goes_on(
+    tmp_path: Path, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = ClockConfig(mode="time", round_s=1.0)
+    run = RunConfig(
+        name="r", recipe=recipe, recipe_digest=recipe_digest(recipe, {}), fragments=2, clock=clock
+    )
+    out = tmp_path / "out"
+    with opened(tmp_path / "swarm") as swarm:
+        swarm.start_seed(run)
+        peers = [
+            swarm.join(name, "--min-peers", "2", "--data", str(tmp_path / name), recipe=recipe)
+            for name in ("one", "two")
+        ]
+        swarm.wait_until("rounds", lambda: all(swarm.commits(name) >= 6 for name in ("one", "two")))
+        assert asked("model", swarm.ticket, "--out", out, "--recipe", recipe) == 0, capsys.readouterr()
+        assert "as the swarm agrees on it" in capsys.readouterr().out
+        seen = swarm.commits("one")
+        swarm.wait_until("more rounds", lambda: swarm.commits("one") > 2 + seen)
+        for peer in peers:
+            swarm.interrupt(peer)
+        assert swarm.wait(peers, START_S), swarm.tails()
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loss_of(loaded) < loss_of(load_recipe(recipe, {}, 0).model) - 0.1
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".out")]
+    # A checkpoint of the same swarm by both ways: the recipe's measure, and the folder that goes out.
+    checkpoint = swarm.folder / "one" / "checkpoint"
+    assert [(tmp_path / name).read_text() for name in ("one", "two")] == ["read", "read"]
+    counted = load_agreed(checkpoint)
+    assert counted.tokens == counted.inner_steps * 2 * 8 * 16  # two micro-steps of eight sequences
+    assert asked("model", checkpoint, "--out", tmp_path / "late", "--recipe", recipe) == 0
+    held_out = load_recipe(recipe, {}, 0).held_out
+    assert held_out is not None
+    late = AutoModelForCausalLM.from_pretrained(tmp_path / "late")
+    assert abs(held_out(late) - Trained.load(checkpoint, recipe).held_out_loss()) < 1e-6
+
+
+# From own loops
+
+
+def trained_alone(folder: Path, model: nn.Module, steps: int = 4) -> dict[str, torch.Tensor]:
+    """What a swarm of one agrees on after ``steps`` inner steps of a user's own loop."""
+    clock = ClockConfig(mode="steps", inner_steps_per_round=2, rounds=2)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    with swarms.swarm(folder, RunConfig(name="own", recipe=OWN_LOOP, fragments=2, clock=clock)) as running:
+        config = PeerConfig(folder=folder / "peer", board=False, carrier="grpc", host="127.0.0.1")
+        with p2p_co2.join(running.ticket, model, optimizer, config, lambda event: None) as peer:
+            for _ in range(steps):
+                loss = model(input_ids=WORDS, labels=WORDS).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if not peer.step(WORDS.numel(), loss):
+                    break
+    return peer.agreed_parameters()
+
+
+def swap_in(model: nn.Module, agreed: dict[str, torch.Tensor]) -> None:
+    assert not model.load_state_dict(agreed, strict=False).unexpected_keys
+
+
+@pytest.mark.swarm
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile's own
+def test_an_own_loop_of_transformers_is_loaded_after_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    model = gpt2()
+    agreed = trained_alone(tmp_path, torch.compile(model, backend="eager"))
+    checkpoint, out = tmp_path / "peer" / "checkpoint", tmp_path / "out"
+    assert asked("model", checkpoint, "--out", out) == 0, capsys.readouterr().err
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    swap_in(model, agreed)
+    assert abs(loss_of(loaded) - loss_of(model)) < 1e-6
+    assert loss_of(loaded) < loss_of(gpt2()) - 0.1
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+    assert (out / "generation_config.json").exists()
+    kept = sum(path.stat().st_size for path in (checkpoint / KEPT).rglob("*"))
+    assert kept < 100_000
+
+    capsys.readouterr()
+    assert asked("eval", checkpoint) == 2
+    assert "name a recipe file that makes their model, --recipe FILE.py:function" in capsys.readouterr().err
+    assert asked("eval", checkpoint, "--recipe", recipe) == 0
+    measured = float(capsys.readouterr().out)
+    held_out = load_recipe(recipe, {}, 0).held_out
+    assert held_out is not None
+    assert measured == pytest.approx(held_out(model), abs=1e-4)
+    assert asked("model", checkpoint, "--out", tmp_path / "again", "--recipe", recipe) == 0
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert abs(loss_of(again) - loss_of(model)) < 1e-6
+    other = tmp_path / "other.py"
+    other.write_text(GPT2_RECIPE.replace("n_positions=32", "n_positions=64"))
+    assert asked("eval", checkpoint, "--recipe", f"{other}:make") == 2
+    said = capsys.readouterr().err
+    assert "another model than the recipe makes here: transformer.wpe.weight is (32, 32) there" in said
+
+
+@pytest.mark.swarm
+def test_the_ticket_of_an_own_loop_needs_a_recipe_that_makes_its_model(tmp_path: Path, recipe: str) -> None:
+    model, out = gpt2(), tmp_path / "out"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    clock = ClockConfig(mode="time", round_s=1.0)
+    with swarms.swarm(tmp_path, RunConfig(name="own", recipe=OWN_LOOP, fragments=2, clock=clock)) as running:
+        config = PeerConfig(folder=tmp_path / "peer", board=False)
+        with p2p_co2.join(running.ticket, model, optimizer, config, lambda event: None) as peer:
+            commands = {"bare": [], "named": ["--recipe", recipe]}
+            for name, more in commands.items():
+                command = [sys.executable, "-m", "p2p_co2.cli", "model", running.ticket, "--out", str(out)]
+                running.start(name, [*command, *more])
+            ends_at = time.monotonic() + START_S
+            while any(running.processes[name].poll() is None for name in commands):
+                assert time.monotonic() < ends_at
+                loss = model(input_ids=WORDS, labels=WORDS).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                peer.step(WORDS.numel(), loss)
+        statuses = [running.processes[name].wait() for name in commands]
+    assert statuses == [2, 0], [running.log(name) for name in commands]
+    assert "trained by programs of their own; name a recipe file" in running.log("bare")
+    assert "a peer's checkpoint folder goes out without one" in running.log("bare")
+    assert loss_of(AutoModelForCausalLM.from_pretrained(out)) < loss_of(gpt2()) - 0.01
+
+
+@pytest.mark.swarm
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
+def test_of_adapters_only_the_adapters_come_out_and_peft_loads_them(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = LoraConfig(r=4, target_modules=["c_attn"], modules_to_save=["ln_f"], fan_in_fan_out=True)
+    model = get_peft_model(base, config)
+    agreed = trained_alone(tmp_path, model)
+    assert asked("model", tmp_path / "peer" / "checkpoint", "--out", tmp_path / "out") == 0
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= files
+    assert len(load_file(tmp_path / "out" / "adapter_model.safetensors")) == len(agreed)
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "out"
+    )
+    swap_in(model, agreed)
+    assert abs(loss_of(loaded) - loss_of(model)) < 1e-6
+    assert loss_of(loaded) < loss_of(gpt2()) - 1e-3
+
+
+@pytest.mark.swarm
+def test_what_was_frozen_comes_from_the_base_and_its_lack_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = gpt2()
+    model.save_pretrained(tmp_path / "base")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".h.1." in name)
+    agreed = trained_alone(tmp_path, model)
+    command = ("model", tmp_path / "peer" / "checkpoint", "--out", tmp_path / "out")
+    capsys.readouterr()
+    assert asked(*command) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "a checkpoint has no frozen parameters, and 16 are missing, such as transformer." in said
+    assert "swarm.save_pretrained" in said
+    assert not (tmp_path / "out").exists()
+    assert asked(*command, "--base", tmp_path) == 2
+    assert "no safetensors file" in capsys.readouterr().err
+    assert asked(*command, "--base", tmp_path / "base") == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    swap_in(model, agreed)
+    assert abs(loss_of(loaded) - loss_of(model)) < 1e-6
+
+
+# Faults
+
+
+def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    def write(file: Path) -> None:
+        said = json.loads(file.read_text())
+        change(said)
+        file.write_text(json.dumps(said))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (Path.unlink, "is not there"),
+        (lambda file: file.write_text("{"), "is damaged"),
+        (damaged(lambda said: said.update(format="x")), "another version"),
+        (damaged(lambda said: said["plan"][0][0].__setitem__(3, 1)), "another model than the checkpoint"),
+        (damaged(lambda said: said["files"].update({"../x": [{}, {}]})), "is damaged"),
+        (damaged(lambda said: said["files"].update({"x": [{"a": "none"}, {}]})), "is damaged"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(
+    tmp_path: Path, spoil: Callable[[Path], object], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from p2p_co2.tensors.checkpoint.layout import keep_layout
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    run = RunConfig(name="own", recipe=OWN_LOOP, fragments=2)
+    saved, agreed = checkpoint_of(run, model)
+    save(tmp_path / "checkpoint", saved)
+    keep_layout(model, plan_fragments(model, 2), tmp_path / "checkpoint")
+    assert asked("model", tmp_path / "checkpoint", "--out", tmp_path / "out") == 0
+    loaded = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    load_model(loaded, tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(one, agreed[name]) for name, one in loaded.named_parameters())
+    assert loaded.get_buffer("1.running_mean").tolist() == [3.0] * 4
+    spoil(tmp_path / "checkpoint" / KEPT / "tensors.json")
+    assert asked("model", tmp_path / "checkpoint", "--out", tmp_path / "other") == 2
+    assert message in capsys.readouterr().err
+    assert load_agreed(tmp_path / "checkpoint").inner_steps == 7
