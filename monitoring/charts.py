@@ -52,7 +52,7 @@ MAX_ROUND_COLUMNS = 60
 
 
 MARKED = {
-    "peer_joined": (GREEN, "joined"), "peer_left": (VERMILLION, "left"), "peer_finished": (SKY, "finished"),
+    "peer_started": (GREEN, "started"), "peer_left": (VERMILLION, "left"), "peer_finished": (SKY, "finished"),
     "paused": (PURPLE, "paused"), "resumed": (PURPLE, "went on"),
 }  # fmt: skip
 """Kinds of events that are drawn as lines across the charts over time: colour, and a word for several."""
