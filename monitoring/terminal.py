@@ -222,7 +222,7 @@ def _head(facts: SwarmFacts) -> list[Text]:
     title = Text.assemble(
         (plain(facts.run or "a run", 64), "bold"), f"  {plain(facts.place, 80)}  ",
         (facts.connection, _CONNECTION_STYLES.get(facts.connection, "red")),
-        *(() if own or not facts.state else ("  ", (facts.state, _RUN_STYLES.get(facts.state, "yellow")))),
+        *(() if not facts.state else ("  ", (facts.state, _RUN_STYLES.get(facts.state, "yellow")))),
     )  # fmt: skip
     first = Text.assemble(
         "loss ", (figure(facts.loss, 3), "bold"), f" {facts.loss_unit} ({kind})   ",

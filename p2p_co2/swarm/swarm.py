@@ -217,21 +217,24 @@ class Swarm:
         """End a pause."""
         self.peer.go_on()
 
-    def leave(self, reason: str = "") -> None:
-        """Finish what is in flight, save, say goodbye. May be called twice."""
+    def leave(self, reason: str = "", error: BaseException | None = None) -> None:
+        """Finish what is in flight, save, say goodbye. May be called twice. ``error``: the one that ended the
+        loop, of which others are told; of several ranks that are one peer it ends all."""
         self.done = True
         try:
-            self.peer.leave(reason)
+            if error is None:
+                self.peer.leave(reason)
+            else:
+                self.peer.__exit__(type(error), error, None)
         finally:
             if self._journal is not None:
                 self._journal.close()
 
     def __enter__(self) -> Swarm:
+        self.peer.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self.peer.stop()
-        self.leave("" if kind is None else f"{kind.__name__} in the training loop")
+        self.leave(error=error)
