@@ -10,25 +10,25 @@ from contextlib import closing
 
 from monitoring.facts import SwarmFacts
 from monitoring.model import Model, follow
+from monitoring.terminal import FRAME_S
 from monitoring.words import ago, clock, figure, percent, plain, size
 from p2p_co2.errors import TransportError
 from p2p_co2.telemetry.feed import Feed
 
 MAX_ROWS = 32
-_LOOK_S = 0.25
 
 
 def look(feed: Feed, seconds: float) -> SwarmFacts:
     """The facts of ``feed``, which it closes. Raises ``TransportError`` if the run was not reached in
     ``seconds``."""
     answered_at = None
-    with closing(follow(feed, _LOOK_S, seconds)) as steps:
+    with closing(follow(feed, FRAME_S, seconds)) as steps:
         for model, moments in steps:
             for _ in moments:
                 continue  # the last one counts
             if _is_complete(model):
                 answered_at = answered_at or time.monotonic()
-                if feed.is_whole or time.monotonic() - answered_at >= 4 * _LOOK_S:  # newer figures come
+                if feed.is_whole or time.monotonic() - answered_at >= 2 * FRAME_S:  # newer figures come
                     break
             else:
                 answered_at = None

@@ -81,6 +81,21 @@ def test_a_good_run_leaves_its_summary_and_its_picture(
     assert f"written to {tmp_path}" in printed
 
 
+def test_a_quiet_run_shows_its_summary_alone_and_a_verbose_one_each_event_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [*story("ada", "bob"), *story("bob", "ada")]
+    for loudness in (Loudness.QUIET, Loudness.VERBOSE):
+        watch = RunWatch(FACTS.config, tmp_path, loudness=loudness)
+        watch.see(events)
+        assert watch.finish(end_of()) == []
+        shown = capsys.readouterr().out
+        assert "held-out loss, agreed parameters" in shown
+        commits = re.findall(r"^..:..:.. exchange 2 of fragment 1 committed", shown, re.MULTILINE)
+        assert len(commits) == (loudness is Loudness.VERBOSE)
+        assert (" of 2 peers, round" in shown) == (loudness is Loudness.VERBOSE)
+
+
 def test_peers_that_disagree_are_a_reason(tmp_path: Path) -> None:
     events = [*story("ada", "bob"), *story("bob", "ada", digest="e" * 64)]
     (reason,) = watched(tmp_path, events, end_of())
