@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -30,6 +30,7 @@ _LINES_BESIDE_PEERS = 20
 _STATE_STYLES = {"training": "green", "finished": "cyan", "left": "cyan", "gone": "red", "silent": "red",
                  "unreachable": "red"}  # fmt: skip
 _CONNECTION_STYLES = {"connected": "green", "connecting": "yellow", "ended": "cyan"}
+_RUN_STYLES = {"Healthy": "green", "Over": "cyan", "Lost": "red"}
 _OUTCOME_STYLES = {"committed": ("■", "blue"), "partial": ("p", "cyan"), "late": ("L", "yellow"),
                    "alone": ("1", "magenta"), "aborted": ("A", "bold red"), "open": ("·", "dim")}  # fmt: skip
 _COLUMNS: dict[str, Callable[[PeerFacts], str]] = {
@@ -75,19 +76,38 @@ _STAGES_DROP_FIRST = (
 Words = Sequence[tuple[float, str]]
 
 
+class Picture(Protocol):
+    """What a terminal shows of what is known. ``line``: where it is none, or a log."""
+
+    def frame(
+        self, known: Known, facts: SwarmFacts, width: int, height: int, news: Words
+    ) -> RenderableType: ...
+    def line(self, known: Known, facts: SwarmFacts) -> str: ...
+
+
+class WholeSwarm:
+    """A ``Picture`` of all peers alike."""
+
+    def frame(self, known: Known, facts: SwarmFacts, width: int, height: int, news: Words) -> RenderableType:
+        return frame(facts, width, height, news=news)
+
+    def line(self, known: Known, facts: SwarmFacts) -> str:
+        return line(facts)
+
+
 class LiveTerminal:
     """A live view of a swarm; a context manager. It starts no thread: ``show`` draws when a frame is due.
 
-    ``own``: what is known are one peer's events alone, and the others are a line. ``expected_s``: how long
-    the run is to train, None if it has no end. ``screen``: take the whole screen while it lasts.
+    ``picture``: what is shown, all peers alike if None. ``expected_s``: how long the run is to train, None if
+    it has no end. ``screen``: take the whole screen while it lasts.
     """
 
     def __init__(
-        self, console: Console | None = None, *, expected_s: float | None = None, own: bool = False,
-        screen: bool = False,
+        self, console: Console | None = None, *, expected_s: float | None = None,
+        picture: Picture | None = None, screen: bool = False,
     ) -> None:  # fmt: skip
         self._console = console or Console()
-        self._expected_s, self._own = expected_s, own
+        self._expected_s, self._picture = expected_s, picture or WholeSwarm()
         self.started_at = time.time()
         self._trains_since: float | None = None
         self._next_at = 0.0
@@ -113,10 +133,10 @@ class LiveTerminal:
         facts, console = swarm_facts(known), self._console
         if self._live:
             told = news(known.view, NEWS_LINES)
-            picture = frame(facts, console.width, console.height, news=told, own=self._own)
+            picture = self._picture.frame(known, facts, console.width, console.height, told)
             self._live.update(Group(picture, Text(self._times(known.now))), refresh=True)
         else:
-            text = f"[{self._times(known.now)}] {line(facts, own=self._own)}"
+            text = f"[{self._times(known.now)}] {self._picture.line(known, facts)}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _times(self, now: float) -> str:
@@ -138,15 +158,15 @@ def watch_feed(feed: Feed, seconds: float = 0.0, console: Console | None = None)
     return 0
 
 
-def line(facts: SwarmFacts, *, own: bool = False) -> str:
+def line(facts: SwarmFacts) -> str:
     """The swarm in one line of plain text."""
     if not facts.peers_known:
         return f"{facts.connection}: {plain(facts.connection_words, 200)}"
     count = len(facts.troubles)
     wrong = f", {count} trouble{'s'[: count > 1]}: {plain(facts.troubles[0].words, 300)}" if count else ""
-    stages = f", {_stages_in_words(facts)}" if facts.stages and not own else ""
+    stages = f", {_stages_in_words(facts)}" if facts.stages else ""
     return (
-        f"{_peers_there(facts, own)}, round {figure(facts.position, 1)}, "
+        f"{_peers_there(facts)}, round {figure(facts.position, 1)}, "
         f"loss {figure(facts.loss, 3)} ({facts.loss_kind}), {figure(facts.tokens)} tokens, "
         f"{figure(facts.tokens_per_s)} tokens/s, exchanges {_rounds(facts)}, "
         f"staleness {figure(facts.staleness_mean, 2)}, up {size(facts.up_bytes)}{stages}{wrong}"
@@ -167,37 +187,27 @@ def _rounds(facts: SwarmFacts) -> str:
     return f"{facts.rounds_committed} committed {alone}{facts.rounds_aborted} aborted"
 
 
-def _peers_there(facts: SwarmFacts, own: bool) -> str:
-    """How many are online; of what one peer tells of itself, how many it reaches, and by what."""
-    if not own:
-        return f"{facts.peers_online} of {facts.peers_known} peers"
-    open_links = [peer.carriers for peer in facts.peers if peer.carriers]
-    by = ", ".join(map(links, open_links))
-    return f"peers reached: {sum(sum(one.values()) for one in open_links)}{f' ({by})' if by else ''}"
+def _peers_there(facts: SwarmFacts) -> str:
+    return f"{facts.peers_online} of {facts.peers_known} peers"
 
 
-def frame(
-    facts: SwarmFacts, width: int, height: int, *, news: Words = (), own: bool = False
-) -> RenderableType:
+def frame(facts: SwarmFacts, width: int, height: int, *, news: Words = ()) -> RenderableType:
     """One screen of ``width`` times ``height`` cells; ``news``: (at, words), oldest first."""
     if not facts.peers_known:
         head = {"connecting": "Looking for the swarm", "lost": "The swarm is out of reach"}
         text = head.get(facts.connection, "Nobody is training right now")
         return Group(Text(text, style="bold"), Text(plain(facts.connection_words, 400), style="dim"))
-    mine = [peer for peer in facts.peers if peer.joined_at is not None or not own]
-    about = {"", *(peer.peer for peer in mine)}
     styles = {"bad": "red", "odd": "yellow"}
     wrong = [
         Text(f"! {plain(one.words, 300)}", style=styles[one.severity], overflow="fold")
         for one in facts.troubles
-        if not own or one.peer in about
     ]
     start = min((peer.joined_at for peer in facts.peers if peer.joined_at is not None), default=facts.at)
     return Group(
-        *_head(facts, own), *(wrong[:4] or [Text("nothing is wrong", style="green")]),
-        *(_own_stage(mine, facts) if own else _stages(facts, width)),
-        _peers(mine, width, max(3, height - _LINES_BESIDE_PEERS - len(facts.stages)), own, facts),
-        *(() if own else _staleness(facts, width)),
+        *_head(facts), *(wrong[:4] or [Text("nothing is wrong", style="green")]),
+        *_stages(facts, width),
+        _peers(facts.peers, width, max(3, height - _LINES_BESIDE_PEERS - len(facts.stages)), facts),
+        *_staleness(facts, width),
         *(
             Text(f"  {clock(at - start)}  {words}", style="dim", no_wrap=True, overflow="ellipsis")
             for at, words in news
@@ -205,17 +215,20 @@ def frame(
     )  # fmt: skip
 
 
-def _head(facts: SwarmFacts, own: bool) -> list[Text]:
+def _head(facts: SwarmFacts) -> list[Text]:
     kind = facts.loss_kind + (ago(facts.loss_agreed_at, facts.at) if facts.loss_kind == "held-out" else "")
     of = f" of {facts.rounds_total}" if facts.rounds_total else ""
+    left = f" ({clock(facts.time_left_s)} left)" if facts.time_left_s is not None else ""
     title = Text.assemble(
         (plain(facts.run or "a run", 64), "bold"), f"  {plain(facts.place, 80)}  ",
         (facts.connection, _CONNECTION_STYLES.get(facts.connection, "red")),
+        *(() if not facts.state else ("  ", (facts.state, _RUN_STYLES.get(facts.state, "yellow")))),
     )  # fmt: skip
     first = Text.assemble(
         "loss ", (figure(facts.loss, 3), "bold"), f" {facts.loss_unit} ({kind})   ",
-        (_peers_there(facts, own), "bold"), "   round ",
-        (f"{figure(facts.position, 1)}{of}", "bold"), "   utilisation ", (percent(facts.utilisation), "bold"),
+        (_peers_there(facts), "bold"), "   round ",
+        (f"{figure(facts.position, 1)}{of}", "bold"), left, "   utilisation ",
+        (percent(facts.utilisation), "bold"),
     )  # fmt: skip
     second = Text.assemble(
         "tokens ", (figure(facts.tokens), "bold"), "   ", (figure(facts.tokens_per_s), "bold"),
@@ -224,7 +237,7 @@ def _head(facts: SwarmFacts, own: bool) -> list[Text]:
     return [title, first, second]
 
 
-def _own_stage(mine: Sequence[PeerFacts], facts: SwarmFacts) -> list[Text]:
+def own_stage(mine: Sequence[PeerFacts], facts: SwarmFacts) -> list[Text]:
     """What this machine's peer says of its microbatches; nothing in a run of one stage."""
     return [
         Text.assemble(
@@ -247,10 +260,10 @@ def _stages(facts: SwarmFacts, width: int) -> list[Table]:
     }
     for stage, replicas in zip(facts.stages, cells["repli-\ncas"], strict=True):
         replicas.stylize("bold red" if stage.is_empty else "yellow" if stage.trouble else "bold")
-    return [_table(cells, width, _STAGES_DROP_FIRST)]
+    return [table_of(cells, width, _STAGES_DROP_FIRST)]
 
 
-def _peers(peers: Sequence[PeerFacts], width: int, most: int, own: bool, facts: SwarmFacts) -> Table:
+def _peers(peers: Sequence[PeerFacts], width: int, most: int, facts: SwarmFacts) -> Table:
     order = sorted(peers, key=lambda peer: (peer.state not in ONLINE, peer.stage or 0, peer.label))
     cells = {
         heading: [Text(cell(peer)) for peer in order[:most]]
@@ -262,14 +275,14 @@ def _peers(peers: Sequence[PeerFacts], width: int, most: int, own: bool, facts: 
         state.stylize(_STATE_STYLES.get(peer.state, "yellow"))
     if len(order) > most:
         cells["peer"].append(Text(f"and {len(order) - most} more", style="dim"))
-    table = _table(cells, width, _DROP_FIRST)
-    if not own and table.columns:
+    table = table_of(cells, width, _DROP_FIRST)
+    if table.columns:
         table.caption = Text("* counted by the group; the rest is each peer's own word", style="dim")
         table.caption_justify = "left"
     return table
 
 
-def _table(cells: dict[str, list[Text]], width: int, drop_first: Sequence[str]) -> Table:
+def table_of(cells: dict[str, list[Text]], width: int, drop_first: Sequence[str]) -> Table:
     """A table of ``cells`` by heading, without those of ``drop_first`` for which ``width`` has no room."""
     widths = {
         heading: max([*map(len, heading.split("\n")), *(cell.cell_len for cell in column)])

@@ -10,13 +10,15 @@ import gc
 import importlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
-from p2p_co2.config import PeerConfig
+from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.node.peer_finder import ALONE
 from p2p_co2.system.extras import missing
@@ -49,9 +51,12 @@ class JoinOptions:
 
 
 class Watch(Protocol):
-    """What shows a volunteer the peer. ``see`` and ``say`` may be called from any thread; ``close`` gives the
-    terminal back and may be called twice."""
+    """What shows a volunteer the peer. ``know`` is told the run, before there is a peer; ``see``, ``say`` and
+    ``leave`` (a first Ctrl-C) may be called from any thread; ``close`` gives the terminal back and may be
+    called twice."""
 
+    def know(self, run: RunConfig) -> None: ...
+    def leave(self) -> None: ...
     def see(self, event: Event) -> None: ...
     def say(self, text: str) -> None: ...
     def close(self) -> None: ...
@@ -72,7 +77,7 @@ def import_slow() -> None:
 def join_run(options: JoinOptions, watch: Watch) -> None:
     """Train until the run is over or somebody stops us. Raises ``TicketError``, ``ConfigError``,
     ``EnvironmentFault``, ``TransportError`` as named in those."""
-    running = _Running()
+    running = _Running(watch.leave)
     try:
         with running:
             _look_and_join(options, running, watch)
@@ -99,7 +104,7 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> Non
             if isinstance(event, Warned) and event.text == ALONE:
                 watch.say(f"to invite somebody: p2p-co2 join {options.ticket}")
 
-        _join_and_train(options, running, on_event, watch.say)
+        _join_and_train(options, running, on_event, watch)
         if journal.failed:
             watch.say(f"warning: {journal.failed}")
 
@@ -139,15 +144,34 @@ def _on_a_device(config: PeerConfig, say: Callable[[str], None]) -> PeerConfig:
 
 
 class _Running(StopSignals):
-    """What a first Ctrl-C meets: before there is a peer it breaks off, later it asks the peer to stop."""
+    """What a first Ctrl-C meets: before there is a peer it breaks off, later it asks the peer to stop, and is
+    ``answered``: by a thread, since the one that the signal interrupts may be in the middle of saying
+    something."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Callable[[], None]) -> None:
         super().__init__(self._stop)
         self._peer: Peer | StagePeer | None = None
+        self._asked = SimpleQueue[bool]()  # whose ``put`` is safe in a signal handler
+        self._answering = threading.Thread(target=self._answer, args=(answer,), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._answering.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._asked.put(False)
+        self._answering.join(1.0)  # unless its terminal stands still
+
+    def _answer(self, answer: Callable[[], None]) -> None:
+        if self._asked.get():
+            answer()
 
     def _stop(self) -> None:
         if self._peer is None:
             raise KeyboardInterrupt
+        self._asked.put(True)
         self._peer.stop()
 
     def take(self, peer: Peer | StagePeer) -> None:
@@ -168,7 +192,7 @@ class _Running(StopSignals):
 
 
 def _join_and_train(
-    options: JoinOptions, running: _Running, on_event: Callable[[Event], None], say: Callable[[str], None]
+    options: JoinOptions, running: _Running, on_event: Callable[[Event], None], watch: Watch
 ) -> None:
     import torch
 
@@ -176,12 +200,15 @@ def _join_and_train(
     from p2p_co2.trainer import connect
 
     torch.set_num_threads(options.config.limits.threads or len(os.sched_getaffinity(0)))
-    say("looking for the swarm ...")
+    watch.say("looking for the swarm ...")
     connection = connect(options.ticket, options.config, on_event)
     try:
+        watch.know(connection.run)
         if options.config.board:
-            say(f"board: {connection.board or missing('board')}")
-        say(f'run "{connection.run.name}", recipe {connection.run.recipe}')
+            watch.say(f"board: {connection.board or missing('board')}")
+        watch.say(
+            f'run "{connection.run.name}", recipe {connection.run.recipe}; kept in {connection.config.folder}'
+        )
         recipe = load_run_recipe(connection.run, options.recipe, options.data)
         _train(connection, recipe, options, running, on_event)
     finally:

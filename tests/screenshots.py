@@ -22,7 +22,7 @@ from selenium.webdriver.common.by import By
 from tests.browser import board, browser, missing, wait_for, whole_page
 from tests.swarms import ENVIRONMENT, ROOT
 
-SECONDS = 180
+SECONDS = 300
 PAGES = {
     "swarm": "",
     "run": "run",

@@ -217,17 +217,17 @@ def happened(at: float, kind: str, words: str) -> Happening:
 def test_who_came_and_went_is_marked_and_what_is_near_is_one_mark() -> None:
     rows = [row(float(at), 2.0) for at in range(0, 242, 2)]
     told = [
-        happened(1, "peer_joined", "ada joined"), happened(2, "peer_joined", "bob joined"),
+        happened(1, "peer_started", "ada started on cpu"), happened(2, "peer_started", "bob started on cpu"),
         happened(100, "paused", "ada rests: the hours"),
         happened(180, "peer_left", f"{EVIL} is gone: silent"),
-        happened(182, "peer_joined", "eve joined"), happened(900, "peer_left", "outside of the chart"),
+        happened(182, "peer_started", "eve started"), happened(900, "peer_left", "outside of the chart"),
     ]  # fmt: skip
     made = charts.loss(charts.LIGHT, rows, marks=told[::-1])
     marks = named(made, "who came and went")["markLine"]["data"]
     assert [mark["xAxis"] for mark in marks] == [1000, 100_000, 180_000]
-    assert [mark["label"]["formatter"] for mark in marks] == ["2 joined", "ada rests", "2 changes"]
+    assert [mark["label"]["formatter"] for mark in marks] == ["2 started", "ada rests", "2 changes"]
     assert "{" not in json.dumps([mark["name"] for mark in marks])
-    assert marks[0]["name"] == "ada joined\nbob joined"
+    assert marks[0]["name"] == "ada started on cpu\nbob started on cpu"
     over_tokens = charts.loss(charts.LIGHT, rows, over_tokens=True, marks=told)
     assert all("markLine" not in one for one in over_tokens["series"])
 

@@ -344,6 +344,14 @@ def test_the_drop_in_steps_under_autocast_and_a_scaler_and_leaves_when_the_run_i
 
 
 @pytest.mark.swarm
+def test_a_peer_whose_data_stalls_keeps_up_and_ends_with_the_run(local_swarm: Any) -> None:
+    one, stalled = run_peers(local_swarm(peers=2, rounds=4), "stalled")
+    assert stalled["met"] == [stalled["steps"]] == [5]  # all that its stream gave
+    assert one["steps"] > 20
+    assert one["digest"] == stalled["digest"]
+
+
+@pytest.mark.swarm
 def test_it_goes_on_by_itself_and_a_program_that_only_ends_leaves_cleanly(local_swarm: Any) -> None:
     """Without a with block, a folder or ``leave``: two processes after each other, one peer."""
     program = textwrap.dedent("""

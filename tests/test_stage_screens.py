@@ -19,6 +19,7 @@ from monitoring.history import History
 from monitoring.lines import ExchangeLog
 from monitoring.metrics import FactsCollector, exposition
 from monitoring.model import Model, Recorder
+from monitoring.own_peer import OwnPeer
 from monitoring.sinks import figures_of
 from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import frame, line
@@ -220,7 +221,9 @@ def test_a_replica_that_others_hear_is_not_missed() -> None:
     assert [one.replicas for one in stages] == [0, 1, 3, None]
     assert [one.is_empty for one in stages] == [True, False, False, False]
     words = "stage 0 of 4 has no replica: training waits; join with --stage 0"
-    text = drawn(frame(swarm_facts(view), 120, 40, own=True))
+    own = OwnPeer()
+    own.see(alone[0])
+    text = drawn(own.frame(view, swarm_facts(view), 120, 40, ()))
     assert words in text
     assert "stage 1 of 4   queue 3   in flight 4   waiting 20.8 %   dropped 10 of 100" in text
 

@@ -20,11 +20,24 @@ from rich.console import Console
 from bootstrap.demo import RunningDemo
 from bootstrap.options import DemoOptions
 from bootstrap.stage import RunEnd, Stage
+from monitoring.facts import Known, swarm_facts
+from monitoring.own_peer import OwnPeer
+from p2p_co2.cli.command import Loudness
 from p2p_co2.cli.demo import RunWatch
 from p2p_co2.cli.join import JoinWatch
+from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import RUN_OVER
-from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress, Warned
+from p2p_co2.telemetry.events import (
+    CaughtUp,
+    Event,
+    PeerFinished,
+    Progress,
+    RoundCounted,
+    StateLoading,
+    Warned,
+)
 from p2p_co2.telemetry.journal import Journal
+from p2p_co2.telemetry.view import SwarmView
 from tests.told_run import FACTS, IDS, story
 
 # ---- a whole swarm
@@ -66,6 +79,21 @@ def test_a_good_run_leaves_its_summary_and_its_picture(
     assert "2 peers" in printed  # the plain line that stands for the live table
     assert "def generated():" in printed
     assert f"written to {tmp_path}" in printed
+
+
+def test_a_quiet_run_shows_its_summary_alone_and_a_verbose_one_each_event_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [*story("ada", "bob"), *story("bob", "ada")]
+    for loudness in (Loudness.QUIET, Loudness.VERBOSE):
+        watch = RunWatch(FACTS.config, tmp_path, loudness=loudness)
+        watch.see(events)
+        assert watch.finish(end_of()) == []
+        shown = capsys.readouterr().out
+        assert "held-out loss, agreed parameters" in shown
+        commits = re.findall(r"^..:..:.. exchange 2 of fragment 1 committed", shown, re.MULTILINE)
+        assert len(commits) == (loudness is Loudness.VERBOSE)
+        assert (" of 2 peers, round" in shown) == (loudness is Loudness.VERBOSE)
 
 
 def test_peers_that_disagree_are_a_reason(tmp_path: Path) -> None:
@@ -164,18 +192,140 @@ def shown(text: io.StringIO) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.getvalue())
 
 
-def test_one_row_for_ones_own_peer_and_a_line_for_the_others() -> None:
+def counted(**weights: float) -> RoundCounted:
+    """As ada's certificate says."""
+    told = {IDS[name]: weight for name, weight in weights.items()}
+    return RoundCounted(at=121.0, peer=IDS["ada"], fragment=0, round=1, weights=told)
+
+
+def test_the_own_row_comes_first_and_then_whose_work_was_counted() -> None:
     console, text = terminal()
     watch = JoinWatch(console)
-    for event in story("ada", "bob", finish=False):
+    watch.know(RunConfig(name="demo", fragments=2, clock=ClockConfig(round_s=60.0, rounds=6)))
+    for event in (*story("ada", "bob", finish=False), counted(ada=300.0, bob=900.0)):
         watch.see(event)
     watch.say("board: http://127.0.0.1:1/\x1b[2J")
     watch.close()
-    last = shown(text)[shown(text).rindex("train") :]
-    assert "ada" in last
-    assert not re.search("~BBBBBB  ", last)
-    assert "peers reached: 1 (1 grpc)   round" in shown(text)
+    last = shown(text)[shown(text).rindex("demo   round") :].splitlines()
+    assert last[0].startswith("demo   round 2.9 of 6   3:09 left   loss ")
+    assert last[1].count("█") == round(60 * 20 / 7 / 6)
+    rows = [line.split() for line in last if line.startswith(("ada", "~BBBBBB"))]
+    assert rows[0][:5] == ["ada", "(you)", "training", "25.0", "%"]
+    assert rows[1] == ["~BBBBBB", "reached", "75.0", "%", "grpc"]
     assert "board: http://127.0.0.1:1/?[2J" in shown(text)
+
+
+def test_where_rounds_count_steps_the_time_left_goes_by_the_own_pace() -> None:
+    console, text = terminal()
+    watch = JoinWatch(console)
+    watch.know(
+        RunConfig(
+            name="demo", fragments=2, clock=ClockConfig(mode="steps", inner_steps_per_round=21, rounds=6)
+        )
+    )
+    for event in story("ada", "bob", finish=False):  # 60 inner steps in 20 s
+        watch.see(event)
+    watch.close()
+    assert "demo   round 2.9 of 6   0:22 left" in shown(text)
+
+
+def loading(received_bytes: int, *fragments: int) -> StateLoading:
+    return StateLoading(
+        at=101.0, peer=IDS["ada"], fragments=fragments, received_bytes=received_bytes,
+        total_bytes=80_000_000, donors=3,
+    )  # fmt: skip
+
+
+def caught_up(fragment: int) -> CaughtUp:
+    return CaughtUp(
+        at=102.0, peer=IDS["ada"], fragment=fragment, from_version=0, to_version=1, how="state",
+        donor=IDS["bob"], bytes=1, duration_s=1.0,
+    )  # fmt: skip
+
+
+def test_a_bar_shows_how_far_the_state_is_until_it_is_there() -> None:
+    own, view = OwnPeer(), SwarmView()
+    for event in (started(IDS["ada"], 100.0), loading(20_000_000, 0, 1), caught_up(0)):
+        view.add(event)
+        own.see(event)
+    known = Known(view, 103.0, me=IDS["ada"])
+
+    def picture() -> str:
+        console, text = terminal()
+        console.print(own.frame(known, swarm_facts(known), 120, 40, ()))
+        return shown(text)
+
+    assert "loading the agreed state: 20.0 MB of 80.0 MB from 3 peers (25%)" in picture()
+    assert "█" * 15 + "░" * 45 in picture()
+    assert "20.0 MB of 80.0 MB" in own.line(known, swarm_facts(known))
+    own.see(caught_up(1))
+    assert "loading" not in picture()
+
+
+def test_a_log_tells_how_far_the_state_is() -> None:
+    console, text = log()
+    watch = JoinWatch(console)
+    watch.see(started(IDS["ada"], 100.0))
+    watch.see(replace(loading(20_000_000, 0), at=111.0))
+    assert text.getvalue().rstrip().endswith("20.0 MB of 80.0 MB from 3 peers")
+
+
+def test_a_ctrl_c_is_answered_and_the_last_words_say_what_was_given_and_how_to_come_back() -> None:
+    for console, text in (terminal(), log()):
+        watch = JoinWatch(console, come_back="p2p-co2 join @ticket --upload 2M")
+        for event in (*story("ada", "bob", finish=False), counted(ada=300.0, bob=900.0)):
+            watch.see(event)
+        assert "leaving" not in shown(text)
+        watch.leave()
+        assert "leaving after this inner step" in shown(text)
+        assert "Ctrl-C again ends at once" in " ".join(shown(text).split())
+        watch.see(finished("stopped"))
+        watch.close()
+        assert shown(text).splitlines()[-3:] == [
+            "left: stopped; agreed state abababababababab",
+            "contributed: 6,000 tokens in 0:22, work in 1 round, 25.0 % of what was counted meanwhile",
+            "to come back: p2p-co2 join @ticket --upload 2M",
+        ]
+
+
+def test_of_a_run_that_is_over_the_last_words_say_where_the_model_is() -> None:
+    console, text = log()
+    watch = JoinWatch(console, come_back="p2p-co2 join @ticket", folder=Path("runs/me"))
+    watch.see(started(IDS["ada"]))
+    watch.see(finished("the run is over"))
+    watch.close()
+    assert "the model: p2p-co2 model runs/me/checkpoint --out DIR" in shown(text)
+    assert "to come back" not in shown(text)
+
+
+def test_quiet_says_warnings_and_last_words_and_verbose_says_each_round() -> None:
+    warned = Warned(at=122.0, peer=IDS["ada"], text="the disk is nearly full")
+    for make in (terminal, log):
+        for loudness, is_loud in ((Loudness.QUIET, False), (Loudness.VERBOSE, True)):
+            console, text = make()
+            watch = JoinWatch(console, loudness)
+            watch.say("looking for the swarm ...")
+            for event in (*story("ada", "bob", finish=False), warned, finished("stopped")):
+                watch.see(event)
+            watch.close()
+            assert ("looking for" in shown(text)) == is_loud
+            assert bool(re.search(r"..:..:.. .*fragment 0.* committed", shown(text))) == is_loud
+            assert ("the disk is nearly full" in shown(text)) or is_loud
+            assert "left: stopped" in shown(text)
+            if not is_loud:
+                assert len(shown(text).splitlines()) == 3
+
+
+def finished(reason: str) -> PeerFinished:
+    return PeerFinished(
+        at=122.0, peer=IDS["ada"], reason=reason, digest="ab" * 32, versions=(1,), carriers={},
+        peak_memory_bytes=1,
+    )  # fmt: skip
+
+
+def log() -> tuple[Console, io.StringIO]:
+    text = io.StringIO()
+    return Console(file=text, width=150), text
 
 
 def test_a_peer_that_was_refused_leaves_no_table() -> None:
@@ -202,7 +352,7 @@ def test_the_terminal_is_given_back_with_the_last_words() -> None:
     )  # fmt: skip
     watch.close()
     watch.close()
-    assert shown(text).rstrip().endswith("left: stopped; agreed state abababababababab")
+    assert "left: stopped; agreed state abababababababab\n" in shown(text)
     assert shown(text).count("left: stopped") >= 1
     assert text.getvalue().rindex("\x1b[?25h") > text.getvalue().rindex("\x1b[?25l")  # the cursor is back
     watch.say("after the end")

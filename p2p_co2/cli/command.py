@@ -40,6 +40,8 @@ class Loudness(IntEnum):
 
 LOUDNESS = ContextVar("loudness", default=Loudness.NORMAL)
 """Of the command that runs."""
+LINE = ContextVar[Sequence[str]]("line", default=("p2p-co2",))
+"""The command line as it was typed, the program first."""
 _VERBOSE = Annotated[bool, says("Say more; with an error, where it arose.", "--verbose", "-v")]
 _QUIET = Annotated[bool, says("Only warnings, errors and results.", "--quiet", "-q")]
 

@@ -21,7 +21,7 @@ import typer
 
 from bootstrap.options import says
 from p2p_co2.cli import models, organise, try_out, views, volunteer
-from p2p_co2.cli.command import LOUDNESS, SETTINGS, Commands, Loudness, add
+from p2p_co2.cli.command import LINE, LOUDNESS, SETTINGS, Commands, Loudness, add
 from p2p_co2.cli.gather import gather
 from p2p_co2.cli.mistakes import Mistake, explained
 from p2p_co2.cli.model import model
@@ -56,6 +56,7 @@ GROUPS: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
         "resume": (volunteer.resume, "Have it go on."),
     },
     "Look": {
+        "status": (views.status, "How a run is, in some lines."),
         "watch": (views.watch, "A run in this terminal."),
         "board": (views.board, "A run in a browser."),
         "metrics": (views.metrics, "A run's figures to TensorBoard or Weights & Biases."),
@@ -78,6 +79,7 @@ add(app, "Look", "export", "Former name of metrics.", views.export, hidden=True)
 def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> int:
     """Run one command. Returns the exit status of an error; a command that ends by itself raises
     ``SystemExit``."""
+    LINE.set([program, *(sys.argv[1:] if arguments is None else arguments)])
     try:
         status = app(
             args=None if arguments is None else list(arguments), prog_name=program, standalone_mode=False

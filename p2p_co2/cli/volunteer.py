@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 
 from bootstrap.options import Parent, says
 from p2p_co2.cli import options as shared
-from p2p_co2.cli.command import LOUDNESS, Loudness
+from p2p_co2.cli.command import LINE, LOUDNESS, Loudness
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.system.folders import OLD_PEER, data_home, peer_folder, peer_folders
@@ -169,7 +170,8 @@ def join(
     from p2p_co2.cli.join import JoinWatch
 
     hand_over()
-    join_run(options, JoinWatch())
+    again = "" if parent else _again(config.folder)
+    join_run(options, JoinWatch(loudness=LOUDNESS.get(), come_back=again, folder=config.folder))
 
 
 def _peer_folder(ticket: str) -> Path:
@@ -179,6 +181,15 @@ def _peer_folder(ticket: str) -> Path:
     if folder == OLD_PEER:
         print(f"going on in {folder}, which is of this run; new ones are kept in {data_home() / 'runs'}")
     return folder
+
+
+def _again(folder: Path) -> str:
+    """The command that goes on later where this one ends."""
+    anew = {"--start-over", "--restart-stage"}
+    words = [f"@{folder}/ticket" if word == "-" else word for word in LINE.get() if word not in anew]
+    if folder.name.startswith("peer-") and folder.is_relative_to(data_home()):
+        words += ["--folder", str(folder)]  # the first free one may be another's by then
+    return shlex.join(words)
 
 
 PeerFolder = Annotated[

@@ -10,6 +10,7 @@ the model's. It leaves when the run is over, by ``leave``, or when the program e
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Unpack
@@ -41,7 +42,7 @@ class Optimizer(Optimizers):
         self._counter = BatchCounter(model)
         self._reported: tuple[int | Tensor, float | Tensor] | None = None
         # Before the threads that leaving needs are ended: ``atexit`` comes after that.
-        threading._register_atexit(self.leave)  # type: ignore[attr-defined]
+        threading._register_atexit(self._leave_at_exit)  # type: ignore[attr-defined]
 
     def report(self, tokens: int | Tensor, loss: float | Tensor = float("nan")) -> None:
         """What the next step was made of, in the place of what was seen."""
@@ -59,3 +60,7 @@ class Optimizer(Optimizers):
         """Leave the swarm; steps go on without it. May be called twice."""
         self._counter.close()
         self.swarm.leave()
+
+    def _leave_at_exit(self) -> None:
+        self._counter.close()
+        self.swarm.leave(error=getattr(sys, "last_value", None))

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from p2p_co2.errors import EnvironmentFault
 
@@ -173,7 +173,7 @@ class StopSignals:
         self.asked = False
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._handle)
         return self

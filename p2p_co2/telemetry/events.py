@@ -263,7 +263,7 @@ class CaughtUp(Event):
 
 
 class StateLoading(Event):
-    """Every 10 s while agreed states of ``fragments`` are being loaded from ``donors`` peers."""
+    """Every 2 s while agreed states of ``fragments`` are being loaded from ``donors`` peers."""
 
     fragments: tuple[int, ...]
     received_bytes: int

@@ -46,7 +46,7 @@ and in any case after ``PATIENCE_S``."""
 REPEAT_TIMES, REPEAT_FLOOR_S = 3.0, 0.5
 """An idle donor repeats a chunk that another owes for so many times what it needs itself, at least the
 second; where that is not known, for what the slowest lines take: ``PATIENCE_S`` for the largest chunk."""
-TELL_EVERY_S = 10.0
+TELL_EVERY_S = 2.0
 """So often it is told how far the loading of states is."""
 
 Owed = tuple[int, int]
