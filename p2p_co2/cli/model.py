@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from bootstrap.options import OwnRecipe, says
+from p2p_co2.cli.models import checkpoint_of
 from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.ticket import PREFIX, read_ticket
 
@@ -16,7 +17,7 @@ from p2p_co2.ticket import PREFIX, read_ticket
 def model(
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help="A checkpoint's folder, a ticket, or @FILE: the run goes on."),
+        typer.Argument(metavar="SOURCE", help="A peer's folder, or a ticket or @FILE: the run goes on."),
     ],
     out: Annotated[Path, says("A new folder: safetensors, config, and what the recipe adds.", metavar="DIR")],
     recipe: OwnRecipe = "",
@@ -46,7 +47,7 @@ def model(
             print(f"the model of {taken[0].came_to}, as the swarm agrees on it", flush=True)
             notes = write_model(whole, out, recipe, base)
     else:
-        notes = write_model(Path(source), out, recipe, base)
+        notes = write_model(checkpoint_of(Path(source)), out, recipe, base)
     for note in notes:
         print(f"note: {note}")
     print(f"written to {out}")

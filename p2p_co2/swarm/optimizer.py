@@ -18,10 +18,10 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.swarm.counting import BatchCounter
 from p2p_co2.swarm.joining import Options, join
 from p2p_co2.swarm.swarm import Swarm
-from p2p_co2.trainer.optimizers import Optimizers
 
 
 class Optimizer(Optimizers):
