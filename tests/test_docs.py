@@ -182,6 +182,13 @@ def test_commands_and_options_exist(path: Path) -> None:
     assert not [(words, wrong) for words in commands_in(path) if (wrong := wrong_with(words))]
 
 
+@pytest.mark.parametrize("path", WRITTEN, ids=name_of)
+def test_files_of_the_repository_exist(path: Path) -> None:
+    folders = "examples|benchmarks|monitoring|packaging|tests|docs|p2p_co2"
+    spans = re.findall(rf"`((?:{folders})/[\w./-]*\w\.\w+)", path.read_text())
+    assert not [span for span in spans if not (ROOT / span).exists()]
+
+
 def test_the_check_of_commands_sees_what_is_wrong() -> None:
     assert wrong_with(["p2p-co2", "jion", "TICKET"]) == "jion"
     assert wrong_with(["p2p-co2", "join", "TICKET", "--uplaod", "2M"]) == "--uplaod"
