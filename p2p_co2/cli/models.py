@@ -12,7 +12,15 @@ import typer
 from bootstrap.options import OwnRecipe, says
 from p2p_co2.system.ctrl_c import hand_over, take_back
 
-Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")]
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or that of a peer.")
+]
+
+
+def checkpoint_in(folder: Path) -> Path:
+    """The folder of the checkpoint in a peer's ``folder``; any other is one itself."""
+    inner = folder / "checkpoint"
+    return inner if inner.is_dir() else folder
 
 
 def sample(
@@ -27,7 +35,7 @@ def sample(
     from p2p_co2.trained import Trained
 
     hand_over()
-    print(Trained.load(checkpoint, recipe).sample(prompt, length, seed))
+    print(Trained.load(checkpoint_in(checkpoint), recipe).sample(prompt, length, seed))
 
 
 def evaluate(
@@ -41,6 +49,7 @@ def evaluate(
     from p2p_co2.trained import Trained
 
     hand_over()
+    checkpoint = checkpoint_in(checkpoint)
     loss = Trained.load(checkpoint, recipe).held_out_loss()
     if not as_json:
         print(f"{loss:.4f}")
