@@ -1,6 +1,6 @@
 """A training program as users of ``co2.join`` and ``co2.Optimizer`` write theirs, for ``co2.local_swarm``.
 
-    python tests/front_door_peer.py join|optimizer
+    python tests/front_door_peer.py join|optimizer|stalled
 
 The model ties its head to its embedding, is frozen in part, and is compiled in every second peer.
 """
@@ -11,12 +11,14 @@ import hashlib
 import json
 import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import p2p_co2 as co2
 from p2p_co2.telemetry.events import Event
@@ -94,11 +96,37 @@ def by_optimizer(plain: Tied, model: Any, events: list[Event]) -> tuple[co2.Swar
     return optimizer.swarm, [steps]
 
 
+class Stalls(IterableDataset[Tensor]):
+    """A stream whose source is gone after some examples: it waits for ever."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from WORDS[:40]
+        threading.Event().wait()
+
+
+def by_stalled_stream(plain: Tied, model: Any, events: list[Event]) -> tuple[co2.Swarm, list[int]]:
+    """Peer 1's data stalls: it ends with the run all the same."""
+    loader: Any = DataLoader(Stalls() if PEER else WORDS, batch_size=8)  # type: ignore[arg-type]
+    steps = 0
+    optimizer = torch.optim.SGD(plain.parameters(), 1e-2)
+    with co2.join(model, optimizer, min_peers=2, on_event=events.append) as swarm:
+        for batch in swarm.until_done(loader):
+            loss = loss_of(model, batch)
+            loss.backward()
+            swarm.step(loss, tokens=batch.numel())
+            steps += 1
+            time.sleep(0.005)
+    return swarm, [steps]
+
+
+KINDS = {"join": by_join, "optimizer": by_optimizer, "stalled": by_stalled_stream}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     events, plain = list[Event](), Tied()
     model = torch.compile(plain, backend="eager") if PEER else plain
-    swarm, met = (by_join if sys.argv[1] == "join" else by_optimizer)(plain, model, events)
+    swarm, met = KINDS[sys.argv[1]](plain, model, events)
     with swarm.agreed() as same:
         agreed = held_out(same)
     state = swarm.state_dict()

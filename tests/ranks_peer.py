@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import p2p_co2
 
@@ -29,9 +30,9 @@ WIDTH, BATCH = 10, 8
 class Model(nn.Module):
     """Odd numbers of rows, a tied head, a frozen base, running statistics."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.embed = nn.Linear(5, WIDTH, bias=False)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, WIDTH)) for _ in range(3)
@@ -63,35 +64,54 @@ def wrapped(model: Model, how: str) -> nn.Module:
     return model
 
 
+def values(model: nn.Module) -> list[Tensor]:
+    """What of the parameters lies here."""
+    local = [one.to_local() if isinstance(one, DTensor) else one for one in model.parameters()]
+    return [one.detach().clone() for one in local]
+
+
+def look_at_agreed(peer: p2p_co2.Peer, model: nn.Module, inputs: Tensor) -> None:
+    """Have the agreed parameters in place for an evaluation, and tell how it was."""
+    before = values(model)
+    with peer.agreed() as there, torch.no_grad():
+        is_other = not all(map(torch.equal, values(model), before))
+        there(inputs)
+    is_back = all(map(torch.equal, values(model), before))
+    print("agreed in place:", "other than live," * is_other, "and back" * is_back, flush=True)
+
+
 def main() -> None:
     ticket, folder, given = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    options: dict[str, Any] = {"how": "plain", "seed": 1, "steps": 10**6, "step_s": 0.0, **given}
+    options: dict[str, Any] = {"how": "plain", "steps": 10**6, "step_s": 0.0, "min_peers": 1, **given}
     torch.set_num_threads(1)
     if options["how"] != "plain":
         dist.init_process_group("gloo")
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    model = wrapped(Model(), options["how"])
+    model = wrapped(Model(options.get("model", [0, 0])[rank] if ranks == 2 else 0), options["how"])
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
-    min_peers, every_s = options.get("min_peers", 1), options.get("every_s", 1.0)
-    config = p2p_co2.PeerConfig(folder=folder, board=False, min_peers=min_peers, checkpoint_every_s=every_s)
+    config = p2p_co2.PeerConfig(
+        folder=folder, board=False, min_peers=options["min_peers"], checkpoint_every_s=1.0
+    )
     with p2p_co2.join(ticket, model, optimizer, config) as peer:
         print(f"rank {rank} starts at {peer.inner_steps} of round {peer.position:.2f}", flush=True)
         for _ in range(options["steps"]):
-            inputs = batch(options["seed"], peer.inner_steps, rank, ranks)
+            inputs = batch(options.get("seed", 1), peer.inner_steps, rank, ranks)
+            is_last = options.get("die") == [rank, peer.inner_steps]
+            if is_last and options["where"] == "backward":
+                os._exit(9)
             loss = (model(inputs) - inputs.sin()).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             time.sleep(options["step_s"])
-            if options.get("die") == [rank, peer.inner_steps]:
+            if is_last and options["where"] == "step":
                 os._exit(9)
+            if is_last and options["where"] == "save":
+                peer.save()
             if not peer.step(tokens=len(inputs), loss=loss):
                 break
             if peer.inner_steps == options.get("measure"):
-                with peer.agreed() as there:
-                    there(inputs)
-        if options.get("save"):
-            peer.save()
+                look_at_agreed(peer, model, inputs)
     if agreed := peer.agreed_parameters():
         save_file({name: one.clone() for name, one in agreed.items()}, folder / "agreed.safetensors")
     print(f"rank {rank} ends after {peer.inner_steps} loss {loss.item():.5f}", flush=True)

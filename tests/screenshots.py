@@ -22,7 +22,7 @@ from selenium.webdriver.common.by import By
 from tests.browser import board, browser, missing, wait_for, whole_page
 from tests.swarms import ENVIRONMENT, ROOT
 
-SECONDS = 180
+SECONDS = 300
 PAGES = {
     "swarm": "",
     "run": "run",
@@ -155,12 +155,14 @@ def _own(folder: Path) -> None:
     with board(["-m", "tests.board_server", "own"]) as address:
         for mode, options in MODES.items():
             with browser(**options) as driver:
-                _picture(driver, address, "you", folder / f"own-{mode}.png", mode == "phone")
-                _picture(driver, f"{address}peers", "peers-count", folder / f"own-peers-{mode}.png",
-                         mode == "phone")  # fmt: skip
+                driver.get(f"{address}peers")
+                wait_for(driver, "peers-count")
                 driver.find_element(By.CSS_SELECTOR, "[data-testid=ask]").click()
                 time.sleep(0.5)
                 driver.save_screenshot(str(folder / f"own-words-{mode}.png"))
+                for name, path, ready in (("own", "", "you"), ("own-peers", "peers", "peers-count")):
+                    picture = folder / f"{name}-{mode}.png"
+                    _picture(driver, address + path, ready, picture, mode == "phone")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,9 @@ def test_the_swarm_adds_at_most_five_lines_to_a_loop() -> None:
 @pytest.mark.swarm
 def test_the_readmes_loop_and_the_example_train_together(tmp_path: Path) -> None:
     run = read_run_config(ROOT / "examples" / "own_loop.toml")
-    run = run.model_copy(update={"recipe_digest": recipe_digest(run.recipe, run.recipe_options)})
+    clock = run.clock.model_copy(update={"rounds": 5})
+    digest = recipe_digest(run.recipe, run.recipe_options)
+    run = run.model_copy(update={"recipe_digest": digest, "clock": clock})
     (tmp_path / "my_loop.py").write_text(first_block())
     with swarm(tmp_path, run) as running:
         for name in ("one", "two"):

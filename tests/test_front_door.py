@@ -23,12 +23,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import p2p_co2 as co2
 from p2p_co2.errors import ConfigError, TicketError
+from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.swarm.counting import BatchCounter, batch_tokens
 from p2p_co2.swarm.data import Fetching, PeerOrder, Stopped, passes, reseed
 from p2p_co2.telemetry.events import PeerStarted, Progress
 from p2p_co2.telemetry.journal import read_events
 from p2p_co2.testing import TestSwarm
-from p2p_co2.trainer.optimizers import Optimizers
 
 
 def small_model() -> nn.Module:
@@ -341,6 +341,14 @@ def test_the_drop_in_steps_under_autocast_and_a_scaler_and_leaves_when_the_run_i
     for peer in peers:
         assert peer["steps"] == peer["met"][0] - 1  # one step was skipped by the scaler
         assert peer["agreed"] < 2.5
+
+
+@pytest.mark.swarm
+def test_a_peer_whose_data_stalls_keeps_up_and_ends_with_the_run(local_swarm: Any) -> None:
+    one, stalled = run_peers(local_swarm(peers=2, rounds=4), "stalled")
+    assert stalled["met"] == [stalled["steps"]] == [5]  # all that its stream gave
+    assert one["steps"] > 20
+    assert one["digest"] == stalled["digest"]
 
 
 @pytest.mark.swarm

@@ -28,7 +28,7 @@ class Trainer:
         self._thread = SimpleNamespace(view=SimpleNamespace(live_trainers=lambda: others))
         self.measured: list[float] = []
 
-    def has_turn(self, number: int, is_ready: bool = True) -> bool:
+    def has_turn(self, number: int, is_ready: bool) -> bool:
         peer: Any = self
         return Peer.has_turn(peer, number, is_ready)
 

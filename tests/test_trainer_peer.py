@@ -24,7 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.lr_scheduler import LinearLR
 
 from p2p_co2.config import PeerConfig, PipelineConfig, RunConfig, read_peer_config
-from p2p_co2.errors import ConfigError, LocalProtocolError
+from p2p_co2.errors import ConfigError, LocalProtocolError, P2PCo2Error
 from p2p_co2.node.network import Held
 from p2p_co2.peer_options import listening, peer_config
 from p2p_co2.protocol.wire.identity import Identity
@@ -32,6 +32,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.folder import load
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import Connection, connect, join
+from p2p_co2.trainer.exchanged_model import check_model
 from p2p_co2.trainer.figures import mean_loss, tokens_of
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.rates import TWO_SCHEDULES
@@ -834,7 +835,7 @@ def one_process() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def sharded() -> Made:
+def sharded_after_the_optimizer() -> Made:
     from torch.distributed.fsdp import fully_shard
 
     model = plain()
@@ -860,15 +861,25 @@ def parallel() -> Made:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (sharded, r"is shared between processes .*; start it with torchrun"),
+        (sharded_after_the_optimizer, "optimizer: holds none of the model's parameters"),
         (sharded_by_a_wrapper, "model: 0: is wrapped by .*; shard it with .*fully_shard"),
-        (parallel, r"model: 0: is shared between processes .*; start it with torchrun"),
+        (parallel, "ticket"),  # looked at next: the model is right, in a group of one, too
     ],
 )
-def test_what_other_processes_share_is_refused(make: Callable[[], Made], words: str) -> None:
+def test_a_group_of_one_shares_with_nobody(make: Callable[[], Made], words: str) -> None:
     model, optimizer = make()
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(P2PCo2Error, match=words):
         join("no ticket", model, optimizer)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("make", [parallel, sharded_after_the_optimizer])
+def test_what_processes_share_is_refused_outside_a_group(make: Callable[[], Made]) -> None:
+    model, optimizer = make()
+    with pytest.raises(
+        ConfigError, match=r"model: 0.*: is shared between processes .*: start .* with torchrun"
+    ):
+        check_model(model, optimizer)
 
 
 @pytest.mark.parametrize(

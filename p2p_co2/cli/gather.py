@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bootstrap.options import OwnRecipe, says
-from p2p_co2.cli.models import checkpoint_in
+from p2p_co2.cli.models import checkpoint_of
 from p2p_co2.errors import ConfigError
 from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.ticket import PREFIX, read_ticket
@@ -39,7 +39,7 @@ def gather(
     if tickets:
         taken = gather_swarm(tickets[0], out, recipe)
     else:
-        taken = gather_folders([checkpoint_in(Path(source)) for source in sources], out, recipe)
+        taken = gather_folders([checkpoint_of(Path(source)) for source in sources], out, recipe)
     for source in taken:
         what = source.holds if len(taken) > 1 else "whole model"
         print(f"{what}: {source.came_to}" + ("" if tickets else f", from {source.folder}"))

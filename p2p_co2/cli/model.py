@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from bootstrap.options import OwnRecipe, says
-from p2p_co2.cli.models import checkpoint_in
+from p2p_co2.cli.models import checkpoint_of
 from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.ticket import PREFIX, read_ticket
 
@@ -50,7 +50,7 @@ def model(
             print(f"the model of {taken[0].came_to}, as the swarm agrees on it", flush=True)
             notes = write_model(whole, out, recipe, base)
     else:
-        notes = write_model(checkpoint_in(Path(source)), out, recipe, base)
+        notes = write_model(checkpoint_of(Path(source)), out, recipe, base)
     for note in notes:
         print(f"note: {note}")
     print(f"written to {out}")

@@ -12,15 +12,17 @@ import typer
 from bootstrap.options import OwnRecipe, says
 from p2p_co2.system.ctrl_c import hand_over, take_back
 
+
+def checkpoint_of(folder: Path) -> Path:
+    """The checkpoint in the folder of a peer or a demo; any other folder is taken for one itself."""
+    inside = folder / "checkpoint"
+    return inside if inside.is_dir() else folder
+
+
 Checkpoint = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or that of a peer.")
+    Path,
+    typer.Argument(metavar="CHECKPOINT", help="A peer's folder, or its checkpoint.", callback=checkpoint_of),
 ]
-
-
-def checkpoint_in(folder: Path) -> Path:
-    """The folder of the checkpoint in a peer's ``folder``; any other is one itself."""
-    inner = folder / "checkpoint"
-    return inner if inner.is_dir() else folder
 
 
 def sample(
@@ -35,7 +37,7 @@ def sample(
     from p2p_co2.trained import Trained
 
     hand_over()
-    print(Trained.load(checkpoint_in(checkpoint), recipe).sample(prompt, length, seed))
+    print(Trained.load(checkpoint, recipe).sample(prompt, length, seed))
 
 
 def evaluate(
@@ -49,7 +51,6 @@ def evaluate(
     from p2p_co2.trained import Trained
 
     hand_over()
-    checkpoint = checkpoint_in(checkpoint)
     loss = Trained.load(checkpoint, recipe).held_out_loss()
     if not as_json:
         print(f"{loss:.4f}")

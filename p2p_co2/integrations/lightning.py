@@ -76,8 +76,7 @@ class SwarmCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self.swarm is not None:
-            self.swarm.stop()
-            self.swarm.leave(f"{type(exception).__name__} in the training loop")
+            self.swarm.leave(error=exception)
 
 
 def _loss_of(outputs: Any) -> float | Tensor:

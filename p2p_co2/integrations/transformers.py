@@ -132,8 +132,8 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
             self.swarm.leave(reason)
 
     def _leave_at_exit(self) -> None:
-        error = getattr(sys, "last_value", None)
-        self.leave("" if error is None else f"{type(error).__name__} in the training loop")
+        if self.swarm is not None and self._counter is not None:
+            self.swarm.leave(error=getattr(sys, "last_value", None))
 
 
 def _rates_of(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -2,6 +2,8 @@
 
     loader = DataLoader(co2.shard(dataset, swarm), batch_size=8)     # or swarm.until_done(any_loader)
 
+Ranks of a torchrun group go in orders of their own, too, but for samplers that deal the data out to them.
+
 The order follows from the run's seed, the peer's id and the epoch: a peer that starts again goes on with an
 order that it has not had. Nothing is cut out of the data: peers come and go, and each may see all of it.
 """
@@ -16,6 +18,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     Dataset,
@@ -52,7 +55,7 @@ def shard(dataset: Any, swarm: Seeded, buffer: int = BUFFER) -> Any:
     if type(dataset).__module__.partition(".")[0] == "datasets":
         streams = hasattr(dataset, "_ex_iterable") or not hasattr(dataset, "__len__")
         more = {"buffer_size": buffer} if streams else {}
-        return dataset.shuffle(seed=seed_of(0) % 2**32, **more)
+        return dataset.shuffle(seed=(seed_of(0) + _rank()) % 2**32, **more)
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return ShuffledDataset(dataset, seed_of)
     if hasattr(dataset, "__iter__") and iter(dataset) is not dataset:
@@ -64,14 +67,14 @@ def shard(dataset: Any, swarm: Seeded, buffer: int = BUFFER) -> Any:
 class PeerOrder(Sampler[int]):
     """All of ``range(length)`` once in each epoch, in this peer's order of it. ``set_epoch`` before each."""
 
-    def __init__(self, length: int, seed_of: SeedOf) -> None:
-        self._length, self._seed_of, self._epoch = length, seed_of, 0
+    def __init__(self, length: int, seed_of: SeedOf, rank: int = 0) -> None:
+        self._length, self._seed_of, self._epoch, self._rank = length, seed_of, 0, rank
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        return iter(_order(self._length, self._seed_of(self._epoch)))
+        return iter(_order(self._length, self._seed_of(self._epoch) + self._rank))
 
     def __len__(self) -> int:
         return self._length
@@ -83,10 +86,10 @@ class _Epochs:
 
     def __init__(self, seed_of: SeedOf) -> None:
         self._seed_of = seed_of
-        self._seed = torch.tensor(seed_of(0)).share_memory_()  # type: ignore[no-untyped-call]
+        self._seed = torch.tensor(seed_of(0) + _rank()).share_memory_()  # type: ignore[no-untyped-call]
 
     def set(self, epoch: int) -> None:
-        self._seed.fill_(self._seed_of(epoch))
+        self._seed.fill_(self._seed_of(epoch) + _rank())
 
     @property
     def seed(self) -> int:
@@ -144,10 +147,11 @@ def reseed(loader: Any, epoch: int, seed_of: SeedOf) -> None:
     or whatever has ``set_epoch``. A sampler of the user's own keeps its order, with this peer's seed if it
     has a generator."""
     seed = seed_of(epoch)
+    own = seed + _rank()
     for part in (loader, getattr(loader, "dataset", None)):
         _tell_epoch(part, epoch)
     if hasattr(loader, "generator"):
-        loader.generator = torch.Generator().manual_seed(seed)
+        loader.generator = torch.Generator().manual_seed(own)
     holder: Any = loader
     sampler: Any = getattr(loader, "sampler", None)
     inner = getattr(loader, "batch_sampler", None)
@@ -158,11 +162,12 @@ def reseed(loader: Any, epoch: int, seed_of: SeedOf) -> None:
         sampler.seed = seed % 2**31
     elif _is_plain(sampler) and type(holder) is BatchSampler and not _is_shuffled(loader):
         assert isinstance(sampler, RandomSampler | SequentialSampler)
-        holder.sampler = sampler = PeerOrder(len(sampler), seed_of)
+        is_dealt_out = holder is not loader.batch_sampler  # by a wrapper, from one order
+        holder.sampler = sampler = PeerOrder(len(sampler), seed_of, 0 if is_dealt_out else _rank())
     elif hasattr(sampler, "initial_seed"):  # accelerate's
         sampler.initial_seed = seed
     elif hasattr(sampler, "generator"):
-        sampler.generator = torch.Generator().manual_seed(seed)
+        sampler.generator = torch.Generator().manual_seed(own)
     _tell_epoch(sampler, epoch)
 
 
@@ -180,6 +185,11 @@ def _is_shuffled(loader: Any) -> bool:
 def _tell_epoch(part: Any, epoch: int) -> None:
     if callable(tell := getattr(part, "set_epoch", None)):
         tell(epoch)
+
+
+def _rank() -> int:
+    """This process's number in its torchrun group; 0 outside one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _order(length: int, seed: int) -> list[int]:

@@ -10,17 +10,18 @@ the model's. It leaves when the run is over, by ``leave``, or when the program e
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.swarm.counting import BatchCounter
 from p2p_co2.swarm.joining import Options, join
 from p2p_co2.swarm.swarm import Swarm
-from p2p_co2.trainer.optimizers import Optimizers
 
 
 class Optimizer(Optimizers):
@@ -40,22 +41,35 @@ class Optimizer(Optimizers):
         self.swarm: Swarm = join(model, given, **options)
         self._counter = BatchCounter(model)
         self._reported: tuple[int | Tensor, float | Tensor] | None = None
+        self._is_fresh = True
+        """Nothing was trained since it joined."""
         # Before the threads that leaving needs are ended: ``atexit`` comes after that.
-        threading._register_atexit(self.leave)  # type: ignore[attr-defined]
+        threading._register_atexit(self._leave_at_exit)  # type: ignore[attr-defined]
 
     def report(self, tokens: int | Tensor, loss: float | Tensor = float("nan")) -> None:
         """What the next step was made of, in the place of what was seen."""
         self._reported = tokens, loss
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        result = super().step(closure)
+        result, self._is_fresh = super().step(closure), False
         seen, self._reported = self._reported or self._counter.take(), None
         tokens, loss = seen
         if not self.swarm.done and not self.swarm.exchange(tokens, loss):
             self.leave()
         return result
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of ``inner``. Before the first step the model gets the swarm's parameters again: programs that
+        go on from a checkpoint of their own have loaded that one's before."""
+        super().load_state_dict(state_dict)
+        if self._is_fresh:
+            self.swarm.load_agreed()
+
     def leave(self) -> None:
         """Leave the swarm; steps go on without it. May be called twice."""
         self._counter.close()
         self.swarm.leave()
+
+    def _leave_at_exit(self) -> None:
+        self._counter.close()
+        self.swarm.leave(error=getattr(sys, "last_value", None))

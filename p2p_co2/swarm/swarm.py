@@ -27,7 +27,6 @@ from p2p_co2.swarm.data import Stopped, passes
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.tensors.pretrained import write_pretrained
 from p2p_co2.trainer.agreed_loss import AgreedLoss
-from p2p_co2.trainer.exchanged_model import trained_parameters
 from p2p_co2.trainer.ranked_peer import AnyPeer
 from p2p_co2.trainer.stage_peer import data_seed
 
@@ -118,7 +117,7 @@ class Swarm:
     # ---- data
 
     def until_done(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
-        """Batches of ``loader``, round after round of it, until the run is over; then this peer has left, and
+        """Batches of ``loader``, pass after pass of it, until the run is over; then this peer has left, and
         what it agreed on is final.
 
         Each pass is in this peer's own order: of a ``DataLoader``, shuffled or not, and of whatever has
@@ -169,14 +168,10 @@ class Swarm:
 
     def load_agreed(self) -> None:
         """Put the agreed parameters into the model for good, in the place of the live ones: after ``leave``
-        or the run's end, and before the first step. Price: two copies of them meanwhile."""
+        or the run's end, and before the first step."""
         self._settle()
-        trained = list(trained_parameters(self.model).values())
-        with self.peer.agreed():
-            agreed = [parameter.detach().clone() for parameter in trained]
-        with torch.no_grad():
-            for parameter, values in zip(trained, agreed, strict=True):
-                parameter.copy_(values)
+        with self.peer.agreed(back=False):
+            pass
 
     def _settle(self) -> None:
         """Once the run is over, what is agreed is what its last round brings."""
@@ -222,21 +217,24 @@ class Swarm:
         """End a pause."""
         self.peer.go_on()
 
-    def leave(self, reason: str = "") -> None:
-        """Finish what is in flight, save, say goodbye. May be called twice."""
+    def leave(self, reason: str = "", error: BaseException | None = None) -> None:
+        """Finish what is in flight, save, say goodbye. May be called twice. ``error``: the one that ended the
+        loop, of which others are told; of several ranks that are one peer it ends all."""
         self.done = True
         try:
-            self.peer.leave(reason)
+            if error is None:
+                self.peer.leave(reason)
+            else:
+                self.peer.__exit__(type(error), error, None)
         finally:
             if self._journal is not None:
                 self._journal.close()
 
     def __enter__(self) -> Swarm:
+        self.peer.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self.peer.stop()
-        self.leave("" if kind is None else f"{kind.__name__} in the training loop")
+        self.leave(error=error)

@@ -196,8 +196,8 @@ _OLD_FSDP = (
     "torch.distributed.fsdp.fully_shard instead, before the optimizer is made"
 )
 _ALONE = (
-    "is shared between processes (DistributedDataParallel, fully_shard), and this process is in no group of "
-    "several; start it with torchrun and call p2p_co2.join on every rank, or give the whole model itself"
+    "is shared between processes (DistributedDataParallel, fully_shard): start the program with torchrun and "
+    "call p2p_co2.join on every rank, or give each process the whole model itself"
 )
 _CUT = "fully_shard along the first dimension is what a peer's ranks exchange; or freeze it"
 _PLAIN = (

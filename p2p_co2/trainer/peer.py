@@ -8,7 +8,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -209,8 +209,8 @@ class Peer:
         return full_state(unwrapped(self._plan.model), self.agreed_parameters())
 
     @contextmanager
-    def agreed(self) -> Iterator[nn.Module]:
-        """Have the agreed parameters in the model, and the live ones back afterwards.
+    def agreed(self, back: bool = True) -> Iterator[nn.Module]:
+        """Have the agreed parameters in the model, and the live ones ``back`` afterwards.
 
             with peer.agreed() as model:
                 evaluate(model)
@@ -222,7 +222,7 @@ class Peer:
         with self._stepping.alone("agreed"):
             self._model.look()
             try:
-                with self._model.live.set_aside():
+                with self._model.live.set_aside() if back else nullcontext():
                     for fragment, state in enumerate(self._ledger.states()):
                         self._model.live.load_(fragment, state.params)
                     yield self._plan.model

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -27,6 +29,7 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, LocalProtocolError, P2PCo2Error
+from p2p_co2.system.process import StopSignals
 from p2p_co2.tensors.names import unwrapped
 from p2p_co2.tensors.pretrained import full_state
 from p2p_co2.tensors.sharding import reshard
@@ -58,14 +61,14 @@ class LeadingPeer(Peer):
         self._ranks, self._device = plan.group.ranks, next(plan.model.parameters()).device
         self._waiting = set[int]()
         """Ranks that wait in ``leave`` for the others."""
-        self._is_compared = False
+        self._is_compared, self._signals = False, Asked(self.stop)
         super().__init__(thread, ledger, plan, rates, start)
 
     def step(self, tokens: int | Tensor, loss: float | Tensor) -> bool:
         """As ``Peer.step``, called on every rank: tokens are summed and losses averaged."""
         self._stepping.must_be_here()
         with self._ranks.together():
-            given, problem = _given(tokens, loss)
+            given, problem = _given(tokens, loss, self._device)
             words = self._meet(Call.STEP, problem)
             reshard(self._plan.model)
             if self._waiting:
@@ -98,13 +101,13 @@ class LeadingPeer(Peer):
         return super().idle(waited_s, between_steps=False)
 
     @contextmanager
-    def agreed(self) -> Iterator[nn.Module]:
+    def agreed(self, back: bool = True) -> Iterator[nn.Module]:
         """As ``Peer.agreed``, called on every rank."""
         with ExitStack() as stack:
             with self._ranks.together():
                 self._meet(Call.AGREED)
                 reshard(self._plan.model)
-                model = stack.enter_context(super().agreed())
+                model = stack.enter_context(super().agreed(back))
                 self._go()
             with self._ranks.together():
                 yield model
@@ -145,7 +148,7 @@ class LeadingPeer(Peer):
         ended by an error nothing is finished or saved."""
         if self._left or self._stepping.is_forked:
             return
-        with ExitStack() as ending:
+        with self._signals.at_the_end(), ExitStack() as ending:
             ending.callback(self._leave_alone, reason)
             if self._ranks.is_broken:
                 return
@@ -154,11 +157,16 @@ class LeadingPeer(Peer):
                 ending.pop_all()
                 super().leave(reason)
                 self._go(False)
+                self._waiting.clear()
 
     def _leave_alone(self, reason: str) -> None:
         """The ranks are not together any more: what is left is to go."""
         self._model.is_changed = True
         super().leave(reason)
+
+    def __enter__(self) -> LeadingPeer:
+        self._signals.begin()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -215,7 +223,7 @@ class FollowingPeer:
         self._device = follower.device
         self._asked = 0
         """By a person, since the last step."""
-        self._left = False
+        self._left, self._signals = False, Asked(self.stop)
         self.position, self.inner_steps, self.over = 0.0, 0, False
         self._go()
         told = json.loads(self._ranks.hear(0))
@@ -235,7 +243,7 @@ class FollowingPeer:
         with self._ranks.together():
             if self._left:
                 raise LocalProtocolError("step: this peer has left the swarm; join again to train on")
-            (count, value), problem = _given(tokens, loss)
+            (count, value), problem = _given(tokens, loss, self._device)
             if problem is not None:
                 raise problem
             self._follower.look()
@@ -279,7 +287,7 @@ class FollowingPeer:
         return {}
 
     @contextmanager
-    def agreed(self) -> Iterator[nn.Module]:
+    def agreed(self, back: bool = True) -> Iterator[nn.Module]:
         """As ``Peer.agreed``."""
         self._together(Call.AGREED)
         with self._ranks.together():
@@ -303,20 +311,22 @@ class FollowingPeer:
 
     def leave(self, reason: str = "") -> None:
         """As ``Peer.leave``: carries out what rank 0 needs for it."""
-        if not (self._left or self._ranks.is_broken):
-            self._together(Call.LEAVE)
-        self._left = True
+        with self._signals.at_the_end():
+            if not (self._left or self._ranks.is_broken):
+                self._together(Call.LEAVE)
+            self._left = True
 
     def __enter__(self) -> FollowingPeer:
+        self._signals.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         cause = end_by(self._ranks, error)
+        self.leave()
         if cause is not None:
             raise cause from error
-        self.leave()
 
     def _together(self, call: Call) -> bool:
         with self._ranks.together():
@@ -330,6 +340,30 @@ class FollowingPeer:
 
 
 AnyPeer = Peer | FollowingPeer
+
+
+class Asked:
+    """From ``begin`` to ``at_the_end`` a first Ctrl-C calls ``stop``, and so does torchrun's agent when the
+    group is to end: all ranks stop with the same step. A program that handles them keeps its own way."""
+
+    def __init__(self, stop: Callable[[], object]) -> None:
+        self._signals, self._is_entered = StopSignals(stop), False
+
+    def begin(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._signals.__enter__()
+            self._is_entered = True
+
+    @contextmanager
+    def at_the_end(self) -> Iterator[None]:
+        """After this they are the program's again."""
+        try:
+            yield
+        finally:
+            if self._is_entered:
+                self._signals.__exit__()
+                self._is_entered = False
 
 
 def as_one_peer(
@@ -377,10 +411,14 @@ def summed(tokens: int | Tensor, loss: float | Tensor, device: torch.device) -> 
     return both
 
 
-def _given(tokens: int | Tensor, loss: float | Tensor) -> tuple[_Given, ConfigError | None]:
-    """The arguments of a step as they should be, or what is wrong with them."""
+def _given(
+    tokens: int | Tensor, loss: float | Tensor, device: torch.device
+) -> tuple[_Given, ConfigError | None]:
+    """The arguments of a step as they should be, or what is wrong with them. Where the model is in host
+    memory (offloaded), they come there, too."""
     try:
-        return (tokens_of(tokens), loss_of(loss)), None
+        count = tokens_of(tokens.cpu() if isinstance(tokens, Tensor) and device.type == "cpu" else tokens)
+        return (count, loss_of(loss)), None
     except ConfigError as error:  # the other ranks hear of it, too
         return (0, math.nan), error
 

@@ -106,11 +106,9 @@ class Ranks:
 
     @classmethod
     def of_this_process(cls) -> Ranks | None:
-        """The group that ``torch.distributed`` was initialised for, None if there is none or it is of one.
-        Every rank asks at the same time."""
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return None
-        return cls()
+        """The group that ``torch.distributed`` was initialised for, None if there is none. Every rank asks at
+        the same time."""
+        return cls() if dist.is_available() and dist.is_initialized() else None
 
     @property
     def leads(self) -> bool:
