@@ -15,11 +15,16 @@ from p2p_co2.ticket import PREFIX, read_ticket
 
 
 def model(
+    out: Annotated[Path, says("A new folder: safetensors, config, and what the recipe adds.", metavar="DIR")],
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help="A peer's folder, or a ticket or @FILE: the run goes on."),
-    ],
-    out: Annotated[Path, says("A new folder: safetensors, config, and what the recipe adds.", metavar="DIR")],
+        typer.Argument(
+            metavar="SOURCE",
+            show_default=False,
+            help="A checkpoint's or a peer's folder, or a ticket (a word, @FILE, or - for standard input): "
+            "the run goes on. $P2P_CO2_TICKET if absent.",
+        ),
+    ] = "",
     recipe: OwnRecipe = "",
     base: Annotated[
         Path | None,
@@ -32,9 +37,7 @@ def model(
 
     hand_over()
     refuse_used(out)
-    source = source.strip()
-    if source.startswith("@") or source == "-":
-        source = read_ticket(source)
+    source = read_ticket(source)
     if source.startswith(PREFIX):
         take_back()
         from p2p_co2.trainer.gather import gather_swarm
