@@ -326,6 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rounds", type=int, nargs="*", default=[30], help="of 30 inner steps: 16 30 150 600"
     )
+    parser.add_argument("--peers", type=int, nargs="*", default=SIZES, help="numbers of peers of the table")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="which ones")
     parser.add_argument("--variants", action="store_true", help="4 peers with other settings, not the table")
     parser.add_argument("--only", nargs="*", help="the cases of these names")
@@ -338,10 +339,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.table:
         torch.set_num_threads(options.threads)
         known = [*table_cases(), *variant_cases()]
-        cases = variant_cases() if options.variants else table_cases()
+        sized = [case for case in table_cases() if case == LONE or case.peers in options.peers]
+        cases = variant_cases() if options.variants else sized
         if options.only:
             cases = [case for case in known if case.name in options.only]
-        _train(cases, options.rounds, options.seeds, options.out)
+        _train(cases, options)
     losses = by_case(read_lines(options.out))
     for rounds in sorted({rounds for _, rounds in losses}):
         for title, table in (("by peers", efficiency_table), ("variants", variants_table)):
@@ -349,26 +351,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"\n{rounds} rounds, {title}\n\n{text}")
 
 
-def _train(cases: Sequence[Case], rounds: Sequence[int], seeds: Sequence[int], out: Path) -> None:
+def _train(cases: Sequence[Case], options: argparse.Namespace) -> None:
+    """The table's lone peer trains as long as each number of peers together, too."""
     corpus = embedded_corpus()
-    for length in rounds:
-        for seed in seeds:
-            for case, own in ((one, own) for one in cases for own in _lengths(one, length)):
-                done = by_case(read_lines(out))
-                if seed in done.get((case.name, own), {}):
-                    continue
-                line = train(case, own, seed, corpus)
-                with out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
-                print(
-                    f"{case.name}, {own} rounds, seed {seed}: {line['loss']:.4f}, {line['seconds']:.0f} s",
-                    flush=True,
-                )
+    for rounds in options.rounds:
+        for seed in options.seeds:
+            for case in cases:
+                for peers in options.peers if case == LONE else [1]:
+                    _train_one(case, rounds * peers, seed, corpus, options.out)
 
 
-def _lengths(case: Case, rounds: int) -> list[int]:
-    """The lone peer of the table trains as long as all peers together, too."""
-    return [rounds * peers for peers in SIZES] if case == LONE else [rounds]
+def _train_one(case: Case, rounds: int, seed: int, corpus: Corpus, out: Path) -> None:
+    if seed in by_case(read_lines(out)).get((case.name, rounds), {}):
+        return
+    line = train(case, rounds, seed, corpus)
+    with out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    print(
+        f"{case.name}, {rounds} rounds, seed {seed}: {line['loss']:.4f}, {line['seconds']:.0f} s", flush=True
+    )
 
 
 if __name__ == "__main__":

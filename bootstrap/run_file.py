@@ -44,7 +44,7 @@ clip = "rms"                   # outer momentum clipping: none, elementwise or r
 clip_phi = 10.0
 sync_delay_steps = 0           # apply no sooner than this many inner steps after the send
 blend_alpha = 0.5              # rule "blend" only
-blocking_rounds = 0            # training waits (bounded) for this many first rounds of each fragment
+blocking_rounds = 0            # training waits (bounded) for so many first exchanges of each fragment
 
 [pipeline]                     # a model that fits no peer: cut into stages, of which a peer holds one
 stages = 1                     # 1: every peer holds the whole model

@@ -52,7 +52,7 @@ MAX_ROUND_COLUMNS = 60
 
 
 MARKED = {
-    "peer_joined": (GREEN, "joined"), "peer_left": (VERMILLION, "left"), "peer_finished": (SKY, "finished"),
+    "peer_started": (GREEN, "started"), "peer_left": (VERMILLION, "left"), "peer_finished": (SKY, "finished"),
     "paused": (PURPLE, "paused"), "resumed": (PURPLE, "went on"),
 }  # fmt: skip
 """Kinds of events that are drawn as lines across the charts over time: colour, and a word for several."""
@@ -337,15 +337,17 @@ def _marks(palette: Palette, rows: Series, happenings: Sequence[Happening], *, l
         kinds = {one.kind for one in group}
         colour, word = MARKED[group[0].kind] if len(kinds) == 1 else (palette.soft, "changes")
         first = _drawn(group[0].words.partition(":")[0], 24)
+        is_early = group[0].at < (start + end) / 2  # its label stands right of the line, where there is room
         data.append({
             "xAxis": group[0].at * 1000, "name": "\n".join(_drawn(one.words, 80) for one in group[:6]),
             "lineStyle": {"color": colour},
-            "label": {"formatter": first if len(group) == 1 else f"{len(group)} {word}", "color": colour},
+            "label": {"formatter": first if len(group) == 1 else f"{len(group)} {word}", "color": colour,
+                      "position": "insideEndBottom" if is_early else "insideEndTop"},
         })  # fmt: skip
     name = "who came and went" if labelled else ""  # without a name it has no place in the legend
     return _line(name, [], palette.soft, markLine={
         "data": data, "symbol": "none", "animation": False, "lineStyle": {"type": "dashed", "width": 1},
-        "label": {"show": labelled, "fontSize": 10.5, "position": "insideEndTop"},
+        "label": {"show": labelled, "fontSize": 10.5},
         "tooltip": {"show": True, "formatter": "{b}"},
     })  # fmt: skip
 

@@ -35,7 +35,8 @@ class OwnPeer:
 
     def __init__(self) -> None:
         self.leaving = ""
-        self._start: ev.PeerStarted | None = None
+        self.peer = ""
+        """Its id; "" before it has started."""
         self._loading: ev.StateLoading | None = None
         self._rounds: set[int] = set()
         """Whose means hold work of this peer."""
@@ -43,7 +44,7 @@ class OwnPeer:
     def see(self, event: ev.Event) -> None:
         match event:
             case ev.PeerStarted():
-                self._start = event
+                self.peer = event.peer
             case ev.StateLoading():
                 self._loading = event
             case ev.CaughtUp() if self._loading is not None:
@@ -85,7 +86,7 @@ class OwnPeer:
         me, reached = self._me(facts), len(self._links(known))
         count = len(facts.troubles)
         wrong = f", {count} trouble{'s'[: count > 1]}: {plain(facts.troubles[0].words, 300)}" if count else ""
-        of = f" of {facts.rounds_total}, {self._left(facts)}" if facts.rounds_total else ""
+        of = f" of {facts.rounds_total}{_left(facts, ', ')}" if facts.rounds_total else ""
         carriers = ", ".join(f"{number} {name}" for name, number in (me.carriers if me else {}).items())
         return (
             f"peers reached: {reached}{f' ({carriers})' if carriers else ''}, "
@@ -108,22 +109,12 @@ class OwnPeer:
         )
 
     def _me(self, facts: SwarmFacts) -> PeerFacts | None:
-        own = self._start.peer if self._start is not None else ""
-        return next((peer for peer in facts.peers if peer.peer == own), None)
+        return next((peer for peer in facts.peers if peer.peer == self.peer), None)
 
     def _links(self, known: Known) -> dict[str, str]:
         """The carrier by peer that is reached."""
-        own = known.view.peers.get(self._start.peer) if self._start is not None else None
+        own = known.view.peers.get(self.peer)
         return own.open_links if own is not None else {}
-
-    def _left(self, facts: SwarmFacts) -> str:
-        """How long the run still goes, in words."""
-        rounds, round_s = facts.rounds_total - facts.position, facts.round_s
-        me = self._me(facts)
-        if round_s is None and me is not None and self._start is not None:
-            made = me.position - self._start.position
-            round_s = me.wall_s / made if made > 0 else None
-        return f"{clock(max(0.0, rounds * round_s))} left" if round_s is not None else "time left unknown"
 
     def _head(self, facts: SwarmFacts, width: int) -> list[Text]:
         total, cells = facts.rounds_total, min(_BAR_CELLS, max(10, width - 20))
@@ -133,12 +124,12 @@ class OwnPeer:
             Text.assemble(
                 (plain(facts.run or "a run", 64), "bold"), "   round ",
                 (f"{figure(facts.position, 1)}{of}", "bold"),
-                f"   {self._left(facts)}" if total else "   no end",
+                _left(facts, "   ") if total else "   no end",
                 f"   loss {figure(facts.loss, 3)}{kind}",
             )
         ]  # fmt: skip
         if total:
-            head.append(_bar(facts.position / total, cells, "green"))
+            head.append(_bar(facts.progress or 0.0, cells, "green"))
         if self._loading is not None:
             done = self._loading.received_bytes / max(1, self._loading.total_bytes)
             head += [
@@ -169,6 +160,11 @@ class OwnPeer:
         for column in cells.values() if me is not None else ():
             column[0].stylize("bold green")
         return table_of(cells, width, _DROP_FIRST)
+
+
+def _left(facts: SwarmFacts, before: str) -> str:
+    """How long the run still goes, in words; "" if that is not known."""
+    return f"{before}{clock(facts.time_left_s)} left" if facts.time_left_s is not None else ""
 
 
 def _bar(share: float, cells: int, style: str) -> Text:

@@ -30,6 +30,7 @@ _LINES_BESIDE_PEERS = 20
 _STATE_STYLES = {"training": "green", "finished": "cyan", "left": "cyan", "gone": "red", "silent": "red",
                  "unreachable": "red"}  # fmt: skip
 _CONNECTION_STYLES = {"connected": "green", "connecting": "yellow", "ended": "cyan"}
+_RUN_STYLES = {"Healthy": "green", "Over": "cyan", "Lost": "red"}
 _OUTCOME_STYLES = {"committed": ("■", "blue"), "partial": ("p", "cyan"), "late": ("L", "yellow"),
                    "alone": ("1", "magenta"), "aborted": ("A", "bold red"), "open": ("·", "dim")}  # fmt: skip
 _COLUMNS: dict[str, Callable[[PeerFacts], str]] = {
@@ -217,14 +218,17 @@ def frame(facts: SwarmFacts, width: int, height: int, *, news: Words = ()) -> Re
 def _head(facts: SwarmFacts) -> list[Text]:
     kind = facts.loss_kind + (ago(facts.loss_agreed_at, facts.at) if facts.loss_kind == "held-out" else "")
     of = f" of {facts.rounds_total}" if facts.rounds_total else ""
+    left = f" ({clock(facts.time_left_s)} left)" if facts.time_left_s is not None else ""
     title = Text.assemble(
         (plain(facts.run or "a run", 64), "bold"), f"  {plain(facts.place, 80)}  ",
         (facts.connection, _CONNECTION_STYLES.get(facts.connection, "red")),
+        *(() if not facts.state else ("  ", (facts.state, _RUN_STYLES.get(facts.state, "yellow")))),
     )  # fmt: skip
     first = Text.assemble(
         "loss ", (figure(facts.loss, 3), "bold"), f" {facts.loss_unit} ({kind})   ",
         (_peers_there(facts), "bold"), "   round ",
-        (f"{figure(facts.position, 1)}{of}", "bold"), "   utilisation ", (percent(facts.utilisation), "bold"),
+        (f"{figure(facts.position, 1)}{of}", "bold"), left, "   utilisation ",
+        (percent(facts.utilisation), "bold"),
     )  # fmt: skip
     second = Text.assemble(
         "tokens ", (figure(facts.tokens), "bold"), "   ", (figure(facts.tokens_per_s), "bold"),

@@ -52,7 +52,7 @@ class ClockConfig(_Frozen):
 
 class CodecConfig(_Frozen):
     """``name``: how outer gradients are encoded. ``error_feedback``: carry what the codec lost into the next
-    round, times ``error_feedback_decay`` (SparseLoCo, arXiv 2508.15706)."""
+    exchange, times ``error_feedback_decay`` (SparseLoCo, arXiv 2508.15706)."""
 
     name: str = "int4"
     error_feedback: bool = False
@@ -73,9 +73,9 @@ class OuterConfig(_Frozen):
     mean outer gradient. ``gap_penalty``: CO2's staleness gap penalty. ``clip``: outer momentum clipping,
     elementwise at ``clip_phi`` or at ``clip_phi`` times the running RMS of the applied gradient.
     ``sync_delay_steps``: apply no sooner than this many inner steps after the send; 0 applies as soon as the
-    round has committed. ``blend_alpha``: share of the live parameters that rule "blend" keeps.
-    ``blocking_rounds``: training stands still (bounded) for this many first rounds of each fragment, whose
-    answers then are not stale; 0 lets the first rounds travel beside training as all others do.
+    exchange has committed. ``blend_alpha``: share of the live parameters that rule "blend" keeps.
+    ``blocking_rounds``: training stands still (bounded) for so many first exchanges of each fragment, whose
+    answers then are not stale; 0 lets them travel beside training as all others do.
     """
 
     rule: ApplyRule = "keep"

@@ -11,7 +11,8 @@
     │   └── PeerLost           the link to one peer is gone
     └── DigestMismatch         bytes from a donor are not what was agreed: quarantine the donor
 
-An aborted round is not an error: it is an event with a reason (``telemetry.events.RoundAborted``).
+An aborted fragment exchange is not an error: it is an event with a reason
+(``telemetry.events.RoundAborted``).
 """
 
 from __future__ import annotations

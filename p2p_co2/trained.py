@@ -19,7 +19,7 @@ from torch import nn
 from p2p_co2.config import OWN_LOOP
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes import Recipe, load_measuring_recipe
-from p2p_co2.tensors.checkpoint.folder import Checkpoint, load_agreed
+from p2p_co2.tensors.checkpoint.folder import Checkpoint, has_checkpoint, load_agreed
 from p2p_co2.tensors.checkpoint.layout import write_kept
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.tensors.names import named_buffers, named_parameters
@@ -34,7 +34,8 @@ class Trained:
 
     @classmethod
     def load(cls, checkpoint: Path, own_recipe: str = "") -> Trained:
-        """Read a checkpoint's folder, or one file of it. ``own_recipe``: see ``load_measuring_recipe``.
+        """Read a checkpoint's folder, one file of it, or a peer's folder. ``own_recipe``: as of
+        ``load_measuring_recipe``.
 
         Raises ``ConfigError`` if there is no whole checkpoint or its recipe is not the one here.
         """
@@ -110,7 +111,8 @@ def refuse_used(out: Path) -> None:
 
 
 def _whole(checkpoint: Path) -> Checkpoint:
-    agreed = load_agreed(checkpoint)
+    within = checkpoint / "checkpoint"  # of a peer's folder
+    agreed = load_agreed(within if not has_checkpoint(checkpoint) and has_checkpoint(within) else checkpoint)
     if agreed.stage is not None:
         problem = f"holds {agreed.holds} alone; make a checkpoint of the whole model with p2p-co2 gather"
         raise ConfigError(str(checkpoint), "", problem)

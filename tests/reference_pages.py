@@ -120,9 +120,14 @@ def commands() -> dict[str, Any]:
 
 def command_line() -> str:
     shown = {name: command for name, command in commands().items() if not command.hidden}
-    rows = [(f"[`{name}`](#p2p-co2-{name})", _first_sentence(one.help or "")) for name, one in shown.items()]
+    rows, last = [], ""
+    for name, one in shown.items():
+        group = getattr(one, "rich_help_panel", None) or ""
+        link = f"[`{name}`](#p2p-co2-{name})"
+        rows.append(("" if group == last else f"**{group}**", link, _first_sentence(one.help or "")))
+        last = group
     text = f"# Command line\n\n{MADE}\n\n`p2p-co2 COMMAND --help` shows the same.{_on_environment()}\n\n"
-    text += table(("command", "what it does"), rows)
+    text += table(("", "command", "what it does"), rows)
     for name, command in shown.items():
         words = " ".join((command.help or "").split())
         text += f"\n## p2p-co2 {name}\n\n{words}\n\n```text\n{_usage(name, command)}\n```\n\n"

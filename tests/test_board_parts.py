@@ -87,6 +87,16 @@ def test_what_nvidia_smi_says_is_read_and_what_it_does_not_know_is_left_out() ->
     ]
 
 
+@pytest.mark.parametrize(("does", "found"), [("echo 'GPU X, 1, 2, 33'", ("GPU X",)), ("exit 9", ())])
+def test_nvidia_smi_is_asked_where_there_is_one(
+    does: str, found: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{does}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert tuple(gpu.name for gpu in read_machine(0, tmp_path).gpus) == found
+
+
 def test_the_machines_card_says_no_gpu_and_holds_the_traffic_against_the_cap() -> None:
     told = machine_told(MachineFacts(), (50e6, 1e6), 1000.0, 1e5)
     assert told["machine-gpu"][1] == "no\u00a0GPU"
@@ -217,17 +227,17 @@ def happened(at: float, kind: str, words: str) -> Happening:
 def test_who_came_and_went_is_marked_and_what_is_near_is_one_mark() -> None:
     rows = [row(float(at), 2.0) for at in range(0, 242, 2)]
     told = [
-        happened(1, "peer_joined", "ada joined"), happened(2, "peer_joined", "bob joined"),
+        happened(1, "peer_started", "ada started on cpu"), happened(2, "peer_started", "bob started on cpu"),
         happened(100, "paused", "ada rests: the hours"),
         happened(180, "peer_left", f"{EVIL} is gone: silent"),
-        happened(182, "peer_joined", "eve joined"), happened(900, "peer_left", "outside of the chart"),
+        happened(182, "peer_started", "eve started"), happened(900, "peer_left", "outside of the chart"),
     ]  # fmt: skip
     made = charts.loss(charts.LIGHT, rows, marks=told[::-1])
     marks = named(made, "who came and went")["markLine"]["data"]
     assert [mark["xAxis"] for mark in marks] == [1000, 100_000, 180_000]
-    assert [mark["label"]["formatter"] for mark in marks] == ["2 joined", "ada rests", "2 changes"]
+    assert [mark["label"]["formatter"] for mark in marks] == ["2 started", "ada rests", "2 changes"]
     assert "{" not in json.dumps([mark["name"] for mark in marks])
-    assert marks[0]["name"] == "ada joined\nbob joined"
+    assert marks[0]["name"] == "ada started on cpu\nbob started on cpu"
     over_tokens = charts.loss(charts.LIGHT, rows, over_tokens=True, marks=told)
     assert all("markLine" not in one for one in over_tokens["series"])
 

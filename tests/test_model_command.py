@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, load_model
 from torch import nn
@@ -21,7 +22,7 @@ from p2p_co2.cli import main as cli
 from p2p_co2.config import OWN_LOOP, ClockConfig, PeerConfig, RunConfig
 from p2p_co2.recipes import load_recipe, recipe_digest
 from p2p_co2.tensors.checkpoint.folder import load_agreed, save
-from p2p_co2.tensors.checkpoint.layout import KEPT
+from p2p_co2.tensors.checkpoint.layout import KEPT, keep_layout
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.trained import Trained
 from tests import swarms
@@ -82,9 +83,9 @@ def loss_of(model: nn.Module) -> float:
         return float(model(input_ids=WORDS, labels=WORDS).loss)
 
 
-def gpt2(seed: int = 0) -> GPT2LMHeadModel:
+def gpt2(seed: int = 0, words: int = 32) -> GPT2LMHeadModel:
     torch.manual_seed(seed)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=32, n_embd=32, n_layer=2, n_head=2))
+    return GPT2LMHeadModel(GPT2Config(vocab_size=words, n_positions=32, n_embd=32, n_layer=2, n_head=2))
 
 
 # From recipes
@@ -114,6 +115,9 @@ def test_a_checkpoint_of_an_own_recipe_loads_with_the_same_loss(
     assert "is not empty; name another folder" in capsys.readouterr().err
     assert asked("model", tmp_path / "checkpoint", "--out", tmp_path / "other") == 2
     assert "name it with --recipe FILE.py:function" in capsys.readouterr().err
+    command = ("model", tmp_path / "checkpoint", "--out", tmp_path / "other", "--recipe", recipe)
+    assert asked(*command, "--base", tmp_path) == 2
+    assert "--base: is for own loops without a recipe" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 
@@ -202,7 +206,7 @@ def test_an_own_loop_of_transformers_is_loaded_after_one_line(
     model = gpt2()
     agreed = trained_alone(tmp_path, torch.compile(model, backend="eager"))
     checkpoint, out = tmp_path / "peer" / "checkpoint", tmp_path / "out"
-    assert asked("model", checkpoint, "--out", out) == 0, capsys.readouterr().err
+    assert asked("model", checkpoint.parent, "--out", out) == 0, capsys.readouterr().err  # the peer's folder
     loaded = AutoModelForCausalLM.from_pretrained(out)
     swap_in(model, agreed)
     assert abs(loss_of(loaded) - loss_of(model)) < 1e-6
@@ -282,7 +286,7 @@ def test_of_adapters_only_the_adapters_come_out_and_peft_loads_them(tmp_path: Pa
 def test_what_was_frozen_comes_from_the_base_and_its_lack_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = gpt2()
+    model = gpt2(words=140_000)  # its table is more than is kept beside a checkpoint
     model.save_pretrained(tmp_path / "base")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".h.1." in name)
@@ -301,6 +305,57 @@ def test_what_was_frozen_comes_from_the_base_and_its_lack_is_said(
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     swap_in(model, agreed)
     assert abs(loss_of(loaded) - loss_of(model)) < 1e-6
+
+
+SMALL = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.BertConfig(**SMALL),
+        transformers.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2),
+        transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4),
+        transformers.LlamaConfig(**SMALL, tie_word_embeddings=True, dtype=torch.bfloat16),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_every_tensor_of_an_architecture_comes_out_without_its_program(
+    tmp_path: Path, config: transformers.PretrainedConfig
+) -> None:
+    """An encoder, tied both ways, experts that are stored together, 16 bits."""
+    auto = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
+    loader = auto.get(config.model_type, AutoModelForCausalLM)
+    torch.manual_seed(0)
+    model = loader.from_config(config)
+    saved, _ = checkpoint_of(RunConfig(name="own", recipe=OWN_LOOP, fragments=2), model)
+    save(tmp_path / "checkpoint", saved)
+    keep_layout(model, plan_fragments(model, 2), tmp_path / "checkpoint")
+    assert asked("model", tmp_path / "checkpoint", "--out", tmp_path / "out") == 0
+    loaded, info = loader.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert type(loaded) is type(model)
+    theirs = loaded.state_dict()
+    assert all(torch.equal(theirs[name], one) for name, one in model.state_dict().items())
+
+
+def test_a_little_that_is_frozen_is_kept_beside_the_checkpoint(tmp_path: Path) -> None:
+    def made(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
+
+    model = made(0)
+    saved, _ = checkpoint_of(RunConfig(name="own", recipe=OWN_LOOP, fragments=2), model)
+    save(tmp_path / "checkpoint", saved)
+    keep_layout(model, plan_fragments(model, 2), tmp_path / "checkpoint")
+    assert asked("model", tmp_path / "checkpoint", "--out", tmp_path / "out") == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    loaded = made(1)
+    load_model(loaded, tmp_path / "out" / "model.safetensors")
+    assert torch.equal(loaded.get_parameter("1.weight"), model.get_parameter("1.weight"))
 
 
 # Faults
@@ -329,8 +384,6 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], obje
 def test_a_layout_that_does_not_fit_is_refused(
     tmp_path: Path, spoil: Callable[[Path], object], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from p2p_co2.tensors.checkpoint.layout import keep_layout
-
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     run = RunConfig(name="own", recipe=OWN_LOOP, fragments=2)
     saved, agreed = checkpoint_of(run, model)

@@ -4,6 +4,7 @@ command, from a run file to a table, to JSON and to a picture."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -490,6 +491,7 @@ def test_the_verdict_comes_first_and_a_check_exits_by_it(
 
 
 def test_the_plan_lays_the_model_beside_the_machine_that_is_given(run_file: Path) -> None:
+    run_file.write_text(RUN.replace("round_s = 4.0", "round_s = 600.0"))
     billion = options(run_file, parameters=10**9, memory_gb=8, gpu_memory_gb=24)
     plan, text = make_plan(billion), StringIO()
     print_plan(plan, Console(file=text, width=200))
@@ -499,8 +501,15 @@ def test_the_plan_lays_the_model_beside_the_machine_that_is_given(run_file: Path
     assert "8 GB of host memory (given) and 24 GB of GPU memory: up to" in shown
     assert "by host memory" in shown
     table = as_table(plan)["memory"]
-    assert table["room"] == {"host_bytes": 8e9, "gpu_bytes": 24e9, "how": "given"}
+    assert table["room"] == {"host_bytes": 8e9, "gpu_bytes": 24e9, "how": "given", "is_given": True}
     assert table["gpu_bytes"] == plan.forecast.gpu_bytes
+    fast = replace(billion, up_mbit=10_000, down_mbit=10_000, rtt_ms=1, target=0.5, check=True)
+    said: list[str] = []
+    assert run_plan(fast, said.append, is_brief=True) == 1
+    assert re.match(
+        r"no: peers compute .* but a peer needs .* GB of host memory, and 8 GB are there", said[0]
+    )
+    assert run_plan(replace(fast, memory_gb=64), said.append, is_brief=True) == 0
     here = make_plan(options(run_file)).memory
     assert here.room.how == "free on this machine"
     assert here.room.gpu_bytes is None

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
 
 from p2p_co2.errors import ConfigError
 from p2p_co2.tensors.names import named_parameters, shared_names
@@ -95,6 +96,26 @@ def test_a_dict_of_settings_becomes_the_config(tmp_path: Path) -> None:
         "config.json", "model.safetensors", "note.txt", "vocab.json",
     ]  # fmt: skip
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], model.weight)
+
+
+def test_settings_that_json_cannot_hold_do_not_end_it(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    model.config = {"act": torch.relu}  # type: ignore[assignment]
+    write_pretrained(model, {}, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_model_that_is_shared_between_processes_is_written_by_this_one_alone(tmp_path: Path) -> None:
+    """Asked to gather, transformers would wait for the others, or raise."""
+    model = gpt2()
+    state = moved(model)
+    model.config.distributed_config = DistributedConfig(fsdp_size=2)
+    with pytest.raises(ValueError, match="requires torch"):
+        model.save_pretrained(tmp_path / "asked", state_dict=dict(state))
+    write_pretrained(model, state, tmp_path / "out")
+    assert model.config.distributed_config is not None
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded.transformer.wte.weight, state["transformer.wte.weight"])
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

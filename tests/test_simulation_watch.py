@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from p2p_co2.cli import main as cli
 from p2p_co2.cli.options import SimulationOptions
 from p2p_co2.cli.simulate import read_churn, run_simulation, settings_of
 from p2p_co2.errors import ConfigError
@@ -75,6 +76,21 @@ def test_bytes_are_those_of_the_model_and_not_of_the_envelopes(tmp_path: Path, r
     expected = summary["rounds"]["committed"] * payload * 2 * (1 - 1 / 4)
     sent = list(summary["bytes"]["up_per_peer"].values())
     assert sum(sent) / len(sent) == pytest.approx(expected, rel=0.1)
+
+
+def test_json_is_the_summary_and_quiet_tells_the_laws_alone(
+    tmp_path: Path, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["simulate", str(run_file), "--peers", "3", "--hours", "0.01", "--parameters", "1000"]
+    for flag in ("--json", "--quiet"):
+        with pytest.raises(SystemExit) as end:
+            cli.main([*command, "--folder", str(tmp_path / flag), flag])
+        assert not end.value.code
+        shown = capsys.readouterr().out
+        if flag == "--json":
+            assert json.loads(shown) == json.loads((tmp_path / flag / "summary.json").read_text())
+        else:
+            assert shown == "law violations: 0\n"
 
 
 def test_where_nobody_came_back_no_times_are_told(

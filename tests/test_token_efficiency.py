@@ -107,8 +107,7 @@ def test_the_tables_pair_by_seed_and_finished_cases_are_not_trained_again(
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     monkeypatch.setattr(lab, "train", lambda *_: pytest.fail("it is there"))
     only = ["--only", "H 100", "swarm of 2", "lone", "--seeds", "0", "1", "--rounds", "30"]
-    monkeypatch.setattr(lab, "SIZES", (1, 2, 4))
-    lab.main([*only, "--out", str(path)])
+    lab.main([*only, "--peers", "1", "2", "4", "--out", str(path)])
     shown = capsys.readouterr().out
     assert (
         "| 2 | 2.800 ± 0.050 | 2.500 ± 0.000 | 2.500 ± 0.100 | +12.0 % (+10.0 to +14.0) | 1.4 | 2.0 | 2 |"

@@ -81,6 +81,21 @@ def test_a_good_run_leaves_its_summary_and_its_picture(
     assert f"written to {tmp_path}" in printed
 
 
+def test_a_quiet_run_shows_its_summary_alone_and_a_verbose_one_each_event_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [*story("ada", "bob"), *story("bob", "ada")]
+    for loudness in (Loudness.QUIET, Loudness.VERBOSE):
+        watch = RunWatch(FACTS.config, tmp_path, loudness=loudness)
+        watch.see(events)
+        assert watch.finish(end_of()) == []
+        shown = capsys.readouterr().out
+        assert "held-out loss, agreed parameters" in shown
+        commits = re.findall(r"^..:..:.. exchange 2 of fragment 1 committed", shown, re.MULTILINE)
+        assert len(commits) == (loudness is Loudness.VERBOSE)
+        assert (" of 2 peers, round" in shown) == (loudness is Loudness.VERBOSE)
+
+
 def test_peers_that_disagree_are_a_reason(tmp_path: Path) -> None:
     events = [*story("ada", "bob"), *story("bob", "ada", digest="e" * 64)]
     (reason,) = watched(tmp_path, events, end_of())
@@ -203,8 +218,12 @@ def test_the_own_row_comes_first_and_then_whose_work_was_counted() -> None:
 def test_where_rounds_count_steps_the_time_left_goes_by_the_own_pace() -> None:
     console, text = terminal()
     watch = JoinWatch(console)
-    watch.know(RunConfig(name="demo", fragments=2, clock=ClockConfig(mode="steps", rounds=6)))
-    for event in story("ada", "bob", finish=False):  # 20 / 7 rounds in 20 s
+    watch.know(
+        RunConfig(
+            name="demo", fragments=2, clock=ClockConfig(mode="steps", inner_steps_per_round=21, rounds=6)
+        )
+    )
+    for event in story("ada", "bob", finish=False):  # 60 inner steps in 20 s
         watch.see(event)
     watch.close()
     assert "demo   round 2.9 of 6   0:22 left" in shown(text)
@@ -229,7 +248,7 @@ def test_a_bar_shows_how_far_the_state_is_until_it_is_there() -> None:
     for event in (started(IDS["ada"], 100.0), loading(20_000_000, 0, 1), caught_up(0)):
         view.add(event)
         own.see(event)
-    known = Known(view, 103.0)
+    known = Known(view, 103.0, me=IDS["ada"])
 
     def picture() -> str:
         console, text = terminal()
@@ -275,7 +294,7 @@ def test_of_a_run_that_is_over_the_last_words_say_where_the_model_is() -> None:
     watch.see(started(IDS["ada"]))
     watch.see(finished("the run is over"))
     watch.close()
-    assert "the agreed model is in runs/me/checkpoint" in shown(text)
+    assert "the model: p2p-co2 model runs/me/checkpoint --out DIR" in shown(text)
     assert "to come back" not in shown(text)
 
 
@@ -290,7 +309,7 @@ def test_quiet_says_warnings_and_last_words_and_verbose_says_each_round() -> Non
                 watch.see(event)
             watch.close()
             assert ("looking for" in shown(text)) == is_loud
-            assert bool(re.search(r"..:..:.. round 1 of fragment 0 committed", shown(text))) == is_loud
+            assert bool(re.search(r"..:..:.. .*fragment 0.* committed", shown(text))) == is_loud
             assert ("the disk is nearly full" in shown(text)) or is_loud
             assert "left: stopped" in shown(text)
             if not is_loud:

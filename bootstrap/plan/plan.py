@@ -40,6 +40,11 @@ class Plan:
     memory: MemoryPlan
     sources: dict[str, str]
 
+    @property
+    def is_good(self) -> bool:
+        """Whether links reach the target, and the memory that was given for peers bears the run."""
+        return self.advice.is_reached and not (self.memory.room.is_given and self.memory.troubles)
+
 
 def make_plan(options: PlanOptions) -> Plan:
     """Read, measure, reckon. Raises ``ConfigError`` and ``EnvironmentFault``."""
@@ -90,14 +95,15 @@ def room_of(options: PlanOptions) -> Room:
     """What the peers' machine has: as given, else this one."""
     host_bytes = 1e9 * options.memory_gb or available_memory_bytes()
     how = "given" if options.memory_gb else "free on this machine"
+    is_given = options.memory_gb > 0 or options.gpu_memory_gb > 0
     if not on_gpu(options):
-        return Room(host_bytes=host_bytes, gpu_bytes=None, how=how)
+        return Room(host_bytes=host_bytes, gpu_bytes=None, how=how, is_given=is_given)
     gpu_bytes = 1e9 * options.gpu_memory_gb
     if not gpu_bytes and "torch" in sys.modules:  # a plan that measures nothing does not import it
         from bootstrap.plan.step import gpu_memory_bytes
 
         gpu_bytes = gpu_memory_bytes(options.device)
-    return Room(host_bytes=host_bytes, gpu_bytes=gpu_bytes, how=how)
+    return Room(host_bytes=host_bytes, gpu_bytes=gpu_bytes, how=how, is_given=is_given)
 
 
 def check(options: PlanOptions, most_peers: int = MAX_MEMBERS) -> None:
@@ -257,14 +263,17 @@ def run_plan(options: PlanOptions, say: Callable[[str], None] = print, is_brief:
         from bootstrap.plan.picture import draw_plan
 
         draw_plan(plan.run.name, plan.setting, plan.advice, options.plot)
-    return 1 if options.check and not plan.advice.is_reached else 0
+    return 1 if options.check and not plan.is_good else 0
 
 
 def verdict(plan: Plan) -> str:
-    """Whether the links bear the run as it is given, in a sentence that begins with yes or no."""
+    """Whether the links bear the run as it is given, and the memory that was given for its peers, in a
+    sentence that begins with yes or no."""
     advice, shown = plan.advice, plan.forecast
     share = min(shown.utilisation, shown.utilisation_if_waiting)
     busy = f"peers compute for {share:.1%} of the time, {advice.target:.0%} asked for"
+    if advice.is_reached and not plan.is_good:
+        return f"no: {busy}, but {plan.memory.troubles[0]}"
     if advice.is_reached:
         return f"yes: {busy}, and no answer is more than one outer step late"
     if share >= advice.target and shown.troubles:
@@ -276,7 +285,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print ``plan`` to ``console``; stdout if None."""
     console = console or Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     setting, advice = plan.setting, plan.advice
-    console.print(Text(verdict(plan), style="bold green" if advice.is_reached else "bold red"))
+    console.print(Text(verdict(plan), style="bold green" if plan.is_good else "bold red"))
     console.print(Text(_advised(plan), style="bold"))
     console.print()
     what = f": {setting.parameters:,} parameters ({plan.sources['parameters']}), "

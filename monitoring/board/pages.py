@@ -413,9 +413,13 @@ def _events_table(test_id: str, rows_a_page: int, search: bool = False) -> Table
         return f"/round/{line.fragment}/{line.round}" if line.round >= 0 and line.fragment >= 0 else ""
 
     return Table(test_id, (
-        ("At", -1, lambda line: date(line.at)), ("Kind", -1, lambda line: line.kind.replace("_", " ")),
+        ("At", -1, lambda line: date(line.at)), ("Kind", -1, lambda line: _kind_words(line.kind)),
         ("What", -1, lambda line: plain(line.words, 240)),
     ), rows_a_page, place, search)  # fmt: skip
+
+
+def _kind_words(kind: str) -> str:
+    return kind.replace("round_", "exchange_").replace("_", " ")
 
 
 def _key_of(found: RoundFacts) -> tuple[int, int]:

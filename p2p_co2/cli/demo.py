@@ -24,6 +24,8 @@ from monitoring.lines import ExchangeLog, SteadyState, exchange_figures, exchang
 from monitoring.report import write_report
 from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import LiveTerminal, print_summary
+from monitoring.words import describe
+from p2p_co2.cli.command import Loudness
 from p2p_co2.config import RunConfig
 from p2p_co2.system.extras import missing
 from p2p_co2.system.process import program
@@ -36,7 +38,7 @@ class RunWatch:
     """A ``bootstrap.stage.Watch``: the live table, and at the end summary, pictures and verdict.
 
     ``emulation``, ``lines``: of a rehearsal. ``board``: serve the board at a printed address meanwhile, idle
-    until somebody looks.
+    until somebody looks. ``loudness``: quiet shows no table, verbose says each event that has words.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class RunWatch:
         emulation: str = "",
         lines: Sequence[Line] = (),
         board: bool = False,
+        loudness: Loudness = Loudness.NORMAL,
     ) -> None:
         self._config, self._folder, self._emulation, self._lines = config, folder, emulation, lines
         self._place = f"{'rehearsal' if emulation else 'demo'} in {folder}"
@@ -65,16 +68,29 @@ class RunWatch:
             self._say(f"emulation: {emulation}; lines: {told}")
         clock = config.clock
         expected_s = clock.rounds * clock.round_s if clock.mode == "time" else None
-        self._terminal: LiveTerminal | None = LiveTerminal(self._console, expected_s=expected_s)
-        self._terminal.__enter__()
+        self._told: set[str] | None = set() if loudness is Loudness.VERBOSE else None
+        self._terminal: LiveTerminal | None = None
+        if loudness is not Loudness.QUIET:
+            self._terminal = LiveTerminal(self._console, expected_s=expected_s)
+            self._terminal.__enter__()
 
     def see(self, events: Sequence[Event]) -> None:
         for event in events:
             self._view.add(event)
             self._exchanges.add(event)
             self._steady.add(event)
+            self._tell(event)
         if self._terminal:
             self._terminal.show(Known(self._view, time.time(), self._config, place=self._place))
+
+    def _tell(self, event: Event) -> None:
+        """Each event once, though every member reports it, where all are to be told."""
+        if self._told is None:
+            return
+        key, words = describe(event, self._view.labels(), self._view.stage_of(event))
+        if words and key not in self._told:
+            self._told.add(key)
+            self._say(f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {words}")
 
     def finish(self, end: RunEnd) -> list[str]:
         """Write ``summary.json``, ``report.html`` and ``loss.png``; print the summary. Returns why the run

@@ -103,7 +103,7 @@ class JoinWatch:
                 self._print(line)
 
     def _known(self, now: float) -> Known:
-        return Known(self._view, now, self._run)
+        return Known(self._view, now, self._run, me=self._own.peer)
 
     def _words(self, event: ev.Event) -> str:
         """What a line of its own says of the event; "" if it gets none."""
@@ -120,7 +120,7 @@ class JoinWatch:
         facts = swarm_facts(self._known(event.at))
         lines = [f"left: {event.reason}; agreed state {event.digest[:16]}", self._own.contribution(facts)]
         if event.reason == "the run is over":
-            lines.append(f"the agreed model is in {self._folder / 'checkpoint'}")
+            lines.append(f"the model: p2p-co2 model {self._folder / 'checkpoint'} --out DIR")
         elif self._come_back:
             lines.append(f"to come back: {self._come_back}")
         return [line for line in lines if line]

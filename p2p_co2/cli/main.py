@@ -56,6 +56,7 @@ GROUPS: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
         "resume": (volunteer.resume, "Have it go on."),
     },
     "Look": {
+        "status": (views.status, "How a run is, in some lines."),
         "watch": (views.watch, "A run in this terminal."),
         "board": (views.board, "A run in a browser."),
         "metrics": (views.metrics, "A run's figures to TensorBoard or Weights & Biases."),

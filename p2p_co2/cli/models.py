@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +12,17 @@ import typer
 from bootstrap.options import OwnRecipe, says
 from p2p_co2.system.ctrl_c import hand_over, take_back
 
-Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")]
+
+def checkpoint_of(folder: Path) -> Path:
+    """The checkpoint in the folder of a peer or a demo; any other folder is taken for one itself."""
+    inside = folder / "checkpoint"
+    return inside if inside.is_dir() else folder
+
+
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(metavar="CHECKPOINT", help="A peer's folder, or its checkpoint.", callback=checkpoint_of),
+]
 
 
 def sample(
@@ -28,10 +40,26 @@ def sample(
     print(Trained.load(checkpoint, recipe).sample(prompt, length, seed))
 
 
-def evaluate(checkpoint: Checkpoint, recipe: OwnRecipe = "") -> None:
+def evaluate(
+    checkpoint: Checkpoint,
+    recipe: OwnRecipe = "",
+    as_json: Annotated[bool, says("Print JSON.", "--json")] = False,
+) -> None:
     """Held-out loss of a checkpoint, as its recipe measures it (byte-gpt: nats per token)."""
     take_back()
+    from p2p_co2.tensors.checkpoint.folder import load_agreed
     from p2p_co2.trained import Trained
 
     hand_over()
-    print(f"{Trained.load(checkpoint, recipe).held_out_loss():.4f}")
+    loss = Trained.load(checkpoint, recipe).held_out_loss()
+    if not as_json:
+        print(f"{loss:.4f}")
+        return
+    agreed = load_agreed(checkpoint)
+    told = {
+        "loss": loss if math.isfinite(loss) else None,
+        "unit": "nats per token" if agreed.run.recipe == "byte-gpt" else "",
+        "run": agreed.run.name, "round": agreed.position, "inner_steps": agreed.inner_steps,
+        "checkpoint": str(agreed.path),
+    }  # fmt: skip
+    print(json.dumps(told))

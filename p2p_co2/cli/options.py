@@ -56,3 +56,4 @@ class SimulationOptions:
     stages: Annotated[
         int, says("Of a storm: microbatches between so many stages are played; --seed counts.")
     ] = 1
+    as_json: Annotated[bool, says("Print JSON, as in summary.json.", "--json")] = False

@@ -35,7 +35,7 @@ def rehearse(options: RehearsalOptions) -> int:
     from p2p_co2.cli.demo import RunWatch
 
     hand_over()
-    return run_rehearsal(options, RunWatch)
+    return run_rehearsal(options, partial(RunWatch, loudness=LOUDNESS.get()))
 
 
 @takes(SeedOptions)

@@ -13,7 +13,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -53,17 +53,21 @@ def read_churn(text: str) -> float:
     return rate
 
 
-def run_simulation(options: SimulationOptions) -> int:
-    """Play it, print its figures; 0 if every law held, 130 if somebody stopped it. Raises ``ConfigError``,
-    ``EnvironmentFault``."""
+def run_simulation(options: SimulationOptions, say: Callable[[str], None] = print) -> int:
+    """Play it and print its figures, as JSON if that was asked for, else ``say`` each line; 0 if every law
+    held, 130 if somebody stopped it. Raises ``ConfigError``, ``EnvironmentFault``."""
     if options.storm and options.stages > 1:
-        return play_storm(options)
+        return play_storm(options, say)
     settings = settings_of(options)
     folder = _new_folder(options)
     if settings.run.pipeline.stages > 1:
         step_s = options.step_s or MICROBATCH_SHARE * STEP_S * settings.run.pipeline.microbatches
-        told, status = play(options, settings.run, step_s, read_churn(options.churn))
-        write_summary(folder, options, step_s, told)
+        told, status = play(options, settings.run, step_s, read_churn(options.churn), say)
+        table = write_summary(folder, options, step_s, told)
+        if options.as_json:
+            print(json.dumps(table, indent=2))
+        else:
+            say(f"written to {folder}")
         return status
     view = SwarmView()
     log = EventLog(folder / "events.jsonl")
@@ -87,8 +91,11 @@ def run_simulation(options: SimulationOptions) -> int:
         "planned_s": round(settings.planned_s, 3),
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    print("\n".join(lines_of(summary, result)))
-    print(f"written to {folder}")
+    if options.as_json:
+        print(json.dumps(summary, indent=2))
+    else:
+        for line in (*lines_of(summary, result), f"written to {folder}"):
+            say(line)
     if result.ended_early:
         print("stopped", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -13,7 +13,8 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from p2p_co2.cli.options import SimulationOptions
@@ -32,12 +33,16 @@ MOST_MICROBATCHES = 50_000
 """Of all first stages: what is played ends there, long after everything repeats itself."""
 
 
-def play_storm(options: SimulationOptions) -> int:
+def play_storm(options: SimulationOptions, say: Callable[[str], None] = print) -> int:
     """One storm over ``--stages``. Raises ``ConfigError``."""
     if not 2 <= options.stages <= 32:
         raise ConfigError.of_option("--stages", f"2 to 32 (got {options.stages})")
     world = play_stage_storm(options.seed, options.stages)
-    print("\n".join([*_lines(world), *_broken(world)]))
+    if options.as_json:
+        print(json.dumps({"violations": [str(one) for one in world.books.violations]}, indent=2))
+    else:
+        for line in (*_lines(world), *_broken(world)):
+            say(line)
     return 1 if world.books.violations else 0
 
 
@@ -68,9 +73,11 @@ def world_of(
 
 
 def play(
-    options: SimulationOptions, run: RunConfig, step_s: float, churn_per_h: float
-) -> tuple[dict[str, Any], int]:
-    """Play it and print its figures; returns them for ``summary.json``, and the exit status."""
+    options: SimulationOptions, run: RunConfig, step_s: float, churn_per_h: float,
+    say: Callable[[str], None] = print,
+) -> tuple[dict[str, Any], int]:  # fmt: skip
+    """Play it and ``say`` its figures, unless they are wanted as JSON; returns them for ``summary.json``, and
+    the exit status."""
     world, setting = world_of(options, run, step_s)
     planned_s, stopped = 3600 * options.hours, False
 
@@ -105,7 +112,8 @@ def play(
         f"events: sha256 {figures['digest']}",
         *_broken(world),
     ]
-    print("\n".join(lines))
+    for line in () if options.as_json else lines:
+        say(line)
     if stopped:
         print("stopped", file=sys.stderr)
         return figures, 128 + signal.SIGINT
@@ -163,8 +171,11 @@ def _broken(world: VirtualStages) -> Sequence[str]:
     return [f"law violations: {len(broken)}", *(f"  {violation}" for violation in broken[:10])]
 
 
-def write_summary(folder: Any, options: SimulationOptions, step_s: float, figures: dict[str, Any]) -> None:
+def write_summary(
+    folder: Path, options: SimulationOptions, step_s: float, figures: dict[str, Any]
+) -> dict[str, Any]:
+    """Write ``summary.json``; returns what is in it."""
     asked = {"peers": options.peers, "profile": options.profile, "hours": options.hours, "seed": options.seed}
     table = {"simulation": {**asked, "churn": options.churn, "step_s": step_s, **figures}}
     (folder / "summary.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-    print(f"written to {folder}")
+    return table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from bootstrap.options import DemoOptions
-from p2p_co2.cli.command import takes
+from p2p_co2.cli.command import LOUDNESS, Loudness, takes
 from p2p_co2.cli.options import SimulationOptions
 from p2p_co2.system.ctrl_c import hand_over, take_back
 
@@ -18,7 +18,7 @@ def demo(options: DemoOptions) -> int:
     from p2p_co2.cli.demo import RunWatch
 
     hand_over()
-    return run_demo(options, partial(RunWatch, board=options.board))
+    return run_demo(options, partial(RunWatch, board=options.board, loudness=LOUDNESS.get()))
 
 
 @takes(SimulationOptions)
@@ -29,4 +29,10 @@ def simulate(options: SimulationOptions) -> int:
     from p2p_co2.cli.simulate import run_simulation
 
     hand_over()
-    return run_simulation(options)
+    is_quiet = LOUDNESS.get() is Loudness.QUIET
+
+    def say(line: str) -> None:
+        if not is_quiet or line.startswith(("law violations", "  ")):
+            print(line)
+
+    return run_simulation(options, say)

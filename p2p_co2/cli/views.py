@@ -1,10 +1,12 @@
-"""The commands that look: ``board``, ``watch``, ``metrics``. Read-only.
+"""The commands that look: ``status``, ``watch``, ``board``, ``metrics``. Read-only.
 
 ``SOURCE`` is a ticket (joins the run's DHT as an observer) or a folder with journals (a demo's, a peer's).
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from functools import wraps
 from pathlib import Path
@@ -13,11 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bootstrap.options import says
+from p2p_co2.cli.command import LOUDNESS, Loudness
 from p2p_co2.errors import ConfigError
 from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.system.extras import require
-from p2p_co2.system.folders import observer_folder
-from p2p_co2.ticket import PREFIX, Ticket, read_ticket
+from p2p_co2.system.folders import observer_folder, peer_folders
+from p2p_co2.system.process import holder_of, is_kept
+from p2p_co2.ticket import PREFIX, TICKET_VARIABLE, Ticket, read_ticket
 
 if TYPE_CHECKING:
     from p2p_co2.telemetry.feed import Feed
@@ -67,6 +71,60 @@ def watch(
     raise typer.Exit(watch_feed(feed, seconds))
 
 
+def status(
+    source: _Source = "",
+    folder: _Folder = None,
+    seconds: Annotated[float, says("Wait so long at most for the run and its peers.")] = 20.0,
+    as_json: Annotated[bool, says("Print JSON, as GET /api/swarm of a board.", "--json")] = False,
+) -> None:
+    """Say in some lines how a run is: its state, round, peers, and what is wrong. Without a ticket or folder:
+    the peers of this machine. Exit status 0, also if nobody trains; 1 if the run cannot be reached."""
+    take_back()
+    from monitoring.status import lines_of, look
+
+    hand_over()
+    if not source and not os.environ.get(TICKET_VARIABLE):
+        _print_own_peers(as_json)
+        return
+    feed, _ = _feed(source, folder, "status")
+    facts = look(feed, seconds)
+    if as_json:
+        print(facts.model_dump_json(indent=2))
+        return
+    print("\n".join(lines_of(facts)[: 1 if LOUDNESS.get() is Loudness.QUIET else None]))
+
+
+def _print_own_peers(as_json: bool) -> None:
+    """The peers of this machine, by their folders."""
+    found = []
+    for folder in peer_folders():
+        one: dict[str, Any] = {"folder": str(folder), "process": None, "state": "not running", "round": None}
+        if is_kept(folder):
+            holder = holder_of(folder)
+            one |= {"process": int(holder) if holder.isdecimal() else None, "state": "running"}
+        if (folder / "events.jsonl").is_file():
+            from monitoring.feeds import JournalFeed
+            from monitoring.status import look
+
+            facts = look(JournalFeed(folder), 1.0)
+            own = next((peer for peer in facts.peers if peer.joined_at is not None), None)
+            if own is not None:
+                one |= {"round": own.position, "tokens": own.tokens, "name": own.name}
+                one |= {"state": own.state} if one["process"] else {}
+        found.append(one)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for one in found:
+        at = f", round {one['round']:.1f}" if one["round"] is not None else ""
+        process = f", process {one['process']}" if one["process"] else ""
+        print(f"{one['folder']}: {one['state']}{process}{at}")
+    if not found:
+        print(
+            "no peer of yours has a folder on this machine; for a run give its ticket: p2p-co2 status TICKET"
+        )
+
+
 def metrics(
     source: _Source = "",
     folder: _Folder = None,
@@ -95,6 +153,9 @@ def _feed(source: str, folder: Path | None, command: str) -> tuple[Feed, Path | 
     """The feed behind ``source``, and where its history may be kept (None: it is all there anyway). Raises
     ``TicketError``, ``EnvironmentFault``, ``ConfigError`` for what is neither."""
     source = read_ticket(source)
+    place = Path(source)
+    if not any((place / one).exists() for one in ("events.jsonl", "peers")) and (place / "ticket").is_file():
+        source = read_ticket(f"@{place / 'ticket'}")  # a seed's folder, or that of an own loop
     if source.startswith(PREFIX):
         ticket = Ticket.parse(source)
         take_back()

@@ -170,6 +170,9 @@ class Observer(Feed):
                 self.state = FeedState("lost", f"the observer has stopped by a fault of its own: {error!r}")
                 raise error
         finally:
+            for task in (rest := asyncio.all_tasks(self._loop)):  # hivemind's, of calls that were broken off
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
 

@@ -24,11 +24,13 @@ _HALVINGS = 12
 @dataclass(frozen=True, kw_only=True)
 class Room:
     """What a peer's machine has, bytes; 0: not known. ``gpu_bytes``: None where it trains on the CPU.
-    ``how``: where the figures come from, in words."""
+    ``how``: where the figures come from, in words; ``is_given``: by whoever plans, and not those of this
+    machine, which may be none of the peers'."""
 
     host_bytes: float
     gpu_bytes: float | None
     how: str
+    is_given: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,7 @@ class Swarm:
     # ---- data
 
     def until_done(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
-        """Batches of ``loader``, round after round of it, until the run is over; then this peer has left, and
+        """Batches of ``loader``, pass after pass of it, until the run is over; then this peer has left, and
         what it agreed on is final.
 
         Each pass is in this peer's own order: of a ``DataLoader``, shuffled or not, and of whatever has

@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -52,7 +53,8 @@ def write_pretrained(
         if not saves_itself(inner):
             _write_plain(inner, full, folder)
         elif takes_state(inner):
-            _save_pretrained(inner)(folder, state_dict=full)
+            with undistributed(inner):
+                _save_pretrained(inner)(folder, state_dict=full)
         else:
             with _in_place(inner, full):
                 _save_pretrained(inner)(folder)
@@ -73,6 +75,33 @@ def takes_state(model: nn.Module) -> bool:
     own."""
     is_peft = hasattr(model, "peft_config")
     return is_peft or "state_dict" in inspect.signature(_save_pretrained(model)).parameters
+
+
+@contextmanager
+def undistributed(model: nn.Module) -> Iterator[None]:
+    """While entered transformers takes ``model`` for one of this process alone: it has all values, and must
+    not ask the other processes for theirs."""
+    config: Any = getattr(model, "config", None)
+    distributed = getattr(config, "distributed_config", None)
+    if distributed is not None:
+        config.distributed_config = None
+    try:
+        yield
+    finally:
+        if distributed is not None:
+            config.distributed_config = distributed
+
+
+def config_text(model: nn.Module) -> str:
+    """The ``config`` of a module that cannot save itself, as JSON; "" if it is no dict, or none that JSON can
+    hold."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, Mapping):
+        return ""
+    try:
+        return json.dumps(dict(config), indent=2) + "\n"
+    except (TypeError, ValueError):
+        return ""
 
 
 def _save_pretrained(model: nn.Module) -> Callable[..., object]:
@@ -99,9 +128,8 @@ def full_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tenso
 def _write_plain(model: nn.Module, full: Mapping[str, Tensor], folder: Path) -> None:
     shared = shared_names(model)
     write_tensors(folder / WEIGHTS, {name: one for name, one in full.items() if name not in shared}, shared)
-    config = getattr(model, "config", None)
-    if isinstance(config, Mapping):
-        (folder / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    if text := config_text(model):
+        (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], shared: Mapping[str, str]) -> None:

@@ -162,7 +162,7 @@ class Synchroniser:
         for waiting, fragment in zip(range(len(due), 0, -1), due, strict=True):
             stage = self._wire.stage(fragment)
             if not self.account.may_send(fragment, stage == "asking"):
-                reason = "the fragment's previous round is still in flight"
+                reason = "the fragment's previous exchange is still in flight"
                 self._report(ev.SendSkipped, fragment=fragment, reason=reason)
                 continue
             if self.account.is_held(self._wire.stage, step_s, self._source.now()):

@@ -7,7 +7,8 @@ peer joins.
 ``tensors.json`` says where each value of a fragment belongs: names, shapes, dtypes, and which file of the
 model's library holds a tensor under which name. A model that saves itself (transformers, PEFT) is asked to,
 once, with a number in the place of each tensor: so its config files, file names and names are its library's
-own, and no library is imported here. What is frozen is in no checkpoint.
+own, and no library is imported here. What is frozen is in no checkpoint: a little of it (position tables,
+scales) is kept here, the base of adapters is not, and more is the user's to bring.
 
 Laws: nothing is written to the model; what was kept fits a checkpoint or is refused, since it carries the
 plan whose digest the checkpoint names.
@@ -36,13 +37,14 @@ from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.tensors.checkpoint.folder import Checkpoint
 from p2p_co2.tensors.fragments import FragmentPlan, named_values, plan_of_table, plan_table
 from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names, unwrapped
-from p2p_co2.tensors.pretrained import CONFIG, WEIGHTS, saves_itself, takes_state
+from p2p_co2.tensors.pretrained import CONFIG, WEIGHTS, config_text, saves_itself, takes_state, undistributed
 
 KEPT = "model"
-_TENSORS = "tensors.json"
+_TENSORS, _FROZEN = "tensors.json", "frozen.safetensors"
 _FORMAT = "p2p-co2 layout 1"
 _MOST_BYTES = 4 << 20
 """Of a file that is kept beside the tensors: settings and code are far below."""
+_MOST_FROZEN_BYTES = 16 << 20
 _IN_LOOP = "write it in the loop: swarm.save_pretrained, or name a recipe of the same model with --recipe"
 
 
@@ -62,9 +64,8 @@ def keep_layout(model: nn.Module, plan: FragmentPlan, folder: Path) -> None:
         files = _ask_library(inner, list(own), place) if saves_itself(inner) and takes_state(inner) else {}
         if not files:
             files = {WEIGHTS: _File({name: name for name in own}, {"format": "pt", **shared_names(inner)})}
-            config = getattr(inner, "config", None)
-            if isinstance(config, Mapping):
-                (place / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+            if text := config_text(inner):
+                (place / CONFIG).write_text(text, encoding="utf-8")
         said = {
             "format": _FORMAT,
             "plan": plan_table(plan, shapes),
@@ -72,6 +73,8 @@ def keep_layout(model: nn.Module, plan: FragmentPlan, folder: Path) -> None:
             "files": {path: [file.names, file.metadata] for path, file in files.items()},
         }
         (place / _TENSORS).write_text(json.dumps(said), encoding="utf-8")
+        if frozen := _little_frozen(own, files):
+            save_file(frozen, place / _FROZEN)
         shutil.rmtree(folder / KEPT, ignore_errors=True)
         shutil.copytree(place, folder / KEPT)
 
@@ -82,6 +85,20 @@ class _File:
 
     names: Mapping[str, str]
     metadata: Mapping[str, str]
+
+
+def _little_frozen(own: Mapping[str, Tensor], files: Mapping[str, _File]) -> dict[str, Tensor]:
+    """The frozen parameters that belong into ``files``, each a copy, if all are small; else none."""
+    placed = {plain for file in files.values() for plain in file.names.values()}
+    frozen = {
+        name: one.detach()
+        for name, one in own.items()
+        if name in placed and isinstance(one, nn.Parameter) and not one.requires_grad
+    }
+    is_plain = all(type(one) is Tensor and one.layout == torch.strided for one in frozen.values())
+    if not is_plain or sum(one.nbytes for one in frozen.values()) > _MOST_FROZEN_BYTES:
+        return {}
+    return {name: one.cpu().clone(memory_format=torch.contiguous_format) for name, one in frozen.items()}
 
 
 def _ask_library(model: Any, names: Sequence[str], place: Path) -> dict[str, _File]:
@@ -95,7 +112,8 @@ def _ask_library(model: Any, names: Sequence[str], place: Path) -> dict[str, _Fi
     }
     known = inspect.signature(model.save_pretrained).parameters
     given |= {what: False for what in ("save_original_format", "save_embedding_layers") if what in known}
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # its bar, at 0 s
+    quiet = contextlib.redirect_stderr(io.StringIO())  # its bar, at 0 s
+    with warnings.catch_warnings(), quiet, undistributed(model):
         warnings.simplefilter("ignore")
         model.save_pretrained(place, **given)
     files = dict[str, _File]()
@@ -123,6 +141,7 @@ def write_kept(checkpoint: Checkpoint, out: Path, base: Path | None = None) -> l
     plan, tensors, files = _read(kept, checkpoint)
     values: dict[str, Tensor] = {name: one for name, one in checkpoint.buffers.items() if name in tensors}
     shapes = {name: shape for name, (_, shape, _) in tensors.items()}
+    values |= _kept_frozen(kept, shapes)
     values |= named_values(plan, shapes, [state.params for state in checkpoint.states])
     lacking = {
         name: plain for file in files.values() for name, plain in file.names.items() if plain not in values
@@ -132,7 +151,7 @@ def write_kept(checkpoint: Checkpoint, out: Path, base: Path | None = None) -> l
     placed = {plain for file in files.values() for plain in file.names.values()}
     left_out = [name for name, (_, _, is_trained) in tensors.items() if is_trained and name not in placed]
     try:
-        shutil.copytree(kept, out, ignore=shutil.ignore_patterns(_TENSORS), dirs_exist_ok=True)
+        shutil.copytree(kept, out, ignore=shutil.ignore_patterns(_TENSORS, _FROZEN), dirs_exist_ok=True)
         for path, file in files.items():
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             save_file(_named(file, values, tensors), out / path, dict(file.metadata))
@@ -181,6 +200,16 @@ def _read(kept: Path, checkpoint: Checkpoint) -> tuple[FragmentPlan, _Tensors, d
     if unknown or any(Path(path).is_absolute() or ".." in Path(path).parts for path in files):
         raise ConfigError(where, "", f"is damaged; {_IN_LOOP}")
     return plan, tensors, files
+
+
+def _kept_frozen(kept: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    if not (kept / _FROZEN).exists():
+        return {}
+    try:
+        frozen = load_file(kept / _FROZEN)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(str(kept / _FROZEN), "", f"cannot be read ({error}); {_IN_LOOP}") from None
+    return {name: values for name, values in frozen.items() if shapes.get(name) == values.shape}
 
 
 def _from_base(
