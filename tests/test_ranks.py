@@ -24,9 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader, DistributedSampler
 
 from p2p_co2.config import OWN_LOOP, ClockConfig, CodecConfig, OuterConfig, RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, P2PCo2Error, RunOver, TicketError, TransportError
+from p2p_co2.swarm.data import reseed
 from p2p_co2.tensors.checkpoint.folder import load as load_checkpoint
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.sharding import held, trouble_with_cut
@@ -146,6 +148,26 @@ def test_an_error_that_is_not_ours_names_its_rank() -> None:
     there = error_of(text_of(ZeroDivisionError("by zero"), 3))
     assert isinstance(there, EnvironmentFault)
     assert "rank 3 of this peer ended with ZeroDivisionError: by zero; " in str(there)
+
+
+def test_ranks_have_orders_of_their_own_but_for_samplers_that_deal_out() -> None:
+    data = list(range(40))
+
+    def order(rank: int, deals_out: bool) -> list[int]:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        try:
+            sampler = DistributedSampler(data) if deals_out else None
+            loader = DataLoader(data, batch_size=4, sampler=sampler)
+            reseed(loader, 0, lambda epoch: 5 + epoch)
+            return [int(one) for batch in loader for one in batch]
+        finally:
+            dist.destroy_process_group()
+
+    own = [order(rank, deals_out=False) for rank in range(2)]
+    assert own[0] != own[1]
+    assert [sorted(one) for one in own] == [data, data]
+    dealt = [order(rank, deals_out=True) for rank in range(2)]
+    assert sorted(dealt[0] + dealt[1]) == data
 
 
 # ---- real groups
