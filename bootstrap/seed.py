@@ -33,7 +33,7 @@ from p2p_co2.system.process import (
     full_disk_named,
     require_supported_platform,
 )
-from p2p_co2.ticket import Ticket, is_loopback, is_of_run, is_private
+from p2p_co2.ticket import Ticket, is_loopback, is_of_run, is_private, read_ticket
 
 if TYPE_CHECKING:
     from p2p_co2.net.discovery import Discovery
@@ -92,7 +92,7 @@ def serve_run(
     Raises ``ConfigError``, ``TicketError``, ``EnvironmentFault`` (port, disk, daemon), ``TransportError``
     (the run of ``also`` cannot be reached).
     """
-    given = Ticket.parse(options.also) if options.also else None
+    given = Ticket.parse(read_ticket(options.also)) if options.also else None
     if not 0 <= options.port < 65536:
         raise ConfigError.of_option("--port", f"1 to 65535, or 0 for any free one (got {options.port})")
     run = None if given and options.run_file is None else _run_of(options, say)

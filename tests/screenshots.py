@@ -40,6 +40,7 @@ READY = {
     "peers": "peers-count",
     "events": "events",
 }
+MOST_BYTES = 150_000
 DOCS = {"swarm-light": "board.png", "staleness-light": "board-staleness.png"}
 
 
@@ -78,10 +79,17 @@ def main() -> int:
     _own(folder)
     if options.docs:
         for source, target in DOCS.items():
-            with Image.open(folder / f"{source}.png") as picture:  # 128 colours are enough for what is drawn
-                picture.convert("RGB").quantize(128).save(ROOT / "docs" / target, optimize=True)
+            _publish(folder / f"{source}.png", ROOT / "docs" / target)
     print(f"written to {folder}")
     return 0
+
+
+def _publish(picture: Path, target: Path) -> None:
+    """In few colours where it would be too large for a page that many load."""
+    target.write_bytes(picture.read_bytes())
+    if target.stat().st_size > MOST_BYTES:
+        with Image.open(picture) as opened:
+            opened.convert("RGB").quantize(256).save(target, optimize=True)
 
 
 def _all_pages(folder: Path, address: str, mode: str) -> None:
@@ -155,12 +163,14 @@ def _own(folder: Path) -> None:
     with board(["-m", "tests.board_server", "own"]) as address:
         for mode, options in MODES.items():
             with browser(**options) as driver:
-                _picture(driver, address, "you", folder / f"own-{mode}.png", mode == "phone")
-                _picture(driver, f"{address}peers", "peers-count", folder / f"own-peers-{mode}.png",
-                         mode == "phone")  # fmt: skip
+                driver.get(f"{address}peers")
+                wait_for(driver, "peers-count")
                 driver.find_element(By.CSS_SELECTOR, "[data-testid=ask]").click()
                 time.sleep(0.5)
-                driver.save_screenshot(str(folder / f"own-words-{mode}.png"))
+                whole_page(driver, folder / f"own-words-{mode}.png", phone=mode == "phone")
+                for name, path, ready in (("own", "", "you"), ("own-peers", "peers", "peers-count")):
+                    picture = folder / f"{name}-{mode}.png"
+                    _picture(driver, address + path, ready, picture, mode == "phone")
 
 
 if __name__ == "__main__":

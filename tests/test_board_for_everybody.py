@@ -140,6 +140,15 @@ def test_the_page_of_the_run_invites() -> None:
         assert errors(driver) == []
 
 
+def test_the_page_of_the_run_invites_where_nobody_trains() -> None:
+    with board(["-m", "tests.board_server", "empty"]) as address, browser() as driver:
+        driver.get(f"{address}run")
+        until(lambda: text_of(driver, "invitation").startswith("p2p-co2 join p2pco2-"))
+        assert text_of(driver, "run-state") == "Not known yet"
+        assert violations(driver) == []
+        assert errors(driver) == []
+
+
 def test_the_reader_without_a_peer_is_shown_no_peer_of_its_own() -> None:
     with board(["-m", "tests.board_server", "6"]) as address, browser() as driver:
         driver.get(address)

@@ -87,6 +87,16 @@ def test_what_nvidia_smi_says_is_read_and_what_it_does_not_know_is_left_out() ->
     ]
 
 
+@pytest.mark.parametrize(("does", "found"), [("echo 'GPU X, 1, 2, 33'", ("GPU X",)), ("exit 9", ())])
+def test_nvidia_smi_is_asked_where_there_is_one(
+    does: str, found: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{does}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert tuple(gpu.name for gpu in read_machine(0, tmp_path).gpus) == found
+
+
 def test_the_machines_card_says_no_gpu_and_holds_the_traffic_against_the_cap() -> None:
     told = machine_told(MachineFacts(), (50e6, 1e6), 1000.0, 1e5)
     assert told["machine-gpu"][1] == "no\u00a0GPU"

@@ -23,12 +23,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import p2p_co2 as co2
 from p2p_co2.errors import ConfigError, TicketError
+from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.swarm.counting import BatchCounter, batch_tokens
 from p2p_co2.swarm.data import Fetching, PeerOrder, Stopped, passes, reseed
 from p2p_co2.telemetry.events import PeerStarted, Progress
 from p2p_co2.telemetry.journal import read_events
 from p2p_co2.testing import TestSwarm
-from p2p_co2.trainer.optimizers import Optimizers
 
 
 def small_model() -> nn.Module:

@@ -107,8 +107,10 @@ def test_model_is_causal() -> None:
     assert not same[20:].any()
 
 
-def test_loss_falls_in_thirty_steps(text: Path) -> None:
-    recipe = load_recipe(BYTE_GPT, TINY | {"learning_rate": 1e-2, "text": str(text)}, seed=0)
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_loss_falls_in_thirty_steps(text: Path, kind: str) -> None:
+    options = TINY | {"learning_rate": 1e-2, "text": str(text), "optimizer": kind}
+    recipe = load_recipe(BYTE_GPT, options, seed=0)
     assert recipe.held_out is not None
     before = recipe.held_out(recipe.model)
     optimizer = recipe.optimizer(recipe.model.parameters())
@@ -119,6 +121,28 @@ def test_loss_falls_in_thirty_steps(text: Path) -> None:
     after = recipe.held_out(recipe.model)
     assert after < before - 1.5
     assert recipe.held_out(recipe.model) == after
+
+
+def test_muon_trains_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
+    recipe = load_recipe(BYTE_GPT, TINY | {"optimizer": "muon"}, seed=0)
+    optimizer = recipe.optimizer(recipe.model.parameters())
+    muon, adamw = optimizer.param_groups
+    named = {id(parameter): name for name, parameter in recipe.model.named_parameters()}
+    assert {named[id(one)] for one in adamw["params"]} == {"embedding.weight", "smear"}
+    assert all(named[id(one)].startswith("blocks.") for one in muon["params"])
+    assert len(muon["params"]) + 2 == len(named)
+    assert (muon["lr"], adamw["lr"]) == (4e-3, 4e-3)
+    block = recipe.optimizer(recipe.model.get_submodule("blocks").parameters())  # a stage without a table
+    assert len(block.param_groups) == 1
+    plain = recipe_digest(BYTE_GPT, TINY)
+    assert plain == recipe_digest(BYTE_GPT, TINY | {"optimizer": "muon"})  # the shape is what must agree
+
+
+def test_muon_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ConfigError, match=r"recipe_options\.optimizer.*2\.9 or newer"):
+        load_recipe(BYTE_GPT, TINY | {"optimizer": "muon"}, seed=0)
+    assert load_recipe(BYTE_GPT, TINY, seed=0)
 
 
 # Laws
@@ -205,6 +229,7 @@ def test_sampling_keeps_the_prompt_and_repeats_with_its_seed() -> None:
         ({"layers": 0}, "whole number of at least 1"),
         ({"layers": True}, "whole number"),
         ({"learning_rate": -1.0}, "positive number"),
+        ({"optimizer": "sgd"}, "adamw or muon"),
         ({"heads": 3}, "multiple of 2"),
         ({"text": 3}, "must be a path"),
         ({"text": "a", "tokens": "b"}, "either text or tokens"),

@@ -21,6 +21,7 @@ from p2p_co2.errors import ConfigError
 from p2p_co2.planning.pipeline import StageCost
 from p2p_co2.recipes import InnerStep, Recipe, StageSize, load_recipe, stage_sizes
 from p2p_co2.recipes.stages import Stages
+from p2p_co2.tensors.device import training_device
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.stages import StageReplica
 from p2p_co2.trainer.stage_work import Crossings
@@ -81,7 +82,8 @@ def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepM
         if (len(counted) >= 5 and sum(counted) >= 2.0) or now - began_at > 12.0:
             break
     counted = times_s[3:] or times_s[-1:]
-    how = f"measured here, median of {len(counted)} steps, {torch.get_num_threads()} threads, {device}"
+    where = training_device(device, is_tried=False).words
+    how = f"measured here, median of {len(counted)} steps, {torch.get_num_threads()} threads, {where}"
     largest_bytes = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if device.startswith("cuda"):
         largest_bytes = float(torch.cuda.max_memory_reserved(device))
@@ -106,7 +108,8 @@ def stage_costs(
         taken = [(seconds / 3, 2 * seconds / 3) for seconds in each]
     else:
         torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
-        how = f"measured here, {torch.get_num_threads()} threads, {device}"
+        where = training_device(device, is_tried=False).words
+        how = f"measured here, {torch.get_num_threads()} threads, {where}"
         taken = _measured_stages(stages, sizes, run, (inputs, side), device)
     costs = tuple(
         StageCost(

@@ -250,13 +250,14 @@ def choice(
 def _glossary() -> Element:
     """The words of the board, in a window of the browser's own that ``_SHOW_WORDS`` opens."""
     with block("b-words-shown", "dialog").props("aria-label=Words data-testid=words") as made:
-        text("b-title", f"{len(GLOSSARY)} words", tag="h2")
+        with ui.element("form").props("method=dialog").classes("b-head"):
+            text("b-title", f"{len(GLOSSARY)} words", tag="h2")
+            block("b-grow")
+            text("b-button", "Close", tag="button")
         with block("", "dl"):
             for word, means in GLOSSARY.items():
                 text("", word, tag="dt")
                 text("", means, tag="dd")
-        with ui.element("form").props("method=dialog"):
-            text("b-button", "Close", tag="button")
     return made
 
 
@@ -306,7 +307,7 @@ class Frame:
         self.look = Look()
         self._recorder = recorder
         self._range_s: float | None = None
-        self._make = make
+        self._make, self._needs_peers = make, here != "/run"  # who is alone needs the invitation most
         self._page: Page | None = None
         self._drawn_at = 0.0
         ui.add_css(CSS)
@@ -328,7 +329,7 @@ class Frame:
         facts = self.model.facts()
         self._header.set(facts)
         self._set_banner(facts)
-        if not facts.peers_known:
+        if not facts.peers_known and (self._needs_peers or self.model.known.run is None):
             self._show_nothing(facts)
             return
         if self._page is None:

@@ -8,21 +8,28 @@ from typing import Annotated
 import typer
 
 from bootstrap.options import OwnRecipe, says
+from p2p_co2.cli.models import checkpoint_of
 from p2p_co2.errors import ConfigError
 from p2p_co2.system.ctrl_c import hand_over, take_back
-from p2p_co2.ticket import PREFIX
+from p2p_co2.ticket import PREFIX, read_ticket
 
 
 def gather(
-    sources: Annotated[
-        list[str],
-        typer.Argument(metavar="FOLDER", help="Checkpoint folders of all stages, or the run's ticket."),
-    ],
     out: Annotated[Path, says("A new folder for the whole checkpoint.", "--out", metavar="FOLDER")],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FOLDER",
+            show_default=False,
+            help="Checkpoint folders of all stages, or the run's ticket (a word, @FILE, or - for standard "
+            "input); $P2P_CO2_TICKET if absent.",
+        ),
+    ] = None,
     recipe: OwnRecipe = "",
 ) -> None:
     """Make one checkpoint of the whole model out of those of its stages, from folders or a live swarm."""
-    tickets = [source for source in sources if source.strip().startswith(PREFIX)]
+    sources = [read_ticket(source) for source in sources or [""]]
+    tickets = [source for source in sources if source.startswith(PREFIX)]
     if tickets and len(sources) > 1:
         raise ConfigError.of_option("FOLDER", "give folders, or one ticket alone")
     take_back()
@@ -32,7 +39,7 @@ def gather(
     if tickets:
         taken = gather_swarm(tickets[0], out, recipe)
     else:
-        taken = gather_folders([Path(source) for source in sources], out, recipe)
+        taken = gather_folders([checkpoint_of(Path(source)) for source in sources], out, recipe)
     for source in taken:
         what = source.holds if len(taken) > 1 else "whole model"
         print(f"{what}: {source.came_to}" + ("" if tickets else f", from {source.folder}"))

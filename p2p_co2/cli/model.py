@@ -9,16 +9,22 @@ from typing import Annotated
 import typer
 
 from bootstrap.options import OwnRecipe, says
+from p2p_co2.cli.models import checkpoint_of
 from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.ticket import PREFIX, read_ticket
 
 
 def model(
+    out: Annotated[Path, says("A new folder: safetensors, config, and what the recipe adds.", metavar="DIR")],
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help="A checkpoint's folder, a ticket, or @FILE: the run goes on."),
-    ],
-    out: Annotated[Path, says("A new folder: safetensors, config, and what the recipe adds.", metavar="DIR")],
+        typer.Argument(
+            metavar="SOURCE",
+            show_default=False,
+            help="A checkpoint's or a peer's folder, or a ticket (a word, @FILE, or - for standard input): "
+            "the run goes on. $P2P_CO2_TICKET if absent.",
+        ),
+    ] = "",
     recipe: OwnRecipe = "",
     base: Annotated[
         Path | None,
@@ -31,9 +37,7 @@ def model(
 
     hand_over()
     refuse_used(out)
-    source = source.strip()
-    if source.startswith("@") or source == "-":
-        source = read_ticket(source)
+    source = read_ticket(source)
     if source.startswith(PREFIX):
         take_back()
         from p2p_co2.trainer.gather import gather_swarm
@@ -46,7 +50,7 @@ def model(
             print(f"the model of {taken[0].came_to}, as the swarm agrees on it", flush=True)
             notes = write_model(whole, out, recipe, base)
     else:
-        notes = write_model(Path(source), out, recipe, base)
+        notes = write_model(checkpoint_of(Path(source)), out, recipe, base)
     for note in notes:
         print(f"note: {note}")
     print(f"written to {out}")

@@ -12,7 +12,17 @@ import typer
 from bootstrap.options import OwnRecipe, says
 from p2p_co2.system.ctrl_c import hand_over, take_back
 
-Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder.")]
+
+def checkpoint_of(folder: Path) -> Path:
+    """The checkpoint in the folder of a peer or a demo; any other folder is taken for one itself."""
+    inside = folder / "checkpoint"
+    return inside if inside.is_dir() else folder
+
+
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(metavar="CHECKPOINT", help="A peer's folder, or its checkpoint.", callback=checkpoint_of),
+]
 
 
 def sample(

@@ -62,7 +62,13 @@ def doctor(
         ticket or None,
         lambda: data_home() / "runs",
     )  # fmt: skip
-    raise typer.Exit(run_doctor(config, ticket, as_json))
+    is_quiet = LOUDNESS.get() is Loudness.QUIET and not as_json
+
+    def say(line: str) -> None:
+        if not (is_quiet and line.startswith("ok ")):
+            print(line)
+
+    raise typer.Exit(run_doctor(config, ticket, as_json, say))
 
 
 def join(

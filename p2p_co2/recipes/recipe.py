@@ -30,6 +30,7 @@ from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, byte_gpt_stages, next_token
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus, option_error, text_corpus, token_corpus
 from p2p_co2.recipes.drawing import drawn_from
 from p2p_co2.recipes.helpers import helpers_of, serve
+from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.recipes.stages import Stages
 
 BYTE_GPT = "byte-gpt"
@@ -43,7 +44,17 @@ _HELD_OUT, _GLANCE = (4, 32), (1, 8)
 """Batches, and windows in each."""
 _SHAPE_OPTIONS: dict[str, int] = Shape()._asdict()
 Options = Mapping[str, str | int | float | bool]
-_OTHER_OPTIONS = {"batch": 8, "learning_rate": 2e-3, "warmup_rounds": WARMUP_ROUNDS, "text": "", "tokens": ""}
+ADAMW, MUON = "adamw", "muon"
+_OPTIMIZERS = {ADAMW: 2e-3, MUON: 4e-3}
+"""byte-gpt's inner optimizers, with the learning rate of each."""
+_OTHER_OPTIONS = {
+    "batch": 8,
+    "optimizer": ADAMW,
+    "learning_rate": 0.0,  # the optimizer's
+    "warmup_rounds": WARMUP_ROUNDS,
+    "text": "",
+    "tokens": "",
+}
 
 
 def first_tensor_numel(batch: Any) -> int:
@@ -276,7 +287,7 @@ def _byte_gpt(options: Options, stages: int, is_tied: bool) -> Recipe:
         model=model,
         batches=partial(_windows, corpus.train, shape.context),
         loss=next_token_loss,
-        optimizer=partial(_adamw, float(settings["learning_rate"])),
+        optimizer=_inner_optimizer(shape, settings),
         learning_rate=partial(warm_up, rounds=float(settings["warmup_rounds"])),
         held_out=partial(_held_out_loss, corpus, shape.context, _HELD_OUT),
         glance=partial(_held_out_loss, corpus, shape.context, _GLANCE),
@@ -311,6 +322,30 @@ def _held_out_loss(corpus: Corpus, context: int, size: tuple[int, int], model: n
     return sum(losses) / len(losses)
 
 
+def _inner_optimizer(
+    shape: Shape, settings: Mapping[str, Any]
+) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    kind = str(settings["optimizer"])
+    rate = float(settings["learning_rate"]) or _OPTIMIZERS[kind]
+    if kind == MUON and not hasattr(torch.optim, "Muon"):
+        raise option_error("optimizer", f"muon needs torch 2.9 or newer, and here is {torch.__version__}")
+    return partial(_muon, rate, shape.vocab_size) if kind == MUON else partial(_adamw, rate)
+
+
+def _muon(learning_rate: float, vocab_size: int, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Muon for the matrices of the blocks, AdamW for tables and vectors. A matrix with as many rows as the
+    vocabulary counts as a table. Muon's steps are as large as AdamW's, so both have one learning rate."""
+    every = list(parameters)
+    matrices = [one for one in every if one.ndim == 2 and len(one) != vocab_size]
+    rest = [one for one in every if one.ndim != 2 or len(one) == vocab_size]
+    parts: list[Optimizer] = []
+    if matrices:
+        parts.append(
+            torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+        )
+    return Optimizers([*parts, _adamw(learning_rate, rest)] if rest else parts)
+
+
 def _adamw(learning_rate: float, parameters: Iterable[nn.Parameter]) -> Optimizer:
     # Fused: one pass over the parameters, about a sixth of the time on a CPU.
     return AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
@@ -324,6 +359,9 @@ def _check_options(options: Options) -> tuple[Shape, dict[str, Any]]:
         if key in {"text", "tokens"}:
             if not isinstance(value, str):
                 raise option_error(key, f"must be a path, got {value!r}")
+        elif key == "optimizer":
+            if value not in _OPTIMIZERS:
+                raise option_error(key, f"must be {' or '.join(_OPTIMIZERS)}, got {value!r}")
         elif key in {"learning_rate", "warmup_rounds"}:
             is_number = not isinstance(value, bool | str) and 0 <= value < float("inf")
             if not is_number or (value == 0 and key == "learning_rate"):

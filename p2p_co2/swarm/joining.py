@@ -14,6 +14,7 @@ from torch import nn
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.peer_options import bytes_per_s, peer_config
+from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.swarm.swarm import Swarm
 from p2p_co2.system.extras import missing
 from p2p_co2.system.folders import peer_folder
@@ -22,7 +23,6 @@ from p2p_co2.telemetry.journal import Journal
 from p2p_co2.ticket import Ticket, read_ticket
 from p2p_co2.trainer import connection
 from p2p_co2.trainer.group import form_group
-from p2p_co2.trainer.optimizers import Optimizers
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.ranked_peer import as_one_peer
 

@@ -13,15 +13,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.swarm.counting import BatchCounter
 from p2p_co2.swarm.joining import Options, join
 from p2p_co2.swarm.swarm import Swarm
-from p2p_co2.trainer.optimizers import Optimizers
 
 
 class Optimizer(Optimizers):
@@ -41,6 +41,8 @@ class Optimizer(Optimizers):
         self.swarm: Swarm = join(model, given, **options)
         self._counter = BatchCounter(model)
         self._reported: tuple[int | Tensor, float | Tensor] | None = None
+        self._is_fresh = True
+        """Nothing was trained since it joined."""
         # Before the threads that leaving needs are ended: ``atexit`` comes after that.
         threading._register_atexit(self._leave_at_exit)  # type: ignore[attr-defined]
 
@@ -49,12 +51,19 @@ class Optimizer(Optimizers):
         self._reported = tokens, loss
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        result = super().step(closure)
+        result, self._is_fresh = super().step(closure), False
         seen, self._reported = self._reported or self._counter.take(), None
         tokens, loss = seen
         if not self.swarm.done and not self.swarm.exchange(tokens, loss):
             self.leave()
         return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of ``inner``. Before the first step the model gets the swarm's parameters again: programs that
+        go on from a checkpoint of their own have loaded that one's before."""
+        super().load_state_dict(state_dict)
+        if self._is_fresh:
+            self.swarm.load_agreed()
 
     def leave(self) -> None:
         """Leave the swarm; steps go on without it. May be called twice."""

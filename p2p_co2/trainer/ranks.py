@@ -19,9 +19,8 @@ the same error. Price: a step takes one exchange of words; a follower waits for 
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
@@ -42,7 +41,7 @@ from p2p_co2.errors import (
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 
 WORD = 8
-_WORDS, _CONTENT = 0, 1
+_WORDS, _CONTENT, _NOTHING = 0, 1, 2
 """Tags."""
 _AS_LONG_AS_IT_LIVES = timedelta(days=365)
 _CURE = (
@@ -99,8 +98,8 @@ class Ranks:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=_AS_LONG_AS_IT_LIVES)
-        self._sent: tuple[dist.Work | None, Tensor] | None = None
-        """A word on its way needs its memory."""
+        self._kept: list[object] = []
+        """What is on its way needs its memory: a follower's last word; at the end what may never arrive."""
         self.is_broken = False
         """Whether the group has ended by an error."""
 
@@ -155,49 +154,68 @@ class Ranks:
             self._send(to, word, _WORDS)
             return
         with self._lost(to):
-            self._sent = dist.isend(word, to, group=self._group, tag=_WORDS), word
+            self._kept = [dist.isend(word, to, group=self._group, tag=_WORDS), word]
 
     def next_word(self, of: int) -> list[float]:
         """Its kind, then its numbers. Raises what the other ended the group with."""
         word = torch.zeros(WORD, dtype=torch.float64)
         self._receive(of, word, _WORDS)
         numbers: list[float] = word.tolist()
-        if numbers[0] == (Call.FAILED if self.leads else Command.FAIL):
-            error = error_of(self.hear(of))
-            self.is_broken = True
-            if self.leads:
-                self.fail(error, {of})
-            raise error
+        self._raise_if_failed(of, numbers)
         return numbers
+
+    def _raise_if_failed(self, of: int, word: list[float]) -> None:
+        if word[0] == (Call.FAILED if self.leads else Command.FAIL):
+            data = torch.zeros(int(word[1]), dtype=torch.uint8)
+            self._receive(of, data, _CONTENT)
+            self.is_broken = not self.leads  # which tells the others
+            raise error_of(data.numpy().tobytes().decode())
 
     # ---- the end
 
-    def fail(self, error: BaseException, but: Container[int] = ()) -> None:
+    def fail(self, error: BaseException) -> None:
         """End the group: whoever listens now, or within a second, raises ``error`` too."""
         self.is_broken = True
-        text, kind = text_of(error, self.rank), Command.FAIL if self.leads else Call.FAILED
-
-        def tell(rank: int) -> None:
-            with suppress(EnvironmentFault):  # it is gone, too
-                self.word(rank, kind)
-                self.say(rank, text)
-
-        _at_once(tell, [rank for rank in self.others if rank not in but], HEARTBEAT_S)
+        kind = Command.FAIL if self.leads else Call.FAILED
+        data = torch.frombuffer(bytearray(text_of(error, self.rank).encode()), dtype=torch.uint8)
+        pieces = ((_word(kind, (len(data),)), _WORDS), (data, _CONTENT))
+        works = list[dist.Work | None]()
+        for rank in self.others:
+            with suppress(RuntimeError):  # it is gone, too
+                works += [dist.isend(piece, rank, group=self._group, tag=tag) for piece, tag in pieces]
+        self._kept += [*works, data, *(piece for piece, _ in pieces)]
+        ends_at = time.monotonic() + HEARTBEAT_S
+        for work in works:
+            with suppress(RuntimeError):  # once time is up gloo closes all connections, and they hear of that
+                left_s = max(0.001, ends_at - time.monotonic())
+                if work is not None:
+                    work.wait(timedelta(seconds=left_s))
 
     def gone(self) -> P2PCo2Error | None:
         """After an error of another library: the one of ours that it stands for, if another rank is gone or
-        has ended the group; None if all others live."""
-        found: dict[int, P2PCo2Error] = {}
+        has ended the group; None if all others live for a second.
 
-        def listen(rank: int) -> None:
-            try:
-                self.next_word(rank)
-            except P2PCo2Error as error:
-                found.setdefault(rank, error)
+        Gloo has no look at a connection that does not close all when time is up; but to ask for one more
+        piece raises if the other end is gone, and what comes can be seen in its memory."""
+        if self.is_broken:
+            return None
+        words = {rank: torch.full((WORD,), -1.0, dtype=torch.float64) for rank in self.others}
+        ends_at = time.monotonic() + (1 if self.leads else 3) * HEARTBEAT_S
+        try:
+            for rank in self.others:
+                self._listen(rank, words[rank], _WORDS)
+            while time.monotonic() < ends_at:
+                for rank in self.others:
+                    self._raise_if_failed(rank, words[rank].tolist())
+                    self._listen(rank, torch.zeros(1), _NOTHING)
+                time.sleep(HEARTBEAT_S / 20)
+        except P2PCo2Error as error:
+            return error
+        return None
 
-        if not self.is_broken:
-            _at_once(listen, self.others, HEARTBEAT_S if self.leads else 3 * HEARTBEAT_S)
-        return next(iter(found.values()), None)
+    def _listen(self, of: int, into: Tensor, tag: int) -> None:
+        with self._lost(of):
+            self._kept += [dist.irecv(into, of, group=self._group, tag=tag), into]
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -226,23 +244,8 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            fault = EnvironmentFault(
-                f"rank {other} of the {self.size} ranks that are this peer has ended; {_CURE}"
-            )
-            if not self.is_broken:
-                self.fail(fault, {other})
-            raise fault from error
-
-
-def _at_once(work: Callable[[int], None], ranks: Sequence[int], bound_s: float) -> None:
-    """``work`` for each, as far as it comes in time. A wait of gloo's own that runs out would close the
-    connections to all ranks, so threads wait, and are left behind."""
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in ranks]
-    ends_at = time.monotonic() + bound_s
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, ends_at - time.monotonic()))
+            text = f"rank {other} of the {self.size} ranks that are this peer has ended; {_CURE}"
+            raise EnvironmentFault(text) from error
 
 
 def _word(kind: Command | Call, numbers: Sequence[float]) -> Tensor:

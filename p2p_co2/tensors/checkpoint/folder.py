@@ -288,7 +288,7 @@ def _newest(folder: Path, wanted: Callable[[str], bool], otherwise: str = "") ->
     problem = "no checkpoint there"
     if passed_over:
         problem = "no whole checkpoint there: " + "; ".join(passed_over)
-    fix = f"give a peer's checkpoint folder, such as runs/peer/checkpoint{otherwise}"
+    fix = f"give a peer's checkpoint folder{otherwise}"
     raise ConfigError(str(folder), "", f"{problem}; {fix}")
 
 

@@ -1,0 +1,68 @@
+"""The examples of transformers, accelerate and PEFT run as they stand, two peers each in a real swarm."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = [
+    pytest.mark.swarm,
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+]
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SAYS = re.compile(r"^(\d+) inner steps, loss of the agreed parameters (\d+\.\d+), in (\S+)$", re.MULTILINE)
+
+
+def run(example: str, local_swarm: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[float, Path]:
+    """The loss on which both agree, and where the first has put its model."""
+    monkeypatch.chdir(folder)
+    swarm = local_swarm(peers=2, rounds=6)
+    outputs = swarm.run([sys.executable, str(EXAMPLES / example), swarm.ticket], timeout_s=400)
+    found = [SAYS.findall(output) for output in outputs]
+    assert all(len(one) == 1 for one in found), outputs
+    (steps, loss, out), (other_steps, other_loss, other_out) = (one[0] for one in found)
+    assert min(int(steps), int(other_steps)) > 3
+    assert loss == other_loss
+    assert out != other_out
+    return float(loss), folder / out
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float(model.eval()(input_ids=tokens, labels=tokens).loss)
+
+
+def test_the_trainers(local_swarm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, out = run("hf_trainer.py", local_swarm, tmp_path, monkeypatch)
+    tokenizer, model = AutoTokenizer.from_pretrained(out), AutoModelForCausalLM.from_pretrained(out)
+    tokens = tokenizer("import sys\n" * 20, return_tensors="pt")["input_ids"][:, :64]
+    assert len(tokenizer) == model.config.vocab_size == 512
+    assert loss < 6.2  # 6.24 is the logarithm of the vocabulary
+    assert loss_of(model, tokens) < 6.2
+
+
+def test_accelerates(local_swarm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, out = run("accelerate_loop.py", local_swarm, tmp_path, monkeypatch)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert loss < 5.4  # 5.55 is that of 256 bytes
+    assert loss_of(model, torch.tensor([list(b"import sys\n" * 5)])) < 5.4
+
+
+def test_adapters(local_swarm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, out = run("lora.py", local_swarm, tmp_path, monkeypatch)
+    base = runpy.run_path(str(EXAMPLES / "lora.py"))["frozen_base"]
+    words = torch.tensor([list(b"import sys\n" * 5)])
+    adapted = PeftModel.from_pretrained(base(), out)
+    assert loss_of(adapted, words) < loss_of(base(), words)
+    assert (out / "adapter_model.safetensors").stat().st_size < 100_000  # of a base of half a megabyte
