@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -34,12 +35,13 @@ import torch
 from pathlib import Path
 from transformers import GPT2Config, GPT2LMHeadModel
 from p2p_co2.recipes import Recipe
+from counted_words import WORDS
 
 def make(tied: bool = True, data: str = ""):
     if data:
         Path(data).write_text("read")
     model = GPT2LMHeadModel(GPT2Config(
-        vocab_size=32, n_positions=32, n_embd=32, n_layer=2, n_head=2, tie_word_embeddings=tied,
+        vocab_size=WORDS, n_positions=32, n_embd=32, n_layer=2, n_head=2, tie_word_embeddings=tied,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     ))
     def batches(seed, batch):
@@ -62,10 +64,11 @@ WORDS = (torch.arange(8)[:, None] + torch.arange(16)) % 32
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
-    """A GPT-2 as an own recipe, with a tokenizer's folder beside it."""
+    """A GPT-2 as an own recipe, with a helper and a tokenizer's folder beside it."""
     (tmp_path / "recipe" / "tokenizer").mkdir(parents=True)
     (tmp_path / "recipe" / "gpt2.py").write_text(GPT2_RECIPE)
     (tmp_path / "recipe" / "tokenizer" / "tokenizer.json").write_text("{}")
+    (tmp_path / "recipe" / "counted_words.py").write_text("WORDS = 32\n")
     return f"{tmp_path / 'recipe' / 'gpt2.py'}:make"
 
 
@@ -151,7 +154,14 @@ def test_the_model_of_a_swarm_that_trains_comes_out_and_the_swarm_goes_on(
             swarm.join(name, "--min-peers", "2", "--data", str(tmp_path / name), recipe=recipe)
             for name in ("one", "two")
         ]
+        shutil.copytree(tmp_path / "recipe", tmp_path / "changed")
+        (tmp_path / "changed" / "counted_words.py").write_text("WORDS = 32  # and more\n")
+        stranger = swarm.join("stranger", recipe=f"{tmp_path / 'changed' / 'gpt2.py'}:make")
+        stranger.asked_to_end = True  # it is refused
         swarm.wait_until("rounds", lambda: all(swarm.commits(name) >= 6 for name in ("one", "two")))
+        assert swarm.wait([stranger], START_S), swarm.tails()
+        assert stranger.exit_status() == 2
+        assert "is another than the run's" in stranger.last_lines()
         assert asked("model", swarm.ticket, "--out", out, "--recipe", recipe) == 0, capsys.readouterr()
         assert "as the swarm agrees on it" in capsys.readouterr().out
         seen = swarm.commits("one")
@@ -228,7 +238,7 @@ def test_an_own_loop_of_transformers_is_loaded_after_one_line(
     assert asked("model", checkpoint, "--out", tmp_path / "again", "--recipe", recipe) == 0
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert abs(loss_of(again) - loss_of(model)) < 1e-6
-    other = tmp_path / "other.py"
+    other = tmp_path / "recipe" / "other.py"
     other.write_text(GPT2_RECIPE.replace("n_positions=32", "n_positions=64"))
     assert asked("eval", checkpoint, "--recipe", f"{other}:make") == 2
     said = capsys.readouterr().err
