@@ -28,7 +28,7 @@ def answer_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     """The next answer of a worker; other lines are passed over. Ends the program if the worker ended."""
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith("{"):
+        if line.startswith('{"'):  # no dict that a library prints
             answer: dict[str, Any] = json.loads(line)
             return answer
     raise SystemExit(f"a worker ended with {process.wait()}: {process.args!r}")

@@ -1,0 +1,342 @@
+"""Models of ``transformers`` in real swarms: the Trainer with the callback, accelerate, PEFT, and models of
+many kinds that come out as they went in."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+import transformers
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from transformers import Trainer, TrainerCallback
+
+import p2p_co2 as co2
+from p2p_co2.config import OWN_LOOP, ClockConfig, RunConfig
+from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.integrations.transformers import SwarmCallback
+from p2p_co2.swarm.counting import BatchCounter
+from p2p_co2.telemetry.events import Event, FragmentApplied, PeerFinished, Progress
+from p2p_co2.telemetry.journal import read_events
+from p2p_co2.testing import TestSwarm
+from p2p_co2.trainer import arrival
+from tests.hf_peer import TEXT, WORDS, Watch, Words, arguments, gpt2, loss_of
+
+pytestmark = [
+    pytest.mark.swarm,
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+]
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def endless() -> Iterator[TestSwarm]:
+    """A swarm without an end, for peers in this process, one after the other."""
+    with co2.local_swarm(rounds=10_000) as swarm:
+        yield swarm
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def alone(endless: TestSwarm, monkeypatch: pytest.MonkeyPatch) -> TestSwarm:
+    """Who joins it need not wait long for those who were there before."""
+    monkeypatch.setattr(arrival, "LISTEN_S", 1.0)
+    return endless
+
+
+def same(model: nn.Module, values: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one, values[name]) for name, one in model.named_parameters())
+
+
+# ---- the Trainer
+
+
+def test_two_trainers_end_with_one_model_that_from_pretrained_loads(local_swarm: Any) -> None:
+    clock = ClockConfig(mode="steps", inner_steps_per_round=6, rounds=4)
+    swarm = local_swarm(peers=2, run=RunConfig(recipe=OWN_LOOP, fragments=2, clock=clock))
+    peer = str(ROOT / "tests" / "hf_peer.py")
+    outputs = swarm.run([sys.executable, "-W", "ignore", peer, str(swarm.folder / "out")], timeout_s=600)
+    one, two = (json.loads(output.partition("told: ")[2].splitlines()[0]) for output in outputs)
+    assert one["digest"] == two["digest"] != ""
+    assert one["reason"] == "the run is over"
+    assert one["loss"] == pytest.approx(two["loss"], abs=1e-6)
+    for told in (one, two):
+        assert told["loaded"] == pytest.approx([told["loss"]] * 2, abs=1e-6)
+        assert told["steps"] == told["inner_steps"] > 4
+        assert told["tokens"] == told["steps"] * 2 * 4 * 12  # two micro-steps of four rows
+        assert all(trainers == swarms for trainers, swarms in told["met"])  # micro-steps among them
+        assert told["rates"][:5] == pytest.approx([0.0, 0.002, 0.004, 0.006, 0.008])
+        assert len(told["order"]) == len(set(told["order"])) >= 32
+    assert one["order"] != two["order"]
+
+
+class Begins(TrainerCallback):
+    """What the model and the optimizer are at the first step."""
+
+    def __init__(self, swarm: SwarmCallback) -> None:
+        self.swarm, self.agrees, self.moments = swarm, None, -1.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self.agrees is None:
+            assert self.swarm.swarm is not None
+            self.agrees = same(given["model"], self.swarm.swarm.peer.agreed_parameters())
+            states = given["optimizer"].state.values()
+            self.moments = max((float(one["step"]) for one in states), default=0.0)
+
+
+def test_a_trainer_resumes_with_its_own_counters_and_the_swarms_parameters(
+    alone: TestSwarm, tmp_path: Path
+) -> None:
+    folder = tmp_path / "peer"
+    first = SwarmCallback(alone.ticket, folder=folder)
+    given = {
+        "train_dataset": Words(pause_s=0.04),
+        "args": arguments(tmp_path, max_steps=8, save_strategy="steps", save_steps=3),
+    }
+    Trainer(gpt2(), callbacks=[first], **given).train()
+    assert first.swarm is not None
+    assert not same(gpt2(), first.swarm.state_dict())  # there were rounds
+
+    again = SwarmCallback(alone.ticket, folder=folder)
+    begins, watch = Begins(again), Watch(again)
+    trainer = Trainer(gpt2(), callbacks=[again, begins, watch], **given)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert begins.agrees  # the swarm's, not the checkpoint's nor the fresh model's
+    assert begins.moments == 8  # of the inner optimizer: the swarm's folder is the newer one
+    assert watch.met[0] == (3, 8)
+    assert (trainer.state.global_step, again.swarm.inner_steps) == (8, 13)
+    assert watch.rates == pytest.approx([0.01 * (8 - step) / 8 for step in range(3, 8)])
+    assert same(trainer.model, again.swarm.state_dict())
+
+
+def test_the_runs_schedule_holds_whatever_the_trainers_does(alone: TestSwarm, tmp_path: Path) -> None:
+    events = list[Any]()
+    callback = SwarmCallback(
+        alone.ticket, folder=tmp_path / "peer", start_over=True, lr_schedule=lambda position: 0.5,
+        on_event=events.append,
+    )  # fmt: skip
+    watch, args = Watch(callback), arguments(tmp_path, max_steps=4)
+    Trainer(gpt2(), args, train_dataset=Words(), callbacks=[callback, watch]).train()
+    assert watch.rates == [0.005] * 4
+    assert not [event for event in events if event.kind == "warned"]
+    losses = [event.loss for event in events if isinstance(event, Progress) and math.isfinite(event.loss)]
+    assert losses
+    assert min(losses) > 2.5  # 3.5 at first: the accumulation does not halve it
+
+
+class Breaks(Words):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.asked >= 16:
+            raise OSError("the disk is gone")
+        return super().__getitem__(index)
+
+
+def test_a_training_that_an_error_ended_leaves_and_can_begin_again(alone: TestSwarm, tmp_path: Path) -> None:
+    callback = SwarmCallback(alone.ticket, folder=tmp_path / "peer", start_over=True)
+    args = arguments(tmp_path, max_steps=4)
+    with pytest.raises(OSError, match="the disk is gone"):
+        Trainer(gpt2(), args, train_dataset=Breaks(), callbacks=[callback]).train()
+    broken = callback.swarm
+    trainer = Trainer(gpt2(), args, train_dataset=Words(), callbacks=[callback])
+    trainer.train()
+    assert broken is not None
+    assert broken.done
+    assert callback.swarm is not broken
+    kinds = [type(event) for event in read_events(tmp_path / "peer" / "events.jsonl")]
+    assert kinds.count(PeerFinished) == 2
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for row in itertools.cycle(WORDS):
+            yield {"input_ids": row, "labels": row}
+
+
+def test_a_stream_in_everybodys_order_is_told_of(alone: TestSwarm, tmp_path: Path) -> None:
+    callback = SwarmCallback(alone.ticket, folder=tmp_path / "peer", start_over=True)
+    trainer = Trainer(gpt2(), arguments(tmp_path, max_steps=2), train_dataset=Stream(), callbacks=[callback])
+    with pytest.warns(UserWarning, match="all train on the same batches"):
+        trainer.train()
+
+
+def test_shares_of_a_loss_are_added_and_losses_are_averaged() -> None:
+    model = gpt2().train()
+    counter = BatchCounter(model)
+    whole = model(input_ids=WORDS, labels=WORDS).loss.item()
+    assert counter.take() == (WORDS.numel(), pytest.approx(whole))
+    halves = WORDS.chunk(2)
+    for half in halves:
+        model(input_ids=half, labels=half, num_items_in_batch=64 * 11)
+    assert counter.take() == (WORDS.numel(), pytest.approx(whole, rel=0.1))  # dropout is at work
+    means = [model.eval()(input_ids=half, labels=half).loss.item() for half in halves]
+    assert counter.take()[0] == 1  # none in training
+    counter.close()
+    assert sum(means) / 2 == pytest.approx(whole, rel=0.1)
+
+
+def test_without_the_library_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "p2p_co2.integrations.transformers")
+    with pytest.raises(EnvironmentFault) as told:
+        importlib.import_module("p2p_co2.integrations.transformers")
+    assert str(told.value) == "SwarmCallback needs an extra: pip install 'p2p-co2[transformers]'"
+
+
+# ---- accelerate
+
+
+def test_accelerates_loop_accumulates_clips_saves_and_loads(alone: TestSwarm, tmp_path: Path) -> None:
+    arguments(tmp_path)  # ends what accelerate keeps of the Trainers before
+    accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="bf16", cpu=True)
+    model = gpt2()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    own = co2.Optimizer(inner, model, run=alone.ticket, folder=tmp_path / "peer", start_over=True)
+    swarm = own.swarm
+    scheduler = torch.optim.lr_scheduler.LinearLR(own, 0.1, total_iters=4)
+    loader = torch.utils.data.DataLoader(WORDS, batch_size=8)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, own, loader, scheduler)
+    begun = {name: one.detach().clone() for name, one in model.named_parameters()}
+    accelerator.save_state(str(tmp_path / "state"))
+
+    met = list[int]()
+    for batch in itertools.islice(loader, 6):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=batch, labels=batch).loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        met.append(swarm.inner_steps)
+    assert met == [0, 1, 1, 2, 2, 3]
+    assert not same(model, begun)
+    accelerator.load_state(str(tmp_path / "state"))  # a step back of this peer's, as any other move
+    assert same(model, begun)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+    own.leave()
+
+
+def test_a_state_that_is_loaded_before_the_first_step_leaves_the_swarms_parameters(
+    alone: TestSwarm, tmp_path: Path
+) -> None:
+    model = gpt2()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    own = co2.Optimizer(inner, model, run=alone.ticket, folder=tmp_path / "peer", start_over=True)
+    agreed, accelerator = own.swarm.state_dict(), Accelerator(mixed_precision="bf16", cpu=True)
+    prepared, _ = accelerator.prepare(model, own)
+    with torch.no_grad():
+        prepared.transformer.wte.weight.add_(1.0)  # of another day
+    accelerator.save_state(str(tmp_path / "state"))
+    accelerator.load_state(str(tmp_path / "state"))
+    assert same(model, agreed)
+    own.leave()
+
+
+# ---- PEFT, and models of many kinds
+
+
+def adapted(base_seed: int) -> nn.Module:
+    base = gpt2()
+    if base_seed:
+        with torch.no_grad():
+            base.transformer.h[1].mlp.c_fc.weight.add_(0.125)
+    torch.manual_seed(1)
+    return get_peft_model(base, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+
+
+def test_adapters_of_another_base_are_refused_by_name(endless: TestSwarm, tmp_path: Path) -> None:
+    def trainer(base_seed: int, callback: SwarmCallback) -> Trainer:
+        args = arguments(tmp_path, max_steps=2)
+        return Trainer(adapted(base_seed), args, train_dataset=Words(), callbacks=[callback])
+
+    one = adapted(0)
+    inner = torch.optim.AdamW([one for one in one.parameters() if one.requires_grad], 0.01)
+    with co2.join(one, inner, run=endless.ticket, folder=tmp_path / "one", start_over=True) as swarm:
+        one(input_ids=WORDS, labels=WORDS).loss.backward()
+        swarm.step(0.0, tokens=1)
+        time.sleep(1.5)
+        other = SwarmCallback(endless.ticket, folder=tmp_path / "other")
+        with pytest.raises(ConfigError, match=r"h\.1\.mlp\.c_fc\.weight"):
+            trainer(1, other).train()
+        same_base = SwarmCallback(endless.ticket, folder=tmp_path / "same")
+        trainer(0, same_base).train()
+        assert same_base.swarm is not None
+        assert all("lora_" in name for name in same_base.swarm.peer.agreed_parameters())
+
+
+SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+IMAGE = {
+    "pixel_values": torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8),
+    "labels": torch.tensor([0, 2]),
+}
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
+    "tied, in bf16": ("GPT2LMHeadModel", {}, TEXT),
+    "a mixture of experts": (
+        "MixtralForCausalLM",
+        {**SMALL, "intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 2,
+         "bos_token_id": 0, "eos_token_id": 0},
+        TEXT,
+    ),
+    "an encoder and a decoder, tied": (
+        "T5ForConditionalGeneration",
+        {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2,
+         "decoder_start_token_id": 0},
+        TEXT,
+    ),
+    "an encoder": ("BertForMaskedLM", {**SMALL, "intermediate_size": 32}, TEXT),
+    "a vision model": (
+        "ViTForImageClassification",
+        {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+         "image_size": 8, "patch_size": 4, "num_labels": 3},
+        IMAGE,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_of_each_kind_trains_and_comes_out_with_its_loss(
+    kind: str, alone: TestSwarm, tmp_path: Path
+) -> None:
+    name, options, batch = KINDS[kind]
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**options)) if options else gpt2().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    before, stepped = loss_of(model, batch), set[int]()
+
+    def hear(event: Event) -> None:
+        stepped.update([event.fragment] if isinstance(event, FragmentApplied) else [])
+
+    with co2.join(
+        model, optimizer, run=alone.ticket, folder=tmp_path / "peer", start_over=True, board=False,
+        on_event=hear,
+    ) as swarm:  # fmt: skip
+        for _ in range(3000):
+            model.train()(**batch).loss.backward()
+            swarm.step(0.0, tokens=48)
+            if len(stepped) == swarm.run.fragments:
+                break
+            time.sleep(0.02)
+    swarm.save_pretrained(tmp_path / "out")
+    swarm.load_agreed()
+    loaded = cls.from_pretrained(tmp_path / "out", dtype=model.dtype)
+    after, again = (loss_of(one, batch) for one in (model, loaded))
+    assert again == pytest.approx(after, abs=1e-6)
+    assert after < before
