@@ -22,11 +22,11 @@ HEAD = """# Events
 *Made by `make docs` from `p2p_co2/telemetry/events.py`; edit the types there.*
 
 Every peer writes what happens to it to `events.jsonl` in its folder. It is one JSON object per line
-(RFC 8259, ASCII), appended as it happens, never changed. A reader skips lines that it does not know;
-fields may be added. `kind` says which event it is; `at` (unix seconds by the writer's clock) and `peer` (the
-writer's id) are in every event. A number that is not a number is null. Units are in the names: `_s` seconds,
-`_bytes`, `_at` unix seconds, `_steps` inner steps. In the names of events and fields a `round` is one
-fragment's: what other pages call a fragment exchange.
+(RFC 8259, ASCII), appended as it happens, never changed. A reader skips lines that it does not
+know; fields may be added. `kind` says which event it is; `at` (unix seconds by the writer's clock)
+and `peer` (the writer's id) are in every event. A number that is not a number is null. Units are in
+the names: `_s` seconds, `_bytes`, `_at` unix seconds, `_steps` inner steps. In the names of events
+and fields a `round` is one fragment's: what other pages call a fragment exchange.
 
 Observers (`p2p-co2 board`, `watch`, `metrics`) get the same events in reports that each peer signs. There
 `round_counted` comes from certificates alone, never from a peer's word.
