@@ -38,6 +38,8 @@ class OwnPeer:
         self.peer = ""
         """Its id; "" before it has started."""
         self._loading: ev.StateLoading | None = None
+        self._tokens_before: int | None = None
+        """Of the checkpoint that it goes on from; None until it is heard."""
         self._rounds: set[int] = set()
         """Whose means hold work of this peer."""
 
@@ -45,6 +47,8 @@ class OwnPeer:
         match event:
             case ev.PeerStarted():
                 self.peer = event.peer
+            case ev.Progress() if self._tokens_before is None:
+                self._tokens_before = event.tokens
             case ev.StateLoading():
                 self._loading = event
             case ev.CaughtUp() if self._loading is not None:
@@ -102,9 +106,10 @@ class OwnPeer:
         if me is None or not me.inner_steps or me.joined_at is None:
             return ""
         rounds = len(self._rounds)
+        tokens = figure(me.tokens - (self._tokens_before or 0))
         share = f", {percent(me.share_counted)} of what was counted meanwhile" if rounds else ""
         return (
-            f"contributed: {figure(me.tokens)} tokens in {clock(facts.at - me.joined_at)}, "
+            f"contributed: {tokens} tokens in {clock(facts.at - me.joined_at)}, "
             f"work in {rounds} round{'s'[: rounds != 1]}{share}"
         )
 

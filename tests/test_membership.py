@@ -283,6 +283,19 @@ def test_goodbye_and_unreachable_end_a_peer_at_once() -> None:
     assert drain(machines[A])[-1] == Left(B, "grpc: connection refused")
 
 
+def test_a_process_that_said_goodbye_does_not_join_again_by_a_late_answer() -> None:
+    """It was listed still and answered while it closed: then it counted as crashed."""
+    machine = Membership(A)
+    machine.receive(Ping(status=Status(process=7)), B, 100.0)
+    machine.receive(Leave(reason="stopped"), B, 101.0)
+    machine.found([B], 101.1)
+    machine.receive(Pong(nonce=1, ping_sent_at=101.1, status=Status(process=7)), B, 101.2)
+    assert drain(machine) == [Joined(B), Left(B, "left: stopped")]
+    assert not machine.live
+    machine.receive(Ping(status=Status(process=8)), B, 102.0)
+    assert drain(machine) == [Joined(B)]
+
+
 def test_a_peer_that_we_hear_but_cannot_reach_does_not_join_and_leave_all_the_time() -> None:
     machine = Membership(A)
     machine.unreachable(B, "no carrier gets through", 100.0)

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -111,6 +112,25 @@ def test_the_first_signal_asks_and_the_second_leaves_nothing(number: signal.Sign
         process.send_signal(number)
         assert process.wait(BOUND_S) == 130
         assert until(lambda: has_ended(below))
+
+
+def test_a_second_ctrl_c_gives_the_terminal_back() -> None:
+    """The shell went on without a cursor, or on the screen of ``watch``."""
+    end, inside = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", STOPPABLE], stdout=inside, stdin=inside)
+    try:
+        os.close(inside)
+        shown = b""
+        for awaited in (b"\n", b"asked"):
+            while awaited not in shown:
+                shown += os.read(end, 4096)
+            process.send_signal(signal.SIGINT)
+        assert process.wait(BOUND_S) == 130
+        assert b"\x1b[?25h" in os.read(end, 4096)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(end)
 
 
 # ---- parents and children

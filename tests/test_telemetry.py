@@ -10,6 +10,7 @@ import math
 import os
 import threading
 import typing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,16 @@ def test_a_resumed_peer_keeps_the_counters_of_its_earlier_process() -> None:
     peer = fold([*before, started("a", at=3.0, pid=8), progress("a", 4.0, inner_steps=5)]).peers["a"]
     assert (peer.totals.inner_steps, peer.totals.up_bytes, peer.start.pid) == (15, 1000, 8)
     assert (peer.end, peer.phase, peer.utilisation) == (None, "training", 0.9)
+
+
+def test_the_steps_and_tokens_of_a_checkpoint_that_is_gone_on_from_count_once() -> None:
+    """A volunteer who came back twice was told three times the tokens that it had trained."""
+    again = replace(started("a", at=3.0, pid=8), resumed_from="checkpoint", inner_steps=10)
+    view = fold([started("a"), progress("a", 1.0, inner_steps=10), again])
+    assert (view.peers["a"].totals.inner_steps, view.peers["a"].totals.tokens) == (10, 1000)
+    view.add(progress("a", 4.0, inner_steps=12))
+    totals = view.peers["a"].totals
+    assert (totals.inner_steps, totals.tokens, totals.up_bytes) == (12, 1200, 1000)
 
 
 def test_who_left_and_why() -> None:

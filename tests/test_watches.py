@@ -288,6 +288,16 @@ def test_a_ctrl_c_is_answered_and_the_last_words_say_what_was_given_and_how_to_c
         ]
 
 
+def test_what_was_given_before_does_not_count_as_given_now() -> None:
+    console, text = log()
+    watch = JoinWatch(console)
+    for event in (*story("ada", "bob", finish=False), finished("stopped")):
+        is_progress = isinstance(event, Progress)
+        watch.see(replace(event, tokens=100_000 + event.tokens) if is_progress else event)
+    watch.close()
+    assert "contributed: 6,000 tokens in 0:22" in shown(text)
+
+
 def test_of_a_run_that_is_over_the_last_words_say_where_the_model_is() -> None:
     console, text = log()
     watch = JoinWatch(console, come_back="p2p-co2 join @ticket", folder=Path("runs/me"))

@@ -156,11 +156,13 @@ class Candidates:
 
 @dataclass
 class Gone:
-    """A peer that was live. ``is_silent``: its link did not break, so it may be suspended."""
+    """A peer that was live, as ``process``; 0 if it did not say. ``is_silent``: its link did not break, so it
+    may be suspended."""
 
     at: float
     with_word: bool
-    is_silent: bool = False
+    is_silent: bool
+    process: int
 
 
 class Departed:
@@ -169,8 +171,8 @@ class Departed:
     def __init__(self) -> None:
         self._gone: dict[PeerId, Gone] = {}
 
-    def went(self, peer: PeerId, now: float, with_word: bool, is_silent: bool = False) -> None:
-        self._gone[peer] = Gone(now, with_word, is_silent)  # who is live is not in it: it comes to its end
+    def went(self, peer: PeerId, gone: Gone) -> None:
+        self._gone[peer] = gone  # who is live is not in it: it comes to its end
         if len(self._gone) > MAX_PEERS:
             del self._gone[next(iter(self._gone))]
 
@@ -185,6 +187,10 @@ class Departed:
 
     def has_said_goodbye(self, peer: PeerId) -> bool:
         return (gone := self._gone.get(peer)) is not None and gone.with_word
+
+    def has_ended(self, peer: PeerId, process: int) -> bool:
+        """Whether it was this process that said goodbye: until its links are closed it may answer."""
+        return process != 0 and self.has_said_goodbye(peer) and self._gone[peer].process == process
 
     def listed(self, peers: Collection[PeerId]) -> None:
         """Who fell silent may only be suspended as long as the DHT lists it."""
@@ -359,11 +365,12 @@ class Membership:
             info.measured(round_trip_s)
 
     def _heard(self, peer: PeerId, status: PeerStatus, now: float) -> PeerInfo | None:
-        """Note what a peer says of itself; None if as many peers as we take are live already."""
+        """Note what a peer says of itself; None if it has said goodbye, or if as many peers as we take are
+        live already."""
         info = self.live.get(peer)
         self.strangers.known.pop(peer, None)
         if info is None:
-            if len(self.live) >= MAX_PEERS:
+            if len(self.live) >= MAX_PEERS or self.departed.has_ended(peer, status.process):
                 return None
             info = self.live[peer] = PeerInfo(status, now, now, status.versions, status.digests)
             self.revision += 1
@@ -429,8 +436,8 @@ class Membership:
         self.candidates.revisit(peer, now)
 
     def _drop(self, peer: PeerId, reason: str, now: float, with_word: bool, is_silent: bool = False) -> None:
-        if self.live.pop(peer, None) is not None:
-            self.departed.went(peer, now, with_word, is_silent)
+        if (info := self.live.pop(peer, None)) is not None:
+            self.departed.went(peer, Gone(now, with_word, is_silent, info.status.process))
             self.revision += 1
             self.restarted.add(peer)  # if it is back before anybody has heard that it was gone
             self._events.append(Left(peer, reason))

@@ -13,6 +13,7 @@ import fcntl
 import os
 import platform
 import runpy
+import select
 import signal
 import socket
 import stat
@@ -30,6 +31,8 @@ from p2p_co2.errors import EnvironmentFault
 
 VARIABLES = "P2P_CO2_"
 """Begins the names of the environment variables that options are read from."""
+GIVE_BACK = b"\x1b[?1047l\x1b[?25h\r\n"
+"""Leaves a terminal's second screen and shows its cursor: a live view may have hidden both."""
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = (
     "import sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path.insert(0, root); "
@@ -190,6 +193,8 @@ class StopSignals:
         for pid in processes_below(os.getpid()):
             with suppress(ProcessLookupError):  # it was faster
                 os.kill(pid, signal.SIGKILL)
+        if os.isatty(1) and select.select([], [1], [], 0)[1]:  # not one that is stopped
+            os.write(1, GIVE_BACK)
         os._exit(128 + signal.SIGINT)
 
 

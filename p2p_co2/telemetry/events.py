@@ -100,8 +100,8 @@ class LinkMeasured(Event):
 
 
 class Progress(Event):
-    """About once a second: counters since the process started; ``loss``: mean training loss since the
-    last."""
+    """About once a second: counters since the process started, but ``inner_steps`` and ``tokens`` go on from
+    the checkpoint that it resumed; ``loss``: mean training loss since the last."""
 
     phase: str
     position: float

@@ -115,11 +115,11 @@ class LinkView:
 @dataclass
 class PeerView:
     """One peer. ``start``, ``progress``, ``end``: newest of this process (a figure that is no number is as
-    before); ``earlier``: counters of its earlier processes. ``pipeline``: newest word of its microbatches, of
-    this process; None in a run of one stage. ``sent``, ``arrived``: newest by fragment; ``agreed``: newest
-    held-out loss; ``recent_sends``: (at, why skipped, "" if not); ``recent_bytes``: (at, sent, received), of
-    this process. ``seen_left``: (at, reason) by the peer that said so: nothing else in here is the word of
-    others."""
+    before); ``earlier``: counters of its earlier processes that ``progress`` does not hold. ``pipeline``:
+    newest word of its microbatches, of this process; None in a run of one stage. ``sent``, ``arrived``:
+    newest by fragment; ``agreed``: newest held-out loss; ``recent_sends``: (at, why skipped, "" if not);
+    ``recent_bytes``: (at, sent, received), of this process. ``seen_left``: (at, reason) by the peer that said
+    so: nothing else in here is the word of others."""
 
     peer: str
     first_seen_at: float | None = None
@@ -232,6 +232,17 @@ class PeerView:
             case _:
                 self._add_rare(event)
 
+    def _begin(self, event: ev.PeerStarted) -> None:
+        self.earlier, self.progress = self.totals, _NO_PROGRESS
+        if event.resumed_from:  # its steps and tokens go on from there
+            steps, tokens = event.inner_steps, self.earlier.tokens
+            self.progress = dataclasses.replace(_NO_PROGRESS, inner_steps=steps, tokens=tokens)
+            self.earlier = dataclasses.replace(self.earlier, inner_steps=0, tokens=0)
+        self.start, self.pipeline, self.end = event, None, None
+        self.recent_bytes.clear()
+        for link in self.links.values():
+            link.lost = ""
+
     def _add_rare(self, event: ev.Event) -> None:
         match event:
             case ev.LinkOpened():
@@ -242,11 +253,7 @@ class PeerView:
             case ev.LinkMeasured():
                 self._link(event.other).measured = event
             case ev.PeerStarted():
-                self.earlier = self.totals
-                self.start, self.progress, self.pipeline, self.end = event, _NO_PROGRESS, None, None
-                self.recent_bytes.clear()
-                for link in self.links.values():
-                    link.lost = ""
+                self._begin(event)
             case ev.PeerFinished():
                 self.end = event
                 for other, carrier in event.carriers.items():
