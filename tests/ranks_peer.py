@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,13 @@ def main() -> None:
     torch.set_num_threads(1)
     if options["how"] != "plain":
         dist.init_process_group("gloo")
+    if "bound_s" in options:  # of a group's making
+        dist.distributed_c10d.default_pg_timeout = timedelta(seconds=options["bound_s"])
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     model = wrapped(Model(options.get("model", [0, 0])[rank] if ranks == 2 else 0), options["how"])
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    if options.get("die") == [rank, "join"]:
+        os._exit(9)
     config = p2p_co2.PeerConfig(
         folder=folder, board=False, min_peers=options["min_peers"], checkpoint_every_s=1.0
     )

@@ -184,6 +184,23 @@ def test_the_model_of_a_swarm_that_trains_comes_out_and_the_swarm_goes_on(
     assert abs(held_out(late) - Trained.load(checkpoint, recipe).held_out_loss()) < 1e-6
 
 
+class Elsewhere(nn.Sequential):
+    """Its own file is none that anything here can read."""
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
+        torch.save(state_dict, folder / "weights.bin")
+        (folder / "config.json").write_text("{}")
+
+
+def test_stand_ins_in_another_format_do_not_come_out_as_a_model(tmp_path: Path) -> None:
+    model = Elsewhere(nn.Linear(4, 4))
+    saved, _ = checkpoint_of(RunConfig(name="own", recipe=OWN_LOOP, fragments=2), model)
+    save(tmp_path / "checkpoint", saved)
+    keep_layout(model, plan_fragments(model, 2), tmp_path / "checkpoint")
+    assert asked("model", tmp_path / "checkpoint", "--out", tmp_path / "out") == 0
+    assert {one.name for one in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+
+
 # From own loops
 
 
@@ -389,6 +406,14 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], obje
         (damaged(lambda said: said["plan"][0][0].__setitem__(3, 1)), "another model than the checkpoint"),
         (damaged(lambda said: said["files"].update({"../x": [{}, {}]})), "is damaged"),
         (damaged(lambda said: said["files"].update({"x": [{"a": "none"}, {}]})), "is damaged"),
+        (damaged(lambda said: said["files"].update({"x": [{"a": []}, {}]})), "is damaged"),
+        (damaged(lambda said: said["tensors"]["0.weight"].__setitem__(1, [10**14])), "is damaged"),
+        (damaged(lambda said: said["tensors"]["0.weight"].__setitem__(1, [2])), "is damaged"),
+        (damaged(lambda said: said["tensors"]["0.weight"].__setitem__(0, "quint8")), "is damaged"),
+        (damaged(lambda said: said["tensors"].pop("0.weight")), "is damaged"),
+        (lambda file: file.write_text("[" * 10**5), "is damaged"),
+        (lambda file: file.with_name("config.json").symlink_to("/etc/passwd"), "is a link"),
+        (lambda file: file.with_name("more").symlink_to("/etc"), "is a link"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(

@@ -97,7 +97,11 @@ class Ranks:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=_AS_LONG_AS_IT_LIVES)
+        try:  # bounded by torch's own time, unlike what is waited for afterwards
+            self._group = dist.new_group(backend="gloo")
+        except RuntimeError as error:
+            problem = "not all ranks of this peer came to join: one has ended, or is held up"
+            raise EnvironmentFault(f"{problem}; {_CURE}") from error
         self._kept: list[object] = []
         """What is on its way needs its memory: a follower's last word; at the end what may never arrive."""
         self.is_broken = False
@@ -233,11 +237,11 @@ class Ranks:
 
     def _send(self, to: int, values: Tensor, tag: int) -> None:
         with self._lost(to):
-            dist.send(values, to, group=self._group, tag=tag)
+            _finish(dist.isend(values, to, group=self._group, tag=tag))
 
     def _receive(self, of: int, into: Tensor, tag: int) -> None:
         with self._lost(of):
-            dist.recv(into, of, group=self._group, tag=tag)
+            _finish(dist.irecv(into, of, group=self._group, tag=tag))
 
     @contextmanager
     def _lost(self, other: int) -> Iterator[None]:
@@ -246,6 +250,11 @@ class Ranks:
         except RuntimeError as error:
             text = f"rank {other} of the {self.size} ranks that are this peer has ended; {_CURE}"
             raise EnvironmentFault(text) from error
+
+
+def _finish(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait(_AS_LONG_AS_IT_LIVES)
 
 
 def _word(kind: Command | Call, numbers: Sequence[float]) -> Tensor:

@@ -11,7 +11,8 @@ own, and no library is imported here. What is frozen is in no checkpoint: a litt
 scales) is kept here, the base of adapters is not, and more is the user's to bring.
 
 Laws: nothing is written to the model; what was kept fits a checkpoint or is refused, since it carries the
-plan whose digest the checkpoint names.
+plan whose digest the checkpoint names. The folder may be a stranger's: no link is followed, and nothing is
+larger than what the checkpoint holds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import contextlib
 import inspect
 import io
 import json
+import math
 import shutil
 import tempfile
 import warnings
@@ -35,6 +37,7 @@ from torch import Tensor, nn
 
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.tensors.checkpoint.folder import Checkpoint
+from p2p_co2.tensors.checkpoint.tensorfile import NAMES
 from p2p_co2.tensors.fragments import FragmentPlan, named_values, plan_of_table, plan_table
 from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names, unwrapped
 from p2p_co2.tensors.pretrained import CONFIG, WEIGHTS, config_text, saves_itself, takes_state, undistributed
@@ -124,7 +127,9 @@ def _ask_library(model: Any, names: Sequence[str], place: Path) -> dict[str, _Fi
             numbers = {name: int(values.item()) for name, values in load_file(path).items()}
             found = {name: names[number] for name, number in numbers.items()}
             files[str(path.relative_to(place))] = _File(found, metadata)
-        if path.is_file() and (path.suffix == ".safetensors" or path.stat().st_size > _MOST_BYTES):
+        if path.is_file() and (
+            path.suffix == ".safetensors" or path.stat().st_size > _MOST_BYTES or b"\0" in path.read_bytes()
+        ):  # stand-ins in another format are no model
             path.unlink()
     return files
 
@@ -162,14 +167,14 @@ def write_kept(checkpoint: Checkpoint, out: Path, base: Path | None = None) -> l
     return [f"its library writes {len(left_out)} trained tensors into no file, such as {left_out[0]}"]
 
 
-_Tensors = dict[str, tuple[str, tuple[int, ...], bool]]
+_Tensors = dict[str, tuple[torch.dtype, tuple[int, ...], bool]]
 
 
 def _named(file: _File, values: Mapping[str, Tensor], tensors: _Tensors) -> dict[str, Tensor]:
     """What is in ``file``, each tensor with memory of its own."""
     named, taken = dict[str, Tensor](), set[str]()
     for name, plain in file.names.items():
-        one = values[plain].to(_dtype(tensors[plain][0])).contiguous()
+        one = values[plain].to(tensors[plain][0]).contiguous()
         named[name] = one.clone() if plain in taken else one
         taken.add(plain)
     return named
@@ -183,23 +188,48 @@ def _read(kept: Path, checkpoint: Checkpoint) -> tuple[FragmentPlan, _Tensors, d
             raise ConfigError(where, "", f"was written by another version of p2p-co2; {_IN_LOOP}")
         plan = plan_of_table(said["plan"])
         tensors = {
-            name: (str(dtype), tuple(shape), bool(is_trained))
+            name: (_dtype(str(dtype)), tuple(map(int, shape)), bool(is_trained))
             for name, (dtype, shape, is_trained) in said["tensors"].items()
         }
-        files = {path: _File(dict(names), dict(more)) for path, (names, more) in said["files"].items()}
+        files = {
+            path: _File(dict(map(_texts, names.items())), dict(map(_texts, more.items())))
+            for path, (names, more) in said["files"].items()
+        }
+        if plan.digest != checkpoint.plan_digest:
+            raise ConfigError(where, "", f"is of another model than the checkpoint; {_IN_LOOP}")
+        _check_cut(plan, tensors, checkpoint)
     except FileNotFoundError:
         problem = "is not there: the checkpoint was written by an older version, or moved without its folder"
         raise ConfigError(where, "", f"{problem}; {_IN_LOOP}") from None
     except OSError as error:
         raise EnvironmentFault(f"cannot read {where}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(where, "", f"is damaged ({error}); {_IN_LOOP}") from None
-    if plan.digest != checkpoint.plan_digest:
-        raise ConfigError(where, "", f"is of another model than the checkpoint; {_IN_LOOP}")
+    if link := next((one for one in kept.rglob("*") if one.is_symlink()), None):
+        raise ConfigError(str(link), "", "is a link; put a copy of the file there, or remove it")
     unknown = {plain for file in files.values() for plain in file.names.values()} - tensors.keys()
     if unknown or any(Path(path).is_absolute() or ".." in Path(path).parts for path in files):
         raise ConfigError(where, "", f"is damaged; {_IN_LOOP}")
     return plan, tensors, files
+
+
+def _texts(item: tuple[object, object]) -> tuple[str, str]:
+    return str(item[0]), str(item[1])
+
+
+def _check_cut(plan: FragmentPlan, tensors: _Tensors, checkpoint: Checkpoint) -> None:
+    """Raises ``ValueError`` or ``KeyError`` unless ``plan`` cuts the trained tensors as the checkpoint has
+    them."""
+    if [one.numel for one in plan.fragments] != [state.params.numel() for state in checkpoint.states]:
+        raise ValueError("its fragments are not the checkpoint's")
+    sizes = dict[str, int]()
+    for part in (part for fragment in plan.fragments for part in fragment.slices):
+        shape = tensors[part.name][1]
+        if min(shape, default=0) < 0 or not 0 <= part.start <= part.stop <= math.prod(shape):
+            raise ValueError(f"{part.name} is {shape}")
+        sizes[part.name] = sizes.get(part.name, 0) + part.stop - part.start
+    if wrong := [name for name, size in sizes.items() if size != math.prod(tensors[name][1])]:
+        raise ValueError(f"{wrong[0]} is {tensors[wrong[0]][1]}, and the fragments have {sizes[wrong[0]]}")
 
 
 def _kept_frozen(kept: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -249,6 +279,6 @@ def _tensors_in(folder: Path, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(_TENSORS, "", f"is damaged ({name} is no dtype); {_IN_LOOP}")
+    if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
+        raise ValueError(f"{name} is no dtype of a file")
     return dtype
