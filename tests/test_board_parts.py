@@ -13,7 +13,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from monitoring import charts
-from monitoring.board.cards import machine_told, own_told, progress_words
+from monitoring.board.cards import at_least_told, machine_told, own_told, progress_words
 from monitoring.board.run_page import invitation, setting_rows
 from monitoring.board.server import make_app
 from monitoring.feeds import JournalFeed, read_ticket
@@ -254,6 +254,16 @@ def test_every_chart_says_what_it_shows_in_a_sentence() -> None:
     assert "Nothing yet." in charts.loss(charts.LIGHT, [])["aria"]["label"]["description"]
     histogram = charts.staleness(charts.LIGHT, {0: {0: 3, 1: 1}})["aria"]["label"]["description"]
     assert histogram.startswith("Staleness of 4 outer steps: 3 at 0, 1 at 1")
+
+
+def test_what_no_board_saw_of_today_is_told_by_the_peer_itself() -> None:
+    told = Told("ada")
+    told.start("ada", 0)
+    told.progress("ada", 5, loss=2.0, up_bytes=9000, down_bytes=50)
+    (peer,) = told.at(6).peers
+    assert at_least_told((700.0, 80.0), peer, START - 60) == (9000, 80.0)
+    assert at_least_told((700.0, 80.0), peer, START + 3) == (700.0, 80.0)  # some of it was yesterday
+    assert at_least_told((700.0, 80.0), None, START) == (700.0, 80.0)
 
 
 # ---- who asks by program
