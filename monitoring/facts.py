@@ -81,7 +81,8 @@ class RunState(StrEnum):
 
     ``OVER``: its rounds are made and nobody trains, every peer has finished or left, or its journals ended.
     ``LOST``: the reader cannot reach the run, or of the peers that were there none is online.
-    ``ALONE``: one peer at most is online and not paused, in a run of one stage.
+    ``ALONE``: one peer at most is online and not paused, in a run of one stage; whom the reader's own peer
+    has a link to, and nobody has heard yet, is taken for one at work.
     ``DEGRADED``: training goes on, and something bad (``Trouble.severity``) began in the last ``RECENT_S``;
     or a stage has no replica; or none of a fragment's exchanges has committed for ``OVERDUE_ROUNDS``.
     ``HEALTHY``: none of these. A run of which nobody has been heard yet has no state.
@@ -460,7 +461,9 @@ def swarm_facts(known: Known) -> SwarmFacts:
     newest = [round_facts(known, view) for view in list(view.rounds.values())[-ROUNDS_SHOWN:]]
     wrong = () if is_over else troubles(known, peers, stages)
     run_is, why = run_state(known, peers, wrong, stages, is_over=is_over or known.is_over)
-    goes_on = run_is in {RunState.HEALTHY, RunState.ALONE, RunState.DEGRADED}
+    goes_on = run_is in {RunState.HEALTHY, RunState.ALONE, RunState.DEGRADED} and any(
+        peer.state in ONLINE - {"paused"} for peer in peers
+    )
     left = max(0.0, rounds_total - at)
     return SwarmFacts(
         at=known.now, me=known.me, state=run_is, state_words=why,
@@ -501,6 +504,9 @@ def run_state(
     heard = [peer for peer in peers if peer.state != "unknown"]
     online = [peer for peer in peers if peer.state in ONLINE]
     at_work = [peer for peer in online if peer.state != "paused"]
+    own = known.view.peers.get(known.me) if any(peer.peer == known.me for peer in online) else None
+    unheard = own.open_links.keys() - {peer.peer for peer in heard} if own is not None else set()
+    at_work_now = len(at_work) + len(unheard)
     who = f"only {plain(at_work[0].label, 40)} is" if at_work else "nobody is"
     bad = [stage.trouble for stage in stages if stage.is_empty]
     bad += [one.words for one in wrong if one.severity == BAD and known.now - one.since_at <= RECENT_S]
@@ -511,10 +517,10 @@ def run_state(
         (known.state.phase == "lost", RunState.LOST, plain(known.state.words, 240)),
         (not heard, "", ""),
         (not online, RunState.LOST, "of the peers that were there none is online"),
-        (len(at_work) < 2 and known.stages == 1, RunState.ALONE,
+        (at_work_now < 2 and known.stages == 1, RunState.ALONE,
          f"{who} at work, so nothing is exchanged; {INVITE}"),
         (bool(bad), RunState.DEGRADED, next(iter(bad), "")),
-        (True, RunState.HEALTHY, f"{len(at_work)} peers are at work, and nothing bad happened of late"),
+        (True, RunState.HEALTHY, f"{at_work_now} peers are at work, and nothing bad happened of late"),
     )  # fmt: skip
     return next((str(state), words) for holds, state, words in rules if holds)
 

@@ -283,10 +283,10 @@ def test_every_page_says_that_a_stage_has_no_replica() -> None:
         assert "stage 2" in driver.page_source
 
 
-@pytest.mark.parametrize("kind", ["6", "stages"])
+@pytest.mark.parametrize("kind", ["6", "stages", "evil"])
 def test_a_page_fits_a_phone(kind: str) -> None:
     with made_board(kind) as address, browser(phone=True) as driver:
         for page, ready in READY.items():
             see(driver, address + page, ready)
-            wider = driver.execute_script("return document.documentElement.scrollWidth - window.innerWidth")
+            wider = driver.execute_script("return document.documentElement.scrollWidth - screen.width")
             assert wider <= 0, page

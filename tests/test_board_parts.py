@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
 
 from monitoring import charts
-from monitoring.board.cards import machine_told, own_told, progress_words
+from monitoring.board.cards import at_least_told, machine_told, own_told, progress_words
 from monitoring.board.run_page import invitation, setting_rows
+from monitoring.board.server import make_app
 from monitoring.feeds import JournalFeed, read_ticket
 from monitoring.glossary import GLOSSARY, explained
 from monitoring.history import MEASURES, TIERS, Batch, Happening, History
 from monitoring.machine import GpuFacts, MachineFacts, read_machine, read_nvidia
+from monitoring.model import Model, Recorder
 from monitoring.seeds import ask_seeds
 from p2p_co2.config import PipelineConfig, RunConfig
 from p2p_co2.ticket import Ticket
-from tests.made_swarm import EVIL, peer_id
+from tests.made_swarm import EVIL, MadeFeed, MadeSwarm, peer_id
 from tests.told_feed import RUN, START, Told
 
 MIB = 1 << 20
@@ -251,3 +254,33 @@ def test_every_chart_says_what_it_shows_in_a_sentence() -> None:
     assert "Nothing yet." in charts.loss(charts.LIGHT, [])["aria"]["label"]["description"]
     histogram = charts.staleness(charts.LIGHT, {0: {0: 3, 1: 1}})["aria"]["label"]["description"]
     assert histogram.startswith("Staleness of 4 outer steps: 3 at 0, 1 at 1")
+
+
+def test_what_no_board_saw_of_today_is_told_by_the_peer_itself() -> None:
+    told = Told("ada")
+    told.start("ada", 0)
+    told.progress("ada", 5, loss=2.0, up_bytes=9000, down_bytes=50)
+    (peer,) = told.at(6).peers
+    assert at_least_told((700.0, 80.0), peer, START - 60) == (9000, 80.0)
+    assert at_least_told((700.0, 80.0), peer, START + 3) == (700.0, 80.0)  # some of it was yesterday
+    assert at_least_told((700.0, 80.0), None, START) == (700.0, 80.0)
+
+
+# ---- who asks by program
+
+
+async def test_a_program_that_asks_is_somebody_who_looks() -> None:
+    """Else a peer's own board, which asks the others for those who look, calls its peer alone."""
+    looked_at = list[float]()
+
+    class Looked(MadeFeed):
+        def watched(self, now: float) -> None:
+            looked_at.append(now)
+
+    model = Model(Looked(MadeSwarm(1)))
+    app = make_app(model, Recorder(model, History(None)))
+    endpoints = {route.path: route.endpoint for route in app.routes if isinstance(route, APIRoute)}
+    await endpoints["/metrics"]()
+    assert not looked_at  # tells of its own peer alone
+    await endpoints["/api/swarm"]()
+    assert len(looked_at) == 1

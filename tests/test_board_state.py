@@ -58,6 +58,19 @@ def test_who_rests_does_not_keep_another_company() -> None:
     assert told.at(5).state == RunState.HEALTHY
 
 
+def test_whom_the_readers_own_peer_reaches_is_company_before_it_is_heard() -> None:
+    """A peer's own board asks the others only while somebody looks."""
+    told = told_of("ada", me="ada")
+    assert told.at(2).state == RunState.ALONE
+    told.events.append(ev.LinkOpened(at=START + 2, peer="ada", other="bob", carrier="grpc"))
+    told.progress("ada", 3, loss=2.0)
+    facts = told.at(3)
+    assert (facts.state, facts.peers_online) == (RunState.HEALTHY, 1)
+    told.events.append(ev.PeerLeft(at=START + 4, peer="ada", other="bob", reason="left: the user asked"))
+    told.progress("ada", 5, loss=2.0)
+    assert told.at(5).state == RunState.ALONE
+
+
 def test_a_peer_that_goes_degrades_a_run_for_a_while() -> None:
     told = told_of("ada", "bob", "eve")
     assert told.at(2).state == RunState.HEALTHY
@@ -152,6 +165,14 @@ def test_time_left_is_the_clocks_or_that_of_the_peers_steps() -> None:
     told.run = RUN.model_copy(update={"clock": ClockConfig(mode="time", round_s=5.0)})
     facts = at_round(told, 15.0)
     assert (facts.progress, facts.time_left_s) == (None, None)
+
+
+def test_a_run_of_which_everybody_rests_has_no_time_left() -> None:
+    told = told_of("ada", "bob")
+    told.progress("ada", 2, loss=2.0, phase="paused")
+    assert told.at(2).time_left_s is not None
+    told.progress("bob", 3, loss=2.0, phase="paused")
+    assert told.at(3).time_left_s is None
 
 
 # ---- the reader's own peer

@@ -132,9 +132,19 @@ class MachineCard:
         now = time.localtime()
         today_s = 3600 * now.tm_hour + 60 * now.tm_min + now.tm_sec
         me = self._frame.model.feed.me
-        moved = self._frame.history.moved(me, time.time() - today_s)
+        began_at = time.time() - today_s
+        moved = self._frame.history.moved(me, began_at)
         peer = own_peer(self._frame.model.facts())
-        return machine_told(found, moved, today_s, None if peer is None else peer.upload_cap_bytes_per_s)
+        cap = None if peer is None else peer.upload_cap_bytes_per_s
+        return machine_told(found, at_least_told(moved, peer, began_at), today_s, cap)
+
+
+def at_least_told(moved: tuple[float, float], peer: PeerFacts | None, since: float) -> tuple[float, float]:
+    """``moved`` (bytes sent and received, as a history has them), or what the peer says of itself where it is
+    more: no board may have been there, and a peer that came after ``since`` moved all of it since then."""
+    if peer is None or peer.joined_at is None or peer.joined_at < since:
+        return moved
+    return max(moved[0], peer.up_bytes), max(moved[1], peer.down_bytes)
 
 
 def machine_told(found: MachineFacts, moved: tuple[float, float], today_s: float, cap: float | None) -> Told:

@@ -187,6 +187,7 @@ def make_app(model: Model, recorder: Recorder) -> FastAPI:
 
     @app.get("/api/swarm")
     async def swarm() -> Response:
+        model.feed.watched(time.monotonic())  # a peer's own board asks the others only while somebody looks
         return Response(model.facts().model_dump_json(), media_type="application/json")
 
     @app.get("/api/swarm/schema")
