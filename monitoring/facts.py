@@ -70,7 +70,7 @@ _ADVICE = {
 """What to do about an event, by its kind."""
 INVITE = "invite others with: p2p-co2 join TICKET (the word that the seed printed)"
 _ABSENT = {
-    "gone": ("is gone", "the others go on; if it is yours, join again there with --resume"),
+    "gone": ("is gone", "the others go on; if it is yours, join again there"),
     "silent": ("is silent", "if it is yours, see whether that machine sleeps or starves"),
     "unreachable": ("cannot be reached", "if it is yours, ask p2p-co2 doctor there"),
 }

@@ -70,7 +70,7 @@ def _library(name: str, extra: str) -> Any:  # a library without types
 def open_sinks(tensorboard: Path | None, wandb: str) -> list[Sink]:
     """The sinks that were asked for. Raises ``ConfigError`` if that is none, or one is not installed."""
     if tensorboard is None and not wandb:
-        raise ConfigError("command line", "export", "where to? Give --tensorboard FOLDER or --wandb PROJECT")
+        raise ConfigError("command line", "metrics", "where to? Give --tensorboard FOLDER or --wandb PROJECT")
     made: list[Sink] = [TensorBoardSink(tensorboard)] if tensorboard is not None else []
     return [*made, WandbSink(wandb)] if wandb else made
 

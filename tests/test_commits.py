@@ -261,6 +261,20 @@ def test_a_peer_that_counts_for_far_less_than_it_claims_is_told_of_at_most_once_
     assert (first["claimed"], first["counted"], first["median"]) == (6e6, 15.0, 8.0)
 
 
+def test_beside_a_newcomer_alone_nobody_is_told_of_as_one_that_boasts() -> None:
+    """Who joined a run of one peer was told that this one claims 18 times the median work."""
+    outcome = Outcome(
+        key=RoundKey(fragment=0, round=5),
+        members=[Member(peer="first", weight=9216.0), Member(peer="newcomer", weight=512.0)],
+    )
+    part = outcome.parts.add(start_block=0, stop_block=1)
+    for peer, weight in (("first", 358.0), ("newcomer", 512.0)):
+        part.contributors.add(peer=peer, weight=weight)
+    place = Place(rounds=Mock())
+    place.commits.tell_of_capped(outcome)
+    assert place.told == []
+
+
 def test_of_peers_that_come_and_boast_no_more_are_kept_than_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -269,7 +283,7 @@ def test_of_peers_that_come_and_boast_no_more_are_kept_than_the_bound(
     for name in ("one", "two", "three", "four", "five", "five", "one"):
         outcome = Outcome(
             key=RoundKey(fragment=0, round=5),
-            members=[Member(peer="a", weight=8.0), Member(peer=name, weight=6e6)],
+            members=[*(Member(peer=peer, weight=8.0) for peer in "ab"), Member(peer=name, weight=6e6)],
         )
         part = outcome.parts.add(start_block=0, stop_block=1)
         for peer in ("a", name):

@@ -23,11 +23,11 @@ pytestmark = pytest.mark.swarm
 class InTerminal:
     """A process whose terminal is a pseudo one. ``text``: what it shows, without colours and movements."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], **variables: str) -> None:
         self._end, inside = pty.openpty()
         self.process = subprocess.Popen(
             command, stdin=inside, stdout=inside, stderr=inside, close_fds=True,
-            env={**os.environ, **environment(), "COLUMNS": "100", "LINES": "30", "TERM": "xterm"},
+            env={**os.environ, **environment(), "COLUMNS": "100", "LINES": "30", "TERM": "xterm"} | variables,
         )  # fmt: skip
         os.close(inside)
         self.text = ""
@@ -62,7 +62,7 @@ def test_a_volunteer_sees_the_own_row_an_answer_to_ctrl_c_and_how_to_come_back(t
         other = swarm.join("other")
         folder = str(tmp_path / "ada")
         options = ["--folder", folder, "--name", "ada", "--threads", "1", "--recipe", RECIPE, "--start-over"]
-        peer = InTerminal(console("join", swarm.ticket, *options))
+        peer = InTerminal(console("join", *options), P2P_CO2_TICKET=swarm.ticket)
         try:
             peer.wait_for(r"faults   round \d+\.\d of 500   \d+:\d\d left")
             peer.wait_for(r"ada \(you\)\s+training\s+\d+\.\d %[^\n]*\n[^\n]*reached")
@@ -87,6 +87,7 @@ def _last_words_are_right(last: str, folder: str) -> None:
     words = " ".join(again[1].split())
     assert words.startswith("p2p-co2 join ")
     assert folder in last.replace("\r\n", "")
+    assert f"@{folder}/ticket" in last.replace("\r\n", "")  # no ticket was typed
     assert "--start-over" not in last
 
 

@@ -147,7 +147,7 @@ def join(
 
     if restart_stage and stage is None:
         raise ConfigError.of_option("--restart-stage", "say which stage is to begin anew, with --stage N")
-    ticket = read_ticket(ticket)
+    is_typed, ticket = bool(ticket), read_ticket(ticket)
     config = peer_config(
         config_file,
         {
@@ -176,7 +176,7 @@ def join(
     from p2p_co2.cli.join import JoinWatch
 
     hand_over()
-    again = "" if parent else _again(config.folder)
+    again = "" if parent else _again(config.folder, is_typed)
     join_run(options, JoinWatch(loudness=LOUDNESS.get(), come_back=again, folder=config.folder))
 
 
@@ -189,10 +189,11 @@ def _peer_folder(ticket: str) -> Path:
     return folder
 
 
-def _again(folder: Path) -> str:
-    """The command that goes on later where this one ends."""
+def _again(folder: Path, is_typed: bool) -> str:
+    """The command that goes on later where this one ends; where no ticket was typed, that of ``folder``."""
     anew = {"--start-over", "--restart-stage"}
     words = [f"@{folder}/ticket" if word == "-" else word for word in LINE.get() if word not in anew]
+    words += [] if is_typed else [f"@{folder}/ticket"]
     if folder.name.startswith("peer-") and folder.is_relative_to(data_home()):
         words += ["--folder", str(folder)]  # the first free one may be another's by then
     return shlex.join(words)

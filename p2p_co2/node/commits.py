@@ -105,7 +105,10 @@ class CommitHandler:
         await self._outer.take(agreed_mean(outcome, event.mean), decision)
 
     def tell_of_capped(self, outcome: Outcome) -> None:
-        """Who counts for a quarter of its claim, or less: whoever was late claims more than others, too."""
+        """Who counts for a quarter of its claim, or less: whoever was late claims more than others, too. Of
+        two members nobody is told of: beside one that has just come any honest claim is large."""
+        if len(outcome.members) < 3:
+            return
         claimed, now = claimed_weights(outcome), self._do.now()
         for peer, weight in counted_weights(outcome).items():
             if 4 * weight > claimed[peer]:
