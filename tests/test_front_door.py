@@ -4,6 +4,7 @@ out as all peers agreed on it."""
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import re
@@ -11,7 +12,9 @@ import subprocess
 import sys
 import textwrap
 import time
+import unittest.mock
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +115,17 @@ def test_what_are_no_optimizers_is_refused_by_name() -> None:
     for wrong, why in (([], "none"), ([model], "Sequential"), (twice, "the same parameter")):
         with pytest.raises(ConfigError, match=why):
             co2.join(model, wrong, run="p2pco2-x")  # type: ignore[call-overload]
+
+
+def test_a_drop_in_that_has_left_holds_its_model_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2p_co2.swarm.optimizer.join", lambda *_given: unittest.mock.Mock())
+    model = small_model()
+    optimizer = co2.Optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    left = weakref.ref(optimizer)
+    optimizer.leave()
+    del optimizer
+    gc.collect()
+    assert left() is None
 
 
 # ---- data

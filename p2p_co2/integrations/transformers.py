@@ -18,7 +18,6 @@ the Trainer's. So ``resume_from_checkpoint`` goes on with the Trainer's counters
 from __future__ import annotations
 
 import sys
-import threading
 from typing import Any, Unpack
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 from p2p_co2.swarm.counting import BatchCounter
 from p2p_co2.swarm.data import reseed, warn_of_a_stream
 from p2p_co2.swarm.joining import Options, check_names, join
-from p2p_co2.swarm.swarm import Swarm
+from p2p_co2.swarm.swarm import Swarm, at_exit
 from p2p_co2.system.extras import require
 
 require("transformers", "SwarmCallback")
@@ -75,9 +74,8 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
             _set_rates(inner, rates)  # after a resume they are still the Trainer's
         self._rates = _rates_of(inner)
         self._counter, self._counted = BatchCounter(model), state.num_input_tokens_seen
+        self._call_off = at_exit(self._leave_at_exit)
         warn_of_a_stream(given["train_dataloader"])
-        # Before the threads that leaving needs are ended: ``atexit`` comes after that.
-        threading._register_atexit(self._leave_at_exit)  # type: ignore[attr-defined]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.swarm is not None:
@@ -125,6 +123,7 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
     def leave(self, reason: str = "") -> None:
         """Leave the swarm, if it was joined. May be called twice."""
         if self.swarm is not None and self._counter is not None:
+            self._call_off()
             self._counter.close()
             self._counter = None
             self.swarm.leave(reason)

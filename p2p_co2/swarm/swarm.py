@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,14 @@ from p2p_co2.trainer.ranked_peer import AnyPeer
 from p2p_co2.trainer.stage_peer import data_seed
 
 _Batch = TypeVar("_Batch")
+
+
+def at_exit(leave: Callable[[], None]) -> Callable[[], None]:
+    """Have ``leave`` called when the program ends, before the threads that it needs are ended: ``atexit``
+    comes after that. What is returned calls it off, and lets go of what it holds: a model, say."""
+    held = [leave]
+    threading._register_atexit(lambda: [one() for one in held])  # type: ignore[attr-defined]
+    return held.clear
 
 
 class Swarm:
