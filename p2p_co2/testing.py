@@ -11,6 +11,7 @@ join from the test itself: ``co2.join(model, optimizer, run=swarm.ticket)``. Wit
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -48,7 +49,7 @@ class TestSwarm:
             run_file = folder / "run.toml"
             run_file.write_text(write_toml(self._run), encoding="utf-8")
             self._processes = stack.enter_context(LocalSwarm(folder))
-            places = ["--folder", str(folder / "seed"), "--host", "127.0.0.1"]
+            places = ["--folder", str(folder / "seed"), "--host", "127.0.0.1", "--parent", str(os.getpid())]
             command = program("p2p_co2.cli", "seed", str(run_file), *places)
             seed = self._processes.start("seed", command)
             self.ticket = self._processes.wait_for_line(seed, "ticket:", timeout_s=120.0)

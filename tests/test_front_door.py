@@ -4,12 +4,17 @@ out as all peers agreed on it."""
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
 import textwrap
+import time
+import unittest.mock
+import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +30,7 @@ import p2p_co2 as co2
 from p2p_co2.errors import ConfigError, TicketError
 from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.swarm.counting import BatchCounter, batch_tokens
-from p2p_co2.swarm.data import Fetching, PeerOrder, Stopped, passes, reseed
+from p2p_co2.swarm.data import Fetching, PeerOrder, Stopped, passes, reseed, warn_of_a_stream
 from p2p_co2.telemetry.events import PeerStarted, Progress
 from p2p_co2.telemetry.journal import read_events
 from p2p_co2.testing import TestSwarm
@@ -110,6 +115,17 @@ def test_what_are_no_optimizers_is_refused_by_name() -> None:
     for wrong, why in (([], "none"), ([model], "Sequential"), (twice, "the same parameter")):
         with pytest.raises(ConfigError, match=why):
             co2.join(model, wrong, run="p2pco2-x")  # type: ignore[call-overload]
+
+
+def test_a_drop_in_that_has_left_holds_its_model_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2p_co2.swarm.optimizer.join", lambda *_given: unittest.mock.Mock())
+    model = small_model()
+    optimizer = co2.Optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    left = weakref.ref(optimizer)
+    optimizer.leave()
+    del optimizer
+    gc.collect()
+    assert left() is None
 
 
 # ---- data
@@ -223,6 +239,17 @@ def test_shards_of_the_datasets_library_keep_their_kind() -> None:
         told = [[row["text"] for row in one] for one in (mine, theirs)]
         assert sorted(told[0]) == sorted(told[1]) == sorted(whole["text"])
         assert told[0] != told[1]
+
+
+def test_a_stream_that_keeps_its_order_is_warned_of() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"]}).to_iterable_dataset()
+    for stream in (Stream(), rows, rows.shuffle(seed=0)):
+        with pytest.warns(UserWarning, match=r"co2\.shard"):
+            warn_of_a_stream(DataLoader(stream))
+        with warnings.catch_warnings(action="error"):
+            warn_of_a_stream(DataLoader(co2.shard(stream, FakeSwarm(1))))  # type: ignore[arg-type]
+            warn_of_a_stream(DataLoader(Numbers()))
 
 
 def test_a_stream_that_stalls_lets_its_reader_do_something_else_and_give_up() -> None:
@@ -349,6 +376,27 @@ def test_a_peer_whose_data_stalls_keeps_up_and_ends_with_the_run(local_swarm: An
     assert stalled["met"] == [stalled["steps"]] == [5]  # all that its stream gave
     assert one["steps"] > 20
     assert one["digest"] == stalled["digest"]
+
+
+@pytest.mark.swarm
+def test_the_seed_of_a_test_that_is_killed_ends_with_it() -> None:
+    program = """
+        import os, signal
+        import p2p_co2 as co2
+        from p2p_co2.system.process import processes_below
+        with co2.local_swarm():
+            print(*processes_below(os.getpid()), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    told = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False
+    )
+    left = [Path(f"/proc/{number}") for number in told.stdout.split()]
+    assert left, told.stderr
+    deadline_at = time.monotonic() + 60
+    while any(one.exists() for one in left):
+        assert time.monotonic() < deadline_at, left
+        time.sleep(0.1)
 
 
 @pytest.mark.swarm

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 ROOT = Path(__file__).parent.parent
 
@@ -111,3 +114,70 @@ def test_an_option_that_there_is_not_is_refused_at_once() -> None:
 
     with pytest.raises(TypeError, match="did you mean upload"):
         SwarmCallback("p2pco2-x", uplod="1M")  # type: ignore[call-arg]
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class FakeSwarm:
+    """As the callback asks it: in no swarm."""
+
+    done = False
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def data_seed(self, epoch: int) -> int:
+        return self.first + epoch
+
+    def exchange(self, *_told: object) -> bool:
+        return True
+
+    def leave(self) -> None:
+        pass
+
+    def load_agreed(self) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_pass_is_in_this_peers_order(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """Lightning begins the first pass before training starts, and workers fetch from it at once."""
+    lightning = pytest.importorskip("lightning")
+    from p2p_co2.integrations import lightning as callbacks
+
+    class Seeing(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.seen = torch.nn.Linear(1, 1), list[int]()
+
+        def training_step(self, batch: dict[str, Tensor]) -> Any:
+            self.seen.extend(int(one) for one in batch["only"])
+            return self.inner(batch["only"][:, None].float()).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 1e-6)
+
+    def passes(seed: int) -> list[int]:
+        swarm = FakeSwarm(seed)
+        monkeypatch.setattr(callbacks, "join", lambda *_given, **_named: swarm)
+        lightning.seed_everything(0, verbose=False)
+        module = Seeing()
+        # A mapping of loaders, as Lightning takes them too.
+        loaders = {"only": DataLoader(Numbers(), 4, shuffle=True, num_workers=workers)}
+        lightning.Trainer(
+            accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[callbacks.SwarmCallback()],
+        ).fit(module, loaders)  # fmt: skip
+        return module.seen
+
+    for seed in (5, 50):
+        orders = [torch.randperm(20, generator=torch.Generator().manual_seed(seed + n)) for n in (0, 1)]
+        assert passes(seed) == [int(one) for order in orders for one in order]

@@ -19,7 +19,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from p2p_co2.swarm.counting import batch_tokens
-from p2p_co2.swarm.data import reseed
+from p2p_co2.swarm.data import reseed, warn_of_a_stream
 from p2p_co2.swarm.joining import Options, check_names, join
 from p2p_co2.swarm.swarm import Swarm
 from p2p_co2.system.extras import require
@@ -37,23 +37,20 @@ class SwarmCallback(Callback):
         if run is not None:
             self._options["run"] = run
         self.swarm: Swarm | None = None
-        self._steps, self._epoch = 0, 0
+        self._steps = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.swarm = join(pl_module, trainer.optimizers, **self._options)
         self._steps = trainer.global_step
-        self._reseed(trainer)
+        for loader in _fetcher_of(trainer).combined_loader.flattened:
+            warn_of_a_stream(loader)
+        self.on_train_epoch_start(trainer, pl_module)
+        iter(_fetcher_of(trainer))  # the first pass had begun, and workers have drawn from it
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._epoch += 1
-        self._reseed(trainer)
-
-    def _reseed(self, trainer: Trainer) -> None:
-        """Lightning takes the next epoch's batches after this."""
-        if self.swarm is not None and trainer.train_dataloader is not None:
-            loaders = trainer.train_dataloader
-            for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
-                reseed(loader, self._epoch, self.swarm.data_seed)
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.swarm is not None:
+            for loader in _fetcher_of(trainer).combined_loader.flattened:
+                reseed(loader, trainer.current_epoch, self.swarm.data_seed)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -77,6 +74,11 @@ class SwarmCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self.swarm is not None:
             self.swarm.leave(error=exception)
+
+
+def _fetcher_of(trainer: Trainer) -> Any:
+    """What Lightning takes the training batches from."""
+    return trainer.fit_loop._data_fetcher
 
 
 def _loss_of(outputs: Any) -> float | Tensor:

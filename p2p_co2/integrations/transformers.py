@@ -18,18 +18,15 @@ the Trainer's. So ``resume_from_checkpoint`` goes on with the Trainer's counters
 from __future__ import annotations
 
 import sys
-import threading
-import warnings
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from p2p_co2.swarm.counting import BatchCounter
-from p2p_co2.swarm.data import ShuffledStream, reseed
+from p2p_co2.swarm.data import reseed, warn_of_a_stream
 from p2p_co2.swarm.joining import Options, check_names, join
-from p2p_co2.swarm.swarm import Swarm
+from p2p_co2.swarm.swarm import Swarm, at_exit
 from p2p_co2.system.extras import require
 
 require("transformers", "SwarmCallback")
@@ -77,9 +74,8 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
             _set_rates(inner, rates)  # after a resume they are still the Trainer's
         self._rates = _rates_of(inner)
         self._counter, self._counted = BatchCounter(model), state.num_input_tokens_seen
-        _warn_of_a_stream(given["train_dataloader"])
-        # Before the threads that leaving needs are ended: ``atexit`` comes after that.
-        threading._register_atexit(self._leave_at_exit)  # type: ignore[attr-defined]
+        self._call_off = at_exit(self._leave_at_exit)
+        warn_of_a_stream(given["train_dataloader"])
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.swarm is not None:
@@ -127,6 +123,7 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
     def leave(self, reason: str = "") -> None:
         """Leave the swarm, if it was joined. May be called twice."""
         if self.swarm is not None and self._counter is not None:
+            self._call_off()
             self._counter.close()
             self._counter = None
             self.swarm.leave(reason)
@@ -147,13 +144,3 @@ def _set_rates(optimizer: torch.optim.Optimizer, rates: list[Any]) -> None:
             group["lr"].copy_(rate)
         else:
             group["lr"] = rate
-
-
-def _warn_of_a_stream(loader: Any) -> None:
-    dataset = getattr(loader, "dataset", None)
-    if isinstance(dataset, IterableDataset) and not isinstance(dataset, ShuffledStream):
-        warnings.warn(
-            "the training data is a stream, which keeps its own order: unless each peer shuffles it with a "
-            "seed of its own, all train on the same batches",
-            stacklevel=2,
-        )

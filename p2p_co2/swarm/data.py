@@ -13,6 +13,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -37,6 +38,8 @@ SeedOf = Callable[[int], int]
 """The seed of an epoch's order, for this peer."""
 BUFFER = 1024
 """Examples of a stream that are shuffled among each other."""
+_IS_OWN = "_is_in_own_order"
+"""Marks what ``shard`` has made of the streams of ``datasets``."""
 
 
 class Seeded(Protocol):
@@ -46,8 +49,9 @@ class Seeded(Protocol):
 
 
 def shard(dataset: Any, swarm: Seeded, buffer: int = BUFFER) -> Any:
-    """``dataset`` in this peer's own order, another one each epoch: for torch's datasets, map-style and
-    iterable, and those of ``datasets``, streaming too, whose kind it keeps.
+    """``dataset`` in this peer's own order: for torch's datasets, map-style and iterable, and those of
+    ``datasets``, streaming too, whose kind it keeps. ``until_done`` and ``set_epoch(n)`` begin another order;
+    a map-style one of ``datasets`` has but one.
 
     A stream is shuffled within ``buffer`` examples; a ``datasets`` stream in several files also by file.
     ``swarm`` may be a ``co2.Optimizer``, too. Raises ``ConfigError`` for what is no dataset."""
@@ -55,7 +59,9 @@ def shard(dataset: Any, swarm: Seeded, buffer: int = BUFFER) -> Any:
     if type(dataset).__module__.partition(".")[0] == "datasets":
         streams = hasattr(dataset, "_ex_iterable") or not hasattr(dataset, "__len__")
         more = {"buffer_size": buffer} if streams else {}
-        return dataset.shuffle(seed=(seed_of(0) + _rank()) % 2**32, **more)
+        own = dataset.shuffle(seed=(seed_of(0) + _rank()) % 2**32, **more)
+        setattr(own, _IS_OWN, True)
+        return own
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return ShuffledDataset(dataset, seed_of)
     if hasattr(dataset, "__iter__") and iter(dataset) is not dataset:
@@ -169,6 +175,18 @@ def reseed(loader: Any, epoch: int, seed_of: SeedOf) -> None:
     elif hasattr(sampler, "generator"):
         sampler.generator = torch.Generator().manual_seed(own)
     _tell_epoch(sampler, epoch)
+
+
+def warn_of_a_stream(loader: Any) -> None:
+    """Warn if the order of ``loader`` is that of a stream, which ``reseed`` cannot change."""
+    dataset = getattr(loader, "dataset", loader)
+    is_own = isinstance(dataset, ShuffledStream) or hasattr(dataset, _IS_OWN)
+    if isinstance(dataset, IterableDataset) and not is_own:
+        warnings.warn(
+            "the training data is a stream, which keeps its own order: unless each peer shuffles it with a "
+            "seed of its own, all train on the same batches (co2.shard(dataset, swarm) does)",
+            stacklevel=3,
+        )
 
 
 def _is_plain(sampler: Any) -> bool:

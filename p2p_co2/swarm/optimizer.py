@@ -11,7 +11,6 @@ the model's. It leaves when the run is over, by ``leave``, or when the program e
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.swarm.counting import BatchCounter
 from p2p_co2.swarm.joining import Options, join
-from p2p_co2.swarm.swarm import Swarm
+from p2p_co2.swarm.swarm import Swarm, at_exit
 
 
 class Optimizer(Optimizers):
@@ -43,8 +42,7 @@ class Optimizer(Optimizers):
         self._reported: tuple[int | Tensor, float | Tensor] | None = None
         self._is_fresh = True
         """Nothing was trained since it joined."""
-        # Before the threads that leaving needs are ended: ``atexit`` comes after that.
-        threading._register_atexit(self._leave_at_exit)  # type: ignore[attr-defined]
+        self._call_off = at_exit(self._leave_at_exit)
 
     def report(self, tokens: int | Tensor, loss: float | Tensor = float("nan")) -> None:
         """What the next step was made of, in the place of what was seen."""
@@ -67,6 +65,7 @@ class Optimizer(Optimizers):
 
     def leave(self) -> None:
         """Leave the swarm; steps go on without it. May be called twice."""
+        self._call_off()
         self._counter.close()
         self.swarm.leave()
 

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
-from p2p_co2.swarm.data import Stopped, passes
+from p2p_co2.swarm.data import Stopped, passes, warn_of_a_stream
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.tensors.pretrained import write_pretrained
 from p2p_co2.trainer.agreed_loss import AgreedLoss
@@ -31,6 +32,14 @@ from p2p_co2.trainer.ranked_peer import AnyPeer
 from p2p_co2.trainer.stage_peer import data_seed
 
 _Batch = TypeVar("_Batch")
+
+
+def at_exit(leave: Callable[[], None]) -> Callable[[], None]:
+    """Have ``leave`` called when the program ends, before the threads that it needs are ended: ``atexit``
+    comes after that. What is returned calls it off, and lets go of what it holds: a model, say."""
+    held = [leave]
+    threading._register_atexit(lambda: [one() for one in held])  # type: ignore[attr-defined]
+    return held.clear
 
 
 class Swarm:
@@ -120,9 +129,11 @@ class Swarm:
         """Batches of ``loader``, pass after pass of it, until the run is over; then this peer has left, and
         what it agreed on is final.
 
-        Each pass is in this peer's own order: of a ``DataLoader``, shuffled or not, and of whatever has
-        ``set_epoch``. A stream that stalls holds up this peer's steps and nothing else. Raises
-        ``ConfigError`` for a loader without batches, or one that cannot begin again."""
+        Each pass of a ``DataLoader`` is in this peer's own order, shuffled or not; what else has
+        ``set_epoch`` is told the pass. A stream keeps its order, which is warned of, unless ``shard`` made
+        it. One that stalls holds up this peer's steps and nothing else. Raises ``ConfigError`` for a loader
+        without batches, or one that cannot begin again."""
+        warn_of_a_stream(loader)
         try:
             for batch in passes(loader, self.data_seed, self._wait, 0):
                 if self.done:
