@@ -353,15 +353,18 @@ def _inner_optimizer(
     rate = float(settings["learning_rate"]) or _OPTIMIZERS[kind]
     if kind == MUON and not hasattr(torch.optim, "Muon"):
         raise option_error("optimizer", f"muon needs torch 2.9 or newer, and here is {torch.__version__}")
-    return partial(_muon, rate, shape.vocab_size) if kind == MUON else partial(_adamw, rate)
+    return partial(_muon, rate, (shape.vocab_size, shape.width)) if kind == MUON else partial(_adamw, rate)
 
 
-def _muon(learning_rate: float, vocab_size: int, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Muon for the matrices of the blocks, AdamW for tables and vectors. A matrix with as many rows as the
-    vocabulary counts as a table. Muon's steps are as large as AdamW's, so both have one learning rate."""
+def _muon(learning_rate: float, table: tuple[int, int], parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Muon for the matrices of the blocks, AdamW for tables and vectors. A table has the shape ``table`` and
+    is the first matrix or the last, since those of a block may have its shape, too. Muon's steps are as large
+    as AdamW's, so both have one learning rate."""
     every = list(parameters)
-    matrices = [one for one in every if one.ndim == 2 and len(one) != vocab_size]
-    rest = [one for one in every if one.ndim != 2 or len(one) == vocab_size]
+    matrices = [one for one in every if one.ndim == 2]
+    tables = {id(one) for one in (*matrices[:1], *matrices[-1:]) if tuple(one.shape) == table}
+    matrices = [one for one in matrices if id(one) not in tables]
+    rest = [one for one in every if one.ndim != 2 or id(one) in tables]
     parts: list[Optimizer] = []
     if matrices:
         parts.append(
