@@ -238,6 +238,21 @@ def test_a_changed_helper_is_another_recipe_and_is_refused_before_it_runs(helped
         load_run_recipe(run, name)
 
 
+@pytest.mark.parametrize("file", ["main.py", "layers.py"])
+def test_what_changes_after_it_was_compared_does_not_run(
+    helped: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(helped)
+
+    def then_changed(*given: Any) -> str:
+        digest = recipe_digest(*given)
+        (helped.parent / file).write_text("raise SystemExit('it ran')\n")
+        return digest
+
+    monkeypatch.setattr("p2p_co2.recipes.recipe.recipe_digest", then_changed)
+    assert next(load_run_recipe(run, f"{helped}:make").batches(0, 1)).shape == (1, 3)
+
+
 def test_the_digest_is_of_the_places_below_the_folder_and_of_nothing_else(
     helped: Path, tmp_path: Path
 ) -> None:

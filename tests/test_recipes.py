@@ -17,7 +17,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes import BYTE_GPT, Recipe, load_recipe, load_run_recipe, recipe_digest
 from p2p_co2.recipes import corpus as corpora
-from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, next_token_loss
+from p2p_co2.recipes.byte_gpt import ByteGPT, ByteGPTStage, Shape, next_token_loss
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint.folder import Checkpoint, save
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
@@ -123,8 +123,9 @@ def test_loss_falls_in_thirty_steps(text: Path, kind: str) -> None:
     assert recipe.held_out(recipe.model) == after
 
 
-def test_muon_trains_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
-    recipe = load_recipe(BYTE_GPT, TINY | {"optimizer": "muon"}, seed=0)
+@pytest.mark.parametrize("width", [32, 64, 256])  # 4 * 64 and 256 are the vocabulary's size
+def test_muon_trains_the_matrices_of_the_blocks_and_adamw_the_rest(width: int) -> None:
+    recipe = load_recipe(BYTE_GPT, TINY | {"width": width, "optimizer": "muon"}, seed=0)
     optimizer = recipe.optimizer(recipe.model.parameters())
     muon, adamw = optimizer.param_groups
     named = {id(parameter): name for name, parameter in recipe.model.named_parameters()}
@@ -134,6 +135,9 @@ def test_muon_trains_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
     assert (muon["lr"], adamw["lr"]) == (4e-3, 4e-3)
     block = recipe.optimizer(recipe.model.get_submodule("blocks").parameters())  # a stage without a table
     assert len(block.param_groups) == 1
+    last = ByteGPTStage(Shape(2, width, 2, 8), 1, 2)
+    of_head = recipe.optimizer(last.parameters()).param_groups[1]["params"]
+    assert [one is last.head.weight for one in of_head] == [True]
     plain = recipe_digest(BYTE_GPT, TINY)
     assert plain == recipe_digest(BYTE_GPT, TINY | {"optimizer": "muon"})  # the shape is what must agree
 

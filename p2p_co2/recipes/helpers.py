@@ -1,8 +1,8 @@
 """The modules of a recipe's own folder that it imports: found without running anything, part of its digest,
 and loaded from the bytes that were found.
 
-    helpers = helpers_of(Path("my/recipe.py"))      # {"blocks": Helper(...), "blocks.mlp": ...}
-    serve(helpers, "my/recipe.py")                  # ``import blocks`` in the recipe finds them from now on
+    helpers = helpers_of(Path("my/recipe.py"), source)      # {"blocks": Helper(...), "blocks.mlp": ...}
+    serve(helpers, "my/recipe.py")                          # ``import blocks`` finds them from now on
 
 Found are ``import`` statements anywhere in the file, and in what they lead to: NAME.py and NAME/__init__.py
 beside the recipe, and modules in such packages. What is imported by a computed name is not found, and cannot
@@ -38,13 +38,14 @@ class Helper:
     is_package: bool
 
 
-def helpers_of(recipe: Path) -> dict[str, Helper]:
-    """The helpers of the recipe file, by the name that it imports them by, sorted by place.
+def helpers_of(recipe: Path, source: bytes) -> dict[str, Helper]:
+    """The helpers of the recipe file, which has ``source``, by the name that it imports them by, sorted by
+    place.
 
     Raises ``ConfigError`` for one that is a symlink, lies elsewhere, has a name of the standard library, or
     cannot be read."""
     found = dict[str, Helper]()
-    waiting = list(_imported(_read(recipe), ""))
+    waiting = list(_imported(source, ""))
     while waiting:
         name = waiting.pop()
         is_ours = name.partition(".")[0] == "p2p_co2"  # a recipe may lie beside the product's own folder

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from p2p_co2.errors import ConfigError
 from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, byte_gpt_stages, next_token_loss, sample_text
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus, option_error, text_corpus, token_corpus
 from p2p_co2.recipes.drawing import drawn_from
-from p2p_co2.recipes.helpers import helpers_of, serve
+from p2p_co2.recipes.helpers import Helper, helpers_of, serve
 from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.recipes.stages import Stages
 
@@ -141,10 +141,28 @@ class Recipe:
         return self.model if count == 1 else self.in_stages(count).whole(run.seed)
 
 
-def load_recipe(name: str, options: Options, seed: int, stages: int = 1, is_tied: bool = False) -> Recipe:
+class Code(NamedTuple):
+    """What an own recipe runs, read once: its file and its helpers."""
+
+    source: bytes
+    helpers: Mapping[str, Helper]
+
+    @classmethod
+    def of(cls, name: str) -> Code | None:
+        """That of the recipe called ``name``; None for a built-in one. Raises ``ConfigError``."""
+        if name in {BYTE_GPT, OWN_LOOP}:
+            return None
+        path = _split(name)[0]
+        source = _source(path)
+        return cls(source, helpers_of(path, source))
+
+
+def load_recipe(
+    name: str, options: Options, seed: int, stages: int = 1, is_tied: bool = False, code: Code | None = None
+) -> Recipe:
     """Build the recipe called ``name`` ("byte-gpt", or ``path/to/file.py:function``) with its model drawn
     from ``seed``. ``stages``: of the run; above 1 the model is an outline, of the stages joined. ``is_tied``:
-    whether the first of them and the last share a table.
+    whether the first of them and the last share a table. ``code``: runs in the place of what lies there now.
 
     Raises ``ConfigError`` (with what would be right) for an unknown name, file, function or option, a text
     that cannot be used, and a function that does not return a ``Recipe`` or ``(model, batches, loss)``. Other
@@ -154,7 +172,11 @@ def load_recipe(name: str, options: Options, seed: int, stages: int = 1, is_tied
         problem = "this run is trained by a program of its own: run that program with the ticket instead"
         raise ConfigError(name, "", problem)
     with drawn_from(seed):
-        made = _byte_gpt(options, stages, is_tied) if name == BYTE_GPT else _user_recipe(name, options)
+        made = (
+            _byte_gpt(options, stages, is_tied)
+            if name == BYTE_GPT
+            else _user_recipe(name, options, code or Code.of(name))
+        )
     if stages > 1:
         cut = made.in_stages(stages)
         _check_tied(cut, is_tied)
@@ -188,10 +210,10 @@ def _check_without_stages(name: str, made: Recipe) -> None:
             raise ConfigError(name, setting, f"does not apply in a run with stages; {cure}")
 
 
-def recipe_digest(name: str, options: Options) -> str:
+def recipe_digest(name: str, options: Options, code: Code | None = None) -> str:
     """sha256, hex, of what all peers must share. Built in: name, version and the model's shape, defaults
     written out. The user's own: the bytes of the file and of its helpers, the function's name and all
-    options, but not where the file lies.
+    options, but not where the file lies. ``code``: of it, if it has been read.
 
     Raises ``ConfigError`` as ``load_recipe`` does; runs no user code.
     """
@@ -201,9 +223,10 @@ def recipe_digest(name: str, options: Options) -> str:
         shape = _check_options(options)[0]
         parts = [b"built-in", name.encode(), str(BYTE_GPT_VERSION).encode(), _canonical(shape._asdict())]
     else:
-        path, function = _split(name)
-        parts = [b"file", hashlib.sha256(_source(path)).digest(), function.encode(), _canonical(options)]
-        for helper in helpers_of(path).values():
+        code, function = code or Code.of(name), _split(name)[1]
+        assert code is not None
+        parts = [b"file", hashlib.sha256(code.source).digest(), function.encode(), _canonical(options)]
+        for helper in code.helpers.values():
             parts += [helper.place.encode(), hashlib.sha256(helper.source).digest()]
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()
 
@@ -234,7 +257,8 @@ def load_run_recipe(run: RunConfig, own: str = "", data: Mapping[str, str] | Non
         problem = f"this run trains {how} recipe {run.recipe!r}; {'leave it out' if own else cure}"
         raise ConfigError.of_option("--recipe", problem)
     name = own or run.recipe
-    digest = recipe_digest(name, run.recipe_options)
+    code = Code.of(name)  # once: what is compared is what runs
+    digest = recipe_digest(name, run.recipe_options, code)
     if digest != run.recipe_digest:
         both = f"digest {digest[:12]} here, {run.recipe_digest[:12] or 'none'} there"
         cure = "take the organiser's file, what it imports from beside it, and their version of p2p-co2"
@@ -249,7 +273,7 @@ def load_run_recipe(run: RunConfig, own: str = "", data: Mapping[str, str] | Non
         raise ConfigError.of_option("--data", f"{problem}; use --text or --tokens")
     if not own and recipe_digest(name, options) != digest:
         raise ConfigError.of_option("", "a peer chooses its own text or tokens only, not the model")
-    return load_recipe(name, options, run.seed, run.pipeline.stages, run.pipeline.is_tied)
+    return load_recipe(name, options, run.seed, run.pipeline.stages, run.pipeline.is_tied, code)
 
 
 def load_measuring_recipe(run: RunConfig, own: str = "") -> Recipe:
@@ -329,15 +353,18 @@ def _inner_optimizer(
     rate = float(settings["learning_rate"]) or _OPTIMIZERS[kind]
     if kind == MUON and not hasattr(torch.optim, "Muon"):
         raise option_error("optimizer", f"muon needs torch 2.9 or newer, and here is {torch.__version__}")
-    return partial(_muon, rate, shape.vocab_size) if kind == MUON else partial(_adamw, rate)
+    return partial(_muon, rate, (shape.vocab_size, shape.width)) if kind == MUON else partial(_adamw, rate)
 
 
-def _muon(learning_rate: float, vocab_size: int, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Muon for the matrices of the blocks, AdamW for tables and vectors. A matrix with as many rows as the
-    vocabulary counts as a table. Muon's steps are as large as AdamW's, so both have one learning rate."""
+def _muon(learning_rate: float, table: tuple[int, int], parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Muon for the matrices of the blocks, AdamW for tables and vectors. A table has the shape ``table`` and
+    is the first matrix or the last, since those of a block may have its shape, too. Muon's steps are as large
+    as AdamW's, so both have one learning rate."""
     every = list(parameters)
-    matrices = [one for one in every if one.ndim == 2 and len(one) != vocab_size]
-    rest = [one for one in every if one.ndim != 2 or len(one) == vocab_size]
+    matrices = [one for one in every if one.ndim == 2]
+    tables = {id(one) for one in (*matrices[:1], *matrices[-1:]) if tuple(one.shape) == table}
+    matrices = [one for one in matrices if id(one) not in tables]
+    rest = [one for one in every if one.ndim != 2 or id(one) in tables]
     parts: list[Optimizer] = []
     if matrices:
         parts.append(
@@ -390,9 +417,10 @@ def _check_shape(shape: Shape, settings: Mapping[str, Any]) -> None:
 # The user's own recipe
 
 
-def _user_recipe(name: str, options: Options) -> Recipe:
+def _user_recipe(name: str, options: Options, code: Code | None) -> Recipe:
     path, function_name = _split(name)
-    function = getattr(_load_module(path), function_name, None)
+    assert code is not None
+    function = getattr(_load_module(path, code), function_name, None)
     if not callable(function):
         problem = f"{path} has no function {function_name!r}; define it, or name another after the colon"
         raise ConfigError(name, "", problem)
@@ -426,20 +454,19 @@ def _source(path: Path) -> bytes:
         raise ConfigError(str(path), "", f"cannot be read: {error.strerror}") from None
 
 
-def _load_module(path: Path) -> ModuleType:
+def _load_module(path: Path, code: Code) -> ModuleType:
     """Run the file as a module of its own name space, which imports its helpers by their names. What runs are
     the very bytes that the digest covers: no cached .pyc is read or written."""
-    source = _source(path)
-    serve(helpers_of(path), str(path))
+    serve(code.helpers, str(path))
     module = ModuleType(f"p2p_co2_recipe_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look their module up
     try:
-        exec(compile(source, str(path), "exec"), module.__dict__)
+        exec(compile(code.source, str(path), "exec"), module.__dict__)
     except SyntaxError as error:
         raise ConfigError(str(path), "", f"is not valid Python: {error}") from None
     except ImportError as error:
-        cure = "install it, or put it beside the recipe"
+        cure = "install it, or put it beside the recipe, a package with its __init__.py"
         raise ConfigError(str(path), "", f"cannot import what it needs: {error}; {cure}") from None
     return module
 
