@@ -281,6 +281,18 @@ def test_a_stream_that_stalls_lets_its_reader_do_something_else_and_give_up() ->
         fetching.fetch(lambda: 1 // 0, lambda _: True)
 
 
+def test_batches_are_made_on_the_default_device_of_the_loop() -> None:
+    class Loader:
+        def __iter__(self) -> Iterator[Tensor]:
+            yield torch.zeros(2)
+
+    torch.set_default_device("meta")
+    try:
+        assert next(passes(Loader(), seed_of, lambda _: True)).device.type == "meta"
+    finally:
+        torch.set_default_device("cpu")
+
+
 def test_the_order_of_an_epoch_is_the_same_wherever_it_is_made() -> None:
     order = PeerOrder(5, seed_of)
     order.set_epoch(1)

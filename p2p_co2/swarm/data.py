@@ -227,6 +227,8 @@ class Fetching:
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._found: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._device = torch.get_default_device()  # torch keeps these by thread
+        self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         threading.Thread(target=self._work, name="p2p-co2 data", daemon=True).start()
 
     def __enter__(self) -> Fetching:
@@ -251,6 +253,10 @@ class Fetching:
             return found  # type: ignore[no-any-return]
 
     def _work(self) -> None:
+        if self._cuda is not None:
+            torch.cuda.set_device(self._cuda)
+        if self._device.type != "cpu":
+            torch.set_default_device(self._device)
         while (what := self._asked.get()) is not None:
             try:
                 self._found.put((what(), None))
