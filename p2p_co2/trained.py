@@ -19,6 +19,7 @@ from torch import nn
 from p2p_co2.config import OWN_LOOP
 from p2p_co2.errors import ConfigError
 from p2p_co2.recipes import Recipe, load_measuring_recipe
+from p2p_co2.recipes.drawing import drawn_from
 from p2p_co2.tensors.checkpoint.folder import Checkpoint, has_checkpoint, load_agreed
 from p2p_co2.tensors.checkpoint.layout import write_kept
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
@@ -140,8 +141,7 @@ def _generated(model: nn.Module, tokenizer: Path, prompt: str, length: int, seed
     told = inputs["input_ids"].shape[1]
     config: Any = getattr(model, "config", None)
     room = getattr(config, "max_position_embeddings", None) or told + length
-    torch.manual_seed(seed)
     generate: Any = model.generate
-    with torch.no_grad():
+    with drawn_from(seed), torch.no_grad():
         ids = generate(**inputs, do_sample=True, max_new_tokens=max(1, min(length, room - told)))
     return str(tokens.decode(ids[0], skip_special_tokens=True))

@@ -579,9 +579,8 @@ def test_how_far_a_slow_load_is_gets_told_every_two_seconds() -> None:
     for events, total_bytes in ((first, 2 * LARGE), (last, LARGE)):
         assert {event.total_bytes for event in events} == {total_bytes}
         received = [event.received_bytes for event in events]
-        assert received == sorted(set(received))
-        for less, more in itertools.pairwise(received):
-            assert more - less == pytest.approx(2.0 * 400e3, rel=0.3)
+        assert received == sorted(received)  # a chunk may take longer than two seconds
+        assert received[-1] - received[0] == pytest.approx((len(received) - 1) * 2.0 * 400e3, rel=0.3)
 
 
 def test_rounds_that_wait_for_their_turn_with_a_slow_donor_are_not_given_up() -> None:

@@ -302,11 +302,11 @@ def test_a_run_in_stages_needs_a_recipe_that_has_as_many() -> None:
     ("lines", "words"),
     [
         ("[pipeline]\nstages = 6", ["pipeline.stages", "is 6", "byte-gpt has 4", "use 2 to 4"]),
-        ("[pipeline]\nstages = 40", ["pipeline.stages", "less than or equal to 32"]),
+        ("[pipeline]\nstages = 40", ["pipeline.stages", "at most 32"]),
         ("[pipeline]\nstages = 4\nmicrobatches = 3", ["microbatches is 3", "stages = 4", "at least 4"]),
         ('[pipeline]\nstages = 2\nforward = "int4"', ["pipeline.forward", "'int8'", "got 'int4'"]),
         ('[pipeline]\nstages = 2\nbackward = "nf4"', ["pipeline.backward", "'int8' or 'int4'", "got 'nf4'"]),
-        ("[pipeline]\nstages = 2\nsequences = 0", ["pipeline.sequences", "greater than or equal to 1"]),
+        ("[pipeline]\nstages = 2\nsequences = 0", ["pipeline.sequences", "at least 1"]),
         ('recipe = "own-loop"\n[pipeline]\nstages = 2', ["pipeline.stages", "set stages = 1"]),
     ],
 )

@@ -92,7 +92,7 @@ class _Epochs:
 
     def __init__(self, seed_of: SeedOf) -> None:
         self._seed_of = seed_of
-        self._seed = torch.tensor(seed_of(0) + _rank()).share_memory_()  # type: ignore[no-untyped-call]
+        self._seed = torch.tensor(seed_of(0) + _rank(), dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     def set(self, epoch: int) -> None:
         self._seed.fill_(self._seed_of(epoch) + _rank())
@@ -211,7 +211,9 @@ def _rank() -> int:
 
 
 def _order(length: int, seed: int) -> list[int]:
-    order: list[int] = torch.randperm(length, generator=torch.Generator().manual_seed(seed)).tolist()
+    order: list[int] = torch.randperm(
+        length, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.int64, device="cpu"
+    ).tolist()
     return order
 
 
@@ -228,7 +230,8 @@ class Fetching:
         self._asked: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._found: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._device = torch.get_default_device()  # torch keeps these by thread
-        self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        has_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        self._cuda = torch.cuda.current_device() if has_cuda else None
         threading.Thread(target=self._work, name="p2p-co2 data", daemon=True).start()
 
     def __enter__(self) -> Fetching:

@@ -141,7 +141,7 @@ class Follower:
         told = json.loads(self._ranks.hear(0))
         tensors = list[Tensor]()
         for dtype, shape in told["tensors"]:
-            tensors.append(torch.empty(shape, dtype=getattr(torch, dtype)))
+            tensors.append(torch.empty(shape, dtype=getattr(torch, dtype), device="cpu"))
             self._ranks.receive(0, tensors[-1])
         part: dict[str, Any] = unsay(told["tree"], tensors)
         cut = [(int(index), str(key)) for index, key in told["cut"]]
@@ -152,6 +152,6 @@ class Follower:
 
     def _take_buffers(self) -> None:
         for buffer in named_buffers(self.model, persistent=True).values():
-            values = torch.empty(buffer.shape, dtype=buffer.dtype)
+            values = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
             self._ranks.receive(0, values)
             buffer.copy_(values)

@@ -134,13 +134,13 @@ class Ranks:
 
     def say(self, to: int, text: str) -> None:
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        self._send(to, torch.tensor([len(data)]), _CONTENT)
+        self._send(to, torch.tensor([len(data)], dtype=torch.int64, device="cpu"), _CONTENT)
         self._send(to, data, _CONTENT)
 
     def hear(self, of: int) -> str:
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._receive(of, size, _CONTENT)
-        data = torch.zeros(int(size), dtype=torch.uint8)
+        data = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
         self._receive(of, data, _CONTENT)
         return data.numpy().tobytes().decode()
 
@@ -162,7 +162,7 @@ class Ranks:
 
     def next_word(self, of: int) -> list[float]:
         """Its kind, then its numbers. Raises what the other ended the group with."""
-        word = torch.zeros(WORD, dtype=torch.float64)
+        word = torch.zeros(WORD, dtype=torch.float64, device="cpu")
         self._receive(of, word, _WORDS)
         numbers: list[float] = word.tolist()
         self._raise_if_failed(of, numbers)
@@ -170,7 +170,7 @@ class Ranks:
 
     def _raise_if_failed(self, of: int, word: list[float]) -> None:
         if word[0] == (Call.FAILED if self.leads else Command.FAIL):
-            data = torch.zeros(int(word[1]), dtype=torch.uint8)
+            data = torch.zeros(int(word[1]), dtype=torch.uint8, device="cpu")
             self._receive(of, data, _CONTENT)
             self.is_broken = not self.leads  # which tells the others
             raise error_of(data.numpy().tobytes().decode())
@@ -203,7 +203,7 @@ class Ranks:
         piece raises if the other end is gone, and what comes can be seen in its memory."""
         if self.is_broken:
             return None
-        words = {rank: torch.full((WORD,), -1.0, dtype=torch.float64) for rank in self.others}
+        words = {rank: torch.full((WORD,), -1.0, dtype=torch.float64, device="cpu") for rank in self.others}
         ends_at = time.monotonic() + (1 if self.leads else 3) * HEARTBEAT_S
         try:
             for rank in self.others:
@@ -211,7 +211,7 @@ class Ranks:
             while time.monotonic() < ends_at:
                 for rank in self.others:
                     self._raise_if_failed(rank, words[rank].tolist())
-                    self._listen(rank, torch.zeros(1), _NOTHING)
+                    self._listen(rank, torch.zeros(1, dtype=torch.float32, device="cpu"), _NOTHING)
                 time.sleep(HEARTBEAT_S / 20)
         except P2PCo2Error as error:
             return error
@@ -259,7 +259,7 @@ def _finish(work: dist.Work | None) -> None:
 
 def _word(kind: Command | Call, numbers: Sequence[float]) -> Tensor:
     values = [float(kind), *numbers, *(0.0,) * WORD][:WORD]
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def _bytes_of(values: Tensor) -> Tensor:

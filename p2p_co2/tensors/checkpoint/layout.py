@@ -109,7 +109,10 @@ def _ask_library(model: Any, names: Sequence[str], place: Path) -> dict[str, _Fi
 
     Each tensor's stand-in holds its number alone. Names are kept as the model has them
     (``save_original_format``), and PEFT does not ask its hub about embeddings."""
-    stands = {name: torch.tensor([float(number)]) for number, name in enumerate(names)}
+    stands = {
+        name: torch.tensor([float(number)], dtype=torch.float32, device="cpu")
+        for number, name in enumerate(names)
+    }
     given: dict[str, Any] = {
         "state_dict": stands | {to: stands[of] for to, of in shared_names(model).items()}
     }
