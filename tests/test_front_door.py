@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import unittest.mock
 import warnings
@@ -260,8 +261,6 @@ def test_a_stream_that_stalls_lets_its_reader_do_something_else_and_give_up() ->
             pass_on.wait(0.01)
         return 7
 
-    import threading
-
     pass_on = threading.Event()
 
     def goes_on(waited_s: float) -> bool:
@@ -279,6 +278,16 @@ def test_a_stream_that_stalls_lets_its_reader_do_something_else_and_give_up() ->
         released.fill_(1)
     with Fetching() as fetching, pytest.raises(ZeroDivisionError):
         fetching.fetch(lambda: 1 // 0, lambda _: True)
+
+
+def test_a_fetch_that_nobody_waits_for_has_ended_before_its_reader_goes_on() -> None:
+    def slow() -> int:
+        time.sleep(0.4)
+        return 7
+
+    with Fetching() as fetching, pytest.raises(Stopped):
+        fetching.fetch(slow, lambda _: False)
+    assert "p2p-co2 data" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_batches_are_made_on_the_default_device_of_the_loop() -> None:

@@ -232,13 +232,16 @@ class Fetching:
         self._device = torch.get_default_device()  # torch keeps these by thread
         has_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         self._cuda = torch.cuda.current_device() if has_cuda else None
-        threading.Thread(target=self._work, name="p2p-co2 data", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="p2p-co2 data", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> Fetching:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # A thread that torch works in when the interpreter ends would abort the process. A stalled one waits.
         self._asked.put(None)
+        self._thread.join(REPORT_EVERY_S)
 
     def fetch(self, what: Callable[[], _T], goes_on: Callable[[float], bool]) -> _T:
         """What ``what`` returns or raises. While it takes long, ``goes_on`` is called with the seconds that
