@@ -60,7 +60,7 @@ _OTHER_OPTIONS = {
 def first_tensor_numel(batch: Any) -> int:
     """Elements of the first tensor in ``batch`` (a tensor, or nested lists, tuples and mappings); 1 if there
     is none."""
-    found = next(_tensors(batch), None)
+    found = next(tensors_in(batch), None)
     return 1 if found is None else found.numel()
 
 
@@ -516,15 +516,16 @@ def _over_and_over(name: str, batches: Iterable[Any], seed: int, batch: int) -> 
             raise ConfigError(name, "", problem)
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """The tensors of a tensor, or of nested lists, tuples and mappings, in their order."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(batch, list | tuple):
         for value in batch:
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _canonical(options: Mapping[str, Any]) -> bytes:

@@ -9,11 +9,13 @@ them together, as ``transformers.Trainer`` does: then each is divided by that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from p2p_co2.recipes.recipe import tensors_in
 
 
 class BatchCounter:
@@ -57,19 +59,8 @@ def batch_tokens(batch: Any) -> int:
     """Elements of the first integer tensor in ``batch`` (a tensor, or nested lists, tuples and mappings), or
     of its first tensor; 1 if there is none."""
     first = None
-    for tensor in _tensors(batch):
+    for tensor in tensors_in(batch):
         if not tensor.is_floating_point():
             return tensor.numel()
         first = tensor if first is None else first
     return 1 if first is None else first.numel()
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _tensors(value)
