@@ -165,8 +165,9 @@ def line(facts: SwarmFacts) -> str:
     count = len(facts.troubles)
     wrong = f", {count} trouble{'s'[: count > 1]}: {plain(facts.troubles[0].words, 300)}" if count else ""
     stages = f", {_stages_in_words(facts)}" if facts.stages else ""
+    state = f"{facts.state}: " if facts.state else ""
     return (
-        f"{_peers_there(facts)}, round {figure(facts.position, 1)}, "
+        f"{state}{_peers_there(facts)}, round {figure(facts.position, 1)}, "
         f"loss {figure(facts.loss, 3)} ({facts.loss_kind}), {figure(facts.tokens)} tokens, "
         f"{figure(facts.tokens_per_s)} tokens/s, exchanges {_rounds(facts)}, "
         f"staleness {figure(facts.staleness_mean, 2)}, up {size(facts.up_bytes)}{stages}{wrong}"

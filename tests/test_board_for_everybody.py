@@ -7,9 +7,10 @@ import importlib.resources
 import json
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -19,6 +20,7 @@ from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS
 from tests.browser import board, browser, errors, missing, text_of, wait_for
 from tests.made_swarm import peer_id
 
+T = TypeVar("T")
 pytestmark = [pytest.mark.swarm, pytest.mark.skipif(bool(missing()), reason=missing())]
 PAGES = {
     "": "tokens", "run": "settings", "staleness": "staleness-mean", "bandwidth": "sent",
@@ -57,6 +59,16 @@ def until(check: Callable[[], object], bound_s: float = 60.0) -> None:
         time.sleep(0.2)
 
 
+def in_one_go(act: Callable[[], T]) -> T:
+    """A page may draw an element anew between it is found and used: then it is found again."""
+    for _ in range(20):
+        try:
+            return act()
+        except StaleElementReferenceException:
+            continue
+    return act()
+
+
 @pytest.mark.parametrize(("kind", "mode"), [*(("own", mode) for mode in MODES), ("stages", "light")])
 def test_axe_finds_nothing_on_any_page(kind: str, mode: str) -> None:
     with board(["-m", "tests.board_server", kind]) as address, browser(**MODES[mode]) as driver:
@@ -84,16 +96,18 @@ def test_words_are_explained_and_rows_opened_by_keyboard() -> None:
     with board(["-m", "tests.board_server", "own"]) as address, browser() as driver:
         driver.get(f"{address}peers")
         wait_for(driver, "peers-table")
-        heading = driver.find_element(By.XPATH, "//th[contains(., 'Staleness')]")
-        assert GLOSSARY["staleness"] in str(heading.get_attribute("title"))
-        driver.find_element(By.CSS_SELECTOR, "[data-testid=ask]").send_keys(Keys.ENTER)
+        heading = "//th[contains(., 'Staleness')]"
+        title = in_one_go(lambda: driver.find_element(By.XPATH, heading).get_attribute("title"))
+        assert GLOSSARY["staleness"] in str(title)
+        ask = "[data-testid=ask]"
+        in_one_go(lambda: driver.find_element(By.CSS_SELECTOR, ask).send_keys(Keys.ENTER))
         until(lambda: all(means in text_of(driver, "words") for means in GLOSSARY.values()))
         assert violations(driver) == []
         driver.switch_to.active_element.send_keys(Keys.ESCAPE)
-        until(lambda: not driver.find_element(By.CSS_SELECTOR, "[data-testid=words]").is_displayed())
-        link = driver.find_element(By.CSS_SELECTOR, "[data-testid=peers-table] tr.b-mine a")
-        assert link.text == "peer-2"  # the page is peer-2's own
-        link.send_keys(Keys.ENTER)
+        words, own = "[data-testid=words]", "[data-testid=peers-table] tr.b-mine a"
+        until(lambda: not in_one_go(lambda: driver.find_element(By.CSS_SELECTOR, words).is_displayed()))
+        assert in_one_go(lambda: driver.find_element(By.CSS_SELECTOR, own).text) == "peer-2"  # its own page
+        in_one_go(lambda: driver.find_element(By.CSS_SELECTOR, own).send_keys(Keys.ENTER))
         assert wait_for(driver, "peer-title") == "peer-2"
 
 
@@ -104,7 +118,7 @@ def option(driver: WebDriver) -> dict[str, Any]:
 
 
 def press(driver: WebDriver, name: str) -> None:
-    driver.find_element(By.XPATH, f"//button[normalize-space(.)='{name}']").click()
+    in_one_go(lambda: driver.find_element(By.XPATH, f"//button[normalize-space(.)='{name}']").click())
 
 
 def test_charts_keep_their_zoom_and_are_smoothed_and_logarithmic_when_asked() -> None:
@@ -132,7 +146,7 @@ def test_the_page_of_the_run_invites() -> None:
     with board(["-m", "tests.board_server", "own"]) as address, browser() as driver:
         driver.get(f"{address}run")
         until(lambda: text_of(driver, "invitation").startswith("p2p-co2 join p2pco2-"))
-        driver.find_element(By.CSS_SELECTOR, "[data-testid=copy]").click()
+        in_one_go(lambda: driver.find_element(By.CSS_SELECTOR, "[data-testid=copy]").click())
         until(lambda: text_of(driver, "copied") in {"Copied.", "Selected: copy it with Ctrl-C."})
         until(lambda: "no" in text_of(driver, "seeds").split())  # nobody listens there
         assert "peer peer-2" in text_of(driver, "seeds")

@@ -224,7 +224,7 @@ def test_a_peer_that_comes_back_with_another_model_is_no_member_and_with_the_rig
     machine.receive(Ping(status=wrong), B, 101.0)
     assert not machine.live
     assert any(isinstance(event, Left) for event in drain(machine))
-    machine.receive(Ping(status=right), B, 102.0)
+    machine.receive(Ping(status=Status(model=RIGHT.digest, process=3)), B, 102.0)
     assert set(machine.live) == {B}
     assert not machine.strangers.known
 

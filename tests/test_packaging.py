@@ -94,12 +94,13 @@ def test_seed_join_and_watch_without_any_extra(programs: Path, tmp_path: Path) -
             started([*join, "one"], tmp_path) as one,
             started([*join, "two"], tmp_path) as two,
         ):
-            watch.wait_for("connected|2 of 2 peers")
+            watch.wait_for("[12] of 2 peers")
             for peer in (one, two):
                 assert peer.ends() == 0, peer.said()
                 assert peer.said().count("board: needs an extra: pip install 'p2p-co2[board]'") == 1
                 assert peer.said().startswith("device: ")
                 assert "agreed state" in peer.said()
+            watch.wait_for("Over: 0 of 2 peers")
         assert watch.ends() == 0, watch.said()
     assert seed.ends() == 0, seed.said()
 
