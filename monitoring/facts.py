@@ -47,7 +47,7 @@ ROUNDS_SHOWN = 240
 SILENT_AFTER_S = 10.0
 """Ten questions to a peer without an answer, and what rates are measured over. The word of others counts
 after a third of it; what lasts three times as long is told to a person."""
-TRAINS = frozenset({"training", "draining", "paused"})
+TRAINS = frozenset({"training", "draining"})
 ENDED = OVER | {"gone", "silent", "unreachable"}
 NOT_IN_THE_RUN = frozenset({"starting", "joining", "behind", "unknown"})
 LATE_RULES = frozenset({"co2", "eager"})
@@ -402,6 +402,8 @@ def peer_state(known: Known, peer: PeerView) -> tuple[str, str]:
     sighting, said = known.sightings.get(peer.peer, _UNSEEN), peer.left_reason
     out_of_reach = [("unreachable", sighting.reason)] if sighting.state == "unreachable" else []
     gone = ("gone", f"others say: {said}")
+    if said.startswith(LEFT_PREFIX):
+        gone = ("left", said.removeprefix(LEFT_PREFIX))
     if peer.last_seen_at is None:
         words = sighting.reason or "sends nothing that can be read"
         unknown = ("unknown", words if sighting.refused else "no word of its own yet")
@@ -410,7 +412,7 @@ def peer_state(known: Known, peer: PeerView) -> tuple[str, str]:
     heard_at = max(peer.last_seen_at, known.received_at.get(peer.peer, 0.0))
     silent_s = known.now - heard_at - max(0.0, len(known.sightings) / ASKS_PER_S - 1)
     if said and silent_s > 0.3 * SILENT_AFTER_S:
-        return ("left", said.removeprefix(LEFT_PREFIX)) if said.startswith(LEFT_PREFIX) else gone
+        return gone
     if silent_s > SILENT_AFTER_S:
         return [*out_of_reach, ("silent", f"no word for {silent_s:.0f} s")][0]
     return peer.phase or "starting", ""
@@ -440,8 +442,9 @@ def swarm_facts(known: Known) -> SwarmFacts:
         *(PeerView(peer) for peer in known.sightings if peer not in view.peers),
     ]
     unplaced = [_peer_facts(known, peer) for peer in everybody]
+    trains = [peer.position for peer in unplaced if peer.state in TRAINS]
     at = run_position(
-        [peer.position for peer in unplaced if peer.state in TRAINS],
+        trains or [peer.position for peer in unplaced if peer.state == "paused"],  # who rests stands still
         [(one.last_seen_at or 0.0, one.position) for one in unplaced if one.state in ENDED and one.position],
     )
     peers = tuple(sorted((_placed(peer, at) for peer in unplaced), key=lambda facts: facts.label))

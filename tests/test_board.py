@@ -7,9 +7,11 @@ import dataclasses
 import json
 import math
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from monitoring import charts
+from monitoring.board import server
 from monitoring.board.pages import fact_rows
-from monitoring.board.server import Guard, place_for, recall_journal, swarm_schema
+from monitoring.board.server import Guard, place_for, recall_journal, run_activated, swarm_schema
 from monitoring.event_docs import event_docs
 from monitoring.facts import (
     RECENT_S,
@@ -484,6 +487,30 @@ def test_history_begins_with_the_peers_own_journal(tmp_path: Path, monkeypatch: 
     assert (len(rows(history)), len(history.happenings(99))) == before
     recall_journal(tmp_path / "none", "me", RUN, history)
     history.close()
+
+
+def test_a_board_waits_for_a_peer_that_answers_late_and_has_its_past(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    feed = MadeFeed(MadeSwarm(1), FeedState("connecting", "asking the peer of this machine"))
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        if clock[0] > 40.0:
+            feed.me, feed.run = "me", RUN
+
+    async def served(model: object, history: History, *of_no_interest: object) -> None:
+        told.extend(rows(history))
+
+    told: list[tuple[float, float]] = []
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: START + 320,
+                                                        sleep=sleep))  # fmt: skip
+    monkeypatch.setattr(server, "serve", served)
+    journal_of(tmp_path / "events.jsonl", 300)
+    with socket.socket() as bound:
+        assert run_activated(feed, bound, tmp_path / "board.sqlite", None, tmp_path / "events.jsonl") == 0
+    assert len(told) > 100
 
 
 # ---- metrics, sinks, documents

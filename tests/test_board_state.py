@@ -175,6 +175,27 @@ def test_a_run_of_which_everybody_rests_has_no_time_left() -> None:
     assert told.at(3).time_left_s is None
 
 
+def test_who_rests_does_not_hold_up_where_the_run_is() -> None:
+    told = told_of("ada", "bob")
+    told.progress("bob", 6, loss=2.0, phase="paused")
+    for at in range(7, 100):
+        told.progress("ada", at, loss=2.0)
+        told.progress("bob", at, loss=2.0, phase="paused", position=1.2)
+    facts = told.at(100)
+    assert (facts.position, facts.time_left_s) == (99 / 5, pytest.approx(5 * (60 - 99 / 5)))
+    assert {peer.label: peer.state for peer in facts.peers} == {"ada": "training", "bob": "paused"}
+
+
+def test_who_came_for_the_model_alone_and_was_never_heard_is_no_trouble() -> None:
+    told = told_of("ada", "bob")
+    told.events.append(
+        ev.PeerLeft(at=START + 3, peer="ada", other="eve", reason="left: has what it came for")
+    )
+    facts = told.at(4)
+    assert {peer.peer: peer.state for peer in facts.peers}["eve"] == "left"
+    assert facts.state == RunState.HEALTHY
+
+
 # ---- the reader's own peer
 
 

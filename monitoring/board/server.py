@@ -291,10 +291,10 @@ def run_activated(
     feed's own peer wrote before anybody looked, to begin with."""
     kept, gone = History.or_in_memory(history), gone or threading.Event()
     with contextlib.closing(feed):
-        ends_at = time.monotonic() + 5 * TICK_S  # by then it knows its peer, or does without its past
-        while journal is not None and not feed.me and time.monotonic() < ends_at:
-            time.sleep(0.02)
         if journal is not None:
+            ends_at = time.monotonic() + IDLE_S
+            while not feed.me and feed.state.phase == "connecting" and time.monotonic() < ends_at:
+                time.sleep(0.02)  # a peer under load answers late, and what was before can only be told first
             recall_journal(journal, feed.me, feed.run, kept)
         asyncio.run(serve(Model(feed), kept, bound, "", lambda idle_s: idle_s > IDLE_S or gone.is_set()))
     return 0
