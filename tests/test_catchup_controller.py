@@ -382,7 +382,7 @@ def test_a_coordinator_that_begins_no_round_is_asked_last() -> None:
 
 async def go_astray(liar: Trainer, ahead: int) -> AgreedVersion:
     """The liar holds a state of its own making, ``ahead`` versions beyond what all hold."""
-    agreed, data = await liar.ledger.export(0)
+    agreed, data, _ = await liar.ledger.export(0)
     state = state_from_bytes(data[0 : len(data)], liar.ledger.fragments[0].state.params.numel())
     wrong = state._replace(version=agreed.version + ahead, params=state.params + 1000.0)
     held = AgreedVersion(wrong.version, state_digest(wrong, LEAST_CHUNK_BYTES))

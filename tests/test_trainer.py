@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from p2p_co2.config import ClockConfig
+from p2p_co2.digest import digest_of_chunks
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
@@ -469,7 +470,8 @@ async def test_export_and_adopt_are_the_same_state_and_lies_are_refused() -> Non
     start, parts = donor.agreed()[0].digest, (PartWeights(0, 1, {"b": 1.0}),)
     mean = AgreedMean(0, 1, 0, start, torch.ones(BLOCK).numpy().tobytes(), parts)
     await donor.commit(mean)
-    version, exported = await donor.export(0)
+    version, exported, digests = await donor.export(0)
+    assert digest_of_chunks(digests) == version.digest
     data = exported[:]
     assert [exported[70:80], exported[582:586], len(exported)] == [data[70:80], data[582:586], len(data)]
     with pytest.raises(DigestMismatch):
@@ -492,7 +494,7 @@ async def test_a_state_that_a_round_made_meanwhile_is_not_taken_over_and_offers_
     start, parts = ledger.agreed()[0].digest, (PartWeights(0, 1, {"b": 1.0}),)
     offer = AgreedMean(0, 1, 0, start, snapshot.numpy().tobytes(), parts)
     version = await ledger.commit(offer)
-    _, state = await ledger.export(0)
+    _, state, _ = await ledger.export(0)
     ledger.submit_offer(0, snapshot, 1.0, 1, lambda *encoded: None).result()
     told = ledger.outcomes.qsize()
     assert await ledger.adopt(0, state[:], version) == version
@@ -526,7 +528,7 @@ async def test_work_in_a_round_upon_a_state_that_was_exchanged_is_offered_once(i
     take()
     if not is_kept:
         await mine.doubt(0)
-    other, data = await there.export(0)
+    other, data, _ = await there.export(0)
     await mine.adopt(0, data[:], other)
     take()
     second = AgreedMean(0, 2, 1, version.digest, payloads[0], (PartWeights(0, 1, {"a": 7.0}),))

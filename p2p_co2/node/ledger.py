@@ -87,6 +87,14 @@ class SliceRefused(Exception):
         super().__init__(f"{peer}: {reason}")
 
 
+class Exported(NamedTuple):
+    """A state, serialised, and the digests of its chunks, in order."""
+
+    agreed: AgreedVersion
+    data: bytes | Joined
+    chunk_digests: list[bytes]
+
+
 class Ledger(Protocol):
     """The tensor side. Calls for one fragment are answered in the order in which they were made."""
 
@@ -104,9 +112,8 @@ class Ledger(Protocol):
         """An offer of ours may be counted in a history that we do not hold: until a later one is counted
         whole, taking over a donor's state must not keep what it may hold already."""
 
-    async def export(self, fragment: int) -> tuple[AgreedVersion, bytes | Joined]:
-        """The fragment's state, serialised, for a peer that is behind. It stays as it is while the swarm goes
-        on."""
+    async def export(self, fragment: int) -> Exported:
+        """The fragment's state for a peer that is behind. It stays as it is while the swarm goes on."""
 
     async def adopt(
         self, fragment: int, data: Buffer, agreed: AgreedVersion,

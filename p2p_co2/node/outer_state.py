@@ -7,9 +7,6 @@ takes in silence where that offer is not in flight.
 
 from __future__ import annotations
 
-import asyncio
-
-from p2p_co2.digest import chunk_digests
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, weights_of
 from p2p_co2.node.state import Effects, PeerState
 from p2p_co2.protocol.catchup.donor import Donor
@@ -107,10 +104,6 @@ class OuterState:
 
     async def export(self, fragment: int) -> None:
         """Serialise our state for those that ask for it."""
-        version, data = await self._ledger.export(fragment)
-        digests = []
-        for chunk in chunk_digests(data, self._donor.shape.chunk_bytes):
-            digests.append(chunk)
-            await asyncio.sleep(0)  # a large state takes long, and the rounds go on
-        self._donor.exported(fragment, version.version, data, version.digest, digests, self._do.now())
+        held, data, digests = await self._ledger.export(fragment)
+        self._donor.exported(fragment, held.version, data, held.digest, digests, self._do.now())
         self._do.pump()

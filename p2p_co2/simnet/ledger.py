@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
+from p2p_co2.digest import chunk_digests
 from p2p_co2.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Exported, PartWeights, Reduced
 from p2p_co2.simnet.laws import Auditor
 from p2p_co2.simnet.virtual_time import ProcessLoop
 from p2p_co2.simnet.work import BLOCK_BYTES, Offered, Saved, State, Work, add, mean_of, unpack
@@ -151,10 +152,11 @@ class CountingLedger:
     async def doubt(self, fragment: int) -> None:
         await self._ask(0, lambda: setattr(self.fragments[fragment], "in_doubt", True))
 
-    async def export(self, fragment: int) -> tuple[AgreedVersion, bytes]:
-        def work() -> tuple[AgreedVersion, bytes]:
+    async def export(self, fragment: int) -> Exported:
+        def work() -> Exported:
             state = self.fragments[fragment].state
-            return state.agreed, state.serialised()
+            data = state.serialised()
+            return Exported(state.agreed, data, list(chunk_digests(data, state.form.chunk_bytes)))
 
         return await self._ask(self.fragments[fragment].state.form.size_bytes, work)
 

@@ -210,11 +210,9 @@ def large_buffer(size_bytes: int) -> memoryview:
     return _pool.take(size_bytes)
 
 
-def zeros(size_bytes: int) -> memoryview:
-    """``large_buffer`` with nothing in it, whose pages are not kept: for what is not needed round after
-    round, and of a size that nothing else has."""
+def buffer_once(size_bytes: int) -> memoryview:
+    """``large_buffer`` whose pages are not kept: for what is not needed round after round, and of a size that
+    nothing else has."""
     if size_bytes < POOLED_BYTES:
         return memoryview(bytearray(size_bytes))
-    buffer = _pool.take(size_bytes, once=True)
-    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), 0, size_bytes)
-    return buffer
+    return _pool.take(size_bytes, once=True)

@@ -17,13 +17,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from p2p_co2.digest import digest_of_chunks
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced, SliceRefused
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Exported, PartWeights, Reduced, SliceRefused
 from p2p_co2.protocol.catchup.goals import chunk_bytes_of
-from p2p_co2.system.memory import Buffer, Joined, return_holes
+from p2p_co2.system.memory import Buffer, return_holes
 from p2p_co2.tensors.aggregation import HostileSlice, Rule, reduce_slices, weighted_mean
 from p2p_co2.tensors.checkpoint.agreed import (
-    state_digest,
+    state_chunk_digests,
     state_from_bytes,
     state_size_bytes,
     state_view,
@@ -77,7 +78,9 @@ class TensorWorker:
         """A bug in work that nobody awaits; the training thread raises it."""
         self.chunk_bytes = chunk_bytes_of([state_size_bytes(one.numel) for one in self.fragments])
         """Of a state's chunks: its digest is that of theirs."""
-        self._digests = [state_digest(fragment.state, self.chunk_bytes) for fragment in self.fragments]
+        self._chunk_digests = [
+            state_chunk_digests(fragment.state, self.chunk_bytes) for fragment in self.fragments
+        ]
         self._is_closed = False
         self._encoding: Future[None] | None = None
 
@@ -193,8 +196,9 @@ class TensorWorker:
         self.fragments[fragment].in_doubt = True
 
     @_on_worker
-    def export(self, fragment: int) -> tuple[AgreedVersion, Joined]:
-        return self._agreed(fragment), state_view(self.fragments[fragment].lend())
+    def export(self, fragment: int) -> Exported:
+        data = state_view(self.fragments[fragment].lend())
+        return Exported(self._agreed(fragment), data, self._chunk_digests[fragment])
 
     @_on_worker
     def adopt(
@@ -208,22 +212,25 @@ class TensorWorker:
         is_older = state.version < mine.state.version and not goes_back
         if state.version != agreed.version or is_older:
             raise RemoteProtocolError("bad state", f"version {state.version}, not {agreed.version}")
-        if state_digest(state, self.chunk_bytes) != agreed.digest:
+        digests = state_chunk_digests(state, self.chunk_bytes)
+        if digest_of_chunks(digests) != agreed.digest:
             problem = f"the state of fragment {fragment} does not have the digest its donor promised"
             raise DigestMismatch(problem)
-        return self._moved(mine.adopt(state, parts))
+        return self._moved(mine.adopt(state, parts), digests)
 
     # ---- the worker thread
 
     def _agreed(self, fragment: int) -> AgreedVersion:
-        return AgreedVersion(self.fragments[fragment].state.version, self._digests[fragment])
+        digest = digest_of_chunks(self._chunk_digests[fragment])
+        return AgreedVersion(self.fragments[fragment].state.version, digest)
 
-    def _moved(self, outcome: Outcome) -> AgreedVersion:
+    def _moved(self, outcome: Outcome, digests: list[bytes] | None = None) -> AgreedVersion:
+        """``digests``: of the state's chunks, if they are known already."""
         # The training thread need not wait for the digest: its next offer queues up behind this work.
         fragment, mine = outcome.fragment, self.fragments[outcome.fragment]
         with mine.guard.changing(f"telling of version {outcome.version}"):
             self._tell(outcome)
-            self._digests[fragment] = state_digest(mine.state, self.chunk_bytes)
+            self._chunk_digests[fragment] = digests or state_chunk_digests(mine.state, self.chunk_bytes)
         return self._agreed(fragment)
 
     def _tell(self, outcome: Outcome) -> None:

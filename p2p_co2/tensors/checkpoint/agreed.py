@@ -29,8 +29,6 @@ from p2p_co2.tensors.outer import MOVED_NORMS_KEPT, OuterState
 _MAGIC = b"p2pco2s\x01"
 _HEADER = struct.Struct(f"<8sQQdQ{MOVED_NORMS_KEPT}d")
 _MAX_VERSION = 1 << 53
-_PIECE = 1 << 18
-"""Values looked at together: what that takes beside them stays small."""
 
 
 def state_size_bytes(numel: int) -> int:
@@ -49,10 +47,15 @@ def state_view(state: OuterState) -> Joined:
     return Joined(header_bytes(state), _little_endian(state.params), _little_endian(state.momentum))
 
 
+def state_chunk_digests(state: OuterState, chunk_bytes: int) -> list[bytes]:
+    """The digests of ``state_bytes(state)``'s chunks, 32 bytes each, without making a second copy of the
+    state. ``chunk_bytes``: as the run's donors give it (``catchup.chunk_bytes_of``)."""
+    return list(chunk_digests(state_view(state), chunk_bytes))
+
+
 def state_digest(state: OuterState, chunk_bytes: int) -> bytes:
-    """The digest of the digests of ``state_bytes(state)``'s chunks, 32 bytes, without making a second copy of
-    the state. ``chunk_bytes``: as the run's donors give it (``catchup.chunk_bytes_of``)."""
-    return digest_of_chunks(chunk_digests(state_view(state), chunk_bytes))
+    """The digest of ``state_chunk_digests``, 32 bytes: the state's name."""
+    return digest_of_chunks(state_chunk_digests(state, chunk_bytes))
 
 
 def swarm_digest(digests: Sequence[bytes]) -> bytes:
@@ -113,8 +116,8 @@ def state_from_header(header: Buffer, params: Tensor, momentum: Tensor) -> Outer
 
 
 def _is_finite(values: Tensor) -> bool:
-    starts = range(0, values.numel(), _PIECE)
-    return all(bool(torch.isfinite(values[start : start + _PIECE]).all()) for start in starts)
+    """Without memory beside them: a value that is no number makes both ends none."""
+    return not values.numel() or all(math.isfinite(end.item()) for end in torch.aminmax(values))
 
 
 def _little_endian(values: Tensor) -> memoryview:
