@@ -110,6 +110,23 @@ def test_a_schedulers_rates_reach_every_optimizer_and_a_state_is_dropped_by_para
     assert len(optimizer.state) == 3
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_hooks_on_the_state_see_the_whole_of_it(several: bool) -> None:
+    """As torch calls them: with this optimizer, and what a hook returns takes the state's place."""
+    model, seen = small_model(), list[object]()
+    parts = two_optimizers(model) if several else [torch.optim.SGD(model.parameters(), 0.1)]
+    optimizer = Optimizers(parts)
+    optimizer.register_state_dict_pre_hook(seen.append)
+    optimizer.register_state_dict_post_hook(lambda _optimizer, said: {**said, "extra": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _optimizer, given: seen.append(given.pop("extra")))
+    optimizer.register_load_state_dict_post_hook(seen.append)
+    said = optimizer.state_dict()
+    optimizer.load_state_dict(said)
+    assert seen == [optimizer, 1, optimizer]
+    assert said["extra"] == 1  # the caller's own is as it was
+    assert len(said["param_groups"]) == len(parts)
+
+
 def test_what_are_no_optimizers_is_refused_by_name() -> None:
     model = small_model()
     twice = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(model.parameters(), 0.1)]

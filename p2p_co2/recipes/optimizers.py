@@ -7,6 +7,7 @@ all parameters through, as torch does for one optimizer with so many groups.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -60,6 +61,11 @@ class Optimizers(Optimizer):
             raise ConfigError("join", "optimizer", problem)
         self.parts = tuple(parts)
         self._check_shared()
+        # Where torch's own methods register hooks on this optimizer's state as a whole.
+        self._optimizer_state_dict_pre_hooks = OrderedDict[int, Any]()
+        self._optimizer_state_dict_post_hooks = OrderedDict[int, Any]()
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict[int, Any]()
+        self._optimizer_load_state_dict_post_hooks = OrderedDict[int, Any]()
 
     def _check_shared(self) -> None:
         seen = set[int]()
@@ -107,6 +113,14 @@ class Optimizers(Optimizer):
         self.parts[0].add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        said = self._states_said()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            said = after(self, said) or said
+        return said
+
+    def _states_said(self) -> dict[str, Any]:
         if len(self.parts) == 1:
             return self.parts[0].state_dict()
         states, groups, first = dict[int, Any](), list[dict[str, Any]](), 0
@@ -120,6 +134,14 @@ class Optimizers(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises ``ValueError`` if it is not of as many groups and parameters."""
+        state_dict = dict(state_dict)  # a hook may change it in place, as torch has it
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        self._load_states(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load_states(self, state_dict: dict[str, Any]) -> None:
         if len(self.parts) == 1:
             self.parts[0].load_state_dict(state_dict)
             return
