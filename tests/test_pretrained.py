@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
@@ -160,6 +160,19 @@ def test_of_a_peft_model_the_adapters_are_written_with_the_given_values(tmp_path
     assert not model.load_state_dict(state, strict=False).unexpected_keys
     assert abs(loss_of(loaded) - loss_of(model)) < 1e-6
     assert abs(loss_of(loaded) - before) > 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
+@pytest.mark.parametrize("config", [PrefixTuningConfig, PromptEncoderConfig])
+def test_of_prompts_the_given_values_are_written_not_the_models_own(config: Any, tmp_path: Path) -> None:
+    model = get_peft_model(gpt2(), config(task_type="CAUSAL_LM", num_virtual_tokens=2)).eval()
+    live = {name: one.detach().clone() for name, one in model.named_parameters()}
+    given = {name: one + 0.5 for name, one in live.items() if "prompt_encoder" in name}
+    write_pretrained(model, given, tmp_path / "out")
+    assert all(torch.equal(one, live[name]) for name, one in model.named_parameters())
+    model.load_state_dict(given, strict=False)
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")["prompt_embeddings"]
+    assert torch.equal(written, model.get_prompt_embedding_to_save("default"))
 
 
 def test_a_library_that_takes_no_values_saves_the_agreed_ones_and_has_its_own_back(tmp_path: Path) -> None:

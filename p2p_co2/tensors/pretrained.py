@@ -52,7 +52,7 @@ def write_pretrained(
         folder.mkdir(parents=True, exist_ok=True)
         if not saves_itself(inner):
             _write_plain(inner, full, folder)
-        elif takes_state(inner):
+        elif takes_state(inner) and not _computes_what_it_saves(inner):
             with undistributed(inner):
                 _save_pretrained(inner)(folder, state_dict=full)
         else:
@@ -75,6 +75,13 @@ def takes_state(model: nn.Module) -> bool:
     own."""
     is_peft = hasattr(model, "peft_config")
     return is_peft or "state_dict" in inspect.signature(_save_pretrained(model)).parameters
+
+
+def _computes_what_it_saves(model: nn.Module) -> bool:
+    """Whether PEFT computes what it writes from the model's own parameters, whatever state it is given: the
+    prompts of prompt tuning, p-tuning and prefix tuning."""
+    configs: Any = getattr(model, "peft_config", {})
+    return any(getattr(one, "is_prompt_learning", False) for one in configs.values())
 
 
 @contextmanager
