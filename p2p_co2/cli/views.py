@@ -132,7 +132,8 @@ def metrics(
     wandb: Annotated[str, says("Log to this Weights & Biases project.", metavar="PROJECT")] = "",
     seconds: Annotated[float, says("End after this; 0: when the run is over, or at Ctrl-C.")] = 0.0,
 ) -> None:
-    """Copy a run's figures to TensorBoard or Weights & Biases while it goes on."""
+    """Copy a run's figures to TensorBoard or Weights & Biases while it goes on. Exit status 1 if the run was
+    never reached."""
     take_back()
     from monitoring.sinks import export_feed, open_sinks
 
