@@ -35,7 +35,12 @@ _Source = Annotated[
     ),
 ]  # fmt: skip
 _Folder = Annotated[
-    Path | None, says("Keeps the observer's identity and the board's history; one for each run, if absent.")
+    Path | None,
+    says(
+        "Keeps the observer's identity and the board's history; one for each run, if absent. "
+        "$P2P_CO2_FOLDER is a peer's; an observer's is $P2P_CO2_OBSERVER_FOLDER.",
+        envvar="P2P_CO2_OBSERVER_FOLDER",
+    ),
 ]
 
 
