@@ -543,7 +543,11 @@ def _time_left_s(known: Known, rounds: float, online: Sequence[PeerFacts]) -> fl
     """Seconds for so many ``rounds``: by the clock, or at the pace of the median peer's inner steps."""
     if known.round_s is not None:
         return rounds * known.round_s
-    steps_s = [peer.wall_s / peer.inner_steps for peer in online if peer.inner_steps and peer.wall_s > 0]
+    steps_s = []
+    for peer in (known.view.peers[one.peer] for one in online if one.inner_steps):
+        made = peer.progress.inner_steps - peer.start.inner_steps  # by this process, as its time is
+        if made > 0 and peer.progress.wall_s > 0:
+            steps_s.append(peer.progress.wall_s / made)
     if known.run is None or not steps_s:
         return None
     return rounds * known.run.clock.inner_steps_per_round * statistics.median(steps_s)

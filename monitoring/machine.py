@@ -45,8 +45,8 @@ class MachineFacts:
 
 
 def read_machine(pid: int = 0, root: Path = Path("/")) -> MachineFacts:
-    """What this machine says now. ``pid``: the peer's process, 0 for none. ``root``: where ``proc`` and
-    ``sys`` lie. Blocks for as long as the module's docstring says: not for an event loop."""
+    """What this machine says now, but for NVIDIA's GPUs (``ask_nvidia``). ``pid``: the peer's process, 0 for
+    none. ``root``: where ``proc`` and ``sys`` lie. Reads files: not for an event loop."""
     proc = root / "proc"
     total, free = (_kib(proc / "meminfo", name) for name in ("MemTotal", "MemAvailable"))
     return MachineFacts(
@@ -54,7 +54,7 @@ def read_machine(pid: int = 0, root: Path = Path("/")) -> MachineFacts:
         used_bytes=None if total is None or free is None else total - free,
         peer_bytes=_kib(proc / str(pid) / "status", "VmRSS") if pid > 0 else None,
         celsius=max(_temperatures(root / "sys"), default=None),
-        gpus=(*_nvidia(), *_amd(root / "sys")),
+        gpus=tuple(_amd(root / "sys")),
     )
 
 
@@ -78,15 +78,16 @@ def _temperatures(sys: Path) -> Iterator[float]:
             yield value / 1000
 
 
-def _nvidia() -> Iterator[GpuFacts]:
+def ask_nvidia() -> tuple[GpuFacts, ...]:
+    """NVIDIA's GPUs. Blocks for tens of ms, ``SILENT_AFTER_S`` where a driver does not answer."""
     if shutil.which("nvidia-smi") is None:
-        return
+        return ()
     try:
         asked = ["nvidia-smi", _ASK_GPU, "--format=csv,noheader,nounits"]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=SILENT_AFTER_S, check=True)
-    except (OSError, subprocess.SubprocessError):  # a driver that does not answer
-        return
-    yield from read_nvidia(done.stdout)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(read_nvidia(done.stdout))
 
 
 def read_nvidia(told: str) -> Iterator[GpuFacts]:

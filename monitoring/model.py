@@ -15,8 +15,8 @@ from collections.abc import Generator, Iterator, Sequence
 
 from monitoring.facts import ONLINE, SILENT_AFTER_S, Known, SwarmFacts, is_behind, swarm_facts
 from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, Happening, History
-from monitoring.words import describe
-from p2p_co2.errors import EnvironmentFault
+from monitoring.words import describe, plain
+from p2p_co2.errors import EnvironmentFault, TransportError
 from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, Sighting
@@ -66,6 +66,12 @@ class Model:
         if self._facts is None:
             self._facts = swarm_facts(self.known)
         return self._facts
+
+    def require_reached(self) -> None:
+        """Raise ``TransportError`` if nothing was ever heard of the run."""
+        facts = self.facts()
+        if facts.connection in {"connecting", "lost"} and not facts.peers_known:
+            raise TransportError(f"the run was not reached: {plain(facts.connection_words, 300)}")
 
     def _moment(self, now: float, events: Sequence[ev.Event], is_over: bool = False) -> None:
         for event in events:

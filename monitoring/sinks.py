@@ -97,7 +97,7 @@ def export_feed(
 ) -> int:
     """Write to ``sinks`` until the run is over, Ctrl-C, or ``seconds`` have passed, a run's past included
     where the feed has it; ``say`` hears when the swarm comes or goes. Returns the exit status; closes feed
-    and sinks."""
+    and sinks. Raises ``TransportError`` if the run was never reached."""
     told, wrote_any = "", False
     with contextlib.ExitStack() as stack:
         for sink in sinks:
@@ -113,6 +113,7 @@ def export_feed(
                 say(f"{told}: {plain(feed.state.words, 300)}")
             if told == "ended":
                 break
+    model.require_reached()
     if not wrote_any:
         say("nothing was written: there were no figures")
     return 0

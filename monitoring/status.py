@@ -12,7 +12,6 @@ from monitoring.facts import SwarmFacts
 from monitoring.model import Model, follow
 from monitoring.terminal import FRAME_S
 from monitoring.words import ago, clock, figure, percent, plain, size
-from p2p_co2.errors import TransportError
 from p2p_co2.telemetry.feed import Feed
 
 MAX_ROWS = 32
@@ -34,10 +33,8 @@ def look(feed: Feed, seconds: float) -> SwarmFacts:
                 answered_at = None
             if feed.state.phase == "lost":
                 break
-    facts = model.facts()
-    if facts.connection in {"connecting", "lost"} and not facts.peers_known:
-        raise TransportError(f"the run was not reached: {plain(facts.connection_words, 300)}")
-    return facts
+    model.require_reached()
+    return model.facts()
 
 
 def _is_complete(model: Model) -> bool:

@@ -41,7 +41,7 @@ from monitoring.sinks import TensorBoardSink, export_feed, figures_of, open_sink
 from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import frame, line, watch_feed
 from monitoring.words import capped_words, news
-from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
 from p2p_co2.protocol.reports import check_event
 from p2p_co2.protocol.wire.limits import MAX_STRING
 from p2p_co2.telemetry import events as ev
@@ -607,6 +607,12 @@ def test_a_sink_that_is_not_asked_for_or_not_installed_is_told(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(EnvironmentFault, match=r"--wandb needs an extra: pip install 'p2p-co2\[wandb\]'"):
         open_sinks(None, "project")
+
+
+def test_a_run_that_was_never_reached_is_an_error_of_a_sink_too() -> None:
+    feed = MadeFeed(MadeSwarm(0, start_at=START), FeedState("lost", "no seed can be reached"))
+    with pytest.raises(TransportError, match="the run was not reached: no seed can be reached"):
+        export_feed(feed, [], seconds=0.01)
 
 
 def test_sinks_get_plain_names_and_finite_numbers() -> None:

@@ -19,7 +19,7 @@ from monitoring.board.server import make_app
 from monitoring.feeds import JournalFeed, read_ticket
 from monitoring.glossary import GLOSSARY, explained
 from monitoring.history import MEASURES, TIERS, Batch, Happening, History
-from monitoring.machine import GpuFacts, MachineFacts, read_machine, read_nvidia
+from monitoring.machine import GpuFacts, MachineFacts, ask_nvidia, read_machine, read_nvidia
 from monitoring.model import Model, Recorder
 from monitoring.seeds import ask_seeds
 from p2p_co2.config import PipelineConfig, RunConfig
@@ -97,7 +97,19 @@ def test_nvidia_smi_is_asked_where_there_is_one(
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{does}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert tuple(gpu.name for gpu in read_machine(0, tmp_path).gpus) == found
+    assert tuple(gpu.name for gpu in ask_nvidia()) == found
+
+
+def test_a_driver_that_does_not_answer_holds_up_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert read_machine(os.getpid()).total_bytes is not None
+    assert not (tmp_path / "asked").exists()
+    ask_nvidia()
+    assert (tmp_path / "asked").exists()
 
 
 def test_the_machines_card_says_no_gpu_and_holds_the_traffic_against_the_cap() -> None:

@@ -11,6 +11,7 @@ from monitoring.model import Model
 from p2p_co2.config import ClockConfig
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState
+from tests.event_samples import started
 from tests.made_swarm import MadeFeed, MadeSwarm, step
 from tests.told_feed import RUN, START, Told
 
@@ -165,6 +166,18 @@ def test_time_left_is_the_clocks_or_that_of_the_peers_steps() -> None:
     told.run = RUN.model_copy(update={"clock": ClockConfig(mode="time", round_s=5.0)})
     facts = at_round(told, 15.0)
     assert (facts.progress, facts.time_left_s) == (None, None)
+
+
+def test_what_a_checkpoint_holds_makes_nobody_faster_for_who_looks_on_since_then() -> None:
+    told = Told()
+    told.run = RUN.model_copy(
+        update={"clock": ClockConfig(mode="steps", inner_steps_per_round=30, rounds=20)}
+    )
+    told.events.append(
+        dataclasses.replace(started("ada", START, "ada"), resumed_from="checkpoint", inner_steps=9000)
+    )
+    told.progress("ada", 2, loss=2.0, position=15.0, inner_steps=9100, wall_s=50.0)
+    assert told.at(2).time_left_s == pytest.approx(5 * 30 * 0.5)
 
 
 def test_a_run_of_which_everybody_rests_has_no_time_left() -> None:

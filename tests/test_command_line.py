@@ -14,6 +14,8 @@ from p2p_co2.cli import main as cli
 from p2p_co2.config import read_peer_config, read_run_config
 from p2p_co2.errors import ConfigError
 from p2p_co2.peer_options import peer_config
+from p2p_co2.protocol.wire.identity import peer_id_of
+from p2p_co2.ticket import Ticket
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -95,6 +97,18 @@ def test_options_come_from_the_environment_and_the_command_line_wins(
     monkeypatch.setenv("P2P_CO2_TICKET", "p2pco2-x")
     assert cli.main(["join"]) == 2
     assert "the ticket is damaged" in capsys.readouterr().err
+
+
+def test_who_looks_on_leaves_the_folder_alone_that_the_environment_names_for_a_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seed = peer_id_of(bytes(32))
+    nobody = str(Ticket(bytes(32), seed, (f"/ip4/127.0.0.1/tcp/9/p2p/{seed}",)))
+    for variable, name in (("P2P_CO2_FOLDER", "peer"), ("P2P_CO2_OBSERVER_FOLDER", "observer")):
+        (tmp_path / name).write_text("no folder")
+        monkeypatch.setenv(variable, str(tmp_path / name))
+    assert cli.main(["status", nobody]) == 1
+    assert f"cannot use the folder {tmp_path / 'observer'}" in capsys.readouterr().err
 
 
 def test_what_a_demo_starts_does_not_read_its_options(

@@ -61,8 +61,9 @@ def test_a_volunteer_sees_the_own_row_an_answer_to_ctrl_c_and_how_to_come_back(t
         swarm.start_seed(paced_run(1.0, step_s=0.05, rounds=500))
         other = swarm.join("other")
         folder = str(tmp_path / "ada")
-        options = ["--folder", folder, "--name", "ada", "--threads", "1", "--recipe", RECIPE, "--start-over"]
-        peer = InTerminal(console("join", *options), P2P_CO2_TICKET=swarm.ticket)
+        options = ["--folder", folder, "--name", "ada", "--recipe", RECIPE, "--start-over"]
+        variables = {"P2P_CO2_TICKET": swarm.ticket, "P2P_CO2_THREADS": "1", "P2P_CO2_TOKEN": "of a board"}
+        peer = InTerminal(console("join", *options), **variables)
         try:
             peer.wait_for(r"faults   round \d+\.\d of 500   \d+:\d\d left")
             peer.wait_for(r"ada \(you\)\s+training\s+\d+\.\d %[^\n]*\n[^\n]*reached")
@@ -85,7 +86,7 @@ def _last_words_are_right(last: str, folder: str) -> None:
     again = re.search(r"to come back: (.*)", last)
     assert again is not None
     words = " ".join(again[1].split())
-    assert words.startswith("p2p-co2 join ")
+    assert words.startswith("P2P_CO2_THREADS=1 p2p-co2 join ")
     assert folder in last.replace("\r\n", "")
     assert f"@{folder}/ticket" in last.replace("\r\n", "")  # no ticket was typed
     assert "--start-over" not in last

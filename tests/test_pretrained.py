@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-from p2p_co2.errors import ConfigError
+from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.tensors.names import named_parameters, shared_names
 from p2p_co2.tensors.pretrained import write_pretrained
 
@@ -192,3 +194,45 @@ def test_what_is_not_the_model_s_is_refused_before_anything_is_written(tmp_path:
     with pytest.raises(ConfigError, match="no file and no folder"):
         write_pretrained(nn.Linear(2, 1), {}, out, beside=[tmp_path / "none"])
     assert not out.exists()
+
+
+class EndsInTheMiddle(nn.Linear):
+    """Writes its settings and a part of its tensors, and finds the disk full."""
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"torn")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_write_that_ends_in_the_middle_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match="No space left"):
+        write_pretrained(EndsInTheMiddle(2, 1), {}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    whole = nn.Linear(2, 1)
+    write_pretrained(whole, {}, tmp_path / "out")
+    with pytest.raises(EnvironmentFault, match="No space left"):
+        write_pretrained(EndsInTheMiddle(2, 1), {}, tmp_path / "out")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], whole.weight)
+
+
+def test_a_save_over_an_earlier_one_leaves_no_tensors_of_it_and_the_users_own_files(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path, max_shard_size="20KB")
+    assert list(tmp_path.glob("model-00001-of-*.safetensors"))
+    (tmp_path / "README.md").write_text("mine")
+    (tmp_path / "model-card.txt").write_text("mine")
+    model = gpt2()
+    state = moved(model)
+    write_pretrained(model, state, tmp_path)
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {
+        "README.md",
+        "model-card.txt",
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.transformer.wte.weight, state["transformer.wte.weight"])
+    assert (tmp_path / "README.md").read_text() == "mine"

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 from nicegui import ui
 
 from monitoring.board.shell import Frame, Tiles, Told, block, card, text
 from monitoring.facts import SILENT_AFTER_S, PeerFacts, RunState, SwarmFacts
-from monitoring.machine import MachineFacts, read_machine
+from monitoring.machine import GpuFacts, MachineFacts, ask_nvidia, read_machine
 from monitoring.words import clock, figure, of_fragment, percent, plain, size
 
 _NOT_HEARD = "it is still joining, and has said nothing of itself yet"
@@ -118,7 +119,7 @@ class MachineCard:
     """The machine of the reader's own peer. Looked at while the page is open, and not by the event loop."""
 
     def __init__(self, frame: Frame) -> None:
-        self._frame = frame
+        self._frame, self._nvidia = frame, tuple[GpuFacts, ...]()
         with card("This machine", "yours; read only while this page is open").props("data-testid=machine"):
             self._tiles = Tiles(self._told(MachineFacts()))
         ui.timer(SILENT_AFTER_S / 2, self._look)
@@ -126,7 +127,12 @@ class MachineCard:
     async def _look(self) -> None:
         peer = self._frame.model.view.peers.get(self._frame.model.feed.me)
         found = await asyncio.to_thread(read_machine, peer.start.pid if peer is not None else 0)
-        self._tiles.set(self._told(found))
+        self._show(found)  # a driver may not answer for long
+        self._nvidia = await asyncio.to_thread(ask_nvidia)
+        self._show(found)
+
+    def _show(self, found: MachineFacts) -> None:
+        self._tiles.set(self._told(replace(found, gpus=(*self._nvidia, *found.gpus))))
 
     def _told(self, found: MachineFacts) -> Told:
         now = time.localtime()

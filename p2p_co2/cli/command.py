@@ -144,7 +144,8 @@ def add(
 
 
 def _with_variable(parameter: inspect.Parameter) -> Any:
-    """Its annotation, with the environment variable that it is read from; the same for what is no option."""
+    """Its annotation, with the environment variable that it is read from, unless that names another; the same
+    for what is no option."""
     annotation = parameter.annotation
     if get_origin(annotation) is not Annotated:
         return annotation
@@ -153,7 +154,8 @@ def _with_variable(parameter: inspect.Parameter) -> Any:
     for option in found:
         if isinstance(option, OptionInfo) and not option.hidden:
             flags = [option.default, *(option.param_decls or ())]  # typer holds the first as a default
-            option.envvar, option.show_envvar = variable_of(parameter.name, flags), False
+            option.envvar = option.envvar or variable_of(parameter.name, flags)
+            option.show_envvar = False
     return Annotated[(kind, *found)]
 
 

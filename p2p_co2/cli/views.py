@@ -35,7 +35,12 @@ _Source = Annotated[
     ),
 ]  # fmt: skip
 _Folder = Annotated[
-    Path | None, says("Keeps the observer's identity and the board's history; one for each run, if absent.")
+    Path | None,
+    says(
+        "Keeps the observer's identity and the board's history; one for each run, if absent. "
+        "$P2P_CO2_FOLDER is a peer's; an observer's is $P2P_CO2_OBSERVER_FOLDER.",
+        envvar="P2P_CO2_OBSERVER_FOLDER",
+    ),
 ]
 
 
@@ -132,7 +137,8 @@ def metrics(
     wandb: Annotated[str, says("Log to this Weights & Biases project.", metavar="PROJECT")] = "",
     seconds: Annotated[float, says("End after this; 0: when the run is over, or at Ctrl-C.")] = 0.0,
 ) -> None:
-    """Copy a run's figures to TensorBoard or Weights & Biases while it goes on."""
+    """Copy a run's figures to TensorBoard or Weights & Biases while it goes on. Exit status 1 if the run was
+    never reached."""
     take_back()
     from monitoring.sinks import export_feed, open_sinks
 

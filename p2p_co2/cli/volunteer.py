@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shlex
 from functools import partial
@@ -12,7 +13,7 @@ import typer
 
 from bootstrap.options import Parent, says
 from p2p_co2.cli import options as shared
-from p2p_co2.cli.command import LINE, LOUDNESS, Loudness
+from p2p_co2.cli.command import LINE, LOUDNESS, Loudness, variable_of
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.system.folders import OLD_PEER, data_home, peer_folder, peer_folders
@@ -189,14 +190,20 @@ def _peer_folder(ticket: str) -> Path:
     return folder
 
 
+_ANEW = {"--start-over", "--restart-stage"}
+_NOT_AGAIN = {TICKET_VARIABLE, *map(variable_of, _ANEW)}
+
+
 def _again(folder: Path, is_typed: bool) -> str:
-    """The command that goes on later where this one ends; where no ticket was typed, that of ``folder``."""
-    anew = {"--start-over", "--restart-stage"}
-    words = [f"@{folder}/ticket" if word == "-" else word for word in LINE.get() if word not in anew]
+    """The command that goes on later where this one ends, with the variables that it read; where no ticket
+    was typed, that of ``folder``."""
+    words = [f"@{folder}/ticket" if word == "-" else word for word in LINE.get() if word not in _ANEW]
     words += [] if is_typed else [f"@{folder}/ticket"]
     if folder.name.startswith("peer-") and folder.is_relative_to(data_home()):
         words += ["--folder", str(folder)]  # the first free one may be another's by then
-    return shlex.join(words)
+    ours = {variable_of(name) for name in inspect.signature(join).parameters} - _NOT_AGAIN
+    given = (f"{name}={shlex.quote(value)} " for name, value in os.environ.items() if name in ours and value)
+    return "".join(given) + shlex.join(words)
 
 
 PeerFolder = Annotated[

@@ -8,7 +8,7 @@ A folder of its own for each run, below the user's data folder (XDG Base Directo
 
 ``$XDG_DATA_HOME`` is ``~/.local/share`` unless set. A second process on the machine gets ``peer-2``, a third
 ``peer-3``: the first whose lock is free, which it takes at once. One that was named with ``$P2P_CO2_FOLDER``
-is taken as it is.
+is taken as it is; observers read ``$P2P_CO2_OBSERVER_FOLDER``, since the other is exported for a peer.
 """
 
 from __future__ import annotations

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names, unwrapped
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_CARD = "README.md"
+_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def write_pretrained(
@@ -48,21 +52,47 @@ def write_pretrained(
     inner = unwrapped(model)
     full = full_state(inner, state)
     copies = [file for path in beside for file in _files_of(path)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with written_whole(folder) as place:
         if not saves_itself(inner):
-            _write_plain(inner, full, folder)
+            _write_plain(inner, full, place)
         elif takes_state(inner) and not _computes_what_it_saves(inner):
             with undistributed(inner):
-                _save_pretrained(inner)(folder, state_dict=full)
+                _save_pretrained(inner)(place, state_dict=full)
         else:
             with _in_place(inner, full):
-                _save_pretrained(inner)(folder)
+                _save_pretrained(inner)(place)
         for file in copies:
-            shutil.copyfile(file, folder / file.name)
+            shutil.copyfile(file, place / file.name)
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """While entered a place for files, which come into ``folder`` when all are written, and else not at all.
+    Files of the same names, and the model of an earlier save, make room. Raises ``EnvironmentFault`` if the
+    disk refuses; what was in ``folder`` is as it was then."""
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".writing-", dir=folder) as made:
+            place = Path(made)
+            if (folder / _CARD).is_file():  # which its library edits
+                shutil.copyfile(folder / _CARD, place / _CARD)
+            yield place
+            names = {file.relative_to(place) for file in place.rglob("*") if file.is_file()}
+            if any(_MODEL.fullmatch(str(name)) for name in names):
+                for old in folder.iterdir():
+                    if _MODEL.fullmatch(old.name) and Path(old.name) not in names:
+                        old.unlink()  # shards of an earlier save: a reader would take them for ours
+            for name in names:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (place / name).replace(folder / name)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise EnvironmentFault(f"cannot write {folder}: {why}") from error
+    finally:
+        if is_new:
+            with suppress(OSError):  # it holds the model
+                folder.rmdir()
 
 
 def saves_itself(model: nn.Module) -> bool:

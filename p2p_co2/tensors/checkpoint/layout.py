@@ -40,7 +40,15 @@ from p2p_co2.tensors.checkpoint.folder import Checkpoint
 from p2p_co2.tensors.checkpoint.tensorfile import NAMES
 from p2p_co2.tensors.fragments import FragmentPlan, named_values, plan_of_table, plan_table
 from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names, unwrapped
-from p2p_co2.tensors.pretrained import CONFIG, WEIGHTS, config_text, saves_itself, takes_state, undistributed
+from p2p_co2.tensors.pretrained import (
+    CONFIG,
+    WEIGHTS,
+    config_text,
+    saves_itself,
+    takes_state,
+    undistributed,
+    written_whole,
+)
 
 KEPT = "model"
 _TENSORS, _FROZEN = "tensors.json", "frozen.safetensors"
@@ -158,13 +166,11 @@ def write_kept(checkpoint: Checkpoint, out: Path, base: Path | None = None) -> l
         values |= _from_base(lacking, shapes, base)
     placed = {plain for file in files.values() for plain in file.names.values()}
     left_out = [name for name, (_, _, is_trained) in tensors.items() if is_trained and name not in placed]
-    try:
-        shutil.copytree(kept, out, ignore=shutil.ignore_patterns(_TENSORS, _FROZEN), dirs_exist_ok=True)
+    with written_whole(out) as place:
+        shutil.copytree(kept, place, ignore=shutil.ignore_patterns(_TENSORS, _FROZEN), dirs_exist_ok=True)
         for path, file in files.items():
-            (out / path).parent.mkdir(parents=True, exist_ok=True)
-            save_file(_named(file, values, tensors), out / path, dict(file.metadata))
-    except (OSError, SafetensorError) as error:
-        raise EnvironmentFault(f"cannot write {out}: {getattr(error, 'strerror', None) or error}") from error
+            (place / path).parent.mkdir(parents=True, exist_ok=True)
+            save_file(_named(file, values, tensors), place / path, dict(file.metadata))
     if not left_out:
         return []
     return [f"its library writes {len(left_out)} trained tensors into no file, such as {left_out[0]}"]
