@@ -208,8 +208,10 @@ def _read(kept: Path, checkpoint: Checkpoint) -> tuple[FragmentPlan, _Tensors, d
             raise ConfigError(where, "", f"is of another model than the checkpoint; {_IN_LOOP}")
         _check_cut(plan, tensors, checkpoint)
     except FileNotFoundError:
-        problem = "is not there: the checkpoint was written by an older version, or moved without its folder"
-        raise ConfigError(where, "", f"{problem}; {_IN_LOOP}") from None
+        problem = (
+            "is not there: written by an older version, moved without its folder, or a model that cannot"
+        )
+        raise ConfigError(where, "", f"{problem} be laid out, of which join warned; {_IN_LOOP}") from None
     except OSError as error:
         raise EnvironmentFault(f"cannot read {where}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
