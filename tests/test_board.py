@@ -504,8 +504,8 @@ def test_a_board_waits_for_a_peer_that_answers_late_and_has_its_past(
         told.extend(rows(history))
 
     told: list[tuple[float, float]] = []
-    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: START + 320,
-                                                        sleep=sleep))  # fmt: skip
+    made = SimpleNamespace(monotonic=lambda: clock[0], time=lambda: START + 320, sleep=sleep)
+    monkeypatch.setattr(server, "time", made)
     monkeypatch.setattr(server, "serve", served)
     journal_of(tmp_path / "events.jsonl", 300)
     with socket.socket() as bound:

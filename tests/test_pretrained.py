@@ -172,7 +172,7 @@ def test_of_prompts_the_given_values_are_written_not_the_models_own(config: Any,
     given = {name: one + 0.5 for name, one in live.items() if "prompt_encoder" in name}
     write_pretrained(model, given, tmp_path / "out")
     assert all(torch.equal(one, live[name]) for name, one in model.named_parameters())
-    model.load_state_dict(given, strict=False)
+    assert not model.load_state_dict(given, strict=False).unexpected_keys
     written = load_file(tmp_path / "out" / "adapter_model.safetensors")["prompt_embeddings"]
     assert torch.equal(written, model.get_prompt_embedding_to_save("default"))
 
