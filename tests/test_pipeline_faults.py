@@ -39,9 +39,7 @@ class Stages(Campaign):
     """Peers are called by their stage first: "1b" holds stage 1."""
 
     def enter(self, name: str) -> Child:
-        settings = self.folder / "peer.toml"
-        settings.write_text("checkpoint_every_s = 1.0\n")
-        return self.join(name, "--stage", name[0], "--config", str(settings), recipe=RECIPE)
+        return self.join(name, "--stage", name[0], "--checkpoint-every", "1", recipe=RECIPE)
 
     def said(self, name: str, since: float = 0.0) -> StageProgress | None:
         """What a peer said last."""
