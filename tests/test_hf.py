@@ -163,6 +163,23 @@ def test_a_training_that_an_error_ended_leaves_and_can_begin_again(alone: TestSw
     assert kinds.count(PeerFinished) == 2
 
 
+def test_a_second_callback_is_refused_while_the_first_one_is_in_the_swarm(
+    alone: TestSwarm, tmp_path: Path
+) -> None:
+    one, two = (
+        SwarmCallback(alone.ticket, folder=tmp_path / name, start_over=True) for name in ("one", "two")
+    )
+    args = arguments(tmp_path, max_steps=2)
+    trainer = Trainer(gpt2(), args, train_dataset=Words(), callbacks=[one, two])
+    with pytest.raises(ConfigError, match=r"in a swarm already.*one SwarmCallback"):
+        trainer.train()
+    trainer.remove_callback(one)
+    one.leave()
+    trainer.train()
+    assert two.swarm is not None
+    assert two.swarm.inner_steps == 2
+
+
 class Stream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for row in itertools.cycle(WORDS):

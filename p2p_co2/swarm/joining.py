@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -27,6 +28,8 @@ from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.ranked_peer import as_one_peer
 
 EventSink = Callable[[Event], None]
+_swarms = weakref.WeakSet[Swarm]()
+"""Of this process: two peers would merge into one model."""
 
 
 class Options(TypedDict, total=False):
@@ -134,6 +137,9 @@ def _join(
     upload: str | float | None = None, download: str | float | None = None, hours: str | None = None,
     checkpoint_every: float | None = None,
 ) -> Swarm:  # fmt: skip
+    if any(swarm.model is model and not swarm.done for swarm in _swarms):
+        problem = "is in a swarm already; leave that one first (a Trainer takes one SwarmCallback)"
+        raise ConfigError("join", "model", problem)
     inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _one(optimizer)
     group = form_group(model, inner, lr_schedule)
     if threads:
@@ -178,7 +184,9 @@ def _join(
         for written in journals:
             written.close()
         raise
-    return Swarm(peer, model, inner, scaler, max_grad_norm, evaluate, next(iter(journals), None))
+    swarm = Swarm(peer, model, inner, scaler, max_grad_norm, evaluate, next(iter(journals), None))
+    _swarms.add(swarm)
+    return swarm
 
 
 def _one(optimizer: Any) -> torch.optim.Optimizer:
