@@ -232,7 +232,7 @@ class FakeSwarm:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_shard_is_all_of_a_dataset_in_this_peers_order(workers: int) -> None:
     def orders(first: int, dataset: Any) -> list[list[int]]:
-        sharded = co2.shard(dataset, FakeSwarm(first), buffer=8)  # type: ignore[arg-type]
+        sharded = co2.shard(dataset, FakeSwarm(first), buffer=8)
         streams = isinstance(dataset, IterableDataset)
         count = 0 if streams else workers
         loader = DataLoader(sharded, batch_size=4, num_workers=count, persistent_workers=count > 0)
@@ -245,14 +245,14 @@ def test_a_shard_is_all_of_a_dataset_in_this_peers_order(workers: int) -> None:
         assert mine[0] != mine[1]
         assert all(sorted(epoch) == list(range(20)) for epoch in mine + theirs)
     with pytest.raises(ConfigError, match="generator"):
-        co2.shard((number for number in range(3)), FakeSwarm(0))  # type: ignore[arg-type]
+        co2.shard((number for number in range(3)), FakeSwarm(0))
 
 
 def test_shards_of_the_datasets_library_keep_their_kind() -> None:
     datasets = pytest.importorskip("datasets")
     whole = datasets.Dataset.from_dict({"text": [str(number) for number in range(20)]})
     for dataset in (whole, whole.to_iterable_dataset(num_shards=4)):
-        mine, theirs = (co2.shard(dataset, FakeSwarm(first)) for first in (1, 2))  # type: ignore[arg-type]
+        mine, theirs = (co2.shard(dataset, FakeSwarm(first)) for first in (1, 2))
         assert type(mine) is type(dataset)
         told = [[row["text"] for row in one] for one in (mine, theirs)]
         assert sorted(told[0]) == sorted(told[1]) == sorted(whole["text"])
@@ -266,8 +266,11 @@ def test_a_stream_that_keeps_its_order_is_warned_of() -> None:
         with pytest.warns(UserWarning, match=r"co2\.shard"):
             warn_of_a_stream(DataLoader(stream))
         with warnings.catch_warnings(action="error"):
-            warn_of_a_stream(DataLoader(co2.shard(stream, FakeSwarm(1))))  # type: ignore[arg-type]
+            warn_of_a_stream(DataLoader(co2.shard(stream, FakeSwarm(1))))
             warn_of_a_stream(DataLoader(Numbers()))
+    with warnings.catch_warnings(action="error"):
+        own = co2.shard(rows, FakeSwarm(1))
+        warn_of_a_stream(DataLoader(own.map(dict).filter(bool).batch(2).with_format("torch")))
 
 
 def test_a_stream_that_stalls_lets_its_reader_do_something_else_and_give_up() -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+import datasets
 import transformers
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
@@ -191,6 +192,30 @@ def test_a_stream_in_everybodys_order_is_told_of(alone: TestSwarm, tmp_path: Pat
     trainer = Trainer(gpt2(), arguments(tmp_path, max_steps=2), train_dataset=Stream(), callbacks=[callback])
     with pytest.warns(UserWarning, match="all train on the same batches"):
         trainer.train()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sharded_stream_is_in_this_peers_order(workers: int, alone: TestSwarm, tmp_path: Path) -> None:
+    """It is made before the callback joins, and goes round."""
+    callback = SwarmCallback(alone.ticket, folder=tmp_path / "peer", start_over=True)
+    rows = datasets.Dataset.from_dict({"input_ids": WORDS[:16].tolist(), "labels": WORDS[:16].tolist()})
+    stream = rows.to_iterable_dataset(num_shards=4)
+    own, met = co2.shard(stream, callback, buffer=4), list[list[int]]()
+    model = gpt2()
+    model.register_forward_pre_hook(
+        lambda _model, _given, named: met.extend(named["input_ids"].tolist()), with_kwargs=True
+    )
+    args = arguments(tmp_path, max_steps=4, dataloader_num_workers=workers, gradient_accumulation_steps=2)
+    Trainer(model, args, train_dataset=own, callbacks=[callback]).train()
+    assert callback.swarm is not None
+    seeds = [callback.swarm.data_seed(epoch) for epoch in (0, 1)]
+    loaders = [
+        torch.utils.data.DataLoader(
+            stream.shuffle(seed=seed % 2**32, buffer_size=4), None, num_workers=workers
+        ) for seed in seeds
+    ]  # fmt: skip
+    assert met == [row["input_ids"] for loader in loaders for row in loader]
+    assert sorted(met[:16]) == sorted(met[16:])
 
 
 def test_shares_of_a_loss_are_added_and_losses_are_averaged() -> None:

@@ -40,8 +40,8 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
     Raises in ``Trainer.train``, as ``co2.join``. Tokens are counted as the Trainer counts them if it does
     (``include_num_input_tokens_seen``), else as the elements of ``input_ids``, or of whatever the model is
     fed. With ``lr_schedule`` the rates are the run's, and the Trainer's own scheduler changes nothing, though
-    it logs its rates. Each peer goes through the data in an order of its own; a stream keeps its order, so
-    shuffle it with a seed of this peer's own.
+    it logs its rates. Each peer goes through the data in an order of its own; a stream does if it is
+    ``co2.shard(stream, callback)``.
 
     A training that an error ended leaves the swarm with the program, or when the Trainer trains again;
     ``leave`` does so at once.

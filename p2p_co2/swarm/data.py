@@ -48,19 +48,31 @@ class Seeded(Protocol):
     def data_seed(self, epoch: int) -> int: ...
 
 
-def shard(dataset: Any, swarm: Seeded, buffer: int = BUFFER) -> Any:
+class Joins(Protocol):
+    """What has a swarm, or will have one: a ``co2.Optimizer``, a ``SwarmCallback``."""
+
+    @property
+    def swarm(self) -> Seeded | None: ...
+
+
+def shard(dataset: Any, swarm: Seeded | Joins, buffer: int = BUFFER) -> Any:
     """``dataset`` in this peer's own order: for torch's datasets, map-style and iterable, and those of
     ``datasets``, streaming too, whose kind it keeps. ``until_done`` and ``set_epoch(n)`` begin another order;
     a map-style one of ``datasets`` has but one.
 
     A stream is shuffled within ``buffer`` examples; a ``datasets`` stream in several files also by file.
-    ``swarm`` may be a ``co2.Optimizer``, too. Raises ``ConfigError`` for what is no dataset."""
-    seed_of: SeedOf = getattr(swarm, "swarm", swarm).data_seed
-    if type(dataset).__module__.partition(".")[0] == "datasets":
+    ``swarm`` may be a ``co2.Optimizer``, too, or a ``SwarmCallback``: before that has joined, a dataset of
+    ``datasets`` comes out as one of torch's. Raises ``ConfigError`` for what is no dataset."""
+
+    def seed_of(epoch: int) -> int:
+        joined: Any = getattr(swarm, "swarm", swarm)
+        return 0 if joined is None else int(joined.data_seed(epoch))
+
+    if _is_of_datasets(dataset) and getattr(swarm, "swarm", swarm) is not None:
         streams = hasattr(dataset, "_ex_iterable") or not hasattr(dataset, "__len__")
         more = {"buffer_size": buffer} if streams else {}
         own = dataset.shuffle(seed=(seed_of(0) + _rank()) % 2**32, **more)
-        setattr(own, _IS_OWN, True)
+        setattr(getattr(own, "_ex_iterable", own), _IS_OWN, True)
         return own
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return ShuffledDataset(dataset, seed_of)
@@ -136,6 +148,9 @@ class ShuffledStream(IterableDataset[Any]):
         _tell_epoch(self._dataset, epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        if _is_of_datasets(self._dataset):  # its workers take files each
+            yield from self._dataset.shuffle(seed=self._epochs.seed % 2**32, buffer_size=self._buffer)
+            return
         draw, held = random.Random(self._epochs.seed), list[Any]()
         for example in self._dataset:
             if len(held) < self._buffer:
@@ -180,13 +195,20 @@ def reseed(loader: Any, epoch: int, seed_of: SeedOf) -> None:
 def warn_of_a_stream(loader: Any) -> None:
     """Warn if the order of ``loader`` is that of a stream, which ``reseed`` cannot change."""
     dataset = getattr(loader, "dataset", loader)
-    is_own = isinstance(dataset, ShuffledStream) or hasattr(dataset, _IS_OWN)
-    if isinstance(dataset, IterableDataset) and not is_own:
+    part = dataset
+    while part is not None and not hasattr(part, _IS_OWN):  # of what was mapped since, say, the innermost
+        part = getattr(part, "_ex_iterable", None) or getattr(part, "ex_iterable", None)
+    if isinstance(dataset, IterableDataset) and part is None and not isinstance(dataset, ShuffledStream):
         warnings.warn(
             "the training data is a stream, which keeps its own order: unless each peer shuffles it with a "
-            "seed of its own, all train on the same batches (co2.shard(dataset, swarm) does)",
+            "seed of its own, all train on the same batches (co2.shard(dataset, swarm) does, with a "
+            "SwarmCallback in the place of the swarm, too)",
             stacklevel=3,
         )
+
+
+def _is_of_datasets(dataset: Any) -> bool:
+    return type(dataset).__module__.partition(".")[0] == "datasets"
 
 
 def _is_plain(sampler: Any) -> bool:
