@@ -318,13 +318,17 @@ def test_a_wrapped_model_is_cut_as_the_model_is(wrap: Callable[[Gpt], nn.Module]
 
 @pytest.mark.parametrize("wrap", [bare, *WRAPPERS])
 def test_names_and_further_names_are_those_of_the_models_state(wrap: Callable[[Gpt], nn.Module]) -> None:
-    """A tied weight has two, and so has all of a module that stands in two places."""
+    """A tied weight and a shared buffer have two, and so has all of a module that stands in two places."""
     model = Gpt()
     model.again = model.blocks[2]
+    model.register_buffer("mask", torch.ones(2))
+    model.blocks[0].register_buffer("mask", model.mask)
+    model.blocks[1].register_buffer("mask", model.mask, persistent=False)
     state = dict(model.state_dict())
     wrapped = wrap(model)
     further = shared_names(wrapped)
     assert further["head.weight"] == "embed.weight"
-    assert len(further) == 1 + len(model.blocks[2].state_dict())
-    assert {*named_parameters(wrapped), *further, *named_buffers(wrapped)} == set(state)
+    assert further["blocks.0.mask"] == "mask"
+    assert len(further) == 2 + len(model.blocks[2].state_dict())
+    assert {*named_parameters(wrapped), *further, *named_buffers(wrapped, persistent=True)} == set(state)
     assert all(state[name].data_ptr() == state[first].data_ptr() for name, first in further.items())

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file, load_model
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -367,6 +374,30 @@ def test_every_tensor_of_an_architecture_comes_out_without_its_program(
     assert type(loaded) is type(model)
     theirs = loaded.state_dict()
     assert all(torch.equal(theirs[name], one) for name, one in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
+@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
+def test_prompts_come_out_without_their_program_as_they_are_in_the_checkpoint(
+    config: Any, tmp_path: Path
+) -> None:
+    model = get_peft_model(gpt2(), config(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    keep_layout(model, plan_fragments(model, 2), tmp_path / "checkpoint")
+    saved, agreed = checkpoint_of(RunConfig(name="own", recipe=OWN_LOOP, fragments=2), model)
+    save(tmp_path / "checkpoint", saved)
+    assert asked("model", tmp_path / "checkpoint", "--out", tmp_path / "out") == 0
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert torch.equal(written.pop("prompt_embeddings"), agreed["prompt_encoder.default.embedding.weight"])
+    assert not written
+    assert PeftModel.from_pretrained(gpt2(), tmp_path / "out").peft_type == model.peft_type
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
+def test_prompts_that_are_computed_are_not_laid_out(tmp_path: Path) -> None:
+    model = get_peft_model(gpt2(), PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match="computes what it writes"):
+        keep_layout(model, plan_fragments(model, 2), tmp_path / "checkpoint")
+    assert not list((tmp_path / "checkpoint").iterdir())
 
 
 def test_a_little_that_is_frozen_is_kept_beside_the_checkpoint(tmp_path: Path) -> None:

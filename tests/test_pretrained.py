@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, VeraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
@@ -149,10 +149,18 @@ def test_another_architecture_in_sixteen_bits_is_loaded_in_sixteen_bits(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
-def test_of_a_peft_model_the_adapters_are_written_with_the_given_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True),
+        VeraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True),  # its layers share two buffers
+    ],
+    ids=lambda config: config.peft_type,
+)
+def test_of_a_peft_model_the_adapters_are_written_with_the_given_values(config: Any, tmp_path: Path) -> None:
     gpt2().save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)).eval()
+    model = get_peft_model(base, config).eval()
     state = moved(model)
     write_pretrained(model, state, tmp_path / "out")
     assert not (tmp_path / "out" / "model.safetensors").exists()

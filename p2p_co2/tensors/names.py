@@ -71,17 +71,19 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
-    """Further plain names of parameters that have several, and the first of each: what a state dict of the
-    module holds beyond ``named_parameters``."""
-    first = {id(parameter): name for name, parameter in named_parameters(module).items()}
+    """Further plain names of parameters and persistent buffers that have several, and the first of each: what
+    a state dict of the module holds beyond ``named_parameters`` and ``named_buffers``."""
+    own = {**named_parameters(module), **named_buffers(module, persistent=True)}
+    first = {id(one): name for name, one in own.items()}
     found = dict[str, str]()
 
     def walk(path: str, wrapped: nn.Module) -> None:
         inner = unwrapped(wrapped)
-        for key, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
+        left_out = inner._non_persistent_buffers_set
+        for key, one in {**inner._parameters, **inner._buffers}.items():
             name = f"{path}{key}"
-            if first[id(parameter)] != name:
-                found[name] = first[id(parameter)]
+            if one is not None and key not in left_out and first[id(one)] != name:
+                found[name] = first[id(one)]
         for key, child in inner._modules.items():
             if child is not None:
                 walk(f"{path}{key}.", child)

@@ -25,7 +25,7 @@ import math
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def keep_layout(model: nn.Module, plan: FragmentPlan, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="model-", dir=folder) as made:
         place = Path(made)
-        files = _ask_library(inner, list(own), place) if saves_itself(inner) and takes_state(inner) else {}
+        files = _ask_library(inner, own, place) if saves_itself(inner) and takes_state(inner) else {}
         if not files:
             files = {WEIGHTS: _File({name: name for name in own}, {"format": "pt", **shared_names(inner)})}
             if text := config_text(inner):
@@ -112,14 +112,15 @@ def _little_frozen(own: Mapping[str, Tensor], files: Mapping[str, _File]) -> dic
     return {name: one.cpu().clone(memory_format=torch.contiguous_format) for name, one in frozen.items()}
 
 
-def _ask_library(model: Any, names: Sequence[str], place: Path) -> dict[str, _File]:
+def _ask_library(model: Any, own: Mapping[str, Tensor], place: Path) -> dict[str, _File]:
     """What the model's ``save_pretrained`` writes into ``place``, by path in it; its other files stay there.
+    Raises as ``_meant``.
 
     Each tensor's stand-in holds its number alone. Names are kept as the model has them
     (``save_original_format``), and PEFT does not ask its hub about embeddings."""
     stands = {
         name: torch.tensor([float(number)], dtype=torch.float32, device="cpu")
-        for number, name in enumerate(names)
+        for number, name in enumerate(own)
     }
     given: dict[str, Any] = {
         "state_dict": stands | {to: stands[of] for to, of in shared_names(model).items()}
@@ -135,14 +136,25 @@ def _ask_library(model: Any, names: Sequence[str], place: Path) -> dict[str, _Fi
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
-            numbers = {name: int(values.item()) for name, values in load_file(path).items()}
-            found = {name: names[number] for name, number in numbers.items()}
+            found = {name: _meant(values, own) for name, values in load_file(path).items()}
             files[str(path.relative_to(place))] = _File(found, metadata)
         if path.is_file() and (
             path.suffix == ".safetensors" or path.stat().st_size > _MOST_BYTES or b"\0" in path.read_bytes()
         ):  # stand-ins in another format are no model
             path.unlink()
     return files
+
+
+def _meant(values: Tensor, own: Mapping[str, Tensor]) -> str:
+    """The model's name for what its library wrote: by the stand-in's number, or by the values where the
+    library writes the model's own all the same (prompts of PEFT). Raises ``ValueError`` if it computed
+    them."""
+    if values.numel() == 1:
+        return list(own)[int(values.item())]
+    for name, one in own.items():
+        if one.shape == values.shape and torch.equal(one.detach().cpu(), values):
+            return name
+    raise ValueError("its library computes what it writes")
 
 
 def write_kept(checkpoint: Checkpoint, out: Path, base: Path | None = None) -> list[str]:
