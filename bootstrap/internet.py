@@ -22,7 +22,7 @@ from pathlib import Path
 from bootstrap import forwarder, netns
 from bootstrap.forwarder import DEVICE
 from bootstrap.local_swarm import Child, LocalSwarm
-from p2p_co2.errors import EnvironmentFault
+from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.system.process import program
 
@@ -65,7 +65,8 @@ class Internet:
     """Use as ``with Internet(...) as internet``, ``add`` the machines, then ``start``.
 
     ``folder`` gets ``wan.json`` and the forwarder's log. ``congestion``: TCP's congestion control on the
-    machines, "" for this machine's own. Leaving the block removes all of it.
+    machines, "" for this machine's own. Leaving the block removes all of it. Entering it raises
+    ``ConfigError`` for a congestion control that the kernel lacks.
     """
 
     def __init__(self, kernel: netns.Kernel, folder: Path, seed: int, congestion: str = "") -> None:
@@ -83,6 +84,8 @@ class Internet:
         try:
             self._middle = self._namespace("middle")
             netns.set_kernel_options(self._middle, _ROUTER_OPTIONS)
+            if self._congestion:
+                _require_congestion(self._middle, self._congestion)
         except BaseException:
             self.close()
             raise
@@ -199,6 +202,17 @@ class Internet:
         if machine.public_address != router_address:
             lines.append(f"route add {machine.public_address} via {router_address} dev {port} onlink")
         netns.ip(middle, *lines)
+
+
+def _require_congestion(namespace: str, name: str) -> None:
+    """Try TCP's congestion control ``name``, which the kernel may have to load."""
+    route = f"{_LAN_GATEWAY} dev lo"
+    try:
+        netns.ip(namespace, f"route add {route} congctl {name}", f"route del {route}")
+    except EnvironmentFault:
+        known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+        problem = f"this kernel has {', '.join(known)} (got {name!r})"
+        raise ConfigError.of_option("--congestion", problem) from None
 
 
 @contextlib.contextmanager

@@ -802,7 +802,7 @@ def test_anything_but_loopback_asks_for_a_token() -> None:
     assert len(place_for("0.0.0.0", 0).token) > 20
     assert place_for("0.0.0.0", 0).token != place_for("0.0.0.0", 0).token
     assert place_for("0.0.0.0", 0, "mine").token == "mine"
-    with pytest.raises(EnvironmentFault, match="no IP address"):
+    with pytest.raises(ConfigError, match="--host: 'my host' is no IP address"):
         place_for("my host", 0)
     with pytest.raises(ConfigError, match="--port"):
         place_for("127.0.0.1", 70_000)

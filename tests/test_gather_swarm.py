@@ -27,6 +27,7 @@ def test_a_swarm_in_stages_is_gathered_while_it_trains_and_goes_on(
         out = str(tmp_path / "whole")
         assert cli.main(["gather", swarm.ticket, "--out", out]) == 1
         assert "nobody gives stage 0 now: none of its peers is there" in capsys.readouterr().err
+        assert not Path(out).exists()
 
         peers = [swarm.join(name, "--stage", str(stage), recipe="") for stage, name in enumerate(names)]
         swarm.wait_until("rounds", lambda: all(swarm.commits(name) >= 6 for name in names))

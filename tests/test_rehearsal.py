@@ -163,6 +163,16 @@ def test_a_line_has_its_delay_rate_and_loss_and_loses_no_byte(tmp_path: Path) ->
 
 
 @needs_namespaces
+def test_a_congestion_control_that_the_kernel_lacks_is_a_mistake_of_the_command_line(tmp_path: Path) -> None:
+    with Internet(KERNEL, tmp_path, seed=5, congestion="reno") as internet:
+        internet.add("a", OPEN_DSL)
+    with rehearsal(tmp_path, "--congestion", "foo") as process:
+        assert process.wait(BOUND_S) == 2
+    assert "error: command line: --congestion: this kernel has reno" in (tmp_path / "output").read_text()
+    assert namespaces() == owned(process.pid) == []
+
+
+@needs_namespaces
 def test_what_a_killed_process_made_is_swept_and_nothing_else() -> None:
     code = "from bootstrap import netns; import time; print(netns.add('left'), flush=True); time.sleep(600)"
     maker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)

@@ -78,8 +78,8 @@ class Place:
 
 
 def place_for(host: str, port: int, token: str = "") -> Place:
-    """The place with a token where it needs one. Raises ``EnvironmentFault`` for a host that is no address,
-    ``ConfigError`` for a port or a token that cannot be."""
+    """The place with a token where it needs one. Raises ``ConfigError`` for a host that is no address, or a
+    port or a token that cannot be."""
     if not 0 <= port < 1 << 16:
         raise ConfigError("command line", "--port", f"from 0 to 65535 (got {port})")
     if token and not _TOKEN.fullmatch(token):
@@ -89,7 +89,7 @@ def place_for(host: str, port: int, token: str = "") -> Place:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         words = f"{host!r} is no IP address to listen on; 0.0.0.0 means all of this machine"
-        raise EnvironmentFault(words) from None
+        raise ConfigError.of_option("--host", words) from None
     return Place(host=host, port=port, token=token or ("" if loopback else secrets.token_urlsafe(18)))
 
 

@@ -15,6 +15,7 @@ From a swarm a stage after the other is loaded, as a newcomer does, so the later
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -111,14 +112,18 @@ def gather_swarm(ticket: str, out: Path, own_recipe: str = "") -> list[Source]:
     Ticket.parse(ticket)
     _refuse_used(out)
     out.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="stages-", dir=out) as place:
-        visitor = PeerConfig(folder=Path(place) / "0", stage=0, board=False)
-        run = fetch(ticket, visitor, own_recipe)
-        for stage in range(1, run.pipeline.stages):
-            there = {"folder": Path(place) / str(stage), "stage": stage}
-            fetch(ticket, visitor.model_copy(update=there), own_recipe)
-        folders = [Path(place) / str(stage) / "checkpoint" for stage in range(run.pipeline.stages)]
-        return gather_folders(folders, out, own_recipe)
+    try:
+        with TemporaryDirectory(prefix="stages-", dir=out) as place:
+            visitor = PeerConfig(folder=Path(place) / "0", stage=0, board=False)
+            run = fetch(ticket, visitor, own_recipe)
+            for stage in range(1, run.pipeline.stages):
+                there = {"folder": Path(place) / str(stage), "stage": stage}
+                fetch(ticket, visitor.model_copy(update=there), own_recipe)
+            folders = [Path(place) / str(stage) / "checkpoint" for stage in range(run.pipeline.stages)]
+            return gather_folders(folders, out, own_recipe)
+    finally:
+        with suppress(OSError):  # the checkpoint is in it
+            out.rmdir()
 
 
 def write_whole(sources: Sequence[Source], out: Path, whole: nn.Module, stages: Sequence[nn.Module]) -> Path:
