@@ -33,7 +33,7 @@ from p2p_co2.system.process import (
     full_disk_named,
     require_supported_platform,
 )
-from p2p_co2.ticket import Ticket, is_loopback, is_of_run, is_private, read_ticket
+from p2p_co2.ticket import Ticket, is_loopback, is_of_run, is_private, line_to_join, read_ticket
 
 if TYPE_CHECKING:
     from p2p_co2.net.discovery import Discovery
@@ -299,16 +299,14 @@ class Seed:
 
 def invitation_of(run: RunConfig, ticket: Ticket, folder: Path) -> Invitation:
     """What is said of ``ticket``: the line that a volunteer types, and who can use it."""
-    join, others = f"p2p-co2 join {ticket}", ""
+    others = f", beside a copy of {run.recipe.rpartition(':')[0]}" if run.is_own_recipe else ""
     if run.recipe == OWN_LOOP:
-        join, others = f"python my_loop.py {ticket}", ", or as your own program takes a ticket"
-    elif run.is_own_recipe:
-        file, _, function = run.recipe.rpartition(":")
-        join, others = f"{join} --recipe {Path(file).name}:{function}", f", beside a copy of {file}"
+        others = ", or as your own program takes a ticket"
     reach = "local network" if all(map(is_private, ticket.seeds)) else "everywhere"
     return Invitation(
         run=run.name, recipe=run.recipe, digest=ticket.run.hex(), folder=str(folder), ticket=str(ticket),
-        join=join, others=others, reach="this machine" if ticket.is_local else reach,
+        join=line_to_join(str(ticket), run), others=others,
+        reach="this machine" if ticket.is_local else reach,
     )  # fmt: skip
 
 

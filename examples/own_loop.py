@@ -17,7 +17,8 @@ import torch
 import p2p_co2  # 1
 
 
-def main(ticket: str, folder: str = f"runs/own-loop-{os.getpid()}") -> None:
+def main(ticket: str = "", folder: str = f"runs/own-loop-{os.getpid()}") -> None:
+    ticket = ticket or os.environ.get("P2P_CO2_TICKET", "")
     torch.set_num_threads(1)  # several peers may share this machine, and steps this small need no more
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))

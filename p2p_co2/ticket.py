@@ -13,6 +13,7 @@ import io
 import ipaddress
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import base58
 
+from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import RemoteProtocolError, TicketError
 from p2p_co2.protocol.wire.identity import PeerId, peer_id_of, public_key_of
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES
@@ -135,6 +137,15 @@ def read_ticket(text: str = "") -> str:
             problem = error.strerror if isinstance(error, OSError) else str(error)
             raise TicketError(f"cannot read a ticket from {word[1:]}: {problem}") from None
     return word
+
+
+def line_to_join(ticket: str, run: RunConfig) -> str:
+    """What a volunteer of ``run`` types, beside a copy of its recipe's file or of its program."""
+    if run.recipe == OWN_LOOP:  # every own loop's `join` reads the variable
+        return f"{TICKET_VARIABLE}={ticket} python my_loop.py"
+    file, _, function = run.recipe.rpartition(":")
+    recipe = f" --recipe {shlex.quote(f'{Path(file).name}:{function}')}" if run.is_own_recipe else ""
+    return f"p2p-co2 join {ticket}{recipe}"
 
 
 def _first_ticket(lines: Iterable[str], where: str) -> str:

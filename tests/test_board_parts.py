@@ -22,7 +22,7 @@ from monitoring.history import MEASURES, TIERS, Batch, Happening, History
 from monitoring.machine import GpuFacts, MachineFacts, ask_nvidia, read_machine, read_nvidia
 from monitoring.model import Model, Recorder
 from monitoring.seeds import ask_seeds
-from p2p_co2.config import PipelineConfig, RunConfig
+from p2p_co2.config import OWN_LOOP, PipelineConfig, RunConfig
 from p2p_co2.ticket import Ticket
 from tests.made_swarm import EVIL, MadeFeed, MadeSwarm, peer_id
 from tests.told_feed import RUN, START, Told
@@ -164,8 +164,11 @@ def test_an_invitation_is_the_command_that_a_volunteer_runs() -> None:
     assert "only peers on this machine" in about
     own = RunConfig(recipe="mine.py:recipe")
     command, about = invitation(str(far), own)
-    assert command.endswith(" --recipe FILE.py:FUNCTION")
+    assert command == f"p2p-co2 join {far} --recipe mine.py:recipe"
     assert "own recipe" in about
+    command, about = invitation(str(far), RunConfig(recipe=OWN_LOOP))
+    assert command == f"P2P_CO2_TICKET={far} python my_loop.py", "join refuses such a run"
+    assert "program of its own" in about
     assert invitation("", RUN)[0] == "p2p-co2 join TICKET"
 
 

@@ -145,18 +145,19 @@ async def test_a_seed_brings_its_libp2p_daemon_back_where_it_was(tmp_path: Path)
 @pytest.mark.parametrize(
     ("recipe", "line", "others"),
     [
-        ("byte-gpt", "p2p-co2 join TICKET", ""),
-        (OWN_LOOP, "python my_loop.py TICKET", "your own program"),
+        ("byte-gpt", "p2p-co2 join {}", ""),
+        (OWN_LOOP, "P2P_CO2_TICKET={} python my_loop.py", "your own program"),
         (
             "/home/ada/my_recipe.py:make",
-            "p2p-co2 join TICKET --recipe my_recipe.py:make",
+            "p2p-co2 join {} --recipe my_recipe.py:make",
             "ada/my_recipe",
         ),
+        ("a b; rm.py:make", "p2p-co2 join {} --recipe 'a b; rm.py:make'", "a b; rm.py"),
     ],
 )
 def test_a_seed_says_how_its_run_is_joined(recipe: str, line: str, others: str) -> None:
     invitation = invitation_of(RunConfig(recipe=recipe), ticket_at("192.0.2.1"), Path("seed"))
-    assert invitation.join == line.replace("TICKET", invitation.ticket)
+    assert invitation.join == line.format(invitation.ticket)
     assert others in invitation.others
     said: list[str] = []
     say_invitation(invitation, said.append)

@@ -12,9 +12,9 @@ from monitoring.board.shell import Frame, Page, Table, Told, block, card, text
 from monitoring.facts import SILENT_AFTER_S, SwarmFacts
 from monitoring.seeds import SeedFacts, ask_seeds
 from monitoring.words import clock, figure, plain
-from p2p_co2.config import RunConfig
+from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import TicketError
-from p2p_co2.ticket import Ticket
+from p2p_co2.ticket import Ticket, line_to_join
 
 _NO_TICKET = "No invitation lies here. The seed prints one, and each peer keeps one in its folder (ticket)."
 _LOCAL = "All its addresses are of this machine, so only peers on this machine can come."
@@ -107,13 +107,16 @@ def invitation(ticket: str, run: RunConfig | None) -> tuple[str, str]:
     """The command that a volunteer runs, and what to know of it."""
     if not ticket:
         return "p2p-co2 join TICKET", _NO_TICKET
-    command, about = f"p2p-co2 join {ticket}", []
+    about = []
     if run is not None and run.is_own_recipe:
-        command += " --recipe FILE.py:FUNCTION"
-        about.append("This run has its own recipe: send its file along, and name it after --recipe.")
+        about.append("This run has its own recipe: send its file along.")
+    if run is not None and run.recipe == OWN_LOOP:
+        about.append("This run is trained by a program of its own: send that along.")
     if Ticket.parse(ticket).is_local:
         about.append(_LOCAL)
-    return command, " ".join(about) or "It is no secret: who has it can join, and look."
+    return line_to_join(ticket, run or RunConfig()), " ".join(
+        about
+    ) or "It is no secret: who has it can join, and look."
 
 
 def setting_rows(run: RunConfig | None) -> list[tuple[str, str]]:
