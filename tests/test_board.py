@@ -726,6 +726,21 @@ def test_a_number_of_hundreds_of_digits_ends_no_board() -> None:
     assert dict(model.view.peers[peer_id(1)].tally.sync_delay_steps) == {4: 3}
 
 
+def test_the_own_peer_keeps_its_name_when_its_beginning_is_told_as_a_summary() -> None:
+    """As every peer's is that has run for a while, to a board that is opened then."""
+    _, seen = watched_swarm()
+    late = MadeFeed(MadeSwarm(4, start_at=START))
+    late.is_whole, late.me = False, peer_id(1)
+    late.news.events += recalled(seen.view.peers[late.me])
+    model = Model(late)
+    step(model, START + 31)
+    (own,) = (peer for peer in model.facts().peers if peer.peer == late.me)
+    (then,) = (peer for peer in seen.facts().peers if peer.peer == late.me)
+    assert own.joined_at is not None
+    assert (own.label, own.device, own.joined_at) == (then.label, then.device, then.joined_at)
+    assert own.label == "peer-2"
+
+
 def test_peers_that_one_peer_only_speaks_of_are_bounded() -> None:
     feed, model = watched_swarm()
     for number in range(1000, 1000 + 2 * MAX_PEERS_LISTED):
