@@ -41,6 +41,8 @@ def run_demo(options: DemoOptions, watch_with: WatchWith) -> int:
     if not math.isfinite(options.seconds):
         raise ConfigError.of_option("--seconds", f"a number of seconds (got {options.seconds:g})")
     config = run_config(options)
+    if options.peers > config.group_size:
+        raise ConfigError.of_option("--peers", f"at most {config.group_size} (got {options.peers})")
     if options.seconds < options.round_s:
         problem = f"at least one round of {options.round_s:g} s (got {options.seconds:g}); see --round-s"
         raise ConfigError.of_option("--seconds", problem)

@@ -12,6 +12,7 @@ import contextlib
 import math
 import time
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 
 from monitoring.facts import ONLINE, SILENT_AFTER_S, Known, SwarmFacts, is_behind, swarm_facts
 from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, Happening, History
@@ -110,8 +111,11 @@ def follow(feed: Feed, every_s: float, seconds: float) -> Generator[tuple[Model,
 
 
 def _by_moment(events: Sequence[ev.Event]) -> list[tuple[float, list[ev.Event]]]:
-    """A past cut into steps: (when each is over, its events). The last one is not over."""
-    ordered = sorted(events, key=lambda event: event.at)
+    """A past cut into steps: (when each is over, its events). The last one is not over. A summary of what was
+    before comes first, though it was made last: the peer's view begins anew with it."""
+    first_at = min((event.at for event in events), default=0.0)
+    told = (replace(one, at=first_at) if isinstance(one, ev.Recalled) else one for one in events)
+    ordered = sorted(told, key=lambda event: event.at)
     span_s = ordered[-1].at - ordered[0].at if ordered else 0.0
     if span_s <= SILENT_AFTER_S:
         return [(math.inf, list(events))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from contextlib import closing
 
-from monitoring.facts import SwarmFacts
+from monitoring.facts import SILENT_AFTER_S, SwarmFacts
 from monitoring.model import Model, follow
 from monitoring.terminal import FRAME_S
 from monitoring.words import ago, clock, figure, percent, plain, size
@@ -44,7 +44,8 @@ def _is_complete(model: Model) -> bool:
     sightings = model.sightings.values()
     if not sightings:
         return model.feed.state.phase == "connected" and "listed yet" not in model.feed.state.words
-    heard = {peer.peer for peer in model.view.peers.values() if peer.last_seen_at is not None}
+    since = model.known.now - SILENT_AFTER_S  # a long story comes in several answers, the oldest first
+    heard = {peer.peer for peer in model.view.peers.values() if (peer.last_seen_at or 0.0) >= since}
     return all(one.reason or one.refused or one.peer in heard for one in sightings)
 
 

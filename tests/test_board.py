@@ -9,6 +9,7 @@ import math
 import re
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ from monitoring.model import MAX_PEERS as MAX_PEERS_LISTED
 from monitoring.model import Model, Recorder
 from monitoring.report import write_report
 from monitoring.sinks import TensorBoardSink, export_feed, figures_of, open_sinks
+from monitoring.status import look
 from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import frame, line, watch_feed
 from monitoring.words import capped_words, news
@@ -45,7 +47,7 @@ from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
 from p2p_co2.protocol.reports import check_event
 from p2p_co2.protocol.wire.limits import MAX_STRING
 from p2p_co2.telemetry import events as ev
-from p2p_co2.telemetry.feed import Feed, FeedState
+from p2p_co2.telemetry.feed import Feed, FeedState, News
 from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, event_line
 from p2p_co2.telemetry.view import MAX_VALUES, recalled
 from tests.event_samples import aborted, applied, fold, started
@@ -724,6 +726,40 @@ def test_a_number_of_hundreds_of_digits_ends_no_board() -> None:
     assert model.facts().staleness_mean is not None
     assert dict(model.view.peers[peer_id(1)].staleness) == {2: 3}
     assert dict(model.view.peers[peer_id(1)].tally.sync_delay_steps) == {4: 3}
+
+
+class Told100sAgo(MadeFeed):
+    """What peers answer to the first three questions is old, as the first of a long story is."""
+
+    def __init__(self, swarm: MadeSwarm) -> None:
+        super().__init__(swarm)
+        self.takes, self.is_whole = 0, False
+
+    def take(self) -> News:
+        self.takes += 1
+        self.advance(50 if self.takes < 4 else 100)
+        return super().take()
+
+
+def test_status_waits_for_what_is_new_of_a_long_story() -> None:
+    feed = Told100sAgo(MadeSwarm(4, start_at=time.time() - 100, round_s=5.0))
+    assert look(feed, 20.0).position > 18
+    assert feed.takes >= 4
+
+
+def test_the_own_peer_keeps_its_name_when_its_beginning_is_told_as_a_summary() -> None:
+    """As every peer's is that has run for a while, to a board that is opened then."""
+    _, seen = watched_swarm()
+    late = MadeFeed(MadeSwarm(4, start_at=START))
+    late.is_whole, late.me = False, peer_id(1)
+    late.news.events += recalled(seen.view.peers[late.me])
+    model = Model(late)
+    step(model, START + 31)
+    (own,) = (peer for peer in model.facts().peers if peer.peer == late.me)
+    (then,) = (peer for peer in seen.facts().peers if peer.peer == late.me)
+    assert own.joined_at is not None
+    assert (own.label, own.device, own.joined_at) == (then.label, then.device, then.joined_at)
+    assert own.label == "peer-2"
 
 
 def test_peers_that_one_peer_only_speaks_of_are_bounded() -> None:

@@ -290,3 +290,9 @@ def test_a_page_fits_a_phone(kind: str) -> None:
             see(driver, address + page, ready)
             wider = driver.execute_script("return document.documentElement.scrollWidth - screen.width")
             assert wider <= 0, page
+            if page == "events":  # and what happened can be read without moving the table
+                last = driver.execute_script("""
+                    const cells = [...document.querySelectorAll('[data-testid=events] td')];
+                    return Math.max(...cells.map(cell => cell.getBoundingClientRect().right));
+                """)
+                assert 0 < last <= driver.execute_script("return screen.width")

@@ -137,6 +137,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
         (["--codec", "int5"], ["--codec", "int4"]),
         (["--round-s", "0"], ["--round-s", "greater than 0"]),
         (["--peers", "0"], ["--peers", "at least 1"]),
+        (["--peers", "65"], ["--peers", "at most 64"]),
     ],
 )
 def test_a_demo_that_cannot_be_is_refused_and_leaves_no_folder(

@@ -148,7 +148,7 @@ async def test_daemon_faults_in_words(tmp_path: Path, monkeypatch: pytest.Monkey
         await start_p2p(tmp_path / "id", "192.0.2.1")
     with pytest.raises(ConfigError, match="no IP address"):
         await start_p2p(tmp_path / "id", "nowhere")
-    with pytest.raises(ConfigError, match="fixed libp2p_port"):
+    with pytest.raises(ConfigError, match="--port to a seed, --libp2p-port to a peer"):
         await start_p2p(tmp_path / "id", announce_host="example.org")
     (tmp_path / "damaged").write_bytes(b"not a key")
     with pytest.raises(EnvironmentFault, match="identity file"):

@@ -415,7 +415,7 @@ def _events_table(test_id: str, rows_a_page: int, search: bool = False) -> Table
     return Table(test_id, (
         ("At", -1, lambda line: date(line.at)), ("Kind", -1, lambda line: _kind_words(line.kind)),
         ("What", -1, lambda line: plain(line.words, 240)),
-    ), rows_a_page, place, search)  # fmt: skip
+    ), rows_a_page, place, search, on_phone=("At", "What"))  # fmt: skip
 
 
 def _kind_words(kind: str) -> str:

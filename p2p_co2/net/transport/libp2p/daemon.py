@@ -342,7 +342,8 @@ def _arguments(
     if not 0 <= port < 65536:
         raise ConfigError("libp2p_port", "", f"{port} is no TCP port; use 0 to 65535 (0: any free one)")
     if announce_host and not port:
-        fix = "needs a fixed libp2p_port, else nobody knows which port to dial"
+        cure = "give --port to a seed, --libp2p-port to a peer"
+        fix = f"needs a fixed port, else nobody knows which to dial: {cure}"
         raise ConfigError("announce_host", "", fix)
     try:
         ipaddress.ip_address(host)
