@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.config import OWN_LOOP, PeerConfig, RunConfig
 from p2p_co2.recipes import load_recipe
 from p2p_co2.system import machine as kernel
 from peers.doctor import machine
@@ -207,6 +207,9 @@ def test_a_runs_needs_in_each_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path:
         monkeypatch.setattr(machine, "available_memory_bytes", lambda available=available: available)
         found = {f.name: f.state for f in machine.look_at_needs(run, config, 3, link)}
         assert states.items() <= found.items()
+    for recipe, advice in (("file.py:make", "the recipe's file"), (OWN_LOOP, "--parameters N --step-s S")):
+        (found_one,) = machine.look_at_needs(RunConfig(recipe=recipe), config, 3, link)
+        assert advice in found_one.advice, "plan takes an own loop's model in figures alone"
     assert "run's link" not in {f.name for f in machine.look_at_needs(RunConfig(), config, 3, MeasuredLink())}
 
 

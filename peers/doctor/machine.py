@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
-from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.config import OWN_LOOP, PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.system.accelerators import Gpus, Maker, gpus_here
 from p2p_co2.system.machine import available_memory_bytes, cpu_quota, field_of
@@ -255,8 +255,12 @@ def look_at_needs(run: RunConfig, config: PeerConfig, peers: int, link: Measured
 
     parameters = parameters_of(run)
     if parameters is None:
+        whose = f"own recipe {run.recipe}"
         advice = "ask the organiser for the recipe's file and plan with it: p2p-co2 plan RUN.toml"
-        yield Finding("this run", State.UNKNOWN, f"own recipe {run.recipe}: size not known", advice)
+        if run.recipe == OWN_LOOP:
+            whose = "trained by a program of its own"
+            advice = "ask the organiser for these: p2p-co2 plan RUN.toml --parameters N --step-s S"
+        yield Finding("this run", State.UNKNOWN, f"{whose}: size not known", advice)
         return
     line = Link(
         up_bytes_per_s=link.up_bytes_per_s or 1.0,
