@@ -35,6 +35,7 @@ from monitoring.metrics import FactsCollector
 from p2p_co2 import errors
 from p2p_co2.cli import main as cli
 from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.swarm.joining import Options
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE = "*Made by `make docs` from the code: change it there.*"
@@ -323,13 +324,23 @@ def python_api() -> str:
         thing = getattr(p2p_co2, name)
         text += f"\n## {name}\n\n"
         if not inspect.isclass(thing):
-            text += _function(f"co2.{name}", thing)
+            text += _function(f"co2.{name}", thing) + (_join_options() if name == "join" else "")
         elif issubclass(thing, BaseModel):
             kind = "run" if thing is RunConfig else "peer"
             text += f"{marked(thing.__doc__ or '')}\n\nIts fields: the [{kind} file]({kind}-file.md).\n"
         else:
             text += _class(name, thing)
     return text + _integrations() + _error_tree()
+
+
+def _join_options() -> str:
+    """What ``join`` and all that is built on it take by name; those of the command line in its words."""
+    told, asked = field_words(Options), {one.name: one.help for one in _shown(commands()["join"])}
+    rows = [
+        (f"`{name}`", f"`{hint.__forward_arg__}`", told.get(name) or asked[name])
+        for name, hint in Options.__annotations__.items()
+    ]
+    return f"\n### Options\n\n{table(('option', 'type', ''), rows)}"
 
 
 def _integrations() -> str:
@@ -368,7 +379,8 @@ def _signature(name: str, thing: Any) -> str:
             star = True
         hint = "" if one.annotation is one.empty else f": {_hint(one.annotation)}"
         default = "" if one.default is one.empty else f" = {one.default!r}"
-        parts.append(one.name + hint + default)
+        stars = "**" if one.kind is one.VAR_KEYWORD else ""
+        parts.append(stars + one.name + hint + default)
     result = (
         "" if signature.return_annotation is signature.empty else f" -> {_hint(signature.return_annotation)}"
     )

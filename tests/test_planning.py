@@ -276,9 +276,9 @@ def test_a_run_that_cannot_commit_is_said_to_be_one() -> None:
     satellite = (link_of(PROFILES["satellite"]),) * 4
     seven_billion = even_fragments(7_000_000_000, 1)
     huge = forecast(setting(fragments=seven_billion, round_s=600.0, links=satellite))
-    assert "no round would commit" in huge.troubles[0]
+    assert "none would commit" in huge.troubles[0]
     patient = forecast(setting(fragments=seven_billion, round_s=36_000.0, links=satellite))
-    assert not any("no round would commit" in trouble for trouble in patient.troubles)  # it waits as long
+    assert not any("none would commit" in trouble for trouble in patient.troubles)  # it waits as long
     assert "peers wait 30 s" in forecast(setting(step_s=45.0, round_s=600.0)).troubles[0]
     assert "less than one inner step" in forecast(setting(round_s=1.0)).troubles[-1]
 
@@ -497,6 +497,7 @@ def test_the_plan_lays_the_model_beside_the_machine_that_is_given(run_file: Path
     print_plan(plan, Console(file=text, width=200))
     shown = " ".join(text.getvalue().split())
     assert "memory: a peer needs" in shown
+    assert "a fragment exchange " in shown
     assert "of host memory, and 8 GB are there" in shown
     assert "8 GB of host memory (given) and 24 GB of GPU memory: up to" in shown
     assert "by host memory" in shown

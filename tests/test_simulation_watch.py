@@ -56,6 +56,7 @@ def test_two_processes_play_the_same_run_and_write_what_a_real_one_writes(
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         assert "law violations: 0" in out
+        assert "fragment exchanges: " in out  # a round is all fragments once
         summary = json.loads((folder / "summary.json").read_text())
         digests |= {summary["simulation"]["digest"]}
         digests |= {hashlib.sha256((folder / "events.jsonl").read_bytes()).hexdigest()}

@@ -375,7 +375,7 @@ _ROWS: tuple[Row, ...] = (
     ("fragments, codec", lambda s, f: f"{len(s.fragments)}, {s.codec} ({f.bits_per_value:g} bits per value)"),
     ("a peer sends per round", lambda s, f: size(f.up_bytes_per_round)),
     ("least time that takes (floor)", _floor),
-    ("round of one fragment", lambda s, f: seconds(f.largest.slowest_member_s)),
+    ("a fragment exchange", lambda s, f: seconds(f.largest.slowest_member_s)),
     ("answer applied after", lambda s, f: f"{seconds(f.flow.to_apply_s)}, {_steps(f.delay_steps)}"),
     ("staleness, outer steps", lambda s, f: f"{f.flow.staleness:.2f}"),
     ("sends left out", lambda s, f: f"{1 - f.flow.sent_share:.0%}"),

@@ -205,7 +205,7 @@ def lines_of(summary: dict[str, Any], result: Result) -> list[str]:
     lines = [
         f"{told['virtual_s']:.0f} s of {told['peers']} peers in {told['wall_s']:.1f} s: "
         f"{told['turns']} turns, {told['turns_per_s']} a second",
-        f"rounds: {rounds['committed']} committed, {rounds['aborted']} aborted",
+        f"fragment exchanges: {rounds['committed']} committed, {rounds['aborted']} aborted",
         f"staleness: {staleness or 'none'}",
         f"sent per peer: {statistics.fmean(sent.values()) / 1e6 if sent else 0:.2f} MB",
         f"start to training again: {back['count']} times, {again}",

@@ -262,8 +262,8 @@ def _troubles(setting: Setting, slowest: RoundTime, rounds: Flow) -> list[str]:
     parts_s, whole_s = parts_cap_s(round_s), round_cap_s(round_s)
     if slowest.transfer_s / 2 > parts_s or slowest.slowest_member_s > whole_s:
         troubles.append(
-            f"a fragment's round takes {slowest.slowest_member_s:,.0f} s; peers give up after "
-            f"{parts_s:,.0f} s for its slices or {whole_s:,.0f} s in all, so no round would commit: "
+            f"a fragment exchange takes {slowest.slowest_member_s:,.0f} s; peers give up after "
+            f"{parts_s:,.0f} s for its slices or {whole_s:,.0f} s in all, so none would commit: "
             "use more fragments or a codec with fewer bits"
         )
     if setting.step_s > GATHER_CAP_S:
@@ -273,7 +273,7 @@ def _troubles(setting: Setting, slowest: RoundTime, rounds: Flow) -> list[str]:
         )
     if rounds.sent_share < 1.0:
         troubles.append(
-            f"{1 - rounds.sent_share:.0%} of the sends are left out because the fragment's last round is "
+            f"{1 - rounds.sent_share:.0%} of the sends are left out because the fragment's last exchange is "
             "still open: the link needs a longer round"
         )
     if setting.round_s < len(setting.fragments) * setting.step_s:

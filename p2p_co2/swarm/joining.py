@@ -55,8 +55,9 @@ class Options(TypedDict, total=False):
     on_event: EventSink | None
     """Hears every event, from several threads. Left out: warnings are printed."""
     scaler: torch.amp.GradScaler | None
+    """With which ``Swarm.step`` steps: the loss is scaled by the program."""
     max_grad_norm: float | None
-    """These two are for ``Swarm.step``."""
+    """``Swarm.step`` clips gradients to this norm."""
     config: str | Path | PeerConfig | None
     """A peer file, or what was read of one: the other options override it."""
     threads: int | None
