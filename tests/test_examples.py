@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from p2p_co2.config import read_run_config
+from p2p_co2.cli import main as cli
+from p2p_co2.config import ClockConfig, PipelineConfig, RunConfig, read_run_config
 from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
-from p2p_co2.recipes import recipe_digest
+from p2p_co2.recipes import load_run_recipe, recipe_digest
+from p2p_co2.system.process import program
+from p2p_co2.telemetry.events import StageProgress
 from p2p_co2.tensors.checkpoint.agreed import state_digest
 from p2p_co2.tensors.checkpoint.folder import load_agreed
+from p2p_co2.trained import Trained
 from tests.swarms import ROOT, swarm
 
 README = (ROOT / "README.md").read_text()
@@ -63,3 +67,30 @@ def test_the_readmes_loop_and_the_example_train_together(tmp_path: Path) -> None
         len({tuple(state_digest(state, LEAST_CHUNK_BYTES) for state in each.states) for each in agreed}) == 1
     )
     assert min(state.version for state in agreed[0].states) >= 3
+
+
+@pytest.mark.swarm
+def test_the_staged_recipe_is_trained_by_two_peers_of_a_stage_each(tmp_path: Path) -> None:
+    recipe, options = f"{ROOT / 'examples' / 'staged_recipe.py'}:make", {"width": 16, "blocks": 2}
+    run = RunConfig(
+        recipe=recipe, recipe_options=options, recipe_digest=recipe_digest(recipe, options), fragments=2,
+        clock=ClockConfig(round_s=2.0, rounds=6),
+        pipeline=PipelineConfig(stages=2, microbatches=4, min_replicas=1),
+    )  # fmt: skip
+    names = ("one", "two")
+    with swarm(tmp_path, run) as running:
+        for name in names:
+            given = ["--recipe", recipe, "--folder", str(tmp_path / name), "--no-board"]
+            running.start(name, program("p2p_co2.cli", "join", running.ticket, *given))
+        running.wait(*names)
+        told = [running.wait_for(name, StageProgress)[-1] for name in names]
+    assert {one.stage for one in told} == {0, 1}
+    assert all(one.counted > 0 for one in told)
+    folders = [str(tmp_path / name / "checkpoint") for name in names]
+    with pytest.raises(SystemExit) as end:
+        cli.main(["gather", *folders, "--out", str(tmp_path / "whole"), "--recipe", recipe])
+    assert not end.value.code
+    loss = Trained.load(tmp_path / "whole", recipe).held_out_loss()
+    untrained = load_run_recipe(run, recipe)
+    assert untrained.held_out is not None
+    assert loss < untrained.held_out(untrained.whole_model(run))
