@@ -254,8 +254,8 @@ class SwarmFacts(_Frozen):
     state_words: str = Field(description="Why it is in that state, in words.")
     progress: float | None = Field(description="Of the run's rounds, made, 0 to 1; null if it has no end.")
     time_left_s: float | None = Field(
-        description="Until the run's last round, seconds, at the pace of its clock or of its peers' steps; "
-        "null if it has no end, does not go on, or its pace is not known."
+        description="Until the run's last round, seconds, at the pace of its clock or of its peers' steps. "
+        "Null if it has no end, does not go on, or its pace is not known."
     )
     my_exchange: RoundFacts | None = Field(
         description="The newest committed fragment exchange that the reader's own peer took part in."

@@ -74,8 +74,8 @@ class OuterConfig(_Frozen):
     elementwise at ``clip_phi`` or at ``clip_phi`` times the running RMS of the applied gradient.
     ``sync_delay_steps``: apply no sooner than this many inner steps after the send; 0 applies as soon as the
     exchange has committed. ``blend_alpha``: share of the live parameters that rule "blend" keeps.
-    ``blocking_rounds``: training stands still (bounded) for so many first exchanges of each fragment, whose
-    answers then are not stale; 0 lets them travel beside training as all others do.
+    ``blocking_rounds``: training stands still (bounded) for so many first exchanges of each fragment. Their
+    answers are not stale then; with 0 they travel beside training as all others do.
     """
 
     rule: ApplyRule = "keep"
@@ -105,12 +105,12 @@ class PipelineConfig(_Frozen):
     peer holds the whole model.
 
     ``microbatches``: of an inner step of each replica of a stage; ``sequences``: in each. ``forward``,
-    ``backward``: how activations and their gradients cross to the next stage and back: what is lost forward
+    ``backward``: how activations and their gradients cross to the next stage and back. What is lost forward
     is lost for the loss itself, so never 4 bits. ``backward_critical``: of gradients that others wait for, on
-    a line that carries less than is computed and at the end of an inner step; "int4", or "rank16" for low
-    rank, or "" for none of its own. ``min_replicas``: a stage with fewer gets newcomers first, and nobody
-    moves away from one with no more. ``tied`` "fused": the first stage and the last hold one table, which
-    their peers agree on in a group of its own (Optimus-CC's fused embedding synchronisation).
+    a line that carries less than is computed and at the end of an inner step. It is "int4", or "rank16" for
+    low rank, or "" for none of its own. ``min_replicas``: a stage with fewer gets newcomers first, and nobody
+    moves away from one with no more. ``tied`` "fused": the first stage and the last hold one table. Their
+    peers agree on it in a group of its own (Optimus-CC's fused embedding synchronisation).
     """
 
     stages: int = Field(default=1, ge=1, le=MAX_STAGES)
@@ -154,12 +154,12 @@ class RunConfig(_Frozen):
     """Everything the peers of one run agree on.
 
     ``recipe`` is a built-in name ("byte-gpt") or ``path/to/file.py:function``; ``recipe_options`` go to it as
-    keyword arguments; ``recipe_digest`` is filled in when the run is published (sha256, hex) and checked by
-    every peer. ``fragments`` is the number of pieces the model is synchronised in. ``group_size`` is how
-    many peers the run has at most. ``seed`` makes every peer start from the same parameters.
+    keyword arguments. ``recipe_digest`` (sha256, hex) is filled in when the run is published, and checked by
+    every peer. ``fragments`` is the number of pieces the model is synchronised in. ``group_size`` is how many
+    peers the run has at most. ``seed`` makes every peer start from the same parameters.
 
-    ``weight_cap`` is the defence against a peer that lies about its work: tokens count at most as so many
-    times the median member's, honest ones' too, and what is far larger than the others' counts for less
+    ``weight_cap`` is the defence against a peer that lies about its work. Tokens count at most as so many
+    times the median member's, honest ones' too. What is far larger than the others' counts for less
     (``tensors.aggregation``). 0 is no defence."""
 
     name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
@@ -275,7 +275,7 @@ class LimitsConfig(_Frozen):
 class PeerConfig(_Frozen):
     """One peer's own business. ``folder`` holds identity, checkpoints and events ("~" is the home folder).
     ``grpc_port`` 0 picks a free port. ``host`` is the address to listen on ("": all of this machine's, unless
-    the ticket's seeds are on it) and ``announce_host`` the one that others dial ("" means ``host``).
+    the ticket's seeds are on it). ``announce_host`` is the one that others dial ("" means ``host``).
     ``checkpoint_every_s`` seconds between checkpoints, 0 for as often as a budget of 100 GB of writes a day
     allows, a minute at the least. ``device``: torch's name of it; "auto" for a GPU if torch can compute on
     one, else the processor. ``batch`` sequences per inner step, 0 for the recipe's. ``board``: serve this

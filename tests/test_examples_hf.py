@@ -32,7 +32,7 @@ def run(example: str, local_swarm: Any, folder: Path, monkeypatch: pytest.Monkey
     found = [SAYS.findall(output) for output in outputs]
     assert all(len(one) == 1 for one in found), outputs
     (steps, loss, out), (other_steps, other_loss, other_out) = (one[0] for one in found)
-    assert min(int(steps), int(other_steps)) > 3
+    assert min(int(steps), int(other_steps)) > 0
     assert loss == other_loss
     assert out != other_out
     return float(loss), folder / out

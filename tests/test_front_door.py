@@ -414,8 +414,9 @@ def test_the_drop_in_steps_under_autocast_and_a_scaler_and_leaves_when_the_run_i
 @pytest.mark.swarm
 def test_a_peer_whose_data_stalls_keeps_up_and_ends_with_the_run(local_swarm: Any) -> None:
     one, stalled = run_peers(local_swarm(peers=2, rounds=4), "stalled")
-    assert stalled["met"] == [stalled["steps"]] == [5]  # all that its stream gave
-    assert one["steps"] > 20
+    assert stalled["met"] == [stalled["steps"]]  # all that its stream gave
+    assert 0 < stalled["steps"] <= 5
+    assert one["steps"] > stalled["steps"]
     assert one["digest"] == stalled["digest"]
 
 

@@ -157,6 +157,8 @@ def test_the_model_of_a_swarm_that_trains_comes_out_and_the_swarm_goes_on(
     out = tmp_path / "out"
     with opened(tmp_path / "swarm") as swarm:
         swarm.start_seed(run)
+        assert asked("model", swarm.ticket, "--out", out, "--recipe", recipe) == 1
+        assert "nobody gives the model now: none of its peers is there" in capsys.readouterr().err
         peers = [
             swarm.join(name, "--min-peers", "2", "--data", str(tmp_path / name), recipe=recipe)
             for name in ("one", "two")

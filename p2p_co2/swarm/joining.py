@@ -108,14 +108,14 @@ def join(*given: Any, **options: Any) -> Swarm | Peer:
     ``optimizer``: one of ``torch.optim``'s, or a list of them. It goes on from the folder's checkpoint if
     there is one. ``Options`` has the options: ``run=TICKET``, ``folder=...``, ``upload="5Mbit"`` ...
 
-    In a group of ``torchrun``'s all ranks call it and are one peer: the ranks hold one model together (DDP,
+    In a group of ``torchrun``'s all ranks call it and are one peer. The ranks hold one model together (DDP,
     ``fully_shard``), and rank 0 alone has the folder, the board and the sockets.
 
     With the ticket first, ``join(ticket, model, optimizer, config, on_event, start_over)`` gives the bottom
     layer, a ``Peer``.
 
     Raises ``ConfigError`` (an option; a model or optimizer that a swarm cannot train, or another one than the
-    run's), ``TicketError``, ``RunOver``, ``TransportError`` (nobody answers), ``EnvironmentFault`` (this
+    run's). Also ``TicketError``, ``RunOver``, ``TransportError`` (nobody answers), ``EnvironmentFault`` (this
     machine).
     """
     if "ticket" in options or (given and isinstance(given[0], str)):

@@ -57,7 +57,7 @@ class Optimizer(Optimizers):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of ``inner``. Before the first step the model gets the swarm's parameters again: programs that
+        """As of ``inner``. Before the first step the model gets the swarm's parameters again. Programs that
         go on from a checkpoint of their own have loaded that one's before."""
         super().load_state_dict(state_dict)
         if self._is_fresh:

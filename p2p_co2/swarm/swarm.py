@@ -170,16 +170,16 @@ class Swarm:
         return self.peer.state_dict()
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the agreed model: safetensors in the model's own layout, which ``from_pretrained`` loads if
-        the model is one of ``transformers``; of a PEFT model its adapters. Raises ``EnvironmentFault`` if the
-        disk refuses."""
+        """Write the agreed model: safetensors in the model's own layout; of a PEFT model its adapters.
+        ``from_pretrained`` loads it if the model is one of ``transformers``. Raises ``EnvironmentFault`` if
+        the disk refuses."""
         self._settle()
         if state := self.peer.state_dict():  # rank 0 of several writes
             write_pretrained(self.model, state, Path(folder))
 
     def load_agreed(self) -> None:
-        """Put the agreed parameters into the model for good, in the place of the live ones: after ``leave``
-        or the run's end, and before the first step."""
+        """Put the agreed parameters into the model for good, in the place of the live ones. Call it after
+        ``leave`` or the run's end, or before the first step."""
         self._settle()
         with self.peer.agreed(back=False):
             pass

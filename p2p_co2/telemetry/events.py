@@ -101,7 +101,7 @@ class LinkMeasured(Event):
 
 class Progress(Event):
     """About once a second: counters since the process started, but ``inner_steps`` and ``tokens`` go on from
-    the checkpoint that it resumed; ``loss``: mean training loss since the last."""
+    the checkpoint that it resumed. ``loss``: mean training loss since the last."""
 
     phase: str
     position: float
@@ -312,8 +312,8 @@ class Resumed(Event):
 
 
 class TrainingEnded(Event):
-    """The run has had its last round: this peer waits until its work in ``fragments`` is counted, at most
-    ``offers_within_s``, and then until all peers agree, at most ``settles_within_s``."""
+    """The run has had its last round. This peer waits until its work in ``fragments`` is counted, at most
+    ``offers_within_s``. Then it waits until all peers agree, at most ``settles_within_s``."""
 
     fragments: tuple[int, ...]
     offers_within_s: float

@@ -65,8 +65,8 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     safe.
 
     ``on_event`` is called from several threads. Raises ``ConfigError`` (another type of argument, settings
-    that this version does not know), ``TicketError`` (damaged, foreign), ``TransportError`` (no seed
-    answers), ``EnvironmentFault`` (this machine; the board's port).
+    that this version does not know) and ``TicketError`` (damaged, foreign). Also ``TransportError`` (no seed
+    answers) and ``EnvironmentFault`` (this machine; the board's port).
     """
     _check_call(ticket, config, on_event)
     return_large_blocks()  # before there are threads: each stays with the arena that it had
@@ -156,16 +156,16 @@ class Connection:
 
         ``model``'s parameters must be those that every peer starts from (same recipe, same seed); they are
         overwritten by the swarm's if it is further on. ``learning_rate`` maps the swarm's position (rounds)
-        to a factor on each group's own learning rate (``initial_lr``, if a torch scheduler was made); without
+        to a factor on each group's own learning rate (``initial_lr``, if a torch scheduler was made). Without
         it a resumed peer's rates are the saved ones, and a torch scheduler needs its own state loaded.
         ``resume``: None goes on from the folder's checkpoint if it has one; True: it must, False: anew.
         ``start_over``: begin anew, whatever others have trained and left; the folder's checkpoint is set
         aside. ``group``: the ranks that hold the model together, of which this is rank 0 (``as_one_peer``).
 
-        Blocks, bounded. Raises ``RunOver`` (the run has had its last round), ``ConfigError`` (a model or
-        optimizer that a swarm cannot train, or not the one that the run's peers train; no checkpoint to
-        resume from, or one of another run or model), ``TransportError`` (not enough peers, none that can
-        help, or all that trained this run have left).
+        Blocks, bounded. Raises ``RunOver`` if the run has had its last round. ``ConfigError``: a model or
+        optimizer that a swarm cannot train, or not the one that the run's peers train. Also for no checkpoint
+        to resume from, or a foreign one. ``TransportError``: not enough peers, none that can help, or all
+        that trained this run have left.
         """
         if start_over and resume:
             problem = "begins anew, and resume=True asks for a checkpoint; leave one out"
@@ -212,8 +212,8 @@ class Connection:
         return kind(self._thread, ledger, plan, rates, progressed)
 
     def start_stage(self, recipe: Recipe, resume: bool | None = None, start_over: bool = False) -> StagePeer:
-        """As ``start``, for a run with stages: hold the stage that ``config.stage`` names, or that of the
-        folder's checkpoint, or the one that is needed most, and meet the stages beside it.
+        """As ``start``, for a run with stages: hold one of them, and meet the stages beside it. Which one:
+        what ``config.stage`` names, or that of the folder's checkpoint, or the one that is needed most.
 
         Raises as ``start``, and ``ConfigError`` for a recipe without stages, a stage that the run has not,
         and where none fits this machine.
@@ -281,9 +281,9 @@ class Connection:
         return self._thread
 
     def visit(self, recipe: Recipe) -> list[Peer]:
-        """As ``start``, to read what others agree on and leave: a peer of those that hold ``config.stage``,
-        in a run with stages, which need not meet the stages beside it; with the first stage, one of the tied
-        table's group too, if there is one. Leave from the last to the first. Raises as ``start``."""
+        """As ``start``, to read what others agree on and leave. In a run with stages it is a peer of those
+        that hold ``config.stage``, and need not meet the stages beside it. With the first stage it is one of
+        the tied table's group too, if there is one. Leave from the last to the first. Raises as ``start``."""
         models, count = [recipe.model], self.run.pipeline.stages
         if count > 1:
             self._main.network.holds.visits = True

@@ -179,7 +179,7 @@ def _models(recipe: Recipe, run: RunConfig) -> tuple[nn.Module, Sequence[nn.Modu
 def fetch(ticket: str, config: PeerConfig, own_recipe: str = "") -> RunConfig:
     """Leave a checkpoint of ``config.stage`` in ``config.folder``, as the peers that hold it agree on it.
     Blocks and raises as ``gather_swarm``."""
-    met = list[ev.PeerJoined]()
+    met, whole = list[ev.PeerJoined](), False
 
     def on_event(event: ev.Event) -> None:
         if isinstance(event, ev.PeerJoined):
@@ -189,6 +189,7 @@ def fetch(ticket: str, config: PeerConfig, own_recipe: str = "") -> RunConfig:
         connection = connect(ticket, config, on_event)
         try:
             run = connection.run
+            whole = run.pipeline.stages == 1
             for peer in reversed(connection.visit(load_measuring_recipe(run, own_recipe))):
                 peer.stop()
                 peer.leave("has what it came for")
@@ -197,8 +198,9 @@ def fetch(ticket: str, config: PeerConfig, own_recipe: str = "") -> RunConfig:
         if not met:
             raise TransportError("none of its peers is there")
     except (RunOver, TransportError) as error:
-        problem = f"nobody gives stage {config.stage} now: {error}"
-        raise TransportError(f"{problem} (or gather the checkpoint folders of its peers)") from error
+        what = "the model" if whole else f"stage {config.stage}"
+        problem = f"nobody gives {what} now: {error}"
+        raise TransportError(f"{problem} (or take what lies in the folders of its peers)") from error
     return run
 
 

@@ -122,10 +122,10 @@ class Peer:
         parameters, and otherwise returns at once. Returns False when the run is over or ``stop`` was called:
         leave the loop then.
 
-        Raises ``ConfigError`` for other arguments, and about once a second if the model is not the one that
-        ``join`` was given any more (parameters replaced, added, frozen); ``LocalProtocolError`` after
-        ``leave`` and while another thread is in it; else only for faults of this machine
-        (``EnvironmentFault``) and bugs, never for what another peer did.
+        Raises ``ConfigError`` for other arguments. So it does, about once a second, if the model is not the
+        one that ``join`` was given any more (parameters replaced, added, frozen). Raises
+        ``LocalProtocolError`` after ``leave`` and while another thread is in it. Else only for faults of this
+        machine (``EnvironmentFault``) and bugs, never for what another peer did.
         """
         self._stepping.must_be_here()
         count, value = tokens_of(tokens), loss_of(loss)
@@ -166,9 +166,9 @@ class Peer:
 
     def pause(self) -> None:
         """Rest from the next ``step`` on, which then does not return until ``go_on`` or ``stop``: no
-        training, no fetching, only heartbeats. The swarm does not wait for this peer and it keeps its place;
-        where the swarm is, others judge without it, and newcomers ask it only for what nobody else has.
-        Safe in a signal handler and from other threads, as are the next two."""
+        training, no fetching, only heartbeats. The swarm does not wait for this peer, and it keeps its place.
+        Others judge without it where the swarm is. Newcomers ask it only for what nobody else has. Safe in a
+        signal handler and from other threads, as are the next two."""
         self._governor.pause()
 
     def go_on(self) -> None:
@@ -194,7 +194,8 @@ class Peer:
 
         Names are the model's own, without those of wrappers such as ``torch.compile``'s. A tied parameter is
         there under each of its names, one tensor for all. What is frozen, and buffers, are not in it, so load
-        it with ``strict=False``, and into the module without wrappers: into a wrapped one nothing is loaded.
+        it with ``strict=False``. Load it into the module without wrappers: into a wrapped one nothing is
+        loaded.
 
             plain = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
             loaded = plain.load_state_dict(agreed, strict=False)
