@@ -147,7 +147,7 @@ def see_a_peers_own_page(driver: WebDriver, running: Swarm) -> None:
     wait_until(driver, "run-state", "Healthy")
     driver.get(f"{address_in_log_of(running, 'a')}run")
     ticket = (running.folder / "a" / "ticket").read_text().strip()
-    wait_until(driver, "invitation", f"p2p-co2 join {ticket}")
+    wait_until(driver, "invitation", f"P2P_CO2_TICKET={ticket} python my_loop.py")
     wait_until(driver, "seeds", "yes")
     assert errors(driver) == []
 

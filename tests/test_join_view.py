@@ -94,7 +94,9 @@ def _last_words_are_right(last: str, folder: str) -> None:
 
 def _status_is_told(swarm: Campaign, folder: Path) -> None:
     """By ticket, by a peer's folder and by the seed's."""
-    shown = _said("status", swarm.ticket)
+    deadline_at = time.monotonic() + 60  # a share is told once two peers have told of the same exchange
+    while not re.search(r"training +\d", shown := _said("status", swarm.ticket)):
+        assert time.monotonic() < deadline_at, shown
     assert re.search(r"^faults: (Healthy|Degraded): ", shown)
     assert re.search(r"^round \d+\.\d of 500, \d+:\d\d left; 2 of 2 peers online; loss ", shown, re.MULTILINE)
     for name in ("ada", "other"):
