@@ -129,14 +129,10 @@ def _run_of(options: SeedOptions, say: Say) -> RunConfig:
         return run
     say(f"computing the digest of recipe {run.recipe} (imports torch) ...")
     take_back()
-    from p2p_co2.recipes import BYTE_GPT, check_data, check_stages, recipe_digest
+    from p2p_co2.recipes import check_stages, recipe_digest
 
     hand_over()
     with recipe_of(options.run_file):
-        if run.recipe == BYTE_GPT:
-            files = (str(run.recipe_options.get(key, "")) for key in ("text", "tokens"))
-            if note := check_data(*files):
-                say(f"note: {note}")
         check_stages(run)
         digest = recipe_digest(run.recipe, run.recipe_options)
     return run.model_copy(update={"recipe_digest": digest})

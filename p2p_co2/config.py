@@ -162,7 +162,7 @@ class RunConfig(_Frozen):
     times the median member's, honest ones' too. What is far larger than the others' counts for less
     (``tensors.aggregation``). 0 is no defence."""
 
-    name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
     recipe: str = Field(default="byte-gpt", min_length=1, max_length=512)
     recipe_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     recipe_digest: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")

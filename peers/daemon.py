@@ -210,9 +210,20 @@ def _join_and_train(
             f'run "{connection.run.name}", recipe {connection.run.recipe}; kept in {connection.config.folder}'
         )
         recipe = load_run_recipe(connection.run, options.recipe, options.data)
+        watch.say(f"trains on: {_what_is_trained_on(connection.run, options)}")
         _train(connection, recipe, options, running, on_event)
     finally:
         connection.close()
+
+
+def _what_is_trained_on(run: RunConfig, options: JoinOptions) -> str:
+    """The files of this machine that training reads, in words: only what its user named."""
+    named = [f"{key} {path}" for key, path in options.data.items()]
+    if options.recipe:
+        named = [*(named or ["what the recipe itself brings"]), f"by the recipe {options.recipe}"]
+    given = ", ".join(f"{key} = {value!r}" for key, value in run.recipe_options.items())
+    words = ", ".join(named) or "Python's own text (--text PATH for yours)"
+    return f"{words}, with the run's options {given}" if given and options.recipe else words
 
 
 def _train(

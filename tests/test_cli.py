@@ -227,7 +227,7 @@ def test_a_seed_without_any_address_says_so() -> None:
             "positive number, got -1.0",
         ),
         ("[recipe_options]\nwidht = 3", "recipe_options.widht", "unknown option; byte-gpt knows .*width"),
-        ("[recipe_options]\ntokens = '.'", "recipe_options.tokens", "cannot read"),
+        ("[recipe_options]\ntokens = '.'", "recipe_options.tokens", "joins with --tokens PATH"),
         ("recipe = 'nope'", "recipe", "nope: no such recipe; write"),
         ("recipe = 'gone.py:make'", "recipe", "gone.py: no such file"),
     ],

@@ -214,7 +214,7 @@ def test_only_what_fits_is_published() -> None:
     discovery = Discovery(None, identity, RUN, lambda *_: None)
     with pytest.raises(LocalProtocolError):
         asyncio.run(discovery.publish_manifest(b"{}", RECIPE))
-    large = RunConfig(recipe_options={"text": "x" * MAX_RECORD_BYTES})
+    large = RunConfig(recipe_options={"words": "x" * MAX_RECORD_BYTES})
     discovery = Discovery(None, identity, large.digest(), lambda *_: None)
     with pytest.raises(ConfigError, match="recipe_options"):
         asyncio.run(discovery.publish_manifest(large.canonical_bytes(), RECIPE))
