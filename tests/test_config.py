@@ -83,7 +83,7 @@ def test_a_peers_hours_are_read_and_a_useless_cap_refused(tmp_path: Path) -> Non
 
 RUNS = st.builds(
     RunConfig,
-    name=st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True),
+    name=st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,19}", fullmatch=True),
     seed=st.integers(0, 2**31 - 1),
     fragments=st.integers(1, 16),
     recipe_options=st.dictionaries(

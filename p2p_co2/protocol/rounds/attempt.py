@@ -17,7 +17,7 @@ from typing import NamedTuple
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.events import Offer, PayloadShape
-from p2p_co2.protocol.rounds.parts import BlockRange, covers
+from p2p_co2.protocol.rounds.parts import BlockRange, check_owned, covers
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_PEER_ID, MAX_VERSION
@@ -282,6 +282,7 @@ def read_begin(message: Begin, sender: PeerId, shape: PayloadShape) -> Attempt:
     check_live(message.live, len(shares))
     if len(message.nonce) != bounds.ATTEMPT_BYTES or attempt != _attempt_of(message, sender):
         raise RemoteProtocolError("wrong attempt", "BEGIN is not the one that its attempt's id stands for")
+    check_owned(ranges, owners, len(shares))
     return Attempt(
         fragment, round_, attempt, shares, ranges, owners, senders, message.state_digest, sender,
         message.parts_within_s, message.result_within_s, message.live, shape.weight_cap,
