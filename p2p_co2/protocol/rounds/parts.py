@@ -6,7 +6,8 @@ seconds. The shortest round fills the rates like vessels: p = (r T - 1) / (M - 2
 most ``MOST_OWNED`` / M, nothing for the slower ones, T such that the shares add up to one (hivemind's load
 balancing solves the same as a linear programme). What a slower member cannot avoid is its own payload: one
 that could not send it in ``PATIENCE`` times that time, or in a time that is cheap, is asked for a part of it
-only, another part each round. So a link ten times slower brings a tenth of its work to each round and holds nobody up.
+only, another part each round. So a link ten times slower brings a tenth of its work to each round and holds
+nobody up.
 
 An owner's share is cut into several parts where it is large enough, and each is averaged and sent back as
 soon as its slices are there: means travel while later slices do, so no link stands idle between the two.
