@@ -159,8 +159,9 @@ class RunConfig(_Frozen):
     peers the run has at most. ``seed`` makes every peer start from the same parameters.
 
     ``weight_cap`` is the defence against a peer that lies about its work. Tokens count at most as so many
-    times the median member's, honest ones' too. What is far larger than the others' counts for less
-    (``tensors.aggregation``). 0 is no defence."""
+    times the median member's, and of four or more for a third of all at most, honest ones' too. What is far
+    larger than the others' for its work, or far from them, counts for less (``tensors.aggregation``). 0 is no
+    defence."""
 
     name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
     recipe: str = Field(default="byte-gpt", min_length=1, max_length=512)
@@ -169,7 +170,7 @@ class RunConfig(_Frozen):
     seed: int = Field(default=0, ge=0, lt=2**31)
     fragments: int = Field(default=4, ge=1, le=256)
     group_size: int = Field(default=64, ge=1, le=64)
-    weight_cap: float = Field(default=4.0, ge=0)
+    weight_cap: float = Field(default=2.0, ge=0)
     clock: ClockConfig = ClockConfig()
     codec: CodecConfig = CodecConfig()
     outer: OuterConfig = OuterConfig()

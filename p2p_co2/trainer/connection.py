@@ -26,7 +26,7 @@ from p2p_co2.system.extras import missing
 from p2p_co2.system.memory import return_large_blocks
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import clipped_mean, weighted_mean
+from p2p_co2.tensors.aggregation import centred_mean, weighted_mean
 from p2p_co2.tensors.checkpoint import folder as checkpoints
 from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
 from p2p_co2.tensors.checkpoint.folder import Checkpoint
@@ -330,7 +330,7 @@ class Connection:
         fragments = [
             FragmentState(self.run, codec, me, state, index, uses) for index, state in enumerate(states)
         ]
-        rule = partial(clipped_mean, uses=uses) if self.run.weight_cap else weighted_mean
+        rule = partial(centred_mean, uses=uses) if self.run.weight_cap else weighted_mean
         ledger = TensorWorker(codec, fragments, rule)
         if saved is None:
             return ledger, Progressed()
