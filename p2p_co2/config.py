@@ -156,7 +156,8 @@ class RunConfig(_Frozen):
     ``recipe`` is a built-in name ("byte-gpt") or ``path/to/file.py:function``; ``recipe_options`` go to it as
     keyword arguments. ``recipe_digest`` (sha256, hex) is filled in when the run is published, and checked by
     every peer. ``fragments`` is the number of pieces the model is synchronised in. ``group_size`` is how many
-    peers the run has at most. ``seed`` makes every peer start from the same parameters.
+    peers the run has at most. ``seed`` makes every peer start from the same parameters. ``salt`` keeps others
+    from guessing the digest, and a ticket with it; where it is empty the first seed makes one.
 
     ``weight_cap`` is the defence against a peer that lies about its work. Tokens count at most as so many
     times the median member's, honest ones' too. What is far larger than the others' counts for less
@@ -167,6 +168,7 @@ class RunConfig(_Frozen):
     recipe_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     recipe_digest: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     seed: int = Field(default=0, ge=0, lt=2**31)
+    salt: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9_-]*$")
     fragments: int = Field(default=4, ge=1, le=256)
     group_size: int = Field(default=64, ge=1, le=64)
     weight_cap: float = Field(default=4.0, ge=0)
@@ -217,6 +219,8 @@ class RunConfig(_Frozen):
         settings = self.model_dump(mode="json")
         if self.pipeline.stages == 1:
             del settings["pipeline"]
+        if not self.salt:
+            del settings["salt"]
         return json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> bytes:
