@@ -195,11 +195,11 @@ class Seed:
         async with AsyncExitStack() as stack:
             where = self._folder / "identity", options.host, options.port
             if options.announce_host and options.relay:
-                p2p = await start_relay(*where, options.announce_host)
+                p2p = await start_relay(*where, options.announce_host, options.upnp)
             else:
                 p2p = await start_p2p(
                     *where, announce_host=options.announce_host, public=bool(options.announce_host),
-                    relay=options.relay,
+                    relay=options.relay, upnp=options.upnp,
                 )  # fmt: skip
             stack.push_async_callback(stop_p2p, p2p)
             discovery = Discovery(p2p, self._identity, self._digest, self._refused)

@@ -282,7 +282,9 @@ class PeerConfig(_Frozen):
     the ticket's seeds are on it). ``announce_host`` is the one that others dial ("" means ``host``).
     ``checkpoint_every_s`` seconds between checkpoints, 0 for as often as a budget of 100 GB of writes a day
     allows, a minute at the least. ``device``: torch's name of it; "auto" for a GPU if torch can compute on
-    one, else the processor. ``batch`` sequences per inner step, 0 for the recipe's. ``board``: serve this
+    one, else the processor. ``batch`` sequences per inner step, 0 for the recipe's. ``upnp``: ask
+    the router to let others in (UPnP, NAT-PMP). ``relay``: where others can dial this peer, pass on traffic
+    between those that cannot reach each other; without it still 128 KiB at a time. ``board``: serve this
     peer's board on ``board_port`` of the loopback (0: any free one)."""
 
     folder: Path = Path("runs/peer")
@@ -299,6 +301,8 @@ class PeerConfig(_Frozen):
     grpc_port: int = Field(default=0, ge=0, le=65535)
     libp2p_port: int = Field(default=0, ge=0, le=65535)
     carrier: CarrierName = "auto"
+    upnp: bool = True
+    relay: bool = True
     checkpoint_every_s: float = Field(default=0.0, ge=0)
     min_peers: int = Field(default=1, ge=1)
     board: bool = True

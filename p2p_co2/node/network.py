@@ -298,7 +298,10 @@ class Network:
     async def _open(self, on_refused: OnRefused, stack: AsyncExitStack) -> None:
         config, path = self.config, self.config.folder / "identity"
         require_others_can_dial(config, self.ticket)
-        p2p = await start_p2p(path, config.host, config.libp2p_port, announce_host=config.announce_host)
+        p2p = await start_p2p(
+            path, config.host, config.libp2p_port, announce_host=config.announce_host, relay=config.relay,
+            upnp=config.upnp,
+        )  # fmt: skip
         stack.push_async_callback(stop_p2p, p2p)
         self.use(p2p, Discovery(p2p, self.identity, self.ticket.run, on_refused))
         stack.push_async_callback(self.discovery.close)
