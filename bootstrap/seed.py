@@ -257,12 +257,16 @@ class Seed:
 
     async def _print_ticket(self, p2p: P2P, run: RunConfig) -> None:
         """Print and keep the ticket, unless the one before still leads here."""
+        from p2p_co2.net.transport.addresses import address_of, is_own
         from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
         from p2p_co2.net.transport.libp2p.control import own_maddrs
 
-        own = seed_addresses(await own_maddrs(p2p, CONNECT_TIMEOUT_S))
-        if not set(own).intersection(self._named):
-            self._named = tuple(dict.fromkeys((*own, *self._others)))[:MAX_ADDRESSES]
+        own = await own_maddrs(p2p, CONNECT_TIMEOUT_S)
+        if not self._options.announce_host:  # beside its own, libp2p has what others say that they saw
+            own = [maddr for maddr in own if (place := address_of(maddr)) and is_own(place[0])]
+        named = seed_addresses(own)
+        if not set(named).intersection(self._named):
+            self._named = tuple(dict.fromkeys((*named, *self._others)))[:MAX_ADDRESSES]
             ticket = Ticket(self._digest, self._key, self._named)
             _keep(self._folder, "ticket", f"{ticket}\n")
             self._invite(invitation_of(run, ticket, self._folder))
