@@ -156,7 +156,8 @@ class RunConfig(_Frozen):
     ``recipe`` is a built-in name ("byte-gpt") or ``path/to/file.py:function``; ``recipe_options`` go to it as
     keyword arguments. ``recipe_digest`` (sha256, hex) is filled in when the run is published, and checked by
     every peer. ``fragments`` is the number of pieces the model is synchronised in. ``group_size`` is how many
-    peers the run has at most. ``seed`` makes every peer start from the same parameters.
+    peers the run has at most. ``seed`` makes every peer start from the same parameters. ``salt`` keeps others
+    from guessing the digest, and a ticket with it; where it is empty the first seed makes one.
 
     ``weight_cap`` is the defence against a peer that lies about its work. Tokens count at most as so many
     times the median member's, and of four or more for a third of all at most, honest ones' too. What is far
@@ -168,6 +169,7 @@ class RunConfig(_Frozen):
     recipe_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     recipe_digest: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     seed: int = Field(default=0, ge=0, lt=2**31)
+    salt: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9_-]*$")
     fragments: int = Field(default=4, ge=1, le=256)
     group_size: int = Field(default=64, ge=1, le=64)
     weight_cap: float = Field(default=2.0, ge=0)
@@ -218,6 +220,8 @@ class RunConfig(_Frozen):
         settings = self.model_dump(mode="json")
         if self.pipeline.stages == 1:
             del settings["pipeline"]
+        if not self.salt:
+            del settings["salt"]
         return json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> bytes:
@@ -279,7 +283,9 @@ class PeerConfig(_Frozen):
     the ticket's seeds are on it). ``announce_host`` is the one that others dial ("" means ``host``).
     ``checkpoint_every_s`` seconds between checkpoints, 0 for as often as a budget of 100 GB of writes a day
     allows, a minute at the least. ``device``: torch's name of it; "auto" for a GPU if torch can compute on
-    one, else the processor. ``batch`` sequences per inner step, 0 for the recipe's. ``board``: serve this
+    one, else the processor. ``batch`` sequences per inner step, 0 for the recipe's. ``upnp``: ask
+    the router to let others in (UPnP, NAT-PMP). ``relay``: where others can dial this peer, pass on traffic
+    between those that cannot reach each other; without it still 128 KiB at a time. ``board``: serve this
     peer's board on ``board_port`` of the loopback (0: any free one)."""
 
     folder: Path = Path("runs/peer")
@@ -296,6 +302,8 @@ class PeerConfig(_Frozen):
     grpc_port: int = Field(default=0, ge=0, le=65535)
     libp2p_port: int = Field(default=0, ge=0, le=65535)
     carrier: CarrierName = "auto"
+    upnp: bool = True
+    relay: bool = True
     checkpoint_every_s: float = Field(default=0.0, ge=0)
     min_peers: int = Field(default=1, ge=1)
     board: bool = True

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,16 @@ from p2p_co2.ticket import Ticket
 
 RUN = bytes(range(32))
 DEAD = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
+
+
+def test_an_invitation_names_nobody_that_a_peer_only_tells_of(tmp_path: Path) -> None:
+    peer, other = Identity.generate().peer_id, Identity.generate().peer_id
+    network = Network(Identity.generate(), PeerConfig(folder=tmp_path), Ticket(RUN, peer, (DEAD,)))
+    network._reach = SimpleNamespace(own_maddrs=())  # type: ignore[assignment]
+    told = [f"/ip4/127.0.0.1/tcp/1/p2p/{other}", f"/ip4/127.0.0.1/tcp/2/p2p/{peer}"]
+    network.records._records = {peer: PeerRecord(peer=peer, maddrs=told)}
+    network.records._used_at = {peer: time.monotonic()}
+    assert network.invitation.seeds == (DEAD, told[1])
 
 
 class Dht:

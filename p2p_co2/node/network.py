@@ -298,7 +298,10 @@ class Network:
     async def _open(self, on_refused: OnRefused, stack: AsyncExitStack) -> None:
         config, path = self.config, self.config.folder / "identity"
         require_others_can_dial(config, self.ticket)
-        p2p = await start_p2p(path, config.host, config.libp2p_port, announce_host=config.announce_host)
+        p2p = await start_p2p(
+            path, config.host, config.libp2p_port, announce_host=config.announce_host, relay=config.relay,
+            upnp=config.upnp,
+        )  # fmt: skip
         stack.push_async_callback(stop_p2p, p2p)
         self.use(p2p, Discovery(p2p, self.identity, self.ticket.run, on_refused))
         stack.push_async_callback(self.discovery.close)
@@ -391,10 +394,13 @@ class Network:
     @property
     def invitation(self) -> Ticket:
         """The ticket, with this peer and some that it knows as further seeds, as far as newcomers may be able
-        to dial them: it works when the first seeds are gone. Any thread may ask."""
+        to dial them: it works when the first seeds are gone. Of a peer's record only its own addresses count:
+        it could send newcomers to anybody. Any thread may ask."""
         seeds = list(self.ticket.seeds)
-        for maddrs in (self._reach.own_maddrs, *(one.maddrs for one in self.records.known(MAX_INVITERS - 1))):
-            direct = [maddr for maddr in maddrs if not is_relayed(maddr) and is_seed_address(maddr)]
+        known = [(one.peer, one.maddrs) for one in self.records.known(MAX_INVITERS - 1)]
+        for peer, maddrs in ((self.identity.peer_id, self._reach.own_maddrs), *known):
+            own = [maddr for maddr in maddrs if maddr.endswith(f"/p2p/{peer}") and not is_relayed(maddr)]
+            direct = [maddr for maddr in own if is_seed_address(maddr)]
             seeds += [maddr for maddr in direct if leads_as_far(maddr, self.ticket.seeds)][:1]
         return Ticket(self.ticket.run, self.ticket.run_key, tuple(dict.fromkeys(seeds))[:MAX_ADDRESSES])
 
