@@ -74,8 +74,8 @@ def test_files_as_editors_of_other_systems_save_them(tmp_path: Path, encoding: s
     path = tmp_path / "file.toml"
     path.write_text(mark + '# Müller\nname = "a"\n', encoding=encoding, newline="\r\n")
     assert read_run_config(path).name == "a"
-    path.write_text(mark + "threads = 3\n", encoding=encoding, newline="\r\n")
-    assert read_peer_config(path).threads == 3
+    path.write_text(mark + "[limits]\nthreads = 3\n", encoding=encoding, newline="\r\n")
+    assert read_peer_config(path).limits.threads == 3
 
 
 def test_a_peers_hours_are_read_and_a_useless_cap_refused(tmp_path: Path) -> None:
