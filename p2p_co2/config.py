@@ -341,6 +341,13 @@ def read_peer_config(path: Path) -> PeerConfig:
     return _read(PeerConfig, path)
 
 
+def saved_text(path: Path) -> str:
+    """A text as editors save it: UTF-8, or UTF-16 that begins with a byte order mark; without the mark.
+    Raises ``OSError`` and ``UnicodeDecodeError``."""
+    content = path.read_bytes()
+    return content.decode("utf-16" if content[:2] in {b"\xff\xfe", b"\xfe\xff"} else "utf-8-sig")
+
+
 def write_toml(config: RunConfig | PeerConfig) -> str:
     """The config as TOML that the readers above take back unchanged."""
     lines: list[str] = []
@@ -361,11 +368,11 @@ def _write_table(lines: list[str], prefix: str, table: dict[str, Any]) -> None:
 
 def _read(kind: type[_Config], path: Path) -> _Config:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(saved_text(path))
     except FileNotFoundError:
         raise ConfigError(str(path), "", "no such file") from None
     except UnicodeDecodeError:
-        raise ConfigError(str(path), "", "not UTF-8 text") from None
+        raise ConfigError(str(path), "", "not UTF-8 text: save it as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(str(path), "", f"not valid TOML: {error}") from None
     except OSError as error:

@@ -131,7 +131,7 @@ def read_ticket(text: str = "") -> str:
         return _first_ticket(sys.stdin, "standard input")
     if word.startswith("@"):
         try:
-            with Path(word[1:]).expanduser().open(encoding="utf-8", errors="replace") as lines:
+            with Path(word[1:]).expanduser().open(encoding="utf-8-sig", errors="ignore") as lines:
                 return _first_ticket(lines, word[1:])
         except (OSError, RuntimeError) as error:
             problem = error.strerror if isinstance(error, OSError) else str(error)
@@ -151,7 +151,7 @@ def line_to_join(ticket: str, run: RunConfig) -> str:
 def _first_ticket(lines: Iterable[str], where: str) -> str:
     """Looks no further than the line that has it: a seed that prints into a pipe goes on."""
     for line in islice(lines, 1000):
-        for word in line.split():
+        for word in line.replace("\0", "").split():  # UTF-16 of a ticket has a zero beside each letter
             if word.startswith(PREFIX):
                 return word
     raise TicketError(f'no ticket in {where}: a ticket begins with "{PREFIX}"')

@@ -23,7 +23,7 @@ from p2p_co2.protocol.pipeline import Place
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.recipes.sizes import stage_sizes
 from p2p_co2.system.extras import missing
-from p2p_co2.system.memory import return_large_blocks
+from p2p_co2.system.memory import use_one_arena
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import centred_mean, weighted_mean
@@ -69,7 +69,7 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     answers) and ``EnvironmentFault`` (this machine; the board's port).
     """
     _check_call(ticket, config, on_event)
-    return_large_blocks()  # before there are threads: each stays with the arena that it had
+    use_one_arena()  # before there are threads: each stays with the arena that it had
     config = config.model_copy(update={"folder": config.folder.absolute()})  # wherever the program goes later
     thread = NetworkThread(Ticket.parse(ticket), config, on_event)
     try:
