@@ -13,6 +13,7 @@ may use another carrier.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from p2p_co2.net.transport.flow import Acknowledged, Seen
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
+from p2p_co2.system.clock import within
 
 CONNECT_TIMEOUT_S = 10.0
 """Bound on one attempt to reach one address."""
@@ -71,7 +73,7 @@ class Link:
     async def open(self, hello: bytes, where: str) -> None:
         """Say hello and wait for the welcome. Raises ``TransportError``, which names ``where``."""
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with within(CONNECT_TIMEOUT_S):
                 await self._write(hello)
                 if not await self._is_welcome():
                     raise TransportError(f"{where}: {await self.wait_closed()}")
@@ -220,7 +222,7 @@ class Carrier:
         """The peer that dialled from ``network``, while its link lasts. Raises ``RemoteProtocolError``."""
         self.admission.knock(network)
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with within(CONNECT_TIMEOUT_S):
                 sealed = await read_hello()
         except TimeoutError:
             raise RemoteProtocolError("no hello", f"silent for {CONNECT_TIMEOUT_S:.0f} s") from None
@@ -237,3 +239,10 @@ def check_incoming(length_bytes: int) -> None:
     """Raise ``RemoteProtocolError`` for the length of a message that no peer may send."""
     if not 0 < length_bytes <= MAX_MESSAGE_BYTES:
         raise RemoteProtocolError("wrong message size", f"{length_bytes} bytes; at most {MAX_MESSAGE_BYTES}")
+
+
+def refused_for_s(cause: str) -> float:
+    """For how long a peer that ended or refused a link says that it hears us no more; 0 if it does not say. It
+    harms itself alone by too long a time."""
+    named = re.search(r"refused us: .*for (\d{1,4}) s more", cause)
+    return float(named[1]) if named is not None else 0.0

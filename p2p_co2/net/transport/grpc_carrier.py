@@ -48,6 +48,7 @@ from p2p_co2.net.transport.flow import Seen, SendBuffer
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
+from p2p_co2.system.clock import within
 from p2p_co2.system.process import left_to_others, shut_in_forks_at
 
 SERVICE = f"p2p_co2.v{PROTOCOL_VERSION}"
@@ -244,7 +245,7 @@ async def _hello(context: grpc.aio.ServicerContext) -> bytes:
 async def _next_message(context: grpc.aio.ServicerContext) -> bytes:
     """The next message or ``EOF``. Raises ``RemoteProtocolError`` when it takes too long."""
     try:
-        async with asyncio.timeout(MESSAGE_TIMEOUT_S):
+        async with within(MESSAGE_TIMEOUT_S):
             data: bytes = await context.read()
             return data
     except TimeoutError:
