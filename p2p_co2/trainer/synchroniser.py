@@ -272,7 +272,8 @@ class Synchroniser:
 
     def rest(self, reason: Callable[[], str], beat_s: float = REPORT_EVERY_S / 10) -> None:
         """Stand still as long as ``reason`` gives one, and say so; what comes in is merged, nothing is sent.
-        Its time is in no figure; the work done before goes into the next offers."""
+        Its time is in no figure; the work done before goes into the next offers. It ends with the run, where
+        a clock says so: the last state is fetched as at any end."""
         began_at, why = self._source.now(), reason()
         if not why:
             return
@@ -280,6 +281,9 @@ class Synchroniser:
         self._report(ev.Paused, reason=why)
         self.report()
         while reason() and not self.stopped:
+            if self.account.is_over(self._advance(self._source.now())):
+                self._report(ev.Warned, text="the run is over: this peer rests no longer, and ends with it")
+                break
             self._check()
             self.take_outcomes()
             if self._source.now() - self.figures.made_at >= 10 * REPORT_EVERY_S:
