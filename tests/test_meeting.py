@@ -394,6 +394,10 @@ async def test_peers_keep_the_runs_settings_for_newcomers_when_the_seed_is_gone(
         }  # fmt: skip
         with pytest.raises(TransportError, match="no seed can be reached"):
             await one.rebootstrap()
+        await one.close()  # and goes on with the ticket that it had, from its own folder
+        one = await join("one", ticket)
+        assert one.run == CONFIG
+        assert [record.peer for record in await one.find_peers()] == [two.identity.peer_id]
         newcomer = await join("newcomer", later)
         assert newcomer.run == CONFIG
         known = {one.identity.peer_id, two.identity.peer_id}

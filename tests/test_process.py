@@ -313,7 +313,7 @@ async def test_a_limit_that_is_looked_at_far_too_late_begins_anew(monkeypatch: p
             ended.append("too slow")
 
     waiting = asyncio.create_task(wait())
-    for ahead_s, is_over in ((0.0, False), (70.0, False), (79.0, False), (80.5, True)):  # noqa: B007
+    for ahead_s, is_over in ((0.0, False), (70.0, False), (79.0, False), (80.5, True)):
         for _ in range(5):
             await asyncio.sleep(0)
         assert bool(ended) is is_over, ahead_s

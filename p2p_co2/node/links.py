@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import Message
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S, Carrier, Link, refused_for_s
+from p2p_co2.net.transport.base import Carrier, Link, refused_for_s
 from p2p_co2.net.transport.flow import Acknowledged
 from p2p_co2.node.meter import LinePace, Pace, UploadMeter
 from p2p_co2.protocol.wire.envelope import Unsent
@@ -152,7 +152,6 @@ class Lane:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     link: Link | None = None
     task: asyncio.Task[None] | None = None
-    grpc_failed_at: float = -1e9
 
     def put(self, message: Bulk) -> None:
         """Let bulk wait in its order."""
@@ -434,16 +433,11 @@ class LinkPool:
         record = None if reasons else await self._find_record(peer, False)
         for carrier in self._carriers if record is not None else ():
             assert record is not None
-            if carrier.name == "grpc" and time.monotonic() - lane.grpc_failed_at < MESSAGE_TIMEOUT_S:
-                reasons.append("grpc failed a moment ago")
-                continue
             try:
                 lane.link = await self._connect(carrier, peer, record)
             except (TransportError, RemoteProtocolError) as error:
                 reasons.append(f"{carrier.name}: {error}")
                 self._note_refusal(peer, str(error))
-                if carrier.name == "grpc" and len(self._carriers) > 1:
-                    lane.grpc_failed_at = time.monotonic()
                 continue
             if lane.link.acknowledged is not None:
                 lane.link.acknowledged.on_news = partial(self._hear, peer, lane, lane.link.acknowledged)

@@ -21,9 +21,24 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, TicketError, TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.discovery.records import run_position
-from p2p_co2.net.transport.addresses import address_of, is_loopback, is_near, is_own, is_relayed
-from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S, Carrier, OnMessage, OnRefused
-from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
+from p2p_co2.net.transport.addresses import (
+    Resolver,
+    address_of,
+    is_loopback,
+    is_near,
+    is_own,
+    is_relayed,
+    multiaddr_of,
+)
+from p2p_co2.net.transport.base import (
+    CONNECT_TIMEOUT_S,
+    MAX_DIALLED,
+    MESSAGE_TIMEOUT_S,
+    Carrier,
+    OnMessage,
+    OnRefused,
+)
+from p2p_co2.net.transport.grpc_carrier import GrpcCarrier, shows
 from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
 from p2p_co2.net.transport.libp2p.control import own_maddrs, reach
 from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
@@ -37,14 +52,17 @@ from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunPosition
 from p2p_co2.system.process import FolderLock
-from p2p_co2.ticket import Ticket, by_peer, is_seed_address
+from p2p_co2.ticket import Ticket, by_peer, is_seed_address, kept_seeds
 
 RECORD_LIFETIME_S = 60.0
+ELSEWHERE = (
+    "this identity is at work elsewhere, too: its folder was copied to another place; give one of the two "
+    "another --folder, and it makes an identity of its own"
+)
 MAX_INVITERS = 5
 """Peers that a later ticket names beside the seeds: it has to be short enough to be pasted."""
 MAX_REACHED_AGAIN = 16
 """Peers that a daemon that was started again is led to: with a seed that is down, nobody else knows them."""
-MAX_GRPC_ADDRESSES = 4
 
 
 class Reach:
@@ -67,7 +85,8 @@ class Reach:
         self.own_maddrs = tuple(maddrs)
         if self._places is not None:
             await self._places.renew()
-            maddrs = [*self._places.held, *maddrs]
+            # Others dial so many, and one place is enough.
+            maddrs = [*maddrs[: MAX_DIALLED - bool(self._places.held)], *self._places.held]
             cause = "" if lead_nowhere_else(self._ticket.seeds) else self._places.trouble
             self.advice = unreachable_advice(cause) if cause else ""
         record = PeerRecord(peer=self._me, run=self._ticket.run, maddrs=publishable(maddrs))
@@ -88,7 +107,7 @@ class Reach:
         if hosts[0] in ("0.0.0.0", "::"):
             places = [place[0] for maddr in maddrs if (place := address_of(maddr)) is not None]
             hosts = [host for host in dict.fromkeys(places) if is_own(host) and not is_loopback(host)]
-        hosts = hosts[:MAX_GRPC_ADDRESSES]
+        hosts = hosts[:MAX_DIALLED]
         return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
 
 
@@ -104,14 +123,18 @@ def publishable(maddrs: Sequence[str]) -> list[str]:
 
 
 def leads_as_far(maddr: str, seeds: Sequence[str]) -> bool:
-    """Whether who can dial the seeds of a ticket may be able to dial ``maddr``."""
+    """Whether who can dial the seeds of a ticket may be able to dial ``maddr``, and should: a private address
+    is of somebody's own network where no seed is of one."""
     if all(is_loopback(_host_of(seed)) for seed in seeds):
         return is_loopback(_host_of(maddr))
-    return not (is_loopback if lead_nowhere_else(seeds) else is_near)(_host_of(maddr))
+    return not (is_loopback if any(map(is_near, map(_host_of, seeds))) else is_near)(_host_of(maddr))
 
 
-def _host_of(maddr: str) -> str:
-    return maddr.split("/")[2]
+def _host_of(address: str) -> str:
+    """Of a multiaddr or "host:port"; "" of what is neither."""
+    if address.startswith("/"):
+        return "".join(address.split("/")[2:3])
+    return address.rpartition(":")[0].strip("[]")
 
 
 def require_others_can_dial(config: PeerConfig, ticket: Ticket) -> None:
@@ -135,9 +158,8 @@ def is_on_this_machine(ticket: Ticket) -> bool:
 
 def leads_elsewhere(record: PeerRecord) -> bool:
     """Whether a record has an address that leads to another machine than the one that dials it, or none."""
-    hosts = [address.rpartition(":")[0].strip("[]") for address in record.grpc_addresses]
-    maddrs = [maddr for maddr in record.maddrs if maddr.count("/") > 2]
-    hosts += ["a relay" if is_relayed(maddr) else _host_of(maddr) for maddr in maddrs]
+    named = (*record.grpc_addresses, *record.maddrs)
+    hosts = ["a relay" if is_relayed(one) else _host_of(one) for one in named]
     return not hosts or not all(map(is_loopback, hosts))
 
 
@@ -268,6 +290,10 @@ class Network:
         """Why this machine's clock may keep others from hearing it, and what to do; empty if all is well."""
         self.records = RecordBook(self._find)
         self._stack = AsyncExitStack()
+        self._seeds: list[str] = []
+        """Multiaddrs of the ticket's seeds, in numbers."""
+        self._own_elsewhere: PeerRecord | None = None
+        """This peer's record as another process has written it last."""
         self._news = ""
         """To be told once."""
         self._done_at: dict[str, float] = {}
@@ -302,13 +328,25 @@ class Network:
         stack.push_async_callback(stop_p2p, p2p)
         self.use(p2p, Discovery(p2p, self.identity, self.ticket.run, on_refused))
         stack.push_async_callback(self.discovery.close)
-        await self.discovery.start(self.ticket.seeds)
+        try:
+            await self.discovery.start(self.ticket.seeds)
+        except TransportError:  # peers that this one met when it was here before may be up
+            if not (contacts := kept_seeds(config.folder, self.ticket.run)):
+                raise
+            await self.discovery.rebootstrap(contacts)
+        for seed in self.ticket.seeds:
+            with contextlib.suppress(TransportError):
+                numbers = await Resolver().addresses_of(_host_of(seed), CONNECT_TIMEOUT_S)
+                self._seeds += [multiaddr_of(number, 0) for number in numbers]
         await self._compare_clocks()
         manifest = await self.discovery.fetch_manifest(self.ticket.run_key)
         self.run = RunConfig.from_canonical_bytes(manifest.config)
         if self.run.digest() != self.ticket.run:
             fix = "ask for a new ticket"
             raise TicketError(f"the run's settings are not the ones this ticket was made for; {fix}")
+        await self.records.search()
+        if self._news:
+            raise EnvironmentFault(self._news)
 
     def use(self, p2p: P2P, discovery: Discovery) -> None:
         """The daemon and the DHT that this process stands on."""
@@ -454,8 +492,32 @@ class Network:
         return await self.records.record_of(peer, fresh)
 
     async def _find(self) -> list[PeerRecord]:
-        others = [one for one in await self.discovery.find_peers() if one.peer != self.identity.peer_id]
-        return others if is_on_this_machine(self.ticket) else list(filter(leads_elsewhere, others))
+        found = await self.discovery.find_peers(own=True)
+        others = [one for one in found if one.peer != self.identity.peer_id]
+        if len(others) < len(found) and await self._is_elsewhere(
+            *(one for one in found if one not in others)
+        ):
+            self._news = ELSEWHERE
+        if is_on_this_machine(self.ticket):
+            return others
+        others = list(filter(leads_elsewhere, others))
+        for named in (named for one in others for named in (one.maddrs, one.grpc_addresses) if self._seeds):
+            kept = [address for address in named if leads_as_far(address, self._seeds)]
+            del named[:]
+            named.extend(kept)
+        return others
+
+    async def _is_elsewhere(self, own: PeerRecord) -> bool:
+        """Whether a process that lives has put ``own``, this peer's record, into the DHT, and it is another:
+        certificates are made anew with each. What this peer's last process has left is renewed by nobody, and
+        nobody shows its certificate."""
+        grpc, known, digest = self._reach.grpc, self._own_elsewhere, own.certificate_digest
+        if not digest or (grpc is not None and digest == grpc.certificate_digest):
+            return False
+        self._own_elsewhere = own
+        if known is not None and known.certificate_digest == digest:
+            return own.expires_at > known.expires_at
+        return any([await shows(address, digest) for address in own.grpc_addresses[:MAX_DIALLED]])
 
     # ---- what goes wrong
 

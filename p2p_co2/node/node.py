@@ -279,7 +279,7 @@ class Node:
     def _link_lost(self, peer: PeerId, carrier: str, reason: str) -> None:
         self.report(ev.LinkLost, other=peer, carrier=carrier, reason=reason)
         if shut_out_s := refused_for_s(reason):
-            text = f"peer {peer} has shut this peer out for {shut_out_s:.0f} s: {reason}; it is dialled again then"
+            text = f"peer {peer} has shut this peer out: {reason}; it is dialled again in {shut_out_s:.0f} s"
             self.report(ev.Warned, text=text)
         self.membership.link_broke(peer)
 

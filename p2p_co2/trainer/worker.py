@@ -82,7 +82,7 @@ class TensorWorker:
             state_chunk_digests(fragment.state, self.chunk_bytes) for fragment in self.fragments
         ]
         self.past: list[dict[int, bytes]] = [{} for _ in self.fragments]
-        """Digests of each fragment's versions, as ``PeerState.past`` has them: the network thread writes it."""
+        """Of each fragment, as ``PeerState.past`` has it: the network thread writes it."""
         self._is_closed = False
         self._encoding: Future[None] | None = None
 

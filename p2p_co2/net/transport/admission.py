@@ -70,6 +70,10 @@ class Admission:
         """How many admitted links are open."""
         return self._inside.total()
 
+    def is_inside(self, peer: PeerId) -> bool:
+        """Whether it holds a link to us."""
+        return peer in self._inside
+
     def hello(self, to_peer: PeerId, certificate_digest: bytes) -> bytes:
         """Our sealed hello for one new link."""
         hello = LinkHello(

@@ -13,16 +13,17 @@ may use another carrier.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 from p2p_co2.errors import LocalProtocolError, PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.admission import Admission
 from p2p_co2.net.transport.flow import Acknowledged, Seen
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
+from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES, MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.system.clock import within
 
@@ -33,6 +34,9 @@ MESSAGE_TIMEOUT_S = 60.0
 byte holds a link and its buffer no longer."""
 CLOSE_TIMEOUT_S = 2.0
 """How long ``Link.close`` waits for the other end to have taken everything, and a daemon's answer then."""
+
+MAX_DIALLED, DIALS_AT_ONCE = 4, 8
+"""Addresses of a record that a carrier dials, and strangers that it dials at the same time."""
 
 DIRECT = "direct"
 """The way of a link with nothing between."""
@@ -146,6 +150,34 @@ class Link:
         raise NotImplementedError
 
 
+class Dials:
+    """Which addresses of others' records may be dialled: records are free to make, and may name anybody. Four
+    of each, once a minute where nobody of ours has answered yet, and ``places`` at once."""
+
+    def __init__(self) -> None:
+        self.places = asyncio.Semaphore(DIALS_AT_ONCE)
+        self._free_at: dict[str, float] = {}
+        """By address; long past where a peer has answered."""
+
+    def due(self, addresses: Sequence[str], now: float) -> list[str]:
+        """Those of a record that may be dialled now, and not again within a minute. Raises
+        ``TransportError`` for none of some."""
+        first = list(dict.fromkeys(addresses))[:MAX_DIALLED]
+        due = [one for one in first if self._free_at.get(one, 0.0) <= now]
+        for one in due:
+            if self._free_at.get(one) != -math.inf:
+                self._free_at[one] = now + MESSAGE_TIMEOUT_S
+        while len(self._free_at) > MAX_DIALLED * MAX_PEERS:
+            del self._free_at[next(iter(self._free_at))]
+        if first and not due:
+            raise TransportError(f"nobody answered within {MESSAGE_TIMEOUT_S:.0f} s at what its record names")
+        return due
+
+    def answered(self, address: str) -> None:
+        """A peer of ours is there."""
+        self._free_at[address] = -math.inf
+
+
 class Line(Protocol):
     """What slows a carrier down; see ``slow``."""
 
@@ -167,6 +199,7 @@ class Carrier:
 
     def __init__(self, identity: Identity, run: bytes, clock: Callable[[], float]) -> None:
         self.admission = Admission(identity, run, clock)
+        self.dials = Dials()
         self.links: set[Link] = set()
         """Those that we opened."""
         self.on_message: OnMessage
@@ -188,7 +221,9 @@ class Carrier:
         Raises ``TransportError`` with the cause in words: nobody there, somebody else there, or refused. Safe
         to cancel.
         """
-        link = await self._dial(record)
+        # A peer that has dialled us is there, and waits for our answer.
+        async with nullcontext() if self.admission.is_inside(PeerId(record.peer)) else self.dials.places:
+            link = await self._dial(record)
         return link if self.line is None else await self.line.carrying(link)
 
     async def close(self) -> None:
@@ -242,7 +277,7 @@ def check_incoming(length_bytes: int) -> None:
 
 
 def refused_for_s(cause: str) -> float:
-    """For how long a peer that ended or refused a link says that it hears us no more; 0 if it does not say. It
-    harms itself alone by too long a time."""
+    """For how long a peer that ended or refused a link says that it hears us no more; 0 if it does not
+    say."""
     named = re.search(r"refused us: .*for (\d{1,4}) s more", cause)
     return float(named[1]) if named is not None else 0.0

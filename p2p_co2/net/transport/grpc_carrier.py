@@ -46,7 +46,7 @@ from p2p_co2.net.transport.base import (
 )
 from p2p_co2.net.transport.flow import Seen, SendBuffer
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.system.clock import within
 from p2p_co2.system.process import left_to_others, shut_in_forks_at
@@ -134,9 +134,11 @@ class GrpcCarrier(Carrier):
         if not record.grpc_addresses:
             raise TransportError("it offers no address for gRPC")
         causes = []
-        for address in record.grpc_addresses[:MAX_ADDRESSES]:
+        for address in self.dials.due(record.grpc_addresses, time.monotonic()):
             try:
-                return await self._connect_to(address, record)
+                link = await self._connect_to(address, record)
+                self.dials.answered(address)
+                return link
             except TransportError as error:
                 causes.append(str(error))
         raise TransportError("; ".join(causes))
@@ -339,3 +341,12 @@ async def fetch_certificate(host: str, port: int, digest: bytes, timeout_s: floa
             "somebody else answers there"
         )
     return ssl.DER_cert_to_PEM_cert(shown).encode()
+
+
+async def shows(address: str, digest: bytes) -> bool:
+    """Whether the process that has the certificate of this digest lives, at "host:port"."""
+    try:
+        await fetch_certificate(*_split_address(address), digest, CLOSE_TIMEOUT_S)
+    except TransportError:
+        return False
+    return True

@@ -68,8 +68,8 @@ class Checkpoint:
     bytes. ``states``: the agreed state per fragment. ``buffers``: the module's, by name. ``optimizer``: the
     inner optimizer's ``state_dict()``, ``inner`` what it belongs to. ``parameters``: names and shapes of
     those that are trained, in order. ``position`` in rounds. ``residuals``: error feedback per fragment.
-    ``past``: per fragment, digests of the agreed state's earlier versions. ``stage``: the one whose model this
-    is, in a run with stages; None for the whole model. Names are plain: without wrappers' prefixes.
+    ``past``: digests of the agreed state's earlier versions, per fragment. ``stage``: the one whose model
+    this is, in a run with stages; None for the whole model. Names are plain: without wrappers' prefixes.
 
     Set by ``load``: ``path``, the file, and ``passed_over``, newer ones that were damaged, and how.
 

@@ -97,10 +97,15 @@ class Libp2pCarrier(Carrier):
         except RemoteProtocolError as error:
             raise TransportError(str(error)) from None
         peer = PeerId(record.peer)
-        await reach(self.p2p, peer, record.maddrs, CONNECT_TIMEOUT_S)
+        # One that holds a link to us is connected already.
+        due = self.dials.due(() if self.admission.is_inside(peer) else record.maddrs, time.monotonic())
+        await reach(self.p2p, peer, due, CONNECT_TIMEOUT_S)
         stream = await open_stream(self.p2p, peer, PROTOCOL, CONNECT_TIMEOUT_S)
         link = Libp2pLink(peer, stream, tuple(record.maddrs), self.links.discard)
         await self._open(link, _NO_CERTIFICATE, f"{peer} by libp2p")
+        for one in due:
+            if stream.way and one.startswith(stream.way):
+                self.dials.answered(one)
         self._upgrades.opened(link)
         link.on_end(lambda: self._upgrades.ended(link))
         return link
