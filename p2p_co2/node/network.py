@@ -56,8 +56,8 @@ from p2p_co2.ticket import Ticket, by_peer, is_seed_address, kept_seeds
 
 RECORD_LIFETIME_S = 60.0
 ELSEWHERE = (
-    "this identity is at work elsewhere, too: its folder was copied to another place; give one of the two "
-    "another --folder, and it makes an identity of its own"
+    "this identity is at work elsewhere, too, as from a copied folder; give one of the two another --folder: "
+    "it makes an identity of its own"
 )
 MAX_INVITERS = 5
 """Peers that a later ticket names beside the seeds: it has to be short enough to be pasted."""
@@ -308,7 +308,8 @@ class Network:
 
         Raises ``TransportError`` when no seed answers, ``TicketError`` when the run's manifest is not there
         or not the ticket's, ``EnvironmentFault`` when this machine cannot take part, ``ConfigError`` for a
-        config of another version. Cancelling it leaves nothing behind.
+        config of another version, or an identity that is at work elsewhere. Cancelling it leaves nothing
+        behind.
         """
         async with AsyncExitStack() as stack:
             stack.callback(FolderLock(config.folder).release)
@@ -328,8 +329,9 @@ class Network:
         stack.push_async_callback(stop_p2p, p2p)
         self.use(p2p, Discovery(p2p, self.identity, self.ticket.run, on_refused))
         stack.push_async_callback(self.discovery.close)
+        contacts = self.ticket.seeds
         try:
-            await self.discovery.start(self.ticket.seeds)
+            await self.discovery.start(contacts)
         except TransportError:  # peers that this one met when it was here before may be up
             if not (contacts := kept_seeds(config.folder, self.ticket.run)):
                 raise
@@ -338,7 +340,7 @@ class Network:
             with contextlib.suppress(TransportError):
                 numbers = await Resolver().addresses_of(_host_of(seed), CONNECT_TIMEOUT_S)
                 self._seeds += [multiaddr_of(number, 0) for number in numbers]
-        await self._compare_clocks()
+        await self._compare_clocks(contacts)
         manifest = await self.discovery.fetch_manifest(self.ticket.run_key)
         self.run = RunConfig.from_canonical_bytes(manifest.config)
         if self.run.digest() != self.ticket.run:
@@ -346,17 +348,17 @@ class Network:
             raise TicketError(f"the run's settings are not the ones this ticket was made for; {fix}")
         await self.records.search()
         if self._news:
-            raise EnvironmentFault(self._news)
+            raise ConfigError(str(path), "", self._news)
 
     def use(self, p2p: P2P, discovery: Discovery) -> None:
         """The daemon and the DHT that this process stands on."""
         self.p2p, self.discovery = p2p, discovery
         self._reach = Reach(p2p, self.identity.peer_id, self.config, self.ticket)
 
-    async def _compare_clocks(self) -> None:
+    async def _compare_clocks(self, contacts: Sequence[str]) -> None:
         """Raise ``EnvironmentFault`` if this machine's clock is so far off that others do not hear it. Lesser
         trouble is ``clock_doubt``. Nobody's answer is asked for once more."""
-        asked = self.p2p, self.ticket.run, by_peer(self.ticket.seeds)
+        asked = self.p2p, self.ticket.run, by_peer(contacts)
         judged = judge_clock(await clock_offsets_s(*asked) or await clock_offsets_s(*asked))
         words = f"clock: {judged.measured}; {judged.advice}"
         if judged.state == "cannot":

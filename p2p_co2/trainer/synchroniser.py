@@ -24,6 +24,7 @@ from torch import Tensor
 from p2p_co2.config import RunConfig
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.state import LocalProgress
+from p2p_co2.node.status import ENDS_ROUNDS
 from p2p_co2.protocol.rounds import Offer
 from p2p_co2.protocol.schedule import (
     FIRST_ROUND_BOUND_S,
@@ -272,8 +273,7 @@ class Synchroniser:
 
     def rest(self, reason: Callable[[], str], beat_s: float = REPORT_EVERY_S / 10) -> None:
         """Stand still as long as ``reason`` gives one, and say so; what comes in is merged, nothing is sent.
-        Its time is in no figure; the work done before goes into the next offers. It ends with the run, where
-        a clock says so: the last state is fetched as at any end."""
+        Its time is in no figure; the work done before goes into the next offers."""
         began_at, why = self._source.now(), reason()
         if not why:
             return
@@ -281,8 +281,10 @@ class Synchroniser:
         self._report(ev.Paused, reason=why)
         self.report()
         while reason() and not self.stopped:
-            if self.account.is_over(self._advance(self._source.now())):
-                self._report(ev.Warned, text="the run is over: this peer rests no longer, and ends with it")
+            if self.is_near_end():
+                self._report(
+                    ev.Warned, text="the run is about to end: this peer rests no longer, and ends with it"
+                )
                 break
             self._check()
             self.take_outcomes()
@@ -296,6 +298,11 @@ class Synchroniser:
         self.account.forget_missed()
         self._report(ev.Resumed, paused_s=rested_s)
         self.report()
+
+    def is_near_end(self) -> bool:
+        """Whether the clock is so near the run's end that nobody rests: all are to end with one state."""
+        margin = max(ENDS_ROUNDS, REPORT_EVERY_S / self._run.clock.round_s)
+        return self.account.is_over(self._advance(self._source.now()) + margin)
 
     def stood_still(self) -> None:
         """Count the time since the last step, or since this was asked last."""
