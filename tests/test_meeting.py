@@ -303,7 +303,7 @@ async def test_a_clock_that_is_in_doubt_is_told_and_lets_join(
     monkeypatch.setattr("p2p_co2.node.network.clock_offsets_s", answered)
     network = Network(Identity.load_or_create(tmp_path / "identity"), PeerConfig(), Ticket(RUN, A, (HERE,)))
     network.use(None, None)  # type: ignore[arg-type]
-    await network._compare_clocks()
+    await network._compare_clocks([HERE])
     assert re.match(f"clock: {words}" if words else "$", network.clock_doubt)
     assert not answers
 

@@ -21,26 +21,11 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, TicketError, TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.discovery.records import run_position
-from p2p_co2.net.transport.addresses import (
-    Resolver,
-    address_of,
-    is_loopback,
-    is_near,
-    is_own,
-    is_relayed,
-    multiaddr_of,
-)
-from p2p_co2.net.transport.base import (
-    CONNECT_TIMEOUT_S,
-    MAX_DIALLED,
-    MESSAGE_TIMEOUT_S,
-    Carrier,
-    OnMessage,
-    OnRefused,
-)
+from p2p_co2.net.transport.addresses import address_of, is_loopback, is_near, is_own, is_relayed
+from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S, Carrier, OnMessage, OnRefused
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier, shows
 from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
-from p2p_co2.net.transport.libp2p.control import own_maddrs, reach
+from p2p_co2.net.transport.libp2p.control import own_maddrs, reach, ways_to_peers
 from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.relay import Places
@@ -49,7 +34,7 @@ from p2p_co2.net.transport.slow import Line, SlowLine
 from p2p_co2.peer_options import listening
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
+from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_DIALLED, MAX_PEERS, MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunPosition
 from p2p_co2.system.process import FolderLock
 from p2p_co2.ticket import Ticket, by_peer, is_seed_address, kept_seeds
@@ -78,6 +63,21 @@ class Reach:
         """As libp2p named them last."""
         self.advice = ""
         """What keeps others from reaching this peer and what helps; empty if nothing is known to."""
+        self.seeds = list(ticket.seeds)
+        """Their multiaddrs, and those by which they were reached, where names of private networks lead."""
+        self._elsewhere: PeerRecord | None = None
+        """This peer's record as another process has written it last."""
+
+    async def is_elsewhere(self, own: PeerRecord) -> bool:
+        """Whether another process, which lives, has put ``own``, this peer's record, into the DHT. Each has a
+        certificate of its own; that of this peer's last process nobody shows or renews."""
+        known, digest = self._elsewhere, own.certificate_digest
+        if not digest or (self.grpc is not None and digest == self.grpc.certificate_digest):
+            return False
+        self._elsewhere = own
+        if known is not None and known.certificate_digest == digest:
+            return own.expires_at > known.expires_at
+        return any([await shows(address, digest) for address in own.grpc_addresses[:MAX_DIALLED]])
 
     async def record(self) -> PeerRecord:
         """This peer's record, without what discovery adds. Raises ``TransportError``."""
@@ -112,14 +112,8 @@ class Reach:
 
 
 def publishable(maddrs: Sequence[str]) -> list[str]:
-    """The addresses that others take and that fit into a record, in the order in which libp2p names them."""
-    room = MAX_RECORD_BYTES // 2
-    taken: list[str] = []
-    for maddr in maddrs:
-        if len(maddr) <= min(MAX_STRING, room) and len(taken) < MAX_ADDRESSES:
-            taken.append(maddr)
-            room -= len(maddr)
-    return taken
+    """The addresses that others take and dial, in the order in which libp2p names them."""
+    return [maddr for maddr in maddrs if len(maddr) <= MAX_STRING][:MAX_DIALLED]
 
 
 def leads_as_far(maddr: str, seeds: Sequence[str]) -> bool:
@@ -290,10 +284,6 @@ class Network:
         """Why this machine's clock may keep others from hearing it, and what to do; empty if all is well."""
         self.records = RecordBook(self._find)
         self._stack = AsyncExitStack()
-        self._seeds: list[str] = []
-        """Multiaddrs of the ticket's seeds, in numbers."""
-        self._own_elsewhere: PeerRecord | None = None
-        """This peer's record as another process has written it last."""
         self._news = ""
         """To be told once."""
         self._done_at: dict[str, float] = {}
@@ -336,10 +326,8 @@ class Network:
             if not (contacts := kept_seeds(config.folder, self.ticket.run)):
                 raise
             await self.discovery.rebootstrap(contacts)
-        for seed in self.ticket.seeds:
-            with contextlib.suppress(TransportError):
-                numbers = await Resolver().addresses_of(_host_of(seed), CONNECT_TIMEOUT_S)
-                self._seeds += [multiaddr_of(number, 0) for number in numbers]
+        ways = await ways_to_peers(p2p, CONNECT_TIMEOUT_S)
+        self._reach.seeds += [way for peer in by_peer(contacts) for way in ways.get(peer, ())]
         await self._compare_clocks(contacts)
         manifest = await self.discovery.fetch_manifest(self.ticket.run_key)
         self.run = RunConfig.from_canonical_bytes(manifest.config)
@@ -496,30 +484,14 @@ class Network:
     async def _find(self) -> list[PeerRecord]:
         found = await self.discovery.find_peers(own=True)
         others = [one for one in found if one.peer != self.identity.peer_id]
-        if len(others) < len(found) and await self._is_elsewhere(
-            *(one for one in found if one not in others)
-        ):
-            self._news = ELSEWHERE
+        for own in (one for one in found if one.peer == self.identity.peer_id):
+            self._news = ELSEWHERE if await self._reach.is_elsewhere(own) else self._news
         if is_on_this_machine(self.ticket):
             return others
         others = list(filter(leads_elsewhere, others))
-        for named in (named for one in others for named in (one.maddrs, one.grpc_addresses) if self._seeds):
-            kept = [address for address in named if leads_as_far(address, self._seeds)]
-            del named[:]
-            named.extend(kept)
+        for named in (named for one in others for named in (one.maddrs, one.grpc_addresses)):
+            named[:] = [address for address in named if leads_as_far(address, self._reach.seeds)]
         return others
-
-    async def _is_elsewhere(self, own: PeerRecord) -> bool:
-        """Whether a process that lives has put ``own``, this peer's record, into the DHT, and it is another:
-        certificates are made anew with each. What this peer's last process has left is renewed by nobody, and
-        nobody shows its certificate."""
-        grpc, known, digest = self._reach.grpc, self._own_elsewhere, own.certificate_digest
-        if not digest or (grpc is not None and digest == grpc.certificate_digest):
-            return False
-        self._own_elsewhere = own
-        if known is not None and known.certificate_digest == digest:
-            return own.expires_at > known.expires_at
-        return any([await shows(address, digest) for address in own.grpc_addresses[:MAX_DIALLED]])
 
     # ---- what goes wrong
 

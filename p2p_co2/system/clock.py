@@ -49,18 +49,21 @@ class ProcessClock:
 async def within(limit_s: float) -> AsyncIterator[None]:
     """As ``asyncio.timeout``; where its timer comes far too late this process stood still, and has yet to
     read what came meanwhile."""
-    loop = asyncio.get_running_loop()
+    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+
+    def begin() -> None:
+        at = loop.time() + limit_s
+        timers[:] = [loop.call_at(at, look, at)]
 
     def look(at: float) -> None:
-        nonlocal timer
         if loop.time() - at > STOOD_S:
-            timer = loop.call_later(limit_s, look, loop.time() + limit_s)
+            begin()
         else:
             limit.reschedule(at)
 
     async with asyncio.timeout(None) as limit:
-        timer = loop.call_later(limit_s, look, loop.time() + limit_s)
+        begin()
         try:
             yield
         finally:
-            timer.cancel()
+            timers[0].cancel()

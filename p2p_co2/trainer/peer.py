@@ -181,8 +181,8 @@ class Peer:
         self._governor.toggle(_minute_of_the_day())
 
     def _rest(self) -> None:
-        resting = self._governor.resting(_minute_of_the_day())
-        if resting and not (self._sync.stopped or self._sync.is_near_end()):
+        is_ending = self._sync.stopped or self._sync.account.is_near_end(self._sync.position)
+        if self._governor.resting(_minute_of_the_day()) and not is_ending:
             try:
                 self._saver.save()  # a machine that rests may be switched off
             except EnvironmentFault as error:

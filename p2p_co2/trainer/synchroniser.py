@@ -24,7 +24,6 @@ from torch import Tensor
 from p2p_co2.config import RunConfig
 from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.state import LocalProgress
-from p2p_co2.node.status import ENDS_ROUNDS
 from p2p_co2.protocol.rounds import Offer
 from p2p_co2.protocol.schedule import (
     FIRST_ROUND_BOUND_S,
@@ -281,7 +280,7 @@ class Synchroniser:
         self._report(ev.Paused, reason=why)
         self.report()
         while reason() and not self.stopped:
-            if self.is_near_end():
+            if self.account.is_near_end(self._advance(self._source.now())):
                 self._report(
                     ev.Warned, text="the run is about to end: this peer rests no longer, and ends with it"
                 )
@@ -298,11 +297,6 @@ class Synchroniser:
         self.account.forget_missed()
         self._report(ev.Resumed, paused_s=rested_s)
         self.report()
-
-    def is_near_end(self) -> bool:
-        """Whether the clock is so near the run's end that nobody rests: all are to end with one state."""
-        margin = max(ENDS_ROUNDS, REPORT_EVERY_S / self._run.clock.round_s)
-        return self.account.is_over(self._advance(self._source.now()) + margin)
 
     def stood_still(self) -> None:
         """Count the time since the last step, or since this was asked last."""

@@ -13,9 +13,8 @@ may use another carrier.
 from __future__ import annotations
 
 import asyncio
-import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
@@ -23,7 +22,7 @@ from p2p_co2.errors import LocalProtocolError, PeerLost, RemoteProtocolError, Tr
 from p2p_co2.net.transport.admission import Admission
 from p2p_co2.net.transport.flow import Acknowledged, Seen
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES, MAX_PEERS
+from p2p_co2.protocol.wire.limits import MAX_DIALLED, MAX_MESSAGE_BYTES, MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.system.clock import within
 
@@ -35,8 +34,8 @@ byte holds a link and its buffer no longer."""
 CLOSE_TIMEOUT_S = 2.0
 """How long ``Link.close`` waits for the other end to have taken everything, and a daemon's answer then."""
 
-MAX_DIALLED, DIALS_AT_ONCE = 4, 8
-"""Addresses of a record that a carrier dials, and strangers that it dials at the same time."""
+DIALS_AT_ONCE = 8
+"""Peers that a carrier dials at the same time, but for those that have dialled it."""
 
 DIRECT = "direct"
 """The way of a link with nothing between."""
@@ -151,31 +150,32 @@ class Link:
 
 
 class Dials:
-    """Which addresses of others' records may be dialled: records are free to make, and may name anybody. Four
-    of each, once a minute where nobody of ours has answered yet, and ``places`` at once."""
+    """Which addresses of others' records are dialled, since those may name anybody: where no peer of ours has
+    answered yet once a minute. ``places``: for those that are dialled at once."""
 
     def __init__(self) -> None:
         self.places = asyncio.Semaphore(DIALS_AT_ONCE)
         self._free_at: dict[str, float] = {}
-        """By address; long past where a peer has answered."""
+        """By address; below 0 where a peer has answered."""
 
-    def due(self, addresses: Sequence[str], now: float) -> list[str]:
-        """Those of a record that may be dialled now, and not again within a minute. Raises
-        ``TransportError`` for none of some."""
-        first = list(dict.fromkeys(addresses))[:MAX_DIALLED]
-        due = [one for one in first if self._free_at.get(one, 0.0) <= now]
-        for one in due:
-            if self._free_at.get(one) != -math.inf:
-                self._free_at[one] = now + MESSAGE_TIMEOUT_S
-        while len(self._free_at) > MAX_DIALLED * MAX_PEERS:
-            del self._free_at[next(iter(self._free_at))]
-        if first and not due:
-            raise TransportError(f"nobody answered within {MESSAGE_TIMEOUT_S:.0f} s at what its record names")
-        return due
+    def due(self, addresses: Sequence[str], now: float) -> Iterator[str]:
+        """Those of a record that are to be dialled, one after the other. Raises ``TransportError`` if it
+        names some and none is due."""
+        has_due = not addresses
+        for one in list(dict.fromkeys(addresses))[:MAX_DIALLED]:
+            free_at = self._free_at.get(one, 0.0)
+            if free_at <= now:
+                has_due = True
+                self._free_at[one] = free_at if free_at < 0 else now + MESSAGE_TIMEOUT_S
+                if len(self._free_at) > MAX_DIALLED * MAX_PEERS:
+                    del self._free_at[next(iter(self._free_at))]
+                yield one
+        if not has_due:
+            raise TransportError("nobody answered at its addresses within the last minute")
 
     def answered(self, address: str) -> None:
         """A peer of ours is there."""
-        self._free_at[address] = -math.inf
+        self._free_at[address] = -1.0
 
 
 class Line(Protocol):
@@ -221,9 +221,13 @@ class Carrier:
         Raises ``TransportError`` with the cause in words: nobody there, somebody else there, or refused. Safe
         to cancel.
         """
-        # A peer that has dialled us is there, and waits for our answer.
-        async with nullcontext() if self.admission.is_inside(PeerId(record.peer)) else self.dials.places:
-            link = await self._dial(record)
+        is_inside = self.admission.is_inside(PeerId(record.peer))
+        try:
+            async with nullcontext() if is_inside else self.dials.places:
+                async with asyncio.timeout(2 * CONNECT_TIMEOUT_S):  # a place is not held for longer
+                    link = await self._dial(record)
+        except TimeoutError:
+            raise TransportError("no way to it was open in time") from None
         return link if self.line is None else await self.line.carrying(link)
 
     async def close(self) -> None:

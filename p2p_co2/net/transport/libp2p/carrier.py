@@ -98,7 +98,8 @@ class Libp2pCarrier(Carrier):
             raise TransportError(str(error)) from None
         peer = PeerId(record.peer)
         # One that holds a link to us is connected already.
-        due = self.dials.due(() if self.admission.is_inside(peer) else record.maddrs, time.monotonic())
+        named = () if self.admission.is_inside(peer) else record.maddrs
+        due = list(self.dials.due(named, time.monotonic()))
         await reach(self.p2p, peer, due, CONNECT_TIMEOUT_S)
         stream = await open_stream(self.p2p, peer, PROTOCOL, CONNECT_TIMEOUT_S)
         link = Libp2pLink(peer, stream, tuple(record.maddrs), self.links.discard)
