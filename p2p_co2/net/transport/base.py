@@ -223,9 +223,8 @@ class Carrier:
         """
         is_inside = self.admission.is_inside(PeerId(record.peer))
         try:
-            async with nullcontext() if is_inside else self.dials.places:
-                async with asyncio.timeout(2 * CONNECT_TIMEOUT_S):  # a place is not held for longer
-                    link = await self._dial(record)
+            async with nullcontext() if is_inside else self.dials.places, within(2 * CONNECT_TIMEOUT_S):
+                link = await self._dial(record)
         except TimeoutError:
             raise TransportError("no way to it was open in time") from None
         return link if self.line is None else await self.line.carrying(link)

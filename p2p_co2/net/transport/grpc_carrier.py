@@ -324,7 +324,7 @@ async def fetch_certificate(host: str, port: int, digest: bytes, timeout_s: floa
     context.verify_mode = ssl.CERT_NONE  # the digest below is the verification
     context.set_alpn_protocols(["h2"])
     try:
-        async with asyncio.timeout(timeout_s):
+        async with within(timeout_s):
             _, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=TARGET_NAME)
     except TimeoutError:
         raise TransportError(f"{host}:{port} did not answer within {timeout_s:.0f} s") from None
