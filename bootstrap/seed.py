@@ -33,7 +33,7 @@ from p2p_co2.system.process import (
     full_disk_named,
     require_supported_platform,
 )
-from p2p_co2.ticket import Ticket, is_loopback, is_of_run, is_private, line_to_join, read_ticket
+from p2p_co2.ticket import Ticket, is_loopback, is_of_run, is_private, kept_seeds, line_to_join, read_ticket
 
 if TYPE_CHECKING:
     from p2p_co2.net.discovery import Discovery
@@ -221,12 +221,8 @@ class Seed:
 
     def _known_seeds(self) -> tuple[str, ...]:
         """The other seeds of this run, from the ticket that this seed printed when it was last up."""
-        try:
-            ticket = Ticket.parse((self._folder / "ticket").read_text(encoding="ascii").strip())
-        except (OSError, UnicodeDecodeError, TicketError):
-            return ()  # a first start, or a file that is no help
         own = f"/p2p/{self._identity.peer_id}"
-        return tuple(s for s in ticket.seeds if not s.endswith(own)) if ticket.run == self._digest else ()
+        return tuple(one for one in kept_seeds(self._folder, self._digest) if not one.endswith(own))
 
     def _say_now(self, text: str) -> None:
         self.say(f"{time.strftime('%H:%M:%S')} {text}")

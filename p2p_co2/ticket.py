@@ -157,12 +157,18 @@ def _first_ticket(lines: Iterable[str], where: str) -> str:
     raise TicketError(f'no ticket in {where}: a ticket begins with "{PREFIX}"')
 
 
+def kept_seeds(folder: Path, run: bytes) -> tuple[str, ...]:
+    """Those of the ticket of ``run`` that a peer or seed keeps in its ``folder``; empty if there is none."""
+    try:
+        ticket = Ticket.parse((folder / "ticket").read_text(encoding="ascii"))
+    except (OSError, UnicodeDecodeError, TicketError):
+        return ()  # a first start, or a file that is no help
+    return ticket.seeds if ticket.run == run else ()
+
+
 def is_of_run(folder: Path, run: bytes) -> bool:
     """Whether ``folder`` is a peer's or seed's of ``run``, by the ticket that it keeps."""
-    try:
-        return Ticket.parse((folder / "ticket").read_text(encoding="ascii")).run == run
-    except (OSError, UnicodeDecodeError, TicketError):
-        return False
+    return bool(kept_seeds(folder, run))
 
 
 def is_seed_address(maddr: str) -> bool:

@@ -336,7 +336,7 @@ class Connection:
             return ledger, Progressed()
         for trouble in resuming.restore(saved, live, plan.model, plan.optimizer, is_scheduled):
             self._thread.warn(trouble)
-        ledger.restore(saved.residuals)
+        ledger.restore(saved.residuals, saved.past)
         for damage in saved.passed_over:
             self._thread.warn(f"a checkpoint is damaged, went on from the checkpoint before it: {damage}")
         return ledger, Progressed(saved.position, saved.inner_steps, saved.tokens)

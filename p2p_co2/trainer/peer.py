@@ -165,8 +165,9 @@ class Peer:
         self._sync.stopped = True
 
     def pause(self) -> None:
-        """Rest from the next ``step`` on, which then does not return until ``go_on`` or ``stop``: no
-        training, no fetching, only heartbeats. The swarm does not wait for this peer, and it keeps its place.
+        """Rest from the next ``step`` on, which then does not return until ``go_on``, ``stop`` or the run's
+        end: no training, no fetching, only heartbeats. The swarm does not wait for this peer, and it keeps
+        its place.
         Others judge without it where the swarm is. Newcomers ask it only for what nobody else has. Safe in a
         signal handler and from other threads, as are the next two."""
         self._governor.pause()
@@ -180,7 +181,8 @@ class Peer:
         self._governor.toggle(_minute_of_the_day())
 
     def _rest(self) -> None:
-        if self._governor.resting(_minute_of_the_day()) and not self._sync.stopped:
+        is_ending = self._sync.stopped or self._sync.account.is_near_end(self._sync.position)
+        if self._governor.resting(_minute_of_the_day()) and not is_ending:
             try:
                 self._saver.save()  # a machine that rests may be switched off
             except EnvironmentFault as error:

@@ -160,12 +160,13 @@ class Discovery:
         sealed = self._identity.seal(PEER_CONTEXT, own.SerializeToString())
         await self._store(peers_keys(self._run)[shard_of(me)], me, sealed, own.expires_at)
 
-    async def find_peers(self) -> list[PeerRecord]:
-        """The checked, unexpired records of all other peers, sorted by peer. Raises ``TransportError``."""
+    async def find_peers(self, own: bool = False) -> list[PeerRecord]:
+        """The checked, unexpired records of all other peers, and this one's ``own``, sorted by peer. Raises
+        ``TransportError``."""
         found = await self._find(peers_keys(self._run))
         now, me = get_dht_time(), self._identity.peer_id
         records = [record for record, _ in self._checked(found, self._records.peer_record)]
-        others = [record for record in records if record.expires_at > now and record.peer != me]
+        others = [record for record in records if record.expires_at > now and (own or record.peer != me)]
         return sorted(others, key=lambda record: record.peer)[:MAX_PEERS]
 
     # ---- the run's settings
