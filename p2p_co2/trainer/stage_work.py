@@ -6,9 +6,9 @@
 
 A payload forward is the side (int64, little-endian) and then the encoded activations; backward the encoded
 gradient alone. ``Done.codec`` numbers its codec: 0 is the run's ``backward``, 1 its ``backward_critical``,
-for urgent ones. What low rank leaves out of one is added to its heir; where there is none, codec 0 is taken,
-and nothing is left over. The last stage goes forward and back at once. What a peer sent is checked before it
-is used: ``Done.refused`` says why it could not be, and nothing of it is counted.
+for urgent ones. What low rank leaves out of some is added to their heir; where there is none, codec 0 is
+taken, and nothing is left over. The last stage goes forward and back at once. What a peer sent is checked
+before it is used: ``Done.refused`` says why it could not be, and nothing of it is counted.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class StageWork:
     def _backward(self, work: Work) -> Done:
         assert work.payload is not None
         gradient = self._comes_back[work.codec].decode(work.payload, self._device)
-        self._usual.admit(work.sender, gradient)
+        gradient = self._usual.admit(work.sender, gradient)
         back = self.replica.backward(work.key, gradient, work.tokens, work.loss)
         payload, codec = self._encoded(work, back)
         return Done(work, payload, work.tokens, work.loss, codec=codec)
@@ -205,7 +205,9 @@ class StageWork:
             return _bytes(urgent.encode(gradient)), 1
         if urgent is None or work.heir is None:
             return _bytes(self._goes_back.encode(gradient)), 0
-        payload, self._rest[work.heir] = urgent.encode(gradient)
+        payload, rest = urgent.encode(gradient)
+        left = self._rest.get(work.heir)  # by others that were sent before their heir
+        self._rest[work.heir] = rest if left is None else left + rest
         return _bytes(payload), 1
 
     def _inputs(self, work: Work) -> tuple[Tensor, Tensor]:
@@ -226,8 +228,7 @@ class StageWork:
                 "out of range", f"values outside of {least} to {beyond - 1} in the side"
             )
         hidden = self._comes.decode(view[cut:], self._device)
-        self._usual.admit(work.sender, hidden)
-        return hidden, side
+        return self._usual.admit(work.sender, hidden), side
 
 
 def _bytes(payload: Tensor) -> memoryview:
