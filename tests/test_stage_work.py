@@ -239,3 +239,17 @@ def test_microbatches_that_are_too_large_to_cross_are_refused_by_configuration()
     Crossings.of(stages, torch.zeros(4000, 8), side[:4000], "fp32", "int8")
     with pytest.raises(ConfigError, match=r"pipeline: sequences: 4100 .* 256 MiB is the most"):
         Crossings.of(stages, torch.zeros(4100, 8), side, "fp32", "int8")
+
+
+@pytest.mark.parametrize("part", [slice(0, 1), (slice(None), slice(0, 8))])
+def test_a_batch_of_another_shape_is_told_where_it_is_read(part: Any) -> None:
+    """The last of a data loader is shorter; a tokenizer's sequences are as long as their texts."""
+    stages = byte_stages(2)
+    whole, shorter = microbatches(0, 2)
+    batches = iter([whole, (shorter[0][part], shorter[1][part])])
+    first = StageWork(stages, stages.build(0, 0), 0, crossings_of(stages), batches)
+    assert not first.compute(Work(Do.FORWARD, Key(1, 1))).refused
+    with pytest.raises(ConfigError, match="all microbatches must have one shape: pad, or drop the last"):
+        first.compute(Work(Do.FORWARD, Key(1, 2)))
+    with pytest.raises(ConfigError, match="batches: have run out"):
+        first.compute(Work(Do.FORWARD, Key(1, 3)))

@@ -49,6 +49,8 @@ class Crossings:
     backward: str
     critical: str = ""
     """Of urgent gradients: a codec, "rank16" for low rank, or "" for ``backward``."""
+    inputs: tuple[int, ...] = ()
+    """Shape of one sequence as the first stage takes it; they do not cross."""
 
     @classmethod
     def of(
@@ -58,7 +60,8 @@ class Crossings:
         microbatches that are too large to cross, and for a rank that a gradient cannot have or that saves
         nothing."""
         shapes = stages.crossing(inputs)
-        made = cls(shapes, tuple(side.shape[1:]), len(inputs), forward, backward, critical)
+        like = tuple(inputs.shape[1:])
+        made = cls(shapes, tuple(side.shape[1:]), len(inputs), forward, backward, critical, like)
         for boundary in range(len(stages) - 1):
             plain, *urgent = made.backward_bytes(boundary)
             size = max(made.forward_bytes(boundary), plain)
@@ -80,6 +83,14 @@ class Crossings:
         """Names all this: peers that differ in it take nothing from each other."""
         said = [self.shapes, self.side, self.sequences, self.forward, self.backward, self.critical]
         return hashlib.sha256(json.dumps(said).encode()).digest()
+
+    def must_fit(self, inputs: Tensor, side: Tensor) -> None:
+        """Raises ``ConfigError`` for a microbatch of another shape than the one that these are for."""
+        wanted = [(self.sequences, *self.inputs), (self.sequences, *self.side)]
+        if (given := [tuple(inputs.shape), tuple(side.shape)]) != wanted:
+            problem = "all microbatches must have one shape: pad, or drop the last"
+            said = f"inputs and side are {given[0]} and {given[1]}, were {wanted[0]} and {wanted[1]} before"
+            raise ConfigError("recipe", "batches", f"{problem}; {said}")
 
     def forward_bytes(self, boundary: int) -> int:
         return self.side_bytes + self.ahead(boundary).payload_bytes
@@ -156,7 +167,8 @@ class StageWork:
 
     def compute(self, work: Work) -> Done:
         """Forward, back, or the end of an inner step, whose optimizer step is the caller's. Raises
-        ``ValueError`` for values that are not finite: training has diverged here."""
+        ``ValueError`` for values that are not finite: training has diverged here. ``ConfigError`` for batches
+        of one's own that have run out or have another shape."""
         try:
             if work.do is Do.BACKWARD:
                 return self._backward(work)
@@ -215,7 +227,10 @@ class StageWork:
         peer sent and is no use."""
         if self._comes is None:
             assert self._batches is not None
-            inputs, side = self._stages.split(next(self._batches))
+            if (batch := next(self._batches, None)) is None:
+                raise ConfigError("recipe", "batches", "have run out; in a run with stages they never end")
+            inputs, side = self._stages.microbatch(batch)
+            self._crossings.must_fit(inputs, side)
             return inputs.to(self._device), side
         assert work.payload is not None
         view = memoryview(work.payload).cast("B")
