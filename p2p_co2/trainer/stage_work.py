@@ -218,8 +218,7 @@ class StageWork:
         if urgent is None or work.heir is None:
             return _bytes(self._goes_back.encode(gradient)), 0
         payload, rest = urgent.encode(gradient)
-        left = self._rest.get(work.heir)  # by others that were sent before their heir
-        self._rest[work.heir] = rest if left is None else left + rest
+        self._rest[work.heir] = rest + self._rest.get(work.heir, 0)  # out of order, several have one heir
         return _bytes(payload), 1
 
     def _inputs(self, work: Work) -> tuple[Tensor, Tensor]:

@@ -320,8 +320,7 @@ class Pipeline:
         one.begun_at = now
         binds = self._sizes.up_bytes > self._computing_s * self.upload_bytes_per_s > 0
         if one.phase is self._last_phase and one.sender is not None and (binds or self._is_draining):
-            begun = self.in_flight + self._counted
-            room = 0 if self._is_draining else self._sizes.microbatches - begun
+            room = 0 if self._is_draining else self._sizes.microbatches - self.in_flight - self._counted
             return replace(work, is_urgent=True, heir=_heir(self._held, work.key, self._last_phase, room))
         return work
 
