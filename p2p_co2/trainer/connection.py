@@ -246,7 +246,7 @@ class Connection:
             draws = recipe.batches(data_seed(run, me, peer.inner_steps), pipeline.sequences)
             own = draws if stage == 0 else None
             work = StageWork(stages, module, stage, crossings, own, cache_bytes // 2)
-            return StagePeer(groups, thread.start_pipeline(place, sizes), place, work)
+            return StagePeer(groups, thread.start_pipeline(place, sizes), place, work, recipe.max_grad_norm)
         except BaseException:
             for group in reversed(groups):
                 group.peer.leave("could not meet the stages beside it")
