@@ -57,6 +57,9 @@ class PeerState:
         self.alone, self.given_up = [0] * len(agreed), dict[int, int]()
         self._past = [{version.version: version.digest} for version in agreed]
         self._told: list[Callable[[int, AgreedVersion], None]] = []
+        self.has_worked: Callable[[PeerId], bool] = lambda peer: False
+        self.counts: Callable[[PeerId], bool] = lambda peer: True
+        """As ``Rounds`` says."""
 
     def when_moved(self, call: Callable[[int, AgreedVersion], None]) -> None:
         """Have ``call`` made with (fragment, where it is) after each change of the agreed state."""
