@@ -126,12 +126,14 @@ class Roster:
 
     def _suffices(self, camp: list[PeerId], now: float) -> bool:
         """Whether most of the swarm is in ``camp``. Half of it is enough where we are in that half and first
-        by hash: no other half can say so. Not if the other half has made this round already: then it is we
+        by hash, and no newcomer is there: no other half can say so. Not if the other half has made this round already: then it is we
         who are late."""
         live, size = self.live(), min(len(self._voting(camp)), MAX_MEMBERS)
         if 2 * size != len(live) or self._swarm.me not in camp:
             return 2 * size > len(live)
-        return self._decides(live) and not self.is_late(camp, now)
+        working = self._swarm.working_on(self.fragment)
+        is_all = len(self._voting(working)) == len(working)  # others may count newcomers that we do not
+        return is_all and self._decides(live) and not self.is_late(camp, now)
 
     def is_late(self, camp: list[PeerId], now: float) -> bool:
         """Whether somebody of the other half of the swarm says that it has made this round."""

@@ -102,6 +102,11 @@ class History:
     def _note_workers(self) -> None:
         self.workers = frozenset[str]().union(*(_workers(one) for _, one in self._commits.values()))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether nobody is missing in ``workers``: the last commits are known, or all since the start."""
+        return len(self._commits) == bounds.KEEP_DECISIONS or 1 in self._commits
+
     def has_ended(self, attempt: bytes) -> bool:
         return attempt in self._ended
 

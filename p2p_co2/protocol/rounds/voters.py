@@ -1,7 +1,7 @@
 """Whose word of the swarm counts: identities are free, so a heartbeat alone is no vote.
 
 Law: voters are the live training peers whose slices are in the last commits that this peer knows of. As long
-as it knows of none but its own, those count too that say so of themselves; without any, as a run begins, all
+as it does not know all of these, those count too that say so of themselves; without any, as a run begins, all
 that train. A newcomer is waited for, and may be taken into a group once it is ready (``gathering``).
 Price: one that was away for eight commits of each fragment begins anew, and so do all that were started anew.
 """
@@ -34,25 +34,25 @@ class Voters:
         """Of the live peers that train."""
         of = [history.workers for history in self.histories]
         if self._known[0] != of:
-            self._known = of, self._find(frozenset[str]().union(*of))
+            is_full = any(history.is_full for history in self.histories)
+            self._known = of, self._find(frozenset[str]().union(*of), is_full)
         return self._known[1]
 
-    def _find(self, workers: frozenset[str]) -> Collection[PeerId]:
+    def _find(self, workers: frozenset[str], is_full: bool) -> Collection[PeerId]:
         training = {peer: view for peer, view in self._live.items() if view.training}
         found = [peer for peer in training if peer in workers]
-        if not found or found == [self._me]:
+        if not is_full or not set(found) - {self._me}:
             found += [peer for peer, view in training.items() if view.counted and peer not in found]
         if workers or not found:
-            found = found or list(training)
-            self.met |= dict.fromkeys(found)
+            self.met |= dict.fromkeys(found or self._live)
             for oldest in list(self.met)[:-MAX_PEERS]:
                 del self.met[oldest]
-        return frozenset(found)
+        return frozenset(found or training)
 
     def __contains__(self, peer: PeerId) -> bool:
         """Whether it has a vote; of one that trains no more, whether it had."""
-        view = self._live.get(peer)
-        return peer in self.all() if view is not None and view.training else self.counts(peer)
+        view, voting = self._live.get(peer), self.all()
+        return peer in voting if view is not None and view.training else self.counts(peer)
 
     def counts(self, peer: PeerId) -> bool:
         """Whether what ``peer`` says of where it is counts: it had a vote, or no other live peer had one."""
