@@ -202,7 +202,8 @@ class Network:
 
     def _view(self, name: PeerId) -> PeerView:
         states = self.peers[name].states
-        return PeerView(self.uploads[name], True, tuple(states[f][0] for f in range(len(states))))
+        versions, peer = tuple(states[f][0] for f in range(len(states))), self.peers[name].machine
+        return PeerView(self.uploads[name], True, versions, counted=peer.has_worked(name))
 
     def mislead(self, name: PeerId, share: float) -> None:
         """Membership of one peer wrongly drops a share of the others."""
@@ -233,7 +234,9 @@ class Network:
 
     def _notice(self) -> None:
         """As the node does: who sees half of the others beyond it for some seconds loads their state."""
-        versions = sorted((peer.version for peer in self.peers.values()), reverse=True)
+        versions = sorted((peer.version for peer in self.peers.values() if peer.alive), reverse=True)
+        if not versions:
+            return
         newest = versions[(len(versions) - 1) // 2]
         late = {name for name in self.names if self.peers[name].version < newest}
         donor = next(peer for peer in self.peers.values() if peer.version == newest)

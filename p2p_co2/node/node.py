@@ -100,6 +100,7 @@ class Node:
         self.rounds.when_begun(self.catchup.donor.history.shrink)
         # what follows from their events
         self.state = PeerState(me, agreed, past)
+        self.state.has_worked, self.state.counts = self.rounds.has_worked, self.rounds.counts
         for fragment, version in enumerate(agreed):
             self.catchup.donor.moved(fragment, version.version)
         self.state.when_moved(lambda fragment, version: self.catchup.donor.moved(fragment, version.version))

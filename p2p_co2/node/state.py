@@ -63,6 +63,9 @@ class PeerState:
         for known, version in zip(self._past, agreed, strict=True):
             known[version.version] = version.digest
         self._told: list[Callable[[int, AgreedVersion], None]] = []
+        self.has_worked: Callable[[PeerId], bool] = lambda peer: False
+        self.counts: Callable[[PeerId], bool] = lambda peer: True
+        """As ``Rounds`` says."""
 
     def when_moved(self, call: Callable[[int, AgreedVersion], None]) -> None:
         """Have ``call`` made with (fragment, where it is) after each change of the agreed state."""

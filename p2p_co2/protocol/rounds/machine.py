@@ -64,7 +64,7 @@ class Rounds:
         self._swarm = Swarm(self._me, shape)
         self._outlet = Outlet(self._me)
         self._swarm.repute.emit = self._outlet.emit
-        histories = [History() for _ in shape.blocks]
+        histories = self._swarm.voters.histories = [History() for _ in shape.blocks]
         self._coordination = Coordination(
             self._swarm, self._outlet, histories,
             joined_until=lambda place: self._fragments[place[0]].joined_until(place[1]),
@@ -135,6 +135,10 @@ class Rounds:
     def has_worked(self, peer: PeerId) -> bool:
         """Whether a slice of ``peer`` is in one of the last means that we know of."""
         return any(fragment.history.has_worked(peer) for fragment in self._fragments)
+
+    def counts(self, peer: PeerId) -> bool:
+        """Whether what ``peer`` says of the swarm counts: it has had a vote here, or nobody who is live has."""
+        return self._swarm.voters.counts(peer)
 
     def stage(self, fragment: int) -> Stage:
         """How far the round of our offer is; other threads may ask."""
