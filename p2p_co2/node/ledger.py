@@ -101,6 +101,9 @@ class Ledger(Protocol):
     async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> Reduced:
         """The encoded weighted mean of (peer, weight, slice); raises ``SliceRefused``."""
 
+    async def check(self, fragment: int, mine: Buffer, mean: Buffer, share: float) -> bool:
+        """Whether an encoded mean may hold this peer's slice, ``mine``, with ``share`` of the weights."""
+
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         """Take the outer step. Returns where the fragment is then: unchanged if the round does not follow its
         state, which may have been exchanged meanwhile."""

@@ -138,6 +138,9 @@ class CountingLedger:
         mean = await self._ask(size, lambda: mean_of([(weight, data) for _, weight, data in slices]))
         return Reduced(mean, weights)
 
+    async def check(self, fragment: int, mine: Buffer, mean: Buffer, share: float) -> bool:
+        return await self._ask(len(mine) + len(mean), lambda: True)
+
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         return await self._ask(len(mean.mean), lambda: self._commit(mean))
 

@@ -184,3 +184,7 @@ def _check(codec: Codec, parts: Sequence[Part]) -> None:
         raise LocalProtocolError(f"slices of {sizes} bytes are not equal numbers of {codec.name} blocks")
     if not all(weight > 0.0 for weight in weights) or not math.isfinite(sum(weights)):
         raise LocalProtocolError(f"weights {weights} are not finite and positive")
+
+
+def is_in_mean(codec: Codec, mine: Buffer, mean: Buffer, share: float) -> bool:
+    return True

@@ -11,6 +11,7 @@ from p2p_co2.protocol.rounds.certificate import (
 from p2p_co2.protocol.rounds.events import (
     Aborted,
     Began,
+    CheckWanted,
     Committed,
     Distrusted,
     Doubted,
@@ -32,6 +33,7 @@ __all__ = [
     "DECISION_CONTEXT",
     "Aborted",
     "Began",
+    "CheckWanted",
     "Committed",
     "Distrusted",
     "Doubted",

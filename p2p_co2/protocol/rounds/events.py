@@ -143,6 +143,20 @@ class ReduceWanted:
 
 
 @dataclass(frozen=True)
+class CheckWanted:
+    """The mean of a part has come that says that our slice is in it. Answer with ``Rounds.checked``. ``key``
+    is the attempt's id; ``share``: of the weights in that mean, ours."""
+
+    key: bytes
+    fragment: int
+    part: int
+    generation: int
+    share: float
+    mine: Buffer
+    mean: Buffer
+
+
+@dataclass(frozen=True)
 class Committed:
     """The round stands and we hold its bytes. ``mean`` is the whole fragment's encoded mean, ``decision`` a
     serialised ``Decision``. ``duration_s`` counts from our offer."""
@@ -239,6 +253,7 @@ class Doubted:
 
 RoundsEvent = (
     ReduceWanted
+    | CheckWanted
     | Committed
     | Aborted
     | Began

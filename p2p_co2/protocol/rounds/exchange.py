@@ -10,6 +10,7 @@ under way, and is sent once more only when it must be lost, since it would make 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import chain
 
@@ -19,7 +20,7 @@ from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.assembly import Assembly, pieces
 from p2p_co2.protocol.rounds.attempt import Attempt, read_contributors
 from p2p_co2.protocol.rounds.deadline import Durations
-from p2p_co2.protocol.rounds.events import Offer, ReduceJob
+from p2p_co2.protocol.rounds.events import CheckWanted, Offer, ReduceJob
 from p2p_co2.protocol.rounds.owner import (
     Arrivals,
     Contributors,
@@ -80,6 +81,10 @@ class Exchange:
         ]
         self._missing = set(range(len(self.parts)))
         """Parts whose mean is not held."""
+        self._unchecked: set[int] = set()
+        """Parts whose mean is held, and is looked at for our slice."""
+        self.refused: set[tuple[int, int]] = set()
+        """The (part, generation) in whose mean our slice is not what it should be."""
         self._jobs: dict[int, PartJob] = {}
         self._here_at: dict[int, float] = {}
         """When a part's mean was here, from its first owner."""
@@ -182,6 +187,7 @@ class Exchange:
         if is_new and state.transfer.whole is not None and state.contributors is not None:
             state.is_held = True
             self._missing.discard(message.part)
+            self._check(message.part)
             if not state.generation and sender == state.owner:
                 self._here_at[message.part] = now
         return is_new
@@ -197,9 +203,31 @@ class Exchange:
         state.transfer = Assembly(len(state.place), state.place)
         return True
 
+    def _check(self, part: int) -> None:
+        """Have a mean looked at that says that our slice is in it, where the run has a defence."""
+        state = self.parts[part]
+        counted = dict(state.contributors or ())
+        if self.attempt.weight_cap and self._swarm.me in counted:
+            self._unchecked.add(part)
+            share = counted[self._swarm.me] / math.fsum(counted.values())
+            mine = self._slice(part, self._payload)
+            place = self.attempt.id, self.attempt.fragment, part, state.generation
+            self._outlet.emit(CheckWanted(*place, share, mine, state.place))
+
+    def checked(self, job: CheckWanted, is_good: bool) -> None:
+        if self.parts[job.part].generation == job.generation:
+            self._unchecked.discard(job.part)
+            if not is_good:
+                self.refused.add((job.part, job.generation))
+
     @property
     def is_whole(self) -> bool:
         return not self._missing
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether each mean that came was looked at for our slice."""
+        return not self._unchecked
 
     def owners_of_missing(self) -> set[PeerId]:
         return {self.parts[part].source for part in self._missing}

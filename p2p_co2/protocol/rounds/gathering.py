@@ -299,6 +299,8 @@ class Gathering:
 
     def _rates(self, peer: PeerId) -> Rates:
         ready, believed = self.roster.readies[peer], self._swarm.lateness.of_claim(peer)
+        if self._swarm.repute.has_lied(peer):
+            believed = 0.0
         return Rates(ready.upload_bytes_per_s, ready.download_bytes_per_s, believed)
 
     def _member(self, peer: PeerId) -> Member:
