@@ -24,6 +24,7 @@ from p2p_co2.protocol.rounds import (
     CheckWanted,
     Committed,
     FellBehind,
+    Likeness,
     Offer,
     OutcomeWithoutBytes,
     PayloadShape,
@@ -386,7 +387,8 @@ class Network:
 
     def _check(self, peer: Peer, job: CheckWanted) -> None:
         if peer.alive:
-            peer.machine.checked(job, self.finds_itself(peer.name, job), self.now)
+            is_good = self.finds_itself(peer.name, job)
+            peer.machine.checked(job, Likeness(1.0 if is_good else -1.0, 1.0), self.now)
             self.pump(peer.name)
 
     # ---- what happened

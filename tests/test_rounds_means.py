@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from p2p_co2.protocol.rounds import Aborted, CheckWanted, PayloadShape, Refused
+from p2p_co2.protocol.rounds import Aborted, CheckWanted, Likeness, Offer, PayloadShape, Refused
 from p2p_co2.protocol.rounds.attempt import Attempt, Share
 from p2p_co2.protocol.rounds.ballot import Ballot
+from p2p_co2.protocol.rounds.deadline import Durations
+from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.rounds.parts import BlockRange, Rates, divide
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_network import Network
@@ -60,7 +63,8 @@ def test_an_owner_whose_means_are_not_what_was_sent_costs_a_round_and_averages_n
 def test_one_that_refuses_what_the_others_find_is_outvoted_and_takes_their_mean(count: int) -> None:
     net = Network(count, shape=SHAPE)
     doubter = net.names[0]
-    net.finds_itself = lambda peer, job: peer != doubter
+    owner = net.names[1]
+    net.finds_itself = lambda peer, job: peer != doubter or owner_of(net, job) != owner
     net.offer_all()
     net.run(3.0)
     committed = net.committed()
@@ -81,8 +85,66 @@ def test_who_was_not_counted_has_no_say_and_without_a_defence_nobody_looks() -> 
         assert bool(checks) is looks
         for name, job in checks:
             assert owner_of(net, job) != name
-            assert job.share == pytest.approx(net.weight(name) / sum(map(net.weight, net.names)))
             assert len(job.mine) == len(job.mean)
+
+
+def test_who_would_refuse_most_owners_is_odd_itself() -> None:
+    net = Network(4, shape=SHAPE)
+    odd = net.names[0]
+    net.finds_itself = lambda peer, job: peer != odd
+    net.offer_all()
+    net.run(3.0)
+    assert net.committed().keys() == set(net.names)
+    results = [message for source, _, message in net.sent if isinstance(message, wire.Result)]
+    assert results
+    assert not any(result.refused for result in results)
+
+
+@pytest.mark.parametrize(
+    ("weights", "counted", "likeness", "is_refused"),
+    [
+        ((1, 1, 1, 1), {}, (0.5, 0.7), False),
+        ((1, 1, 1, 1), {}, (-0.1, 0.7), False),  # slices may point anywhere
+        ((1, 1, 1, 1), {}, (-0.5, 0.7), True),  # flipped
+        ((1, 1, 1, 1), {}, (0.5, 7.0), True),  # ten times as long
+        ((1, 1, 1, 1), {}, (0.1, 7.0), False),  # our slice is next to nothing there
+        ((1, 4, 4, 4), {}, (0.5, 7.0), False),  # a slow peer's slice is short
+        ((1, 4, 4, 4), {}, (-0.5, 7.0), True),
+        ((1, 1, 1, 1e6), {}, (0.5, 7.0), True),  # a boast makes nobody slow
+        ((1, 1, 1, 1), {0: 0.3}, (-0.5, 0.7), False),  # ours was long, and is not counted as it was
+        ((1, 1, 1, 1), {0: 0.3, 1: 0.3}, (-0.5, 0.7), False),
+        ((1, 1, 1, 1), {0: 0.3, 1: 0.3, 2: 0.3}, None, True),  # most are cut: no rule does that
+        ((1, 1, 1, 1), {0: 0.0}, None, False),  # it was late, or forgotten
+    ],
+)
+def test_which_mean_is_refused(
+    weights: Sequence[float], counted: dict[int, float], likeness: tuple[float, float] | None,
+    is_refused: bool,
+) -> None:  # fmt: skip
+    peers = [PeerId(f"p{index}") for index in range(4)]
+    shares = {peer: Share(float(weight), 0) for peer, weight in zip(peers, weights, strict=True)}
+    ranges = tuple(BlockRange(4 * part, 4 * part + 4) for part in range(4))
+    attempt = Attempt(
+        0, 1, bytes(16), shares, ranges, tuple(peers), (frozenset(peers),) * 4, bytes(32), peers[1], 1.0, 1.0,
+        4, 4.0,
+    )  # fmt: skip
+    swarm, outlet = Swarm(peers[0], SHAPE), Outlet(peers[0])
+    offer = Offer(0, 1, 0, bytes(32), bytes(128), 1.0)
+    exchange = Exchange(offer, attempt, swarm, outlet, observed=Durations(), now=0.0)
+    for part, owner in enumerate(peers[1:], 1):
+        listed = [
+            (peer, counted.get(index, 1.0) * attempt.weights[peer] if part == 3 else attempt.weights[peer])
+            for index, peer in enumerate(peers)
+        ]
+        contributors = [wire.Contributor(peer=peer, weight=weight) for peer, weight in listed if weight]
+        mean = wire.Mean(key=attempt.key(), part=part, total=32, data=bytes(32), contributors=contributors)
+        assert exchange.mean_came(mean, owner, 1.0)
+    jobs = [event for event in outlet.events if isinstance(event, CheckWanted)]
+    assert exchange.is_checked is not bool(jobs)
+    for job in jobs:
+        exchange.checked(job, Likeness(*likeness) if job.part == 3 and likeness else Likeness(0.5, 0.7))
+    assert exchange.is_checked
+    assert exchange.refused == ({(3, 0)} if is_refused else set())
 
 
 def refusals(members: int, by: Sequence[int]) -> Ballot:

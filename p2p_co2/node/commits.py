@@ -91,8 +91,8 @@ class CommitHandler:
         self._do.pump()
 
     async def _check(self, event: said.CheckWanted) -> None:
-        is_good = await self._ledger.check(event.fragment, event.mine, event.mean, event.share)
-        self._rounds.checked(event, is_good, self._do.now())
+        likeness = await self._ledger.check(event.fragment, event.mine, event.mean)
+        self._rounds.checked(event, likeness, self._do.now())
         self._do.pump()
 
     async def _committed(self, event: said.Committed) -> None:

@@ -16,6 +16,7 @@ fp16, int8, int4 and e3m0 need no memory for the mean (``codec.passes``).
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median_high, median_low
 from typing import NamedTuple
@@ -31,6 +32,8 @@ from p2p_co2.tensors.outer import magnitude, norm_shift, square_sum_of
 
 LEAST_OF_MIDDLE = 1 / 4
 """Of its weight: what the upper middle one of an even number of slices counts with, at least."""
+LOOKED_AT = 4
+"""Of the pieces of a mean, each member looks at one in so many. Nobody knows at which before."""
 Part = tuple[str, float, Buffer]
 """(peer, weight, payload slice)"""
 
@@ -86,6 +89,17 @@ class Slices:
                     total.add_(self._decoded(index, at).mul_(shares[index]))
                 codec.encode(total.clamp_(-LARGEST, LARGEST), rows[at.start * size : at.stop * size])
         return result
+
+    def products(self) -> tuple[float, float, float]:
+        """Of two slices: their inner product, and the norm of each; of one in ``LOOKED_AT`` pieces, drawn by
+        lot."""
+        found = [0.0, 0.0, 0.0]
+        pieces = list(self._pieces())
+        for at in pieces[secrets.randbelow(min(LOOKED_AT, len(pieces))) :: LOOKED_AT]:
+            one, other = (self._decoded(index, at) for index in (0, 1))
+            pairs = ((one, other), (one, one), (other, other))
+            found = [total + float(a.dot(b)) for total, (a, b) in zip(found, pairs, strict=True)]
+        return found[0], math.sqrt(found[1]), math.sqrt(found[2])
 
     def _norm(self, index: int) -> float:
         total = 0.0
@@ -175,6 +189,20 @@ def median_clipped(norms: Sequence[float], weights: Sequence[float], uses: int =
     return tuple(weight * (usual / norm) or weight if norm > usual else weight for norm, weight in pairs)
 
 
+def compare(codec: Codec, mine: Buffer, mean: Buffer) -> tuple[float, float]:
+    """What a mean is like beside a slice in it: the cosine between the two, and how many times as long it is.
+    (0, 0) where one of them is zero, which tells nothing; a cosine of -1 for a mean that is not finite, or
+    beyond what can be summed."""
+    slices = Slices(codec, ("mine", "mean"), (mine, mean))
+    try:
+        along, own, whole = slices.products()
+    except HostileSlice:
+        return -1.0, math.inf
+    if whole == 0.0 or not 0.0 < own < math.inf:
+        return 0.0, 0.0
+    return (along / own / whole, whole / own) if whole < math.inf else (-1.0, math.inf)
+
+
 def _check(codec: Codec, parts: Sequence[Part]) -> None:
     peers, weights = [peer for peer, _, _ in parts], [weight for _, weight, _ in parts]
     if not parts or len(set(peers)) != len(peers):
@@ -185,6 +213,3 @@ def _check(codec: Codec, parts: Sequence[Part]) -> None:
     if not all(weight > 0.0 for weight in weights) or not math.isfinite(sum(weights)):
         raise LocalProtocolError(f"weights {weights} are not finite and positive")
 
-
-def is_in_mean(codec: Codec, mine: Buffer, mean: Buffer, share: float) -> bool:
-    return True

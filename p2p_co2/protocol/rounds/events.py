@@ -145,15 +145,21 @@ class ReduceWanted:
 @dataclass(frozen=True)
 class CheckWanted:
     """The mean of a part has come that says that our slice is in it. Answer with ``Rounds.checked``. ``key``
-    is the attempt's id; ``share``: of the weights in that mean, ours."""
+    is the attempt's id."""
 
     key: bytes
     fragment: int
     part: int
     generation: int
-    share: float
     mine: Buffer
     mean: Buffer
+
+
+class Likeness(NamedTuple):
+    """Of a mean to our slice: the cosine between the two, and how many times as long it is."""
+
+    cosine: float
+    length: float
 
 
 @dataclass(frozen=True)

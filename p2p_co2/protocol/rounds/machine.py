@@ -30,6 +30,7 @@ from p2p_co2.protocol.rounds.certificate import open_decision
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.events import (
     CheckWanted,
+    Likeness,
     Offer,
     OpenOffer,
     PayloadShape,
@@ -172,11 +173,11 @@ class Rounds:
             member.check(now)
         self._settle(now)
 
-    def checked(self, job: CheckWanted, is_good: bool, now: float) -> None:
-        """Whether the mean of a ``CheckWanted`` may hold our slice; ignored if the attempt is over."""
+    def checked(self, job: CheckWanted, likeness: Likeness, now: float) -> None:
+        """What the mean of a ``CheckWanted`` is like; ignored if the attempt is over."""
         member = self._member_of(job)
         if member is not None:
-            member.exchange.checked(job, is_good)
+            member.exchange.checked(job, likeness)
             member.check(now)
         self._settle(now)
 
