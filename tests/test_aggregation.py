@@ -24,6 +24,7 @@ from p2p_co2.tensors.aggregation import (
     Rule,
     centred,
     centred_mean,
+    compare,
     reduce_slices,
     usual_length,
     weighted_mean,
@@ -74,6 +75,33 @@ def test_mean_by_hand() -> None:
 
 
 # ---- against a reference
+
+
+# ---- what a member sees in a mean
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("blocks", [1, 5, 9 * CHUNK_BLOCKS + 3])
+def test_a_mean_is_compared_with_a_slice_in_it(name: str, blocks: int) -> None:
+    codec, one, other = get_codec(name), gaussians(blocks * 128, 0), gaussians(blocks * 128, 1)
+    mine = encoded(name, one)
+    for scale in (1.0, -1.0, 10.0):
+        mean = scale * (0.6 * one + 0.8 * other)
+        cosine, length = compare(codec, mine, encoded(name, mean))
+        wanted = float(torch.dot(mean, one) / mean.norm() / one.norm())
+        assert cosine == pytest.approx(wanted, abs=0.15 if blocks < 9 else 0.04)
+        assert length == pytest.approx(abs(scale), rel=0.3 if blocks < 9 else 0.1)
+
+
+def test_nothing_tells_nothing_and_what_is_not_finite_is_no_mean() -> None:
+    codec = get_codec("fp32")
+    some, zeros, huge = gaussians(128, 0), torch.zeros(128), torch.full((128,), 1e30)
+    assert compare(codec, encoded("fp32", zeros), encoded("fp32", some)) == (0.0, 0.0)
+    assert compare(codec, encoded("fp32", some), encoded("fp32", zeros)) == (0.0, 0.0)
+    assert compare(codec, encoded("fp32", huge), encoded("fp32", huge)) == pytest.approx((1.0, 1.0))
+    assert compare(codec, encoded("fp32", some), encoded("fp32", huge))[1] > 1e29
+    broken = struct.pack("<f", math.nan) + encoded("fp32", some)[4:]
+    assert compare(codec, encoded("fp32", some), broken) == (-1.0, math.inf)
 
 
 # ---- laws

@@ -16,6 +16,7 @@ fp16, int8, int4 and e3m0 need no memory for the mean (``codec.passes``).
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median_high, median_low
 from typing import NamedTuple
@@ -39,6 +40,8 @@ NEXT_TO_NOTHING = 1e-12
 ROUNDED_BITS = 12
 LEAST_OF_MIDDLE = 1 / 4
 """Of its weight: what the upper middle one of an even number of slices counts with, at least."""
+LOOKED_AT = 4
+"""Of the pieces of a mean, each member looks at one in so many. Nobody knows at which before."""
 Part = tuple[str, float, Buffer]
 """(peer, weight, payload slice)"""
 
@@ -71,10 +74,12 @@ class Slices:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def products(self) -> list[list[float]]:
-        """[k][k]: the inner product of the values of each slice with those of each."""
+    def products(self, one_in: int = 1) -> list[list[float]]:
+        """[k][k]: the inner product of the values of each slice with those of each; of one in so many pieces,
+        drawn by lot."""
+        pieces = list(self._pieces(max(1, CHUNK_BLOCKS // len(self))))
         total = torch.zeros((len(self), len(self)), dtype=torch.float64, device="cpu")
-        for at in self._pieces(max(1, CHUNK_BLOCKS // len(self))):
+        for at in pieces[secrets.randbelow(min(one_in, len(pieces) or 1)) :: one_in]:
             rows = torch.stack([self._decoded(index, at) for index in range(len(self))]).double()
             total += rows @ rows.T
         return [[float(one) for one in row] for row in total]
@@ -225,6 +230,19 @@ def _distance(products: Sequence[Sequence[float]], centre: Sequence[float], inde
 def _rounded(value: float) -> float:
     mantissa, exponent = math.frexp(value)
     return math.ldexp(round(math.ldexp(mantissa, ROUNDED_BITS)), exponent - ROUNDED_BITS)
+
+
+def compare(codec: Codec, mine: Buffer, mean: Buffer) -> tuple[float, float]:
+    """What a mean is like beside a slice in it: the cosine between the two, and how many times as long it is.
+    (0, 0) where one of them is zero, which tells nothing; (-1, inf) for a mean that is not finite."""
+    slices = Slices(codec, ("mine", "mean"), (mine, mean))
+    try:
+        (own, along), (_, whole) = slices.products(LOOKED_AT)
+    except HostileSlice:
+        return -1.0, math.inf
+    if own == 0.0 or whole == 0.0:
+        return 0.0, 0.0
+    return along / math.sqrt(own) / math.sqrt(whole), math.sqrt(whole) / math.sqrt(own)
 
 
 def _check(codec: Codec, parts: Sequence[Part]) -> None:

@@ -21,8 +21,9 @@ from p2p_co2.digest import digest_of_chunks
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Exported, PartWeights, Reduced, SliceRefused
 from p2p_co2.protocol.catchup.goals import chunk_bytes_of
+from p2p_co2.protocol.rounds import Likeness
 from p2p_co2.system.memory import Buffer, return_holes
-from p2p_co2.tensors.aggregation import HostileSlice, Rule, reduce_slices, weighted_mean
+from p2p_co2.tensors.aggregation import HostileSlice, Rule, compare, reduce_slices, weighted_mean
 from p2p_co2.tensors.checkpoint.agreed import (
     state_chunk_digests,
     state_from_bytes,
@@ -184,6 +185,10 @@ class TensorWorker:
             return Reduced(*reduce_slices(self._rule, self._codec, slices))
         except HostileSlice as hostile:
             raise SliceRefused(hostile.peer, str(hostile.cause)) from None
+
+    @_on_worker
+    def check(self, fragment: int, mine: Buffer, mean: Buffer) -> Likeness:
+        return Likeness(*compare(self._codec, mine, mean))
 
     @_on_worker
     def commit(self, mean: AgreedMean) -> AgreedVersion:

@@ -318,7 +318,8 @@ class Gathering:
 
     def _rates(self, peer: PeerId) -> Rates:
         ready = self.roster.readies[peer]
-        believed = self._swarm.lateness.of_claim(peer) if peer in self._swarm.voters else 0.0
+        may_own = peer in self._swarm.voters and not self._swarm.repute.has_lied(peer)
+        believed = self._swarm.lateness.of_claim(peer) if may_own else 0.0
         return Rates(ready.upload_bytes_per_s, ready.download_bytes_per_s, believed)
 
     def _member(self, peer: PeerId) -> Member:
