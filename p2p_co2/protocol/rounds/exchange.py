@@ -36,8 +36,8 @@ from p2p_co2.protocol.wire.messages_pb2 import Mean, Part, PartOutcome
 from p2p_co2.system.memory import Buffer, large_buffer
 
 LEAST_COSINE = 0.2
-"""A mean that holds a slice points its way: between honest ones -0.31 was the least of 38,000, 0.5 the median.
-One that points the other way by more than this is refused."""
+"""A mean that holds a slice points its way: between honest ones -0.31 was the least of 38,000, 0.5 the
+median. One that points the other way by more than this is refused."""
 LONGEST = 3.0
 """Nor is a mean that points its way so many times as long. Honest ones were 1.9 times as long at most, beside
 no peer of twice the work."""

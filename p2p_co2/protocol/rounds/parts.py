@@ -105,6 +105,10 @@ def divide(
     credible = _credible([rates[peer].upload for peer in members], own_upload, assumed)
     uploads = [rate / payload_bytes for rate in credible]
     links = [_link(rates[peer], upload, payload_bytes) for peer, upload in zip(members, uploads, strict=True)]
+    if MOST_OWNED * sum(link > 0 for link in links) < len(links):
+        links = (
+            uploads  # too few may own: a round with owners that are not believed is checked by its members
+        )
     time_s = max(PATIENCE * _shortest_s(links), cheap_s)
     shares = _shares(links, time_s)
     budgets = {
