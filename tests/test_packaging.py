@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -51,6 +52,12 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: tuple[Path, Path]) -> N
     )
     assert "\nLicense-Expression: Apache-2.0\n" in about
     assert any(name.endswith("/licenses/LICENSE") for name in others)
+
+
+def test_one_wheel_serves_every_python_that_is_supported(wheel: tuple[Path, Path]) -> None:
+    assert wheel[0].name.endswith("-cp311-abi3-linux_x86_64.whl")
+    built_for = [name for name in zipfile.ZipFile(wheel[0]).namelist() if name.endswith(".so")]
+    assert built_for == ["p2p_co2/tensors/codec/_native.abi3.so"] * bool(shutil.which("cc"))
 
 
 def test_the_sdist_has_what_the_documents_name(wheel: tuple[Path, Path]) -> None:
