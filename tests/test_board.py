@@ -607,7 +607,9 @@ def test_a_sink_that_is_not_asked_for_or_not_installed_is_told(monkeypatch: pyte
     with pytest.raises(ConfigError, match="--tensorboard"):
         open_sinks(None, "")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(EnvironmentFault, match=r"--wandb needs an extra: pip install 'p2p-co2\[wandb\]'"):
+    with pytest.raises(
+        EnvironmentFault, match=r"--wandb needs an extra: pip install '\.\[wandb\]' in a clone of p2p-co2"
+    ):
         open_sinks(None, "project")
 
 
