@@ -63,7 +63,7 @@ BAD, ODD = "bad", "odd"
 _UPDATE = "its owner should install the organiser's version"
 _ADVICE = {
     "round_aborted": (BAD, "its work goes into the next one; if that goes on, look at the peer it names"),
-    "contribution_capped": (ODD, "if it is honest, raise weight_cap in the next run file"),
+    "contribution_capped": (ODD, "a fast peer's lead is bounded (weight_cap): all is well if it is one"),
     "message_refused": (ODD, _UPDATE),
     "warned": (ODD, "its own terminal or log says more"),
 }

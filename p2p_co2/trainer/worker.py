@@ -82,6 +82,8 @@ class TensorWorker:
         self._chunk_digests = [
             state_chunk_digests(fragment.state, self.chunk_bytes) for fragment in self.fragments
         ]
+        self.past: list[dict[int, bytes]] = [{} for _ in self.fragments]
+        """Of each fragment, as ``PeerState.past`` has it: the network thread writes it."""
         self._is_closed = False
         self._encoding: Future[None] | None = None
 
@@ -111,13 +113,17 @@ class TensorWorker:
 
         return read() if self._is_closed else self.thread.submit(read).result()
 
-    def borrow(self) -> tuple[list[OuterState], dict[int, Values]]:
+    def borrow(self) -> tuple[list[OuterState], dict[int, Values], list[dict[int, bytes]]]:
         """The agreed states and the residuals of one moment, for a checkpoint: not written to until each is
-        given back. Waits for the worker. Raises as ``PoisonGuard.check``."""
+        given back; and their ``past``, where the network thread knows of the state. Waits for the worker.
+        Raises as ``PoisonGuard.check``."""
 
-        def read() -> tuple[list[OuterState], dict[int, Values]]:
+        def read() -> tuple[list[OuterState], dict[int, Values], list[dict[int, bytes]]]:
             states = [fragment.lend("saver") for fragment in self.fragments]
-            return states, {i: one.residual for i, one in enumerate(self.fragments) if one.residual}
+            agreed = [self._agreed(fragment) for fragment in range(len(self.fragments))]
+            pairs = zip(map(dict.copy, self.past), agreed, strict=True)
+            past = [known if known.get(at.version) == at.digest else {} for known, at in pairs]
+            return states, {i: one.residual for i, one in enumerate(self.fragments) if one.residual}, past
 
         return self.thread.submit(read).result()
 
@@ -125,9 +131,11 @@ class TensorWorker:
         """What was borrowed of it at ``version`` is read."""
         self.thread.submit(self.fragments[fragment].give_back, version, "saver")
 
-    def restore(self, residuals: Mapping[int, Values]) -> None:
-        """Go on from a checkpoint, before the node runs: put saved residuals back. What the process before
-        had offered is in doubt from now on."""
+    def restore(self, residuals: Mapping[int, Values], past: Sequence[Mapping[int, bytes]] = ()) -> None:
+        """Go on from a checkpoint, before the node runs: put saved residuals, and digests of the past, back.
+        What the process before had offered is in doubt from now on."""
+        for known, saved in zip(self.past, past, strict=False):
+            known.update(saved)
         for index, fragment in enumerate(self.fragments):
             fragment.in_doubt = True
             if index in residuals:
