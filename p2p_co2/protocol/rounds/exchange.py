@@ -10,9 +10,10 @@ under way, and is sent once more only when it must be lost, since it would make 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import chain
 from statistics import median_high
+from typing import TypeVar
 
 from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
@@ -35,6 +36,7 @@ from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Mean, Part, PartOutcome
 from p2p_co2.system.memory import Buffer, large_buffer
 
+_Place = TypeVar("_Place", bound=Hashable)
 LEAST_COSINE = 0.2
 """A mean that holds a slice points its way: of 38,000 honest ones the least was -0.31, the median 0.5. One
 that points the other way by more than this is refused."""
@@ -47,6 +49,15 @@ def may_be_true(likeness: Likeness, is_slow: bool = False) -> bool:
     """Whether a mean may hold our slice. What is next to nothing beside the mean tells no length."""
     is_long = not is_slow and likeness.cosine > LEAST_COSINE and likeness.length > LONGEST
     return likeness.cosine >= -LEAST_COSINE and not is_long
+
+
+def refused_of(found: Mapping[_Place, tuple[PeerId, bool]]) -> set[_Place]:
+    """Which means a member refuses. ``found``: of those that it looked at, and of its own, who averaged it
+    and whether it may be true. If most owners seem to lie, it is more likely its own slice that is odd."""
+    owners = {owner for owner, _ in found.values()}
+    liars = {owner for owner, is_good in found.values() if not is_good}
+    bad = {place for place, (_, is_good) in found.items() if not is_good}
+    return bad if 2 * len(liars) <= len(owners) else set()
 
 
 class PartState:
@@ -242,12 +253,8 @@ class Exchange:
 
     @property
     def refused(self) -> set[tuple[int, int]]:
-        """The (part, generation) in whose mean our slice is not what it should be. If it is so with most
-        owners, it is more likely our slice that is unlike the others'."""
-        owners = {owner for owner, _ in self._found.values()}
-        liars = {owner for owner, is_good in self._found.values() if not is_good}
-        bad = {place for place, (_, is_good) in self._found.items() if not is_good}
-        return bad if 2 * len(liars) <= len(owners) else set()
+        """The (part, generation) in whose mean our slice is not what it should be."""
+        return refused_of(self._found)
 
     @property
     def is_whole(self) -> bool:
