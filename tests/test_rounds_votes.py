@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 from google.protobuf.message import Message
 
+from p2p_co2.node.ledger import LATEST_BASE, agreed_base
 from p2p_co2.protocol.rounds import Committed, PeerView
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
@@ -87,3 +88,14 @@ def test_newcomers_that_are_ready_and_send_nothing_are_no_quorum() -> None:
         assert any(set(event.group) & silent for event in made) or round_ > 2
         for name in silent:
             net.set_state(name, 0, *net.peers[net.honest[0]].states[0])
+
+
+# ---- what the others claim
+
+
+def test_one_claim_of_an_old_base_sets_no_gap_penalty_for_all() -> None:
+    honest = [(9, 4.0), (9, 4.0), (8, 3.0)]
+    assert agreed_base(honest, 10) == 9
+    assert agreed_base([*honest, (0, 4.0)], 10) == 9
+    assert agreed_base([(9, 1.0), (8, 1.0)], 10) == 8  # the lower one
+    assert agreed_base([(0, 1e15), *honest], 10) == 9 - LATEST_BASE  # whatever it claims to weigh
