@@ -366,9 +366,10 @@ def _summary_table(summary: dict[str, Any]) -> Table:
     carriers = ", ".join(f"{times} {plain(carrier, 20)}" for carrier, times in summary["carriers"].items())
     stages = [(f"stage {one['stage']}", _stage_summary(one)) for one in summary.get("stages", ())]
     with_hops = ", with hops" if stages else ""
-    losses = f"{figure(loss['start'], 4)} to {figure(loss['end'], 4)} {loss['unit']}"
+    losses = f"{figure(loss['start'], 4)} to {figure(loss['end'], 4)} {loss['unit']}".strip()
+    losses += f" ({figure(loss['whole'], 4)} on all of the held-out data)" if loss["whole"] else ""
     rows: list[tuple[str, str | Text]] = [
-        ("held-out loss, agreed parameters", losses.strip()),
+        ("held-out loss, agreed parameters", losses),
         ("same digest of the agreed state", equal),
         ("peers, parameters", f"{summary['peers']} peers, {figure(summary['parameters'])} parameters"),
         ("not finished", ", ".join(missing[:8]) or "nobody"),
