@@ -307,6 +307,11 @@ class SwarmFacts(_Frozen):
         return any(peer.last_seen_at is not None for peer in self.peers)
 
     @property
+    def is_past(self) -> bool:
+        """Whether the run was over before anybody was heard."""
+        return self.state == RunState.OVER and not self.has_figures
+
+    @property
     def how(self) -> str:
         """How the run is, in words."""
         return f"{self.state}: {self.state_words}" if self.state else self.connection_words

@@ -194,10 +194,12 @@ def _peers_there(facts: SwarmFacts) -> str:
 
 def frame(facts: SwarmFacts, width: int, height: int, *, news: Words = ()) -> RenderableType:
     """One screen of ``width`` times ``height`` cells; ``news``: (at, words), oldest first."""
-    if not facts.peers_known:
+    if facts.is_past or not facts.peers_known:
         head = {"connecting": "Looking for the swarm", "lost": "The swarm is out of reach"}
-        text = head.get(facts.connection, "Nobody is training right now")
-        return Group(Text(text, style="bold"), Text(plain(facts.connection_words, 400), style="dim"))
+        text = (
+            "The run is over" if facts.is_past else head.get(facts.connection, "Nobody is training right now")
+        )
+        return Group(Text(text, style="bold"), Text(plain(facts.how, 400), style="dim"))
     styles = {"bad": "red", "odd": "yellow"}
     wrong = [
         Text(f"! {plain(one.words, 300)}", style=styles[one.severity], overflow="fold")

@@ -139,7 +139,7 @@ class Observer(Feed):
 
     def __init__(self, ticket: str, folder: Path) -> None:
         self._ticket = Ticket.parse(ticket)
-        self._config = PeerConfig(folder=folder)
+        self._config = PeerConfig(folder=folder, upnp=False, relay=False)
         self._lock = threading.Lock()
         self._poller = Poller(self._ticket.run)
         self.place = f"run {self._ticket.run.hex()[:12]}, seen from outside"

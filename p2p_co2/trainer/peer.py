@@ -143,11 +143,12 @@ class Peer:
     def idle(self, waited_s: float, between_steps: bool) -> bool:
         """Where ``step`` is far: for ``waited_s`` seconds there was nothing to compute. ``between_steps``: no
         gradient is under way, so that what is agreed may be merged. False when the run is over or ``stop``
-        was called."""
-        sync = self._sync
+        was called. A stage that nobody else holds begins no further back than the stages beside it are."""
+        sync, view = self._sync, self._thread.view
         with self._stepping.alone("idle"):
             self._thread.check()
             sync.pause(waited_s)
+            self._saver.keep_up()
             if between_steps:
                 sync.take_outcomes()
                 sync.stood_still()
@@ -156,6 +157,10 @@ class Peer:
             if now - sync.figures.made_at >= 10 * REPORT_EVERY_S:
                 sync.report()
             position = sync.clock.position(now, sync.inner_steps)
+            others = view.swarm_position() or (0.0, now)
+            if others[0] > position and not (sync.figures.has_begun or view.live_trainers()):
+                position = others[0]
+                sync.clock.start(position, now, sync.inner_steps)
             if (over := sync.account.is_over(position)) and between_steps:
                 sync.position = position  # though no step brings it there; one that is under way counts
         return not (sync.stopped or over)
@@ -165,8 +170,9 @@ class Peer:
         self._sync.stopped = True
 
     def pause(self) -> None:
-        """Rest from the next ``step`` on, which then does not return until ``go_on`` or ``stop``: no
-        training, no fetching, only heartbeats. The swarm does not wait for this peer, and it keeps its place.
+        """Rest from the next ``step`` on, which then does not return until ``go_on``, ``stop`` or the run's
+        end: no training, no fetching, only heartbeats. The swarm does not wait for this peer, and it keeps
+        its place.
         Others judge without it where the swarm is. Newcomers ask it only for what nobody else has. Safe in a
         signal handler and from other threads, as are the next two."""
         self._governor.pause()
@@ -180,7 +186,8 @@ class Peer:
         self._governor.toggle(_minute_of_the_day())
 
     def _rest(self) -> None:
-        if self._governor.resting(_minute_of_the_day()) and not self._sync.stopped:
+        is_ending = self._sync.stopped or self._sync.account.is_near_end(self._sync.position)
+        if self._governor.resting(_minute_of_the_day()) and not is_ending:
             try:
                 self._saver.save()  # a machine that rests may be switched off
             except EnvironmentFault as error:
