@@ -61,6 +61,22 @@ class Stepping:
             self._lock.release()
 
 
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Afterwards each module's mode, torch's random numbers and whether gradients are made are as before:
+    what a user's evaluation changes there is no wish about training."""
+    modes, is_grad = [(module, module.training) for module in model.modules()], torch.is_grad_enabled()
+    devices = {one.device for one in model.parameters() if one.device.type not in ("cpu", "meta")}
+    kind = next((one.type for one in devices), "cuda")
+    with torch.random.fork_rng([one.index for one in devices if one.type == kind], device_type=kind):
+        try:
+            yield
+        finally:
+            torch.set_grad_enabled(is_grad)
+            for module, is_training in modes:
+                module.training = is_training
+
+
 class Peer:
     """Made by ``Connection.start`` or ``join``. A context manager: leaving the block leaves the swarm.
 
@@ -221,12 +237,13 @@ class Peer:
         self._stepping.must_be_here()
         started_at = time.monotonic()
         with self._stepping.alone("agreed"):
-            self._model.look()
+            self._model.look(self._sync.position)
             try:
                 with self._model.live.set_aside() if back else nullcontext():
                     for fragment, state in enumerate(self._ledger.states()):
                         self._model.live.load_(fragment, state.params)
-                    yield self._plan.model
+                    with as_it_was(self._plan.model):
+                        yield self._plan.model
             finally:
                 self._sync.pause(time.monotonic() - started_at)
 
@@ -271,8 +288,8 @@ class Peer:
         goodbye.
 
         Bounded; may be called twice; does nothing in a child that was forked. After it no thread, process or
-        socket of this peer is left. Raises ``EnvironmentFault`` if the last checkpoint cannot be written; the
-        one before it stays.
+        socket of this peer is left. If the last checkpoint cannot be written, that is told at the very end, as
+        a warning; the one before it stays, and what was agreed can still be read and published.
         """
         if self._left or self._stepping.is_forked:
             return
@@ -290,17 +307,21 @@ class Peer:
             last["carriers"] = self._thread.goodbye(reason, last)
 
     def _save_and_finish(self, reason: str, last: Mapping[str, Any]) -> None:
-        is_saved = False
+        is_saved, trouble = False, ""
         try:
             if not self._model.is_changed:  # its parameters are the ones that belong to the agreed state
                 self._saver.save()
                 is_saved = True
+        except EnvironmentFault as error:
+            trouble = f"the last checkpoint was not written, the one before it stays: {error}"
         finally:
             reason += "" if is_saved else ", without a last checkpoint"
             self._saver.close()
             self._ledger.close()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
             self._thread.report(ev.PeerFinished, {"reason": reason, "peak_memory_bytes": peak, **last})
+            if trouble:
+                self._thread.warn(trouble)
 
     def __enter__(self) -> Peer:
         return self

@@ -37,7 +37,7 @@ from p2p_co2.trainer.exchanged_model import Plan
 from p2p_co2.trainer.figures import loss_of, mean_loss, tokens_of
 from p2p_co2.trainer.follower import Follower
 from p2p_co2.trainer.group import compare_samples, has_frozen_shards, whole_frozen
-from p2p_co2.trainer.peer import Peer
+from p2p_co2.trainer.peer import Peer, as_it_was
 from p2p_co2.trainer.ranked_parameters import Group
 from p2p_co2.trainer.ranks import CALLED, Call, Command, Ranks
 from p2p_co2.trainer.rates import Factor, Rates
@@ -246,7 +246,7 @@ class FollowingPeer:
             (count, value), problem = _given(tokens, loss, self._device)
             if problem is not None:
                 raise problem
-            self._follower.look()
+            self._follower.look(self.position)
             asked, self._asked = self._asked, 0
             if self._device.type == "cpu":
                 self._ranks.word(0, Call.STEP, float(count), float(value), asked)
@@ -291,7 +291,8 @@ class FollowingPeer:
         """As ``Peer.agreed``."""
         self._together(Call.AGREED)
         with self._ranks.together():
-            yield self._follower.model
+            with as_it_was(self._follower.model):
+                yield self._follower.model
             self._together(Call.PUT_BACK)
 
     def measure_agreed(self, held_out: Callable[[nn.Module], float]) -> float:

@@ -58,6 +58,8 @@ class Saver:
         self.under_way: Future[None] | None = None
         """Nothing else writes to the folder meanwhile."""
         self.copies: ShareQueue | None = None
+        self._shapes = shapes_of(plan.model)
+        """As they were joined with: what is frozen for a moment is in a checkpoint, too."""
         self._folder = plan.config.folder / "checkpoint"
         self._refused: EnvironmentFault | None = None
         """Why the last one was not written."""
@@ -129,7 +131,7 @@ class Saver:
             run_config_json=plan.run.canonical_bytes().decode(), plan_digest=plan.fragments.digest,
             states=(), buffers=buffers, optimizer={}, position=sync.position, inner_steps=sync.inner_steps,
             tokens=sync.figures.tokens, inner=inner_of(plan.optimizer, plan.model),
-            parameters=shapes_of(plan.model), stage=plan.stage,
+            parameters=self._shapes, stage=plan.stage,
         )  # fmt: skip
         stopped_s = time.monotonic() - began_at
         self.copies = copies = ShareQueue(parts(checkpoint, said), self._live, stopped_s)
