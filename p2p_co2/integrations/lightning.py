@@ -33,7 +33,7 @@ class SwarmCallback(Callback):
 
     def __init__(self, run: str | None = None, /, **options: Unpack[Options]) -> None:
         check_names(options)
-        self._options = options
+        self._options: Options = {"progress": False, **options}
         if run is not None:
             self._options["run"] = run
         self.swarm: Swarm | None = None

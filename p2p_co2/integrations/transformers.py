@@ -49,7 +49,7 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
 
     def __init__(self, run: str | None = None, /, **options: Unpack[Options]) -> None:
         check_names(options)
-        self._options = options
+        self._options: Options = {"progress": False, **options}
         if run is not None:
             self._options["run"] = run
         self.swarm: Swarm | None = None

@@ -180,7 +180,9 @@ class ExchangedModel:
         parameter, state = self._joined[name][0], self._plan.optimizer.state
         found = state[parameter] if parameter in state else {}
         return [
-            shard(one).detach() for key, one in found.items() if _is_like(one, parameter) and self._is_copy(key)
+            shard(one).detach()
+            for key, one in found.items()
+            if _is_like(one, parameter) and self._is_copy(key)
         ]
 
     def _is_copy(self, key: str) -> bool:

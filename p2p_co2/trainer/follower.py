@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import EnvironmentFault, LocalProtocolError
+from p2p_co2.system.process import say
 from p2p_co2.tensors.checkpoint.tree import unsay
 from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, large_tensor, plan_fragments
 from p2p_co2.tensors.names import named_buffers, named_parameters
@@ -105,7 +106,7 @@ class Follower:
             for shares in (kept, read)
         )
         whole = Plan(self.run, PeerConfig(), plan, self.model, self._optimizer)
-        model = ExchangedModel(whole, print)
+        model = ExchangedModel(whole, say)
         live.copies = model.copies_of
         self._shares = _Shares(model, kept, read, live, readable_)
 

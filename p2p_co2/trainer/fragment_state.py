@@ -408,7 +408,7 @@ class FragmentState:
         if self.open is not None:
             nothing = room_of(self._codec, self.numel, 4)
             for at in pieces(self.numel):
-                nothing.set_(at, torch.zeros(at.stop - at.start, device="cpu"))
+                nothing.set_(at, torch.zeros(at.stop - at.start, dtype=torch.float32, device="cpu"))
             self.open = replace(self.open, gradient=nothing)
         self._withdrawn, self.departure = None, Departure(self.state.version)
         merge = Merge(0.0, self.lend().params)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
 from p2p_co2.system.governor import BY_HAND, Governor, WishFile
+from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import swarm_digest
 from p2p_co2.tensors.names import unwrapped
@@ -77,6 +79,31 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
                 module.training = is_training
 
 
+class Asked:
+    """From ``begin`` to ``at_the_end`` the first of these signals calls ``stop``, if the program handles the
+    first of them by no way of its own: SIGTERM saves and leaves, as ``p2p-co2 join`` does. In a group Ctrl-C
+    does so, too, and torchrun's agent when the group is to end: all ranks stop with the same step."""
+
+    def __init__(self, stop: Callable[[], object], *numbers: signal.Signals) -> None:
+        self._signals, self._first, self._is_entered = StopSignals(stop, *numbers), numbers[0], False
+
+    def begin(self) -> None:
+        is_free = signal.getsignal(self._first) in (signal.SIG_DFL, signal.default_int_handler)
+        if is_free and not self._is_entered and threading.current_thread() is threading.main_thread():
+            self._signals.__enter__()
+            self._is_entered = True
+
+    @contextmanager
+    def at_the_end(self) -> Iterator[None]:
+        """After this they are the program's again."""
+        try:
+            yield
+        finally:
+            if self._is_entered and threading.current_thread() is threading.main_thread():
+                self._signals.__exit__()
+                self._is_entered = False
+
+
 class Peer:
     """Made by ``Connection.start`` or ``join``. A context manager: leaving the block leaves the swarm.
 
@@ -92,7 +119,7 @@ class Peer:
         self._sync = Synchroniser(plan.run, self._model, ledger, thread.view, start)
         self._saver = Saver(plan, ledger, self._sync, self._model.live, thread.report)
         self._rates, self._left = rates, False
-        self._stepping = Stepping()
+        self._stepping, self._signals = Stepping(), Asked(self.stop, signal.SIGTERM)
         self._governor = Governor(plan.config.limits.hours, WishFile(plan.config.folder).news)
         self._sync.take_outcomes()  # the first step starts from what catching up brought
         self._sync.report()
@@ -296,7 +323,7 @@ class Peer:
         self._left = True
         last: dict[str, Any] = {"digest": "", "versions": tuple(self._sync.versions), "carriers": {}}
         reason = reason or ("the run is over" if self.over and not self._sync.stopped else "stopped")
-        with ExitStack() as ending:
+        with self._signals.at_the_end(), ExitStack() as ending:
             ending.callback(self._save_and_finish, reason, last)
             ending.callback(self._thread.close)
             if not self._model.is_changed:
@@ -323,7 +350,8 @@ class Peer:
             if trouble:
                 self._thread.warn(trouble)
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> Self:
+        self._signals.begin()
         return self
 
     def __exit__(

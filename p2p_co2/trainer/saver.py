@@ -36,7 +36,7 @@ from p2p_co2.tensors.fragments import LiveParameters, large_tensor
 from p2p_co2.tensors.names import named_buffers
 from p2p_co2.trainer.exchanged_model import Plan
 from p2p_co2.trainer.resuming import FAULTS, inner_of, shapes_of
-from p2p_co2.trainer.synchroniser import Synchroniser
+from p2p_co2.trainer.synchroniser import REPORT_EVERY_S, Synchroniser
 from p2p_co2.trainer.worker import TensorWorker
 
 AT_ONCE_BYTES = 32 << 20
@@ -67,6 +67,7 @@ class Saver:
         self._told = set[str]()
         self.size_bytes = 0
         self._look()
+        self.began_at -= max(0.0, self.every_s - REPORT_EVERY_S)  # who is killed soon has one to go on from
 
     @property
     def every_s(self) -> float:
