@@ -34,7 +34,7 @@ class SwarmCallback(Callback):
 
     def __init__(self, run: str | None = None, /, **options: Unpack[Options]) -> None:
         check_names(options)
-        self._options = options
+        self._options: Options = {"progress": False, **options}
         if run is not None:
             self._options["run"] = run
         self.swarm: Swarm | None = None
@@ -59,7 +59,7 @@ class SwarmCallback(Callback):
         swarm = self.swarm
         if swarm is None or swarm.done:
             return
-        tokens, loss = batch_tokens(batch), _loss_of(outputs)
+        tokens, loss = batch_tokens(batch), _loss_of(outputs) * trainer.accumulate_grad_batches
         if trainer.global_step == self._steps:
             swarm.add(tokens, loss)
             return
@@ -85,5 +85,6 @@ def _fetcher_of(trainer: Trainer) -> Any:
 
 
 def _loss_of(outputs: Any) -> float | Tensor:
+    """As Lightning has divided it by the micro-steps of an update."""
     found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     return found if isinstance(found, Tensor) and found.numel() == 1 else float("nan")

@@ -25,6 +25,12 @@ from p2p_co2.recipes.recipe import Recipe
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def was_skipped(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Whether the ``scaler.step`` that was just made left the parameters as they were: asked before
+    ``update``. Of its scale nothing can be told, which may be 0 or stay."""
+    return any(bool(found) for found in scaler._found_inf_per_device(optimizer).values())
+
+
 class Taken(NamedTuple):
     """``tokens``: that the step was made of. ``loss``: mean of its micro-steps; NaN if it was skipped."""
 
@@ -73,10 +79,10 @@ class InnerStep:
             return True
         self._scaler.unscale_(self._optimizer)
         clip_([self._optimizer], self._recipe.max_grad_norm)
-        scale = self._scaler.get_scale()
         self._scaler.step(self._optimizer)
+        stepped = not was_skipped(self._scaler, self._optimizer)
         self._scaler.update()
-        return self._scaler.get_scale() >= scale  # it halves after a step that it skipped
+        return stepped
 
 
 def clip_(optimizers: Iterable[Optimizer], max_norm: float | None) -> None:

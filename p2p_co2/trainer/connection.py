@@ -4,7 +4,6 @@ Between the two the caller knows the run's settings, and can refuse before anyth
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.recipes.sizes import stage_sizes
 from p2p_co2.system.extras import missing
 from p2p_co2.system.memory import use_one_arena
+from p2p_co2.system.process import say
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import centred_mean, weighted_mean
@@ -85,7 +85,7 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
 def print_warnings(event: ev.Event) -> None:
     """What a person should know, on stderr."""
     if isinstance(event, ev.Warned):
-        print(f"warning: {event.text}", file=sys.stderr, flush=True)
+        say(f"warning: {event.text}")
 
 
 def join(
@@ -106,7 +106,7 @@ def join(
         given = print_warnings if on_event is None else on_event
         connection = connect(ticket, PeerConfig() if config is None else config, given)
         if connection.config.board:
-            print(f"board: {connection.board or missing('board')}", file=sys.stderr, flush=True)
+            say(f"board: {connection.board or missing('board')}")
         try:
             return connection.start(model, optimizer, start_over=start_over, group=group)
         except BaseException:

@@ -11,6 +11,7 @@ import asyncio
 import queue
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -37,6 +38,10 @@ from p2p_co2.trainer.fragment_state import EncodedOffer, FragmentState, Outcome
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
+NOT_FINITE = (
+    "this peer's parameters were not finite (NaN or Inf): it took over the agreed ones and its inner optimizer "
+    "began anew; look at the data, the loss and the learning rate. This is told once"
+)
 Encoded = Callable[[int, EncodedOffer, AgreedVersion], None]
 """What is called on the worker when an offer is encoded: (fragment, offer, where the fragment is)."""
 
@@ -161,7 +166,7 @@ class TensorWorker:
             try:
                 offer = mine.offer(snapshot, weight, offer_id)
             except ValueError:  # NaN or Inf: this peer's own training has diverged
-                self._tell(mine.reset("this peer's parameters were not finite; took over the agreed ones"))
+                self._reset()
                 return
             if offer.merge is not None:
                 self._tell(Outcome(fragment, agreed.version, offer.merge, ends_offer=False))
@@ -171,6 +176,10 @@ class TensorWorker:
         future.add_done_callback(self._note_failure)
         self._encoding = future
         return future
+
+    def reset(self) -> None:
+        """Have the parameters of all fragments start again from the agreed ones: they are not finite."""
+        self.thread.submit(self._reset).result()
 
     @property
     def is_encoding(self) -> bool:
@@ -245,6 +254,13 @@ class TensorWorker:
             self._tell(outcome)
             self._chunk_digests[fragment] = digests or state_chunk_digests(mine.state, self.chunk_bytes)
         return self._agreed(fragment)
+
+    def _reset(self) -> None:
+        """What is not finite in one fragment is soon so in all: one outcome resets them at one moment."""
+        first, *others = [one.reset(NOT_FINITE) for one in self.fragments]
+        for index in range(len(self.fragments)):
+            self._told[index] += 1
+        self.outcomes.put(replace(first, others=[replace(one, trouble="") for one in others]))
 
     def _tell(self, outcome: Outcome) -> None:
         self._told[outcome.fragment] += 1

@@ -253,7 +253,10 @@ class FragmentRounds:
         for peer in voting:
             if peer in attempt.shares:
                 swarm.voters.seen.came(peer)
-            elif peer in workers_of(newest[1]) and (swarm.version_of(peer, attempt.fragment) or 0) < attempt.round:
+            elif (
+                peer in workers_of(newest[1])
+                and (swarm.version_of(peer, attempt.fragment) or 0) < attempt.round
+            ):
                 left += swarm.voters.seen.is_awaited(peer) and not swarm.is_missed(peer)
                 swarm.voters.seen.missed(peer, attempt.id)
         return 3 * left > len(voting)
