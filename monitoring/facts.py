@@ -63,11 +63,13 @@ BAD, ODD = "bad", "odd"
 _UPDATE = "its owner should install the organiser's version"
 _ADVICE = {
     "round_aborted": (BAD, "its work goes into the next one; if that goes on, look at the peer it names"),
-    "contribution_capped": (ODD, "if it is honest, raise weight_cap in the next run file"),
+    "contribution_capped": (ODD, "a fast peer's lead is bounded (weight_cap): all is well if it is one"),
     "message_refused": (ODD, _UPDATE),
     "warned": (ODD, "its own terminal or log says more"),
 }
 """What to do about an event, by its kind."""
+ALL_ENDED = "every peer has finished, left or ended"
+MODEL = "every peer that took part has the model: p2p-co2 model FOLDER --out DIR"
 INVITE = "invite others with: p2p-co2 join TICKET (the word that the seed printed)"
 _ABSENT = {
     "gone": ("is gone", "the others go on; if it is yours, join again there"),
@@ -79,7 +81,8 @@ _ABSENT = {
 class RunState(StrEnum):
     """How a run is, in a word, as one reader sees it. The first that is true holds:
 
-    ``OVER``: its rounds are made and nobody trains, every peer has finished or left, or its journals ended.
+    ``OVER``: its rounds are made, which a seed knows too, and nobody trains; or every peer has finished or
+    left; or its journals ended.
     ``LOST``: the reader cannot reach the run, or of the peers that were there none is online.
     ``ALONE``: one peer at most is online and not paused, in a run of one stage; whom the reader's own peer
     has a link to, and nobody has heard yet, is taken for one at work.
@@ -297,6 +300,16 @@ class SwarmFacts(_Frozen):
     rounds: tuple[RoundFacts, ...] = Field(description="The newest fragment exchanges, newest first.")
     stages: tuple[StageFacts, ...] = Field(description="In their order; empty in a run of one stage.")
 
+    @property
+    def has_figures(self) -> bool:
+        """Whether any peer was heard itself; else sums over the peers say nothing of the run."""
+        return any(peer.last_seen_at is not None for peer in self.peers)
+
+    @property
+    def how(self) -> str:
+        """How the run is, in words."""
+        return f"{self.state}: {self.state_words}" if self.state else self.connection_words
+
 
 # ---- what facts are made of
 
@@ -339,6 +352,13 @@ class Known:
     def committed(self) -> Counter[int]:
         """Rounds that were seen to be committed by several peers, by stage."""
         return self.view.committed_by_stage
+
+    @cached_property
+    def committed_at(self) -> float:
+        """When several peers committed an exchange last, unix seconds: of any fragment, in whatever order the
+        rounds were heard of. 0.0: not seen."""
+        rounds = [one for one in self.view.rounds.values() if one.outcome == "committed"]
+        return max((commit.at for one in rounds for commit in one.commits.values()), default=0.0)
 
     @cached_property
     def alone(self) -> Counter[int]:
@@ -447,6 +467,7 @@ def swarm_facts(known: Known) -> SwarmFacts:
         trains or [peer.position for peer in unplaced if peer.state == "paused"],  # who rests stands still
         [(one.last_seen_at or 0.0, one.position) for one in unplaced if one.state in ENDED and one.position],
     )
+    at = at if trains else max(at, state.position)
     peers = tuple(sorted((_placed(peer, at) for peer in unplaced), key=lambda facts: facts.label))
     online = [peer for peer in peers if peer.state in ONLINE]
     in_run = {peer.peer: peer for peer in peers if peer.state not in NOT_IN_THE_RUN}
@@ -460,10 +481,12 @@ def swarm_facts(known: Known) -> SwarmFacts:
     stages = _stage_facts(known, peers) if known.stages > 1 else ()
     rounds_total = run.clock.rounds if run else 0
     ended = at >= rounds_total > 0 and all(peer.state != "training" for peer in peers)
-    is_over = ended or (bool(peers) and all(peer.state in OVER for peer in peers))
+    told = [peer for peer in peers if peer.state != "unknown" or peer.peer in known.sightings]
+    is_over = ended or (bool(told) and all(peer.state in OVER for peer in told))
+    how_over = f"ended at round {rounds_total} of {rounds_total}; {MODEL}" if ended else ALL_ENDED
     newest = [round_facts(known, view) for view in list(view.rounds.values())[-ROUNDS_SHOWN:]]
     wrong = () if is_over else troubles(known, peers, stages)
-    run_is, why = run_state(known, peers, wrong, stages, is_over=is_over or known.is_over)
+    run_is, why = run_state(known, peers, wrong, stages, how_over if is_over or known.is_over else "")
     goes_on = run_is in {RunState.HEALTHY, RunState.ALONE, RunState.DEGRADED} and any(
         peer.state in ONLINE - {"paused"} for peer in peers
     )
@@ -500,10 +523,11 @@ def swarm_facts(known: Known) -> SwarmFacts:
 
 
 def run_state(
-    known: Known, peers: Sequence[PeerFacts], wrong: Sequence[Trouble], stages: Sequence[StageFacts] = (), *,
-    is_over: bool,
+    known: Known, peers: Sequence[PeerFacts], wrong: Sequence[Trouble], stages: Sequence[StageFacts],
+    over: str,
 ) -> tuple[str, str]:  # fmt: skip
-    """(the run's ``RunState``, why); both empty until a peer is heard. ``wrong``: its troubles now."""
+    """(the run's ``RunState``, why); both empty until a peer is heard. ``wrong``: its troubles now; ``over``:
+    how it ended, empty if it goes on."""
     heard = [peer for peer in peers if peer.state != "unknown"]
     online = [peer for peer in peers if peer.state in ONLINE]
     at_work = [peer for peer in online if peer.state != "paused"]
@@ -516,7 +540,7 @@ def run_state(
     if (quiet_s := _overdue_s(known, peers)) > 0:
         bad.append(f"no fragment exchange has committed for {clock(quiet_s)}")
     rules = (
-        (bool(heard) and is_over, RunState.OVER, "every peer has finished, left or ended"),
+        (bool(over) and bool(heard or known.state.position), RunState.OVER, over),
         (known.state.phase == "lost", RunState.LOST, plain(known.state.words, 240)),
         (not heard, "", ""),
         (not online, RunState.LOST, "of the peers that were there none is online"),
@@ -533,9 +557,7 @@ def _overdue_s(known: Known, peers: Sequence[PeerFacts]) -> float:
     since = sorted(peer.joined_at or known.now for peer in peers if peer.state == "training")
     if known.round_s is None or len(since) < 2:
         return 0.0
-    commits = (one.commits for one in reversed(known.view.rounds.values()) if one.outcome == "committed")
-    last_at = max((commit.at for commit in next(commits, {}).values()), default=0.0)
-    quiet_s = known.now - max(last_at, since[1])
+    quiet_s = known.now - max(known.committed_at, since[1])
     return quiet_s if quiet_s > max(OVERDUE_ROUNDS * known.round_s, SILENT_AFTER_S) else 0.0
 
 
@@ -868,10 +890,8 @@ def _alone(known: Known, peers: Sequence[PeerFacts]) -> list[Trouble]:
     here = [peer for peer in peers if peer.state not in OVER and peer.state != "gone"]
     if known.stages > 1 or len(here) != 1 or here[0].state not in ONLINE or not here[0].inner_steps:
         return []
-    rounds = [one for one in known.view.rounds.values() if one.outcome == "committed"]
-    together = [commit.at for one in rounds for commit in one.commits.values()]
     left = [peer.last_seen_at or 0.0 for peer in peers if peer is not here[0]]
-    since_at = max([here[0].joined_at or known.now, *together, *left])
+    since_at = max([here[0].joined_at or known.now, known.committed_at, *left])
     alone_s = known.now - since_at
     if alone_s < 3 * SILENT_AFTER_S:
         return []

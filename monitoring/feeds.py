@@ -203,7 +203,7 @@ class RelayedFeed(Feed):
             self._poller.failed(peer, message.trouble, now)
         else:
             self._poller.answered(peer, message.answer, now, time.time())
-        words = f"{self._poller.answering} of {len(self._poller)} peers answer"
+        words = f"{self._poller.counted('answering')} of {len(self._poller)} peers answer"
         self.state = FeedState("connected", words)
 
     def _listed(self, message: Relayed, now: float) -> None:

@@ -160,8 +160,8 @@ def watch_feed(feed: Feed, seconds: float = 0.0, console: Console | None = None)
 
 def line(facts: SwarmFacts) -> str:
     """The swarm in one line of plain text."""
-    if not facts.peers_known:
-        return f"{facts.connection}: {plain(facts.connection_words, 200)}"
+    if not facts.has_figures:
+        return plain(facts.how if facts.state else f"{facts.connection}: {facts.connection_words}", 300)
     count = len(facts.troubles)
     wrong = f", {count} trouble{'s'[: count > 1]}: {plain(facts.troubles[0].words, 300)}" if count else ""
     stages = f", {_stages_in_words(facts)}" if facts.stages else ""

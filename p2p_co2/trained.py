@@ -26,6 +26,7 @@ from p2p_co2.tensors.checkpoint.layout import write_kept
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.tensors.names import named_buffers, named_parameters
 from p2p_co2.tensors.pretrained import write_pretrained
+from p2p_co2.tensors.stages import Chain
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,11 @@ def write_model(checkpoint: Path, out: Path, own_recipe: str = "", base: Path | 
         raise ConfigError.of_option(
             "--base", "is for own loops without a recipe, which has it all; leave it out"
         )
-    Trained.of(agreed, str(checkpoint), own_recipe).write(out)
+    trained = Trained.of(agreed, str(checkpoint), own_recipe)
+    trained.write(out)
+    if isinstance(trained.recipe.model, Chain):
+        problem = "no other program loads this: its tensors are called stage.S.NAME, and it has no config"
+        return [f"{problem}; give the recipe's Stages a join that makes the library's own model"]
     return []
 
 

@@ -21,8 +21,10 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import (
     Aborted,
     Began,
+    CheckWanted,
     Committed,
     FellBehind,
+    Likeness,
     Offer,
     OutcomeWithoutBytes,
     PayloadShape,
@@ -130,6 +132,8 @@ class Network:
         self.on_send: Callable[[PeerId, PeerId, Message], bool] = lambda source, to, message: True
         """Return False to lose the message; may crash the sender."""
         self.on_reduce: Callable[[PeerId, ReduceJob], bool] = lambda peer, job: True
+        self.finds_itself: Callable[[PeerId, CheckWanted], bool] = lambda peer, job: True
+        """Whether a peer finds its slice in a mean."""
         self.notices = False
         """Whether heartbeats move those that most others are beyond."""
         self._late: set[PeerId] = set()
@@ -202,7 +206,8 @@ class Network:
 
     def _view(self, name: PeerId) -> PeerView:
         states = self.peers[name].states
-        return PeerView(self.uploads[name], True, tuple(states[f][0] for f in range(len(states))))
+        versions, peer = tuple(states[f][0] for f in range(len(states))), self.peers[name].machine
+        return PeerView(self.uploads[name], True, versions, counted=peer.has_worked(name))
 
     def mislead(self, name: PeerId, share: float) -> None:
         """Membership of one peer wrongly drops a share of the others."""
@@ -233,7 +238,9 @@ class Network:
 
     def _notice(self) -> None:
         """As the node does: who sees half of the others beyond it for some seconds loads their state."""
-        versions = sorted((peer.version for peer in self.peers.values()), reverse=True)
+        versions = sorted((peer.version for peer in self.peers.values() if peer.alive), reverse=True)
+        if not versions:
+            return
         newest = versions[(len(versions) - 1) // 2]
         late = {name for name in self.names if self.peers[name].version < newest}
         donor = next(peer for peer in self.peers.values() if peer.version == newest)
@@ -332,6 +339,8 @@ class Network:
         if isinstance(event, ReduceWanted) and self.on_reduce(peer.name, event.job):
             job = event.job
             self.at(self.now + self.reduce_s, lambda: self._reduce(peer, job))
+        elif isinstance(event, CheckWanted):
+            self.at(self.now + self.reduce_s, lambda: self._check(peer, event))
         elif isinstance(event, Committed):
             self.archive[(peer.name, event.fragment, event.round)] = event
             self._apply(peer, event.fragment, event.round, event.mean)
@@ -377,6 +386,12 @@ class Network:
     def _reduce(self, peer: Peer, job: ReduceJob) -> None:
         if peer.alive:
             peer.machine.reduced(job, toy_mean(job), self.now)
+            self.pump(peer.name)
+
+    def _check(self, peer: Peer, job: CheckWanted) -> None:
+        if peer.alive:
+            is_good = self.finds_itself(peer.name, job)
+            peer.machine.checked(job, Likeness(1.0 if is_good else -1.0, 1.0), self.now)
             self.pump(peer.name)
 
     # ---- what happened

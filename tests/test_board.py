@@ -787,7 +787,7 @@ def test_figures_that_no_peer_has_are_left_out_of_histograms() -> None:
 # ---- who may look
 
 
-async def asked(token: str, headers: dict[str, str], query: str = "", kind: str = "http") -> int:
+async def answer(token: str, headers: dict[str, str], query: str = "", kind: str = "http") -> dict[str, Any]:
     sent: list[dict[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -802,7 +802,7 @@ async def asked(token: str, headers: dict[str, str], query: str = "", kind: str 
     scope = {"type": kind, "query_string": query.encode(),
              "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}  # fmt: skip
     await Guard(app, token)(scope, receive, send)
-    return int(sent[0].get("status", 403))
+    return sent[0]
 
 
 @pytest.mark.parametrize(
@@ -819,6 +819,38 @@ async def asked(token: str, headers: dict[str, str], query: str = "", kind: str 
         ("", {}, "", "http", 403),
         ("", {"host": "127.0.0.1:80", "origin": "http://evil.example"}, "", "websocket", 403),
         ("", {"host": "127.0.0.1:80", "origin": "http://127.0.0.1:80"}, "", "websocket", 200),
+        ("", {"host": "127.0.0.1:80", "origin": "http://evil.example"}, "", "http", 403),
+        ("", {"host": "127.0.0.1:80", "origin": "null"}, "", "http", 403),
+        ("", {"host": "127.0.0.1:80", "origin": "http://127.0.0.1:80"}, "", "http", 200),
+        (
+            "",
+            {"host": "127.0.0.1:80", "sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
+            "",
+            "http",
+            403,
+        ),
+        (
+            "",
+            {"host": "127.0.0.1:80", "sec-fetch-site": "same-site", "sec-fetch-mode": "no-cors"},
+            "",
+            "http",
+            403,
+        ),
+        (
+            "",
+            {"host": "127.0.0.1:80", "sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"},
+            "",
+            "http",
+            200,
+        ),
+        (
+            "",
+            {"host": "127.0.0.1:80", "sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"},
+            "",
+            "http",
+            200,
+        ),
+        ("secret", {"host": "board.example", "origin": "http://evil.example"}, "token=secret", "http", 403),
         ("secret", {"host": "board.example"}, "", "http", 403),
         ("secret", {"host": "board.example"}, "token=wrong", "http", 403),
         ("secret", {"host": "board.example"}, "token=secret", "http", 200),
@@ -830,7 +862,11 @@ async def asked(token: str, headers: dict[str, str], query: str = "", kind: str 
     ],
 )
 async def test_who_may_look(token: str, headers: dict[str, str], query: str, kind: str, status: int) -> None:
-    assert await asked(token, headers, query, kind) == status
+    told = await answer(token, headers, query, kind)
+    assert told.get("status", 403) == status
+    if kind == "http":  # no page of another site shows the board, or what it says, in a frame
+        assert (b"content-security-policy", b"frame-ancestors 'none'") in told["headers"]
+        assert (b"x-frame-options", b"DENY") in told["headers"]
 
 
 def test_anything_but_loopback_asks_for_a_token() -> None:

@@ -124,6 +124,29 @@ def test_memory_is_read_from_the_kernel_and_the_control_group(
     assert machine.cpu_quota() == float("inf")
 
 
+@pytest.mark.parametrize(
+    ("limit", "used", "stat", "lines"),
+    [
+        ("memory.max", "memory.current", "memory.stat", "active_file 3000000\ninactive_file 20000000\n"),
+        (
+            "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
+            "active_file 7\ninactive_file 7\ntotal_active_file 3000000\ntotal_inactive_file 20000000\n",
+        ),
+    ],
+)  # fmt: skip
+def test_files_that_were_read_are_no_memory_that_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, used: str, stat: str, lines: str
+) -> None:
+    monkeypatch.setattr(kernel, "_CGROUP", tmp_path)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / limit).write_text("50000000\n")
+    (tmp_path / used).write_text("45000000\n")
+    (tmp_path / stat).write_text(f"anon 22000000\nfile 23000000\n{lines}")
+    assert machine.available_memory_bytes() == 28e6
+    (tmp_path / limit).write_text("9223372036854771712\n")  # none, in version 1
+    assert machine.available_memory_bytes() > 1e8
+
+
 def test_disk_room_and_rights(tmp_path: Path) -> None:
     assert machine.check_disk(tmp_path / "not" / "there", 1.0).state == OK
     assert not (tmp_path / "not").exists()

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bootstrap.options import Profile, says
+from bootstrap.options import RELAY, UPNP, Profile, says
 
 TicketWord = Annotated[
     str,
@@ -37,6 +37,8 @@ ListenOn = Annotated[
 AnnounceHost = Annotated[str | None, says("Address that others dial.", rich_help_panel=NETWORK)]
 GrpcPort = Annotated[int | None, says("For what peers send each other; 0 for any.", rich_help_panel=NETWORK)]
 Libp2pPort = Annotated[int | None, says("For finding peers, and relays; 0 for any.", rich_help_panel=NETWORK)]
+Upnp = Annotated[bool | None, says(UPNP, "--upnp/--no-upnp", rich_help_panel=NETWORK)]
+Relay = Annotated[bool | None, says(RELAY, "--relay/--no-relay", rich_help_panel=NETWORK)]
 
 
 def own_data(data: Path | None, text: Path | None, tokens: Path | None) -> dict[str, str]:

@@ -44,6 +44,7 @@ def doctor(
     announce_host: shared.AnnounceHost = None,
     grpc_port: shared.GrpcPort = None,
     libp2p_port: shared.Libp2pPort = None,
+    upnp: shared.Upnp = None,
     as_json: Annotated[bool, says("Print JSON; plan --link reads it.", "--json")] = False,
 ) -> None:
     """Look whether this machine can take part, and how, before anything is downloaded; give it join's
@@ -59,6 +60,7 @@ def doctor(
         {
             "folder": folder, "device": device, "limits.threads": threads, "carrier": carrier, "host": host,
             "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
+            "upnp": upnp,
         },
         ticket or None,
         lambda: data_home() / "runs",
@@ -114,6 +116,8 @@ def join(
     announce_host: shared.AnnounceHost = None,
     grpc_port: shared.GrpcPort = None,
     libp2p_port: shared.Libp2pPort = None,
+    upnp: shared.Upnp = None,
+    relay: shared.Relay = None,
     board: Annotated[
         bool | None,
         says(
@@ -149,7 +153,7 @@ def join(
             "folder": folder, "name": name, "device": device, "batch": batch, "stage": stage,
             "carrier": carrier, "host": host, "announce_host": announce_host, "grpc_port": grpc_port,
             "libp2p_port": libp2p_port, "min_peers": min_peers, "slow_line": slow_line, "board": board,
-            "board_port": board_port,
+            "board_port": board_port, "upnp": upnp, "relay": relay,
             "checkpoint_every_s": checkpoint_every,
             "limits.threads": threads, "limits.hours": hours,
             "limits.upload_bytes_per_s": bytes_per_s("--upload", upload),

@@ -6,9 +6,10 @@
 
 It joins when training starts, exchanges after each optimizer step (never between the micro-steps of
 ``accumulate_grad_batches``), gives the training data this peer's own order, and stops the trainer when the
-run is over. Afterwards the module holds the agreed parameters. Rates are those of Lightning's schedulers, or
-the run's with ``lr_schedule``. Checkpoints: Lightning's hold the live parameters and its own counters; what
-the swarm has agreed on takes their place when training starts again.
+run is over. Then it leaves, and the module holds the agreed parameters; a trainer that must go on, as with
+``min_steps``, trains them further by itself. Rates are those of Lightning's schedulers, or the run's with
+``lr_schedule``. Checkpoints: Lightning's hold the live parameters and its own counters; what the swarm has
+agreed on takes their place when training starts again.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class SwarmCallback(Callback):
         if run is not None:
             self._options["run"] = run
         self.swarm: Swarm | None = None
-        self._steps = 0
+        self._steps, self._has_left = 0, False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.swarm = join(pl_module, trainer.optimizers, **self._options)
-        self._steps = trainer.global_step
+        self._steps, self._has_left = trainer.global_step, False
         for loader in _fetcher_of(trainer).combined_loader.flattened:
             warn_of_a_stream(loader)
         self.on_train_epoch_start(trainer, pl_module)
@@ -65,9 +66,11 @@ class SwarmCallback(Callback):
         self._steps = trainer.global_step
         if not swarm.exchange(tokens, loss):
             trainer.should_stop = True
+            self.on_train_end(trainer, pl_module)  # now: it goes on where ``min_steps`` or so asks for more
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.swarm is not None:
+        if self.swarm is not None and not self._has_left:
+            self._has_left = True
             self.swarm.leave()
             self.swarm.load_agreed()
 

@@ -21,7 +21,7 @@ from p2p_co2.protocol.catchup import goals, policy
 from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Mine, Move, Said, View, Why
 from p2p_co2.protocol.heartbeat import SLOWEST_HEARTBEAT_S
-from p2p_co2.protocol.membership import Membership
+from p2p_co2.protocol.membership import Membership, PeerInfo
 from p2p_co2.protocol.rounds import PayloadShape, Rounds, open_decision, signers_of
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Status
@@ -45,6 +45,10 @@ class Agreement:
 
     # ---- what others say
 
+    def _heard(self) -> dict[PeerId, PeerInfo]:
+        """The live peers whose word counts."""
+        return {p: info for p, info in self._membership.live.items() if self._state.counts(p)}
+
     @property
     def revision(self) -> int:
         """Grows with what is heard."""
@@ -59,7 +63,7 @@ class Agreement:
                     info.status.phase,
                     info.status.offers_for(fragment),
                 )
-                for peer, info in self._membership.live.items()
+                for peer, info in self._heard().items()
                 if len(info.digests) == len(info.versions) == len(self._state.agreed)
             }
             known = self._views[fragment] = revision, view
@@ -95,7 +99,7 @@ class Agreement:
         ``group``. Those of it that have finished since count, too. A certificate may name anybody as a
         member: so half of them must be ``signers``, and one alone counts where half have reached the
         ``version``, as they say themselves."""
-        live = self._membership.live
+        live = self._heard()
         training = {peer for peer, info in live.items() if info.status.offers_for(fragment)}
         made_it = {peer for peer in group if peer in live and live[peer].status.phase in policy.MOVING}
         others = (training | made_it) - {self._state.me}

@@ -147,7 +147,10 @@ class SwarmProgress:
             return
         self._placed_at, times = now, self._times
         at = times.monotonic() - (times.now() - now)
-        near = positions(self._membership.live.values(), now, times.rounds_per_s)
+        heard = self._membership.live
+        near = positions(
+            [heard[peer] for peer in list(heard) if self._state.counts(peer)], now, times.rounds_per_s
+        )
         near = sorted(near + times.elsewhere(now))
         self.swarm_position = (near[(len(near) - 1) // 2], at) if near else None
 

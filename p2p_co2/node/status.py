@@ -10,13 +10,12 @@ from functools import lru_cache
 from p2p_co2.node.state import PeerState, works
 from p2p_co2.protocol.membership import NEWS_GATHERED_S, Membership, PeerInfo
 from p2p_co2.protocol.rounds import PeerView, Rounds
+from p2p_co2.protocol.schedule import ENDS_ROUNDS
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.protocol.wire.status import finished_bits
 
-ENDS_ROUNDS = 0.2
-"""A run comes to its end so many rounds before it: from then on nobody rests."""
 REFRESH_S, SLOWEST_REFRESH_S, REFRESHED_PEERS_PER_S = 0.25, 1.0, 64.0
 """The machines hear of statuses at most this often, but for changes of their own making; more rarely among
 many."""
@@ -55,13 +54,14 @@ class StatusWriter:
         local, (versions, digests), membership = self._state.local, self._state.held, self._membership
         upload = self._upload_bytes_per_s()
         heartbeat_s = membership.heartbeat_s if membership.quiet_s and self.rests else 0.0
-        content = (local, versions, digests, upload, self.is_at_rest, heartbeat_s)
+        counted = self._state.has_worked(self._state.me)
+        content = (local, versions, digests, upload, self.is_at_rest, heartbeat_s, counted)
         if content != self._status_of:
             self._status_of = content
             self._status = Status(
                 phase=local.phase, versions=versions, digests=digests, upload_bytes_per_s=upload,
                 settled=self.is_at_rest, finished=finished_bits(local.finished, len(versions)),
-                heartbeat_s=heartbeat_s,
+                heartbeat_s=heartbeat_s, counted=counted,
                 model=model.digest if (model := membership.strangers.model) is not None else 0,
             )  # fmt: skip
             self._status.MergeFrom(self._host)
@@ -114,7 +114,7 @@ def view_of(info: PeerInfo) -> PeerView:
         said = info.status
         info.view = _view_of(
             said.phase, info.versions, said.upload_bytes_per_s, said.download_bytes_per_s, said.finished,
-            info.digests, info.is_missed,
+            info.digests, info.is_missed, said.counted,
         )  # fmt: skip
     assert isinstance(info.view, PeerView)
     return info.view
@@ -123,12 +123,14 @@ def view_of(info: PeerInfo) -> PeerView:
 @lru_cache(MAX_PEERS)
 def _view_of(
     phase: Status.Phase, versions: tuple[int, ...], upload_rate: float, download_rate: float,
-    finished_bits: bytes, digests: tuple[bytes, ...], is_missed: bool,
+    finished_bits: bytes, digests: tuple[bytes, ...], is_missed: bool, counted: bool,
 ) -> PeerView:  # fmt: skip
     bits = int.from_bytes(finished_bits, "little")
     finished = frozenset(f for f in range(len(versions)) if bits >> f & 1)
     is_training = works(phase, len(finished) == len(versions))
-    return PeerView(upload_rate, is_training, versions, download_rate, finished, digests, 0.0, is_missed)
+    return PeerView(
+        upload_rate, is_training, versions, download_rate, finished, digests, 0.0, is_missed, counted
+    )
 
 
 class SwarmNews:

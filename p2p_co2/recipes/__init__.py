@@ -15,7 +15,7 @@ from p2p_co2.recipes.recipe import (
     recipe_digest,
 )
 from p2p_co2.recipes.sizes import StageSize, stage_sizes
-from p2p_co2.recipes.stages import Stages
+from p2p_co2.recipes.stages import Stages, TiedTable
 
 __all__ = [
     "BYTE_GPT",
@@ -23,6 +23,7 @@ __all__ = [
     "Recipe",
     "StageSize",
     "Stages",
+    "TiedTable",
     "check_stages",
     "load_measuring_recipe",
     "load_recipe",

@@ -11,7 +11,7 @@ between micro-steps. A step that fp16's scaler skips leaves them as they were, a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
@@ -74,17 +74,20 @@ class InnerStep:
     def _update(self) -> bool:
         """Whether the parameters were moved."""
         if self._scaler is None:
-            self._clip()
+            clip_([self._optimizer], self._recipe.max_grad_norm)
             self._optimizer.step()
             return True
         self._scaler.unscale_(self._optimizer)
-        self._clip()
+        clip_([self._optimizer], self._recipe.max_grad_norm)
         self._scaler.step(self._optimizer)
         stepped = not was_skipped(self._scaler, self._optimizer)
         self._scaler.update()
         return stepped
 
-    def _clip(self) -> None:
-        if self._recipe.max_grad_norm is not None:
-            owned = [one for group in self._optimizer.param_groups for one in group["params"]]
-            nn.utils.clip_grad_norm_(owned, self._recipe.max_grad_norm)
+
+def clip_(optimizers: Iterable[Optimizer], max_norm: float | None) -> None:
+    """Shorten the gradients of all that ``optimizers`` own to ``max_norm``, as one vector; None leaves
+    them."""
+    if max_norm is not None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        nn.utils.clip_grad_norm_([one for group in groups for one in group["params"]], max_norm)

@@ -93,9 +93,11 @@ class Recipe:
     ``stages``: the model cut into stages, or a function of their number; None cannot be cut. In a run with
     stages ``model`` is an outline on torch's meta device, since a peer builds only its own stage.
 
+    ``max_grad_norm``: gradients are clipped to this norm; None leaves them. Of a run in S stages each peer
+    clips its own stage's: to the whole model's norm over the root of S, if that is what you mean.
     ``accumulate``: batches of one inner step, each with a backward pass of its own; its tokens are the sum.
-    ``max_grad_norm``: gradients are clipped to this norm; None leaves them. ``autocast``: "bf16", or "fp16"
-    with a gradient scaler; None computes in the parameters' own dtype. Not in a run with stages.
+    ``autocast``: "bf16", or "fp16" with a gradient scaler; None computes in the parameters' own dtype. Both
+    not in a run with stages.
 
     ``tokenizer``: files, or folders of files, that go out with the model (``p2p-co2 model``), such as those
     of a tokenizer beside the recipe: ``Path(__file__).parent / "tokenizer"``.
@@ -206,7 +208,6 @@ def _check_without_stages(name: str, made: Recipe) -> None:
     """Raises ``ConfigError`` for a setting that has no meaning where peers hold one stage each."""
     cures = {
         "accumulate": (made.accumulate != 1, "set pipeline.microbatches in the run file instead"),
-        "max_grad_norm": (made.max_grad_norm is not None, "no peer sees all gradients; leave it out"),
         "autocast": (made.autocast is not None, "use torch.autocast inside the stages' forward instead"),
     }
     for setting, (is_set, cure) in cures.items():

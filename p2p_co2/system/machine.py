@@ -1,23 +1,39 @@
 """What this machine has for a process: memory, and processor time, as the kernel and its control groups say.
 
-Sources: proc(5), the kernel's cgroup-v2.rst.
+Sources: proc(5), the kernel's cgroup-v2.rst and cgroup-v1/memory.rst.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_MEMORY = (
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
+"""Of version 2, and of version 1: the limit, what is used, and of what kinds that is."""
 
 
 def available_memory_bytes() -> float:
-    """What this process can still get: the machine's, or its control group's if that is less."""
-    machine = 1024.0 * int(field_of("/proc/meminfo", "MemAvailable").split()[0])
-    try:
-        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-    except (OSError, ValueError):  # no control group of its own, or "max"
-        return machine
-    return min(machine, float(limit - used))
+    """What this process can still get: the machine's, or its control group's if that is less. Pages of files
+    that were read are free: the kernel gives them back."""
+    available = 1024.0 * int(field_of("/proc/meminfo", "MemAvailable").split()[0])
+    for limit, used, table in _MEMORY:
+        with suppress(OSError, ValueError):  # of the other version, no control group of its own, or "max"
+            left = int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text())
+            available = min(available, float(left + _file_bytes(_CGROUP / table)))
+    return available
+
+
+def _file_bytes(table: Path) -> int:
+    """What the page cache of a control group holds."""
+    if not table.exists():
+        return 0
+    said = dict(line.split() for line in table.read_text(encoding="ascii").splitlines())
+    groups_below = "total_" if "total_inactive_file" in said else ""  # version 1 counts them apart
+    return sum(int(said.get(f"{groups_below}{name}_file", 0)) for name in ("inactive", "active"))
 
 
 def cpu_quota() -> float:

@@ -232,8 +232,10 @@ def is_kept(folder: Path) -> bool | None:
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:  # a file system without locks
+        return None
     finally:
         os.close(file)
 
@@ -272,7 +274,12 @@ class FolderLock:
             ) from None
         shut_in_forks(self)
         try:
-            if not self._taken():
+            try:
+                is_taken = self._taken()
+            except OSError as error:
+                problem = f"the file system of {folder} has no locks ({error.strerror})"
+                raise EnvironmentFault(f"{problem}; choose a folder on another one with --folder") from None
+            if not is_taken:
                 raise EnvironmentFault(
                     f"{folder} is in use by process {holder_of(folder)}; give this one another --folder"
                 )
@@ -286,7 +293,7 @@ class FolderLock:
     def _taken(self) -> bool:
         """Take it; twice, since ``is_kept`` may be looking."""
         for wait_s in (0.05, 0.0):
-            with suppress(OSError):
+            with suppress(BlockingIOError):
                 fcntl.flock(self.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
             time.sleep(wait_s)

@@ -22,11 +22,11 @@ from p2p_co2.protocol.pipeline import Place
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.recipes.sizes import stage_sizes
 from p2p_co2.system.extras import missing
-from p2p_co2.system.memory import return_large_blocks
+from p2p_co2.system.memory import use_one_arena
 from p2p_co2.system.process import say
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import clipped_mean, weighted_mean
+from p2p_co2.tensors.aggregation import centred_mean, weighted_mean
 from p2p_co2.tensors.checkpoint import folder as checkpoints
 from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
 from p2p_co2.tensors.checkpoint.folder import Checkpoint
@@ -69,7 +69,7 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     answers) and ``EnvironmentFault`` (this machine; the board's port).
     """
     _check_call(ticket, config, on_event)
-    return_large_blocks()  # before there are threads: each stays with the arena that it had
+    use_one_arena()  # before there are threads: each stays with the arena that it had
     config = config.model_copy(update={"folder": config.folder.absolute()})  # wherever the program goes later
     thread = NetworkThread(Ticket.parse(ticket), config, on_event)
     try:
@@ -246,7 +246,7 @@ class Connection:
             draws = recipe.batches(data_seed(run, me, peer.inner_steps), pipeline.sequences)
             own = draws if stage == 0 else None
             work = StageWork(stages, module, stage, crossings, own, cache_bytes // 2)
-            return StagePeer(groups, thread.start_pipeline(place, sizes), place, work)
+            return StagePeer(groups, thread.start_pipeline(place, sizes), place, work, recipe.max_grad_norm)
         except BaseException:
             for group in reversed(groups):
                 group.peer.leave("could not meet the stages beside it")
@@ -330,13 +330,13 @@ class Connection:
         fragments = [
             FragmentState(self.run, codec, me, state, index, uses) for index, state in enumerate(states)
         ]
-        rule = partial(clipped_mean, uses=uses) if self.run.weight_cap else weighted_mean
+        rule = partial(centred_mean, uses=uses) if self.run.weight_cap else weighted_mean
         ledger = TensorWorker(codec, fragments, rule)
         if saved is None:
             return ledger, Progressed()
         for trouble in resuming.restore(saved, live, plan.model, plan.optimizer, is_scheduled):
             self._thread.warn(trouble)
-        ledger.restore(saved.residuals)
+        ledger.restore(saved.residuals, saved.past)
         for damage in saved.passed_over:
             self._thread.warn(f"a checkpoint is damaged, went on from the checkpoint before it: {damage}")
         return ledger, Progressed(saved.position, saved.inner_steps, saved.tokens)

@@ -242,7 +242,8 @@ class NetworkThread:
             stage = self.network.holds.stage
             group = self.network.run.stage_digest(stage) if stage is not None else b""
             environment = Environment(self.network, group=group)
-            node = Node(environment, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model)
+            agreed, past = ledger.agreed(), ledger.past
+            node = Node(environment, shape, state_bytes, ledger, agreed, self.on_event, model, past)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
 

@@ -24,6 +24,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import swarm_digest
 from p2p_co2.tensors.names import unwrapped
 from p2p_co2.tensors.pretrained import full_state
+from p2p_co2.tensors.sharding import shard
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
 from p2p_co2.trainer.figures import loss_of, tokens_of
 from p2p_co2.trainer.rates import Rates
@@ -186,11 +187,12 @@ class Peer:
     def idle(self, waited_s: float, between_steps: bool) -> bool:
         """Where ``step`` is far: for ``waited_s`` seconds there was nothing to compute. ``between_steps``: no
         gradient is under way, so that what is agreed may be merged. False when the run is over or ``stop``
-        was called."""
-        sync = self._sync
+        was called. A stage that nobody else holds begins no further back than the stages beside it are."""
+        sync, view = self._sync, self._thread.view
         with self._stepping.alone("idle"):
             self._thread.check()
             sync.pause(waited_s)
+            self._saver.keep_up()
             if between_steps:
                 sync.take_outcomes()
                 sync.stood_still()
@@ -199,17 +201,28 @@ class Peer:
             if now - sync.figures.made_at >= 10 * REPORT_EVERY_S:
                 sync.report()
             position = sync.clock.position(now, sync.inner_steps)
+            others = view.swarm_position() or (0.0, now)
+            if others[0] > position and not (sync.figures.has_begun or view.live_trainers()):
+                position = others[0]
+                sync.clock.start(position, now, sync.inner_steps)
             if (over := sync.account.is_over(position)) and between_steps:
                 sync.position = position  # though no step brings it there; one that is under way counts
         return not (sync.stopped or over)
+
+    def heal(self) -> None:
+        """Take over the agreed parameters if the live ones are not finite, between two steps."""
+        if not all(bool(shard(one).isfinite().all()) for one in self._plan.model.parameters()):
+            self._ledger.reset()
+            self._sync.take_outcomes()
 
     def stop(self) -> None:
         """Ask the loop to end: the next ``step`` returns False. Safe in a signal handler."""
         self._sync.stopped = True
 
     def pause(self) -> None:
-        """Rest from the next ``step`` on, which then does not return until ``go_on`` or ``stop``: no
-        training, no fetching, only heartbeats. The swarm does not wait for this peer, and it keeps its place.
+        """Rest from the next ``step`` on, which then does not return until ``go_on``, ``stop`` or the run's
+        end: no training, no fetching, only heartbeats. The swarm does not wait for this peer, and it keeps
+        its place.
         Others judge without it where the swarm is. Newcomers ask it only for what nobody else has. Safe in a
         signal handler and from other threads, as are the next two."""
         self._governor.pause()
@@ -223,7 +236,8 @@ class Peer:
         self._governor.toggle(_minute_of_the_day())
 
     def _rest(self) -> None:
-        if self._governor.resting(_minute_of_the_day()) and not self._sync.stopped:
+        is_ending = self._sync.stopped or self._sync.account.is_near_end(self._sync.position)
+        if self._governor.resting(_minute_of_the_day()) and not is_ending:
             try:
                 self._saver.save()  # a machine that rests may be switched off
             except EnvironmentFault as error:
@@ -315,8 +329,8 @@ class Peer:
         goodbye.
 
         Bounded; may be called twice; does nothing in a child that was forked. After it no thread, process or
-        socket of this peer is left. If the last checkpoint cannot be written, that is told at the very end, as
-        a warning; the one before it stays, and what was agreed can still be read and published.
+        socket of this peer is left. If the last checkpoint cannot be written, a warning tells it at the very
+        end; the one before it stays, and what was agreed can still be read and published.
         """
         if self._left or self._stepping.is_forked:
             return

@@ -163,11 +163,12 @@ class Saver:
     def _write(self, checkpoint: Checkpoint, said: Said, copies: ShareQueue, began_at: float) -> None:
         """On the saver's thread: the whole of a checkpoint."""
         saving = None
-        states, residuals = self._ledger.borrow()
+        states, residuals, past = self._ledger.borrow()
         versions = tuple(state.version for state in states)
         try:
-            saving = Saving(self._folder, replace(checkpoint, states=states, residuals=residuals), said)
-            del states, residuals
+            agreed = replace(checkpoint, states=states, residuals=residuals, past=past)
+            saving = Saving(self._folder, agreed, said)
+            del states, residuals, agreed
             saving.put_agreed(self._ledger.give_back)
             for _ in copies.shares:
                 saving.put(copies.take())

@@ -295,6 +295,11 @@ class Synchroniser:
         self._report(ev.Paused, reason=why)
         self.report()
         while reason() and not self.stopped:
+            if self.account.is_near_end(self._advance(self._source.now())):
+                self._report(
+                    ev.Warned, text="the run is about to end: this peer rests no longer, and ends with it"
+                )
+                break
             self._check()
             self.take_outcomes()
             if self._source.now() - self.figures.made_at >= 10 * REPORT_EVERY_S:

@@ -30,6 +30,9 @@ from p2p_co2.protocol.wire.messages_pb2 import (
     RoundKey,
 )
 
+MOST_PEERS_SHARE = 3
+"""Of a group of more than so many, no peer counts for more than one of so many equal shares."""
+
 
 class Share(NamedTuple):
     """A member's weight, the outer version its gradient was measured from, and its offer's name."""
@@ -186,12 +189,18 @@ def read_members(members: Sequence[Member], round_: int) -> dict[PeerId, Share]:
 
 
 def capped(shares: Mapping[PeerId, Share], cap: float) -> dict[PeerId, float]:
-    """What the members' weights count as: at most ``cap`` times their median, 0 for no cap.
+    """What the members' weights count as: at most ``cap`` times their median, and of four or more no more
+    than a third of them all (``MOST_PEERS_SHARE``); 0 for no cap.
 
     Made of BEGIN's members alone, so it is the same for every part and everybody can check it. Of an even
     number the lower middle one is the median: half of the group may boast, and moves it nowhere.
     """
     limit = cap * median_low([share.weight for share in shares.values()]) if cap else math.inf
+    sizes = sorted((min(share.weight, limit) for share in shares.values()), reverse=True)
+    for above in range(MOST_PEERS_SHARE if cap and len(sizes) > MOST_PEERS_SHARE else 0):
+        limit = math.fsum(sizes[above:]) / (MOST_PEERS_SHARE - above)
+        if sizes[above] <= limit:
+            break
     return {peer: min(share.weight, limit) for peer, share in shares.items()}
 
 

@@ -63,7 +63,8 @@ class PeerView:
     """What membership knows of a live peer. ``upload_bytes_per_s`` 0: unknown; ``download_bytes_per_s`` 0: no
     cap. ``versions``, ``digests``: per fragment, may be empty. ``finished``: fragments for which it has
     nothing more to offer in this run. ``step_s``: of an inner step, of this peer alone; 0: unknown.
-    ``is_missed``: its link broke, and it was not heard since."""
+    ``is_missed``: its link broke, and it was not heard since. ``counted``: it says that its work was in one
+    of the last means."""
 
     upload_bytes_per_s: float = 0.0
     training: bool = True
@@ -73,6 +74,7 @@ class PeerView:
     digests: tuple[bytes, ...] = ()
     step_s: float = 0.0
     is_missed: bool = False
+    counted: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,26 @@ class ReduceWanted:
     """Answer with ``Rounds.reduced``, or ``Rounds.refused_slice`` if one of the slices is hostile."""
 
     job: ReduceJob
+
+
+@dataclass(frozen=True)
+class CheckWanted:
+    """The mean of a part has come that says that our slice is in it. Answer with ``Rounds.checked``. ``key``
+    is the attempt's id."""
+
+    key: bytes
+    fragment: int
+    part: int
+    generation: int
+    mine: Buffer
+    mean: Buffer
+
+
+class Likeness(NamedTuple):
+    """Of a mean to our slice: the cosine between the two, and how many times as long it is."""
+
+    cosine: float
+    length: float
 
 
 @dataclass(frozen=True)
@@ -239,6 +261,7 @@ class Doubted:
 
 RoundsEvent = (
     ReduceWanted
+    | CheckWanted
     | Committed
     | Aborted
     | Began

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from statistics import median_high
 
 from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
@@ -19,7 +20,7 @@ from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.assembly import Assembly, pieces
 from p2p_co2.protocol.rounds.attempt import Attempt, read_contributors
 from p2p_co2.protocol.rounds.deadline import Durations
-from p2p_co2.protocol.rounds.events import Offer, ReduceJob
+from p2p_co2.protocol.rounds.events import CheckWanted, Likeness, Offer, ReduceJob
 from p2p_co2.protocol.rounds.owner import (
     Arrivals,
     Contributors,
@@ -33,6 +34,13 @@ from p2p_co2.protocol.wire.envelope import with_data
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Mean, Part, PartOutcome
 from p2p_co2.system.memory import Buffer, large_buffer
+
+LEAST_COSINE = 0.2
+"""A mean that holds a slice points its way: between honest ones -0.31 was the least of 38,000, 0.5 the
+median. One that points the other way by more than this is refused."""
+LONGEST = 3.0
+"""Nor is a mean that points its way so many times as long. Honest ones were 1.9 times as long at most, beside
+no peer of twice the work."""
 
 
 class PartState:
@@ -80,6 +88,10 @@ class Exchange:
         ]
         self._missing = set(range(len(self.parts)))
         """Parts whose mean is not held."""
+        self._unchecked: set[int] = set()
+        """Parts whose mean is held, and is looked at for our slice."""
+        self._found: dict[tuple[int, int], tuple[PeerId, bool]] = {}
+        """By (part, generation) whose mean was looked at: its owner, and whether it may be true."""
         self._jobs: dict[int, PartJob] = {}
         self._here_at: dict[int, float] = {}
         """When a part's mean was here, from its first owner."""
@@ -152,6 +164,7 @@ class Exchange:
         if mine is not None and mine.is_answered_by(job):
             self.parts_at = now
             state.contributors = mine.reduced(job, mean, state.place)
+            self._found[job.part, job.generation] = state.owner, True
             state.is_held = True
             self._missing.discard(job.part)
 
@@ -182,6 +195,7 @@ class Exchange:
         if is_new and state.transfer.whole is not None and state.contributors is not None:
             state.is_held = True
             self._missing.discard(message.part)
+            self._check(message.part)
             if not state.generation and sender == state.owner:
                 self._here_at[message.part] = now
         return is_new
@@ -197,9 +211,49 @@ class Exchange:
         state.transfer = Assembly(len(state.place), state.place)
         return True
 
+    def _check(self, part: int) -> None:
+        """Have a mean looked at, where the run has a defence and our slice counts in it with half of its
+        weight or more. No honest owner lets most slices count for less: all but the long ones count whole."""
+        state, weights = self.parts[part], self.attempt.weights
+        counted = dict(state.contributors or ())
+        cut = {peer for peer, weight in counted.items() if 2 * weight < weights[peer]}
+        if not self.attempt.weight_cap or self._swarm.me not in counted:
+            return
+        if 2 * len(cut) > len(counted):
+            self._found[part, state.generation] = state.owner, False
+        elif self._swarm.me not in cut:
+            self._unchecked.add(part)
+            place = self.attempt.id, self.attempt.fragment, part, state.generation
+            self._outlet.emit(CheckWanted(*place, self._slice(part, self._payload), state.place))
+
+    def checked(self, job: CheckWanted, likeness: Likeness) -> None:
+        """What a mean is like. What is long for a slow member need not be so for the others."""
+        state, shares = self.parts[job.part], self.attempt.shares
+        usual = median_high([share.weight for share in shares.values()])
+        is_slow = 2 * shares[self._swarm.me].weight < usual
+        is_long = not is_slow and likeness.cosine > LEAST_COSINE and likeness.length > LONGEST
+        if state.generation == job.generation:
+            self._unchecked.discard(job.part)
+            is_good = likeness.cosine >= -LEAST_COSINE and not is_long
+            self._found[job.part, job.generation] = state.owner, is_good
+
+    @property
+    def refused(self) -> set[tuple[int, int]]:
+        """The (part, generation) in whose mean our slice is not what it should be. If it is so with most
+        owners, it is more likely our slice that is unlike the others'."""
+        owners = {owner for owner, _ in self._found.values()}
+        liars = {owner for owner, is_good in self._found.values() if not is_good}
+        bad = {place for place, (_, is_good) in self._found.items() if not is_good}
+        return bad if 2 * len(liars) <= len(owners) else set()
+
     @property
     def is_whole(self) -> bool:
         return not self._missing
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether each mean that came was looked at for our slice."""
+        return not self._unchecked
 
     def owners_of_missing(self) -> set[PeerId]:
         return {self.parts[part].source for part in self._missing}

@@ -80,10 +80,10 @@ class FragmentRounds:
     def set_state(self, version: int, digest: bytes, now: float) -> None:
         """Our state now. A commit that follows it and that we know already is told (again), so that replays
         follow one another; one of another history is forgotten. An offer that starts elsewhere ends."""
-        if self.version is not None and version < self.version:
-            self.history.forget(0)  # it goes back to most others: what it knows is of another history
+        if self.version is not None and not version - 1 <= self.version <= version:
+            self.history.forget(0)  # it goes over to most others: what it knows may be of another history
         elif version == self.version and digest != self.digest:
-            self.history.forget(version)
+            self.history.forget(0)
         elif (known := self.history.commit(version)) is not None and self.version == version - 1:
             self._swarm.repute.committed(PeerId(known[1].coordinator), known[1].key.fragment)
         if (version, digest) != (self.version, self.digest):

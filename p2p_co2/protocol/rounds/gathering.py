@@ -10,6 +10,7 @@ it.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Iterable
 
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import seal_begin, write_senders
@@ -36,7 +37,8 @@ class Roster:
     Those that start from equal states are a camp. Laws: a round begins only with a majority of the live
     training peers that agree on the state they start from, so two halves of a split swarm cannot both go on;
     half of it is enough only for the peer that is first by rendezvous hash, in its own half. None begins that
-    as many others have made already, though they are done.
+    as many others have made already, though they are done. Votes are ``voters``'; of newcomers a group takes
+    so many that its voters are a quorum without them.
     """
 
     def __init__(self, fragment: int, round_: int, swarm: Swarm) -> None:
@@ -59,21 +61,36 @@ class Roster:
     def live(self) -> list[PeerId]:
         """Whose majority counts; with those who are done where the last one may make no round alone."""
         done = self._swarm.done_with(self.fragment)
-        return sorted({*self._swarm.working_on(self.fragment), *self.readies, *done})
+        return sorted({*self._swarm.voting_on(self.fragment), *self._voting(self.readies), *done})
 
-    def live_count(self, size: int) -> int:
-        """Of how many peers a quorum of a group of ``size`` must sign. One more where half of them do not
-        decide by hash."""
-        live = {*self.live(), *self._here()} if size == 2 else set(self.live())
-        count = max(size, len(live))
-        if count % 2 == 0 and coordination_order(live, self.fragment, self.round)[0] != self._swarm.me:
+    def _voting(self, peers: Iterable[PeerId]) -> list[PeerId]:
+        return [peer for peer in peers if peer in self._swarm.voters]
+
+    def group(self, camp: list[PeerId]) -> list[PeerId]:
+        """Who of ``camp`` is taken in, at most ``MAX_MEMBERS``; sorted."""
+        order, live = coordination_order(camp, self.fragment, self.round), self.live()
+        voting = self._voting(order)
+        newcomers = [peer for peer in order if peer not in voting]
+        room = 2 * len(voting) - len(live) - (not self._decides(live) or self._swarm.me not in voting)
+        return sorted([*voting, *newcomers[: max(0, room)]][:MAX_MEMBERS])
+
+    def live_count(self, group: list[PeerId]) -> int:
+        """Of how many peers a quorum of ``group`` must sign. One more where half of them do not decide by
+        hash."""
+        live = {*self.live(), *self._here()} if len(group) == 2 else set(self.live())
+        count = len({*live, *group})
+        if count % 2 == 0 and not self._decides(live):
             count += 1
-        return min(count, 2 * size)  # of two that work, among others that are done: both
+        return min(count, 2 * len(group))  # of two that work, among others that are done: both
+
+    def _decides(self, live: Collection[PeerId]) -> bool:
+        """Whether this peer is the first of them by hash."""
+        return coordination_order(live, self.fragment, self.round)[:1] == [self._swarm.me]
 
     def _here(self) -> list[PeerId]:
-        """Who trains, or did so and is done with the fragment."""
+        """Of the voters, who trains, or did so and is done with the fragment."""
         views = self._swarm.live.items()
-        return [peer for peer, view in views if view.training or self.fragment in view.finished]
+        return self._voting(peer for peer, view in views if view.training or self.fragment in view.finished)
 
     def _is_past(self, peer: PeerId) -> bool:
         """Whether ``peer`` says that it has made this round."""
@@ -87,16 +104,16 @@ class Roster:
     # ---- camps
 
     def agreeing(self) -> tuple[bytes, list[PeerId]]:
-        """The state digest that most READYs start from, and its peers, sorted. Of equal camps the one that
-        may begin with half of the swarm comes first (``shortage``), then the heavier one, then the larger
-        digest."""
+        """The state digest that most voters' READYs start from, and its peers, sorted. Of equal camps the one
+        that may begin with half of the swarm comes first (``shortage``), then the heavier one, then that of
+        the larger digest."""
         camps: dict[bytes, list[PeerId]] = {}
         for peer in self.heard() or sorted(self.readies):
             camps.setdefault(self.readies[peer].state_digest, []).append(peer)
 
         def strength(digest: bytes) -> tuple[int, bool, float, bytes]:
             weight = sum(self.readies[peer].weight for peer in camps[digest])
-            return len(camps[digest]), self._swarm.me in camps[digest], weight, digest
+            return len(self._voting(camps[digest])), self._swarm.me in camps[digest], weight, digest
 
         best = max(camps, key=strength)
         return best, camps[best]
@@ -109,12 +126,14 @@ class Roster:
 
     def _suffices(self, camp: list[PeerId], now: float) -> bool:
         """Whether most of the swarm is in ``camp``. Half of it is enough where we are in that half and first
-        by hash: no other half can say so. Not if the other half has made this round already: then it is we
-        who are late."""
-        live, size, me = self.live(), min(len(camp), MAX_MEMBERS), self._swarm.me
-        if 2 * size != len(live) or me not in camp:
+        by hash, and no newcomer is there: no other half can say so. Not if the other half has made this round
+        already: then it is we who are late."""
+        live, size = self.live(), min(len(self._voting(camp)), MAX_MEMBERS)
+        if 2 * size != len(live) or self._swarm.me not in camp:
             return 2 * size > len(live)
-        return coordination_order(live, self.fragment, self.round)[0] == me and not self.is_late(camp, now)
+        working = self._swarm.working_on(self.fragment)
+        is_all = len(self._voting(working)) == len(working)  # others may count newcomers that we do not
+        return is_all and self._decides(live) and not self.is_late(camp, now)
 
     def is_late(self, camp: list[PeerId], now: float) -> bool:
         """Whether somebody of the other half of the swarm says that it has made this round."""
@@ -274,13 +293,13 @@ class Gathering:
         ``nonce``: 16 bytes that tell this attempt from others with the same members."""
         digest, camp = self.roster.agreeing()
         fragment, round_ = self.roster.fragment, self.roster.round
-        group = sorted(coordination_order(camp, fragment, round_)[:MAX_MEMBERS])
+        group = self.roster.group(camp)
         self._tell_behind(digest, camp)
         rates = {peer: self._rates(peer) for peer in group}
         division = divided(self._swarm, self._cadence, (fragment, round_), rates)
         parts_cap_s = self._swarm.shape.parts_cap_s
         parts_s = parts_deadline_s(division.transfer_s, observed, parts_cap_s)
-        live = self.roster.live_count(len(group))
+        live = self.roster.live_count(group)
         if 2 * len(group) <= live + 1:  # no round comes of it if the means are late anywhere
             parts_s = min(SAFETY * parts_s, parts_cap_s)
         parts = zip(division.owners, division.ranges, division.senders, strict=True)
@@ -298,7 +317,9 @@ class Gathering:
         return begin
 
     def _rates(self, peer: PeerId) -> Rates:
-        ready, believed = self.roster.readies[peer], self._swarm.lateness.of_claim(peer)
+        ready = self.roster.readies[peer]
+        may_own = peer in self._swarm.voters and not self._swarm.repute.has_lied(peer)
+        believed = self._swarm.lateness.of_claim(peer) if may_own else 0.0
         return Rates(ready.upload_bytes_per_s, ready.download_bytes_per_s, believed)
 
     def _member(self, peer: PeerId) -> Member:

@@ -30,6 +30,8 @@ class History:
     """The last ``KEEP_DECISIONS`` commits of one fragment, and the attempts that ended."""
 
     def __init__(self) -> None:
+        self.workers: frozenset[str] = frozenset()
+        """Whose slices are in the kept commits."""
         self._commits: OrderedDict[int, tuple[Decision, Outcome]] = OrderedDict()
         self._ended: deque[bytes] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         self._joined: deque[tuple[int, bytes, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
@@ -44,6 +46,7 @@ class History:
             self._commits[outcome.key.round] = (decision, outcome)
             while len(self._commits) > bounds.KEEP_DECISIONS:
                 self._commits.pop(min(self._commits))
+            self._note_workers()
 
     def end(self, attempt: bytes) -> None:
         """Remember an attempt that is over, so that its stragglers are recognised."""
@@ -94,13 +97,22 @@ class History:
         """Drop a commit and all after it: its bytes are nowhere to be had, or it is of another history."""
         for known in [known for known in self._commits if known >= round_]:
             del self._commits[known]
+        self._note_workers()
+
+    def _note_workers(self) -> None:
+        self.workers = frozenset[str]().union(*(_workers(one) for _, one in self._commits.values()))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nobody is missing in ``workers``: the last commits are known, or all since the start."""
+        return len(self._commits) == bounds.KEEP_DECISIONS or 1 in self._commits
 
     def has_ended(self, attempt: bytes) -> bool:
         return attempt in self._ended
 
     def has_worked(self, peer: PeerId) -> bool:
         """Whether a slice of ``peer`` is in one of the kept commits."""
-        return any(peer in _workers(outcome) for _, outcome in list(self._commits.values()))
+        return peer in self.workers
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``."""

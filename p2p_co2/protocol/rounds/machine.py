@@ -29,6 +29,8 @@ from p2p_co2.protocol.rounds.attempt import check_place, read_key
 from p2p_co2.protocol.rounds.certificate import open_decision
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.events import (
+    CheckWanted,
+    Likeness,
     Offer,
     OpenOffer,
     PayloadShape,
@@ -64,7 +66,7 @@ class Rounds:
         self._swarm = Swarm(self._me, shape)
         self._outlet = Outlet(self._me)
         self._swarm.repute.emit = self._outlet.emit
-        histories = [History() for _ in shape.blocks]
+        histories = self._swarm.voters.histories = [History() for _ in shape.blocks]
         self._coordination = Coordination(
             self._swarm, self._outlet, histories,
             joined_until=lambda place: self._fragments[place[0]].joined_until(place[1]),
@@ -136,6 +138,10 @@ class Rounds:
         """Whether a slice of ``peer`` is in one of the last means that we know of."""
         return any(fragment.history.has_worked(peer) for fragment in self._fragments)
 
+    def counts(self, peer: PeerId) -> bool:
+        """Whether what ``peer`` says of the swarm counts: it has had a vote here, or nobody live has."""
+        return self._swarm.voters.counts(peer)
+
     def stage(self, fragment: int) -> Stage:
         """How far the round of our offer is; other threads may ask."""
         member, asking = self._fragments[fragment].member, self._fragments[fragment].asking
@@ -171,6 +177,14 @@ class Rounds:
             member.check(now)
         self._settle(now)
 
+    def checked(self, job: CheckWanted, likeness: Likeness, now: float) -> None:
+        """What the mean of a ``CheckWanted`` is like; ignored if the attempt is over."""
+        member = self._member_of(job)
+        if member is not None:
+            member.exchange.checked(job, likeness)
+            member.check(now)
+        self._settle(now)
+
     def refused_slice(self, job: ReduceJob, peer: PeerId, reason: str, now: float) -> None:
         """The tensor side found ``peer``'s slice hostile: it is left out and the job comes again without it.
         Nobody is blamed for what a job that is over held: its memory may be in use again."""
@@ -180,7 +194,7 @@ class Rounds:
             self._outlet.emit(Refused(peer, "bad slice", f"{reason}; {where}"))
         self._settle(now)
 
-    def _member_of(self, job: ReduceJob) -> Member | None:
+    def _member_of(self, job: ReduceJob | CheckWanted) -> Member | None:
         member = self._fragments[job.fragment].member
         return member if member is not None and member.attempt.id == job.key else None
 

@@ -19,6 +19,7 @@ from p2p_co2.protocol.rounds.deadline import Punctuality
 from p2p_co2.protocol.rounds.events import PayloadShape, PeerView, RoundsEvent
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.rounds.repute import Lateness, Repute
+from p2p_co2.protocol.rounds.voters import Voters
 from p2p_co2.protocol.wire.identity import PeerId
 
 
@@ -41,6 +42,8 @@ class Swarm:
         self.me = me
         self.shape = shape
         self.live: dict[PeerId, PeerView] = {me: PeerView()}
+        self.voters = Voters(me)
+        self.voters.set_live(self.live)
         self._training = [me]
         self._working: dict[int, list[PeerId]] = {}
         """What ``working_on`` said since ``live`` changed."""
@@ -65,6 +68,7 @@ class Swarm:
         names = self.live if live.keys() == self.live.keys() else sorted(live)  # most news is not of these
         self.live = {peer: live[peer] for peer in names}
         self._training = [peer for peer, view in self.live.items() if view.training]
+        self.voters.set_live(self.live)
         self._working.clear()
         self._is_ending = any(view.finished for view in live.values())
         for habit in (self.readies, self.last_readies, self.replays, self.slices):
@@ -76,7 +80,7 @@ class Swarm:
     def to_ask(self, fragment: int, round_: int, now: float) -> list[PeerId]:
         """Who may coordinate a round, in the order in which they are asked: by hash, but those whose rounds
         came to nothing last. If they are half of the swarm, it is more likely us."""
-        order = coordination_order(self._training, fragment, round_)
+        order = coordination_order(self.voters.all(), fragment, round_)
         last = {peer for peer in order if self.repute.is_passed_over(peer, fragment, now)}
         return sorted(order, key=last.__contains__) if 2 * len(last) < len(order) else order
 
@@ -87,11 +91,11 @@ class Swarm:
 
     def believes(self, signers: Collection[PeerId], members: Collection[str], fragment: int) -> bool:
         """Whether a commit that we were not in may be taken for the swarm's. Keys are free, so most signers
-        must be live here, and most of the others that train and offer for the fragment must be members. A
+        must be live here, and most of the other voters that offer for the fragment must be members. A
         certificate may name anybody as a member: so half of them must have signed it, and no single one."""
         signed = {peer for peer in signers if peer in self.live}
-        made_it = {peer for peer in members if peer in self.live}
-        others = {*self.working_on(fragment), *made_it} - {self.me}
+        made_it = {peer for peer in map(PeerId, members) if peer in self.live and peer in self.voters}
+        others = {*self.voting_on(fragment), *made_it} - {self.me}
         is_of_many = 2 * len(signed) >= len(members) and len(signed) >= min(2, len(others))
         return is_of_many and 2 * len(signed) > len(signers) and 2 * len(made_it) > len(others)
 
@@ -102,8 +106,8 @@ class Swarm:
 
     def farthest_version(self, fragment: int) -> int:
         """The highest version that one peer's word can send us after: a little more than at least half of
-        those who train have reached as far as we hear, this peer included."""
-        versions = sorted((self.version_of(peer, fragment) or 0 for peer in self._training), reverse=True)
+        those who vote have reached as far as we hear."""
+        versions = sorted((self.version_of(one, fragment) or 0 for one in self.voters.all()), reverse=True)
         return (versions[(len(versions) - 1) // 2] if versions else 0) + AHEAD_AT_MOST
 
     def done_with(self, fragment: int) -> list[PeerId]:
@@ -111,8 +115,8 @@ class Swarm:
         or more, from a round alone: others that still train make their rounds."""
         if not self._is_ending:
             return []
-        done = [peer for peer, view in self.live.items() if fragment in view.finished]
-        is_last_alone = len(done) > 1 and len(self.working_on(fragment)) == 1
+        done = [p for p, view in self.live.items() if fragment in view.finished and p in self.voters]
+        is_last_alone = len(done) > 1 and len(self.voting_on(fragment)) == 1
         return done if is_last_alone else []
 
     def is_over(self, fragment: int) -> bool:
@@ -142,6 +146,10 @@ class Swarm:
             known = [peer for peer in self._training if fragment not in live[peer].finished]
             self._working[fragment] = known
         return known
+
+    def voting_on(self, fragment: int) -> list[PeerId]:
+        """The same of those that have a vote."""
+        return [peer for peer in self.working_on(fragment) if peer in self.voters.all()]
 
     def version_of(self, peer: PeerId, fragment: int) -> int | None:
         """The newest version that ``peer`` is known to hold; None if nobody told us."""

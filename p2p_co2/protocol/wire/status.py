@@ -14,7 +14,7 @@ _DIGEST_LENGTHS = frozenset({32})
 
 
 class PeerStatus(NamedTuple):
-    """The fields of ``Status`` that peers go by; what comes after ``settled`` changes all the time and is no
+    """The fields of ``Status`` that peers go by; what comes after ``counted`` changes all the time and is no
     news."""
 
     phase: Status.Phase = Status.JOINING
@@ -24,13 +24,14 @@ class PeerStatus(NamedTuple):
     download_bytes_per_s: float = 0.0
     finished: bytes = b""
     settled: bool = False
+    counted: bool = False
     position: float = 0.0
     heartbeat_s: float = 0.0
     process: int = 0
     model: int = 0
 
     def is_news_after(self, known: PeerStatus) -> bool:
-        return self[:7] != known[:7]
+        return self[:8] != known[:8]
 
     def offers_for(self, fragment: int) -> bool:
         """Whether it trains and has not said that it is done with ``fragment``."""
@@ -48,7 +49,7 @@ def read_status(status: Status) -> PeerStatus:
     """Raises ``RemoteProtocolError`` for a status that cannot be true."""
     read = PeerStatus(  # a slice of a repeated field is made twice as quickly as it is gone through
         status.phase, tuple(status.versions[:]), tuple(status.digests[:]), status.upload_bytes_per_s,
-        status.download_bytes_per_s, status.finished, status.settled, status.position,
+        status.download_bytes_per_s, status.finished, status.settled, status.counted, status.position,
         status.heartbeat_s, status.process, status.model,
     )  # fmt: skip
     for number in (read.position, read.upload_bytes_per_s, read.download_bytes_per_s, read.heartbeat_s):
