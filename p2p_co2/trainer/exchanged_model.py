@@ -165,10 +165,10 @@ class ExchangedModel:
         if self._undone == 3:
             kind = type(self._plan.optimizer).__name__
             self.warn_once(
-                f"{part.name}: what the swarm agreed on was gone after one step, three times in a row: {kind} "
-                "seems to write a copy of its own over the parameters (master weights, an offloaded copy), so "
-                "this peer trains alone; keep the copy in optimizer.state[parameter], where it is moved along, "
-                "or use another optimizer"
+                f"{part.name}: what was agreed was gone after one step, three times in a row: {kind} "
+                "seems to write a copy of its own over the parameters (master weights, offloading), so this "
+                "peer trains alone; keep the copy in optimizer.state[parameter], where it is moved along, or "
+                "use another optimizer"
             )
 
     def _values(self, part: Slice) -> Tensor:
@@ -178,12 +178,10 @@ class ExchangedModel:
         """What of the inner optimizer's state is a copy of a parameter and moves with it: master weights, a
         slow or averaged model."""
         parameter, state = self._joined[name][0], self._plan.optimizer.state
-        found = state[parameter] if parameter in state else {}
-        return [
-            shard(one).detach()
-            for key, one in found.items()
-            if _is_like(one, parameter) and self._is_copy(key)
-        ]
+        if parameter not in state:
+            return []
+        like = ((key, one) for key, one in state[parameter].items() if _is_like(one, parameter))
+        return [shard(one).detach() for key, one in like if self._is_copy(key)]
 
     def _is_copy(self, key: str) -> bool:
         """Whether entry ``key`` of the inner optimizer's states lies near the parameters, over all of them:
@@ -203,9 +201,9 @@ class ExchangedModel:
         """Its parameters were not finite: running statistics that are not either begin anew, too."""
         self._merged = None
         for module in self._plan.model.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-                if not all(bool(one.isfinite().all()) for one in module.buffers(recurse=False)):
-                    module.reset_running_stats()
+            is_one = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+            if is_one and not all(bool(one.isfinite().all()) for one in module.buffers(recurse=False)):
+                module.reset_running_stats()
 
     def forget_optimizer(self, fragment: int) -> None:
         """Drop the inner optimizer's state of a fragment whose parameters were not finite: its moments are

@@ -24,6 +24,7 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import swarm_digest
 from p2p_co2.tensors.names import unwrapped
 from p2p_co2.tensors.pretrained import full_state
+from p2p_co2.tensors.sharding import shard
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
 from p2p_co2.trainer.figures import loss_of, tokens_of
 from p2p_co2.trainer.rates import Rates
@@ -208,6 +209,12 @@ class Peer:
                 sync.position = position  # though no step brings it there; one that is under way counts
         return not (sync.stopped or over)
 
+    def heal(self) -> None:
+        """Take over the agreed parameters if the live ones are not finite, between two steps."""
+        if not all(bool(shard(one).isfinite().all()) for one in self._plan.model.parameters()):
+            self._ledger.reset()
+            self._sync.take_outcomes()
+
     def stop(self) -> None:
         """Ask the loop to end: the next ``step`` returns False. Safe in a signal handler."""
         self._sync.stopped = True
@@ -322,8 +329,8 @@ class Peer:
         goodbye.
 
         Bounded; may be called twice; does nothing in a child that was forked. After it no thread, process or
-        socket of this peer is left. If the last checkpoint cannot be written, that is told at the very end, as
-        a warning; the one before it stays, and what was agreed can still be read and published.
+        socket of this peer is left. If the last checkpoint cannot be written, a warning tells it at the very
+        end; the one before it stays, and what was agreed can still be read and published.
         """
         if self._left or self._stepping.is_forked:
             return

@@ -179,6 +179,9 @@ class StagePeer:
             self._step(done, began_at)
             return
         self._busy_s += time.monotonic() - began_at
+        if isinstance(done.refused, ValueError) and self._work.is_between_steps:
+            for group in self._groups:
+                group.peer.heal()
         is_counted = work.do is Do.BACKWARD or self._place.is_last
         self._pipeline.node.handed.counted += is_counted and not done.refused
 

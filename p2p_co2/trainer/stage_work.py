@@ -29,6 +29,7 @@ from p2p_co2.protocol.pipeline import Key, Work
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.recipes.stages import Stages
 from p2p_co2.system.memory import Buffer
+from p2p_co2.tensors.codec.base import NOT_FINITE
 from p2p_co2.tensors.stages import Boundary, Counted, LowRank, StageReplica, UsualSizes
 
 _SIDE_BYTES = 8
@@ -134,7 +135,7 @@ class Done:
     payload: Buffer | None = None
     tokens: int = 0
     loss: float = 0.0
-    refused: RemoteProtocolError | None = None
+    refused: RemoteProtocolError | ValueError | None = None
     counted: Counted | None = None
     codec: int = 0
 
@@ -166,9 +167,10 @@ class StageWork:
         return not self.replica.in_flight and not self.replica.counted.microbatches
 
     def compute(self, work: Work) -> Done:
-        """Forward, back, or the end of an inner step, whose optimizer step is the caller's. Raises
-        ``ValueError`` for values that are not finite: training has diverged here. ``ConfigError`` for batches
-        of one's own that have run out or have another shape."""
+        """Forward, back, or the end of an inner step, whose optimizer step is the caller's. Where this
+        stage makes values that are not finite, ``refused`` is a ``ValueError``, and what this inner step has
+        counted is dropped: its gradient may be no better. Raises ``ConfigError`` for batches of one's own
+        that have run out or have another shape."""
         try:
             if work.do is Do.BACKWARD:
                 return self._backward(work)
@@ -176,6 +178,12 @@ class StageWork:
                 return self._forward(work)
         except RemoteProtocolError as error:
             self.forget(work.key)
+            return Done(work, refused=error)
+        except ValueError as error:
+            if NOT_FINITE not in str(error):
+                raise
+            self.forget(work.key)
+            self.replica.take_back()
             return Done(work, refused=error)
         self._rest.clear()
         return Done(work, counted=self.replica.take())

@@ -39,8 +39,8 @@ from p2p_co2.trainer.fragment_state import EncodedOffer, FragmentState, Outcome
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 NOT_FINITE = (
-    "this peer's parameters were not finite (NaN or Inf): it took over the agreed ones and its inner optimizer "
-    "began anew; look at the data, the loss and the learning rate. This is told once"
+    "this peer's parameters were not finite (NaN or Inf): it took over the agreed ones, and its inner "
+    "optimizer began anew; look at the data, the loss and the learning rate. This is told once"
 )
 Encoded = Callable[[int, EncodedOffer, AgreedVersion], None]
 """What is called on the worker when an offer is encoded: (fragment, offer, where the fragment is)."""

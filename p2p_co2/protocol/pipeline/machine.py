@@ -355,11 +355,13 @@ class Pipeline:
                 self._out.append((one.sender, with_data(body, data)))
         self._grant()
 
-    def failed(self, key: Key, error: RemoteProtocolError) -> None:
-        """What came for ``key`` could not be used: it is dropped, and held against its sender."""
+    def failed(self, key: Key, error: RemoteProtocolError | ValueError) -> None:
+        """What came for ``key`` could not be used: it is dropped, and held against its sender if that one
+        broke a rule."""
         one = self._held[key]
         is_forward = one.phase is Phase.COMPUTING
-        if (sender := one.sender if is_forward else one.receiver) is not None:
+        sender = one.sender if is_forward else one.receiver
+        if sender is not None and isinstance(error, RemoteProtocolError):
             self._events.append(UselessPayload(sender, Forward if is_forward else Backward, error))
         self._drop(key, str(error))
         self._grant()

@@ -35,7 +35,7 @@ CHUNK_BLOCKS = 2048
 enough to hide what each torch call costs."""
 PIECE_VALUES = CHUNK_BLOCKS * BLOCK_VALUES
 """The same in values; a whole number of any codec's blocks."""
-_NOT_FINITE = "values to encode are not finite: training has diverged; lower the learning rates"
+NOT_FINITE = "values to encode are not finite: training has diverged; lower the learning rates"
 
 
 def pieces(numel: int) -> Iterator[slice]:
@@ -85,7 +85,7 @@ class Codec(ABC):
         rows, end = out.view(-1, self.block_bytes), numel // width * width
         if (kernel := self._kernel(values, *(() if base is None else (base,)))) is not None:
             if kernel.encode(base, values, wanted, out, end // width) < end // width:
-                raise ValueError(_NOT_FINITE)
+                raise ValueError(NOT_FINITE)
             left = values[end:] if base is None else base[end:] - values[end:]
             if wanted is not None:
                 wanted[end:] = left
@@ -234,7 +234,7 @@ def absmax(values: Tensor, scratch: Tensor | None = None) -> Tensor:
     """
     most = torch.abs(values, out=scratch).amax(dim=1, keepdim=True)
     if not bool(torch.isfinite(most).all()):
-        raise ValueError(_NOT_FINITE)
+        raise ValueError(NOT_FINITE)
     return most
 
 

@@ -130,6 +130,11 @@ class StageReplica:
         """Microbatch ``key`` was dropped: it counts nowhere."""
         self._held.pop(key, None)
 
+    def take_back(self) -> None:
+        """Count nothing of this inner step so far, and drop its gradients."""
+        self.counted = Counted()
+        self.module.zero_grad(set_to_none=True)
+
     def take(self) -> Counted:
         """End the inner step: gradients become means over the tokens that were counted, and those begin at
         nothing. The optimizer's ``step`` and ``zero_grad`` are the caller's."""
