@@ -129,7 +129,9 @@ def _view_of(
     bits = int.from_bytes(finished_bits, "little")
     finished = frozenset(f for f in range(len(versions)) if bits >> f & 1)
     is_training = works(phase, len(finished) == len(versions))
-    return PeerView(upload_rate, is_training, versions, download_rate, finished, digests, 0.0, is_missed, counted)
+    return PeerView(
+        upload_rate, is_training, versions, download_rate, finished, digests, 0.0, is_missed, counted
+    )
 
 
 class SwarmNews:

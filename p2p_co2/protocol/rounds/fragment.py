@@ -243,9 +243,8 @@ class FragmentRounds:
         self._replay(now)
 
     def _leaves_out(self, attempt: Attempt) -> bool:
-        """Whether another coordinator leaves out more than a third of the voters, of those whose work is in the
-        round before. Of one that is left out for the third time in a row we believe that
-        it is late."""
+        """Whether another coordinator leaves out more than a third of the voters, of those whose work is in
+        the round before. Of one that is left out for the third time in a row we believe that it is late."""
         newest, swarm = self.history.newest_commit(), self._swarm
         if attempt.coordinator == swarm.me or newest is None or newest[1].key.round != attempt.round - 1:
             return False
@@ -253,7 +252,10 @@ class FragmentRounds:
         for peer in voting:
             if peer in attempt.shares:
                 swarm.voters.seen.came(peer)
-            elif peer in workers_of(newest[1]) and (swarm.version_of(peer, attempt.fragment) or 0) < attempt.round:
+            elif (
+                peer in workers_of(newest[1])
+                and (swarm.version_of(peer, attempt.fragment) or 0) < attempt.round
+            ):
                 left += swarm.voters.seen.is_awaited(peer) and not swarm.is_missed(peer)
                 swarm.voters.seen.missed(peer, attempt.id)
         return 3 * left > len(voting)

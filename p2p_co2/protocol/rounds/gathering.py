@@ -104,9 +104,9 @@ class Roster:
     # ---- camps
 
     def agreeing(self) -> tuple[bytes, list[PeerId]]:
-        """The state digest that most voters' READYs start from, and its peers, sorted. Of equal camps the one that
-        may begin with half of the swarm comes first (``shortage``), then the heavier one, then the larger
-        digest."""
+        """The state digest that most voters' READYs start from, and its peers, sorted. Of equal camps the one
+        that may begin with half of the swarm comes first (``shortage``), then the heavier one, then the
+        larger digest."""
         camps: dict[bytes, list[PeerId]] = {}
         for peer in self.heard() or sorted(self.readies):
             camps.setdefault(self.readies[peer].state_digest, []).append(peer)
@@ -126,8 +126,8 @@ class Roster:
 
     def _suffices(self, camp: list[PeerId], now: float) -> bool:
         """Whether most of the swarm is in ``camp``. Half of it is enough where we are in that half and first
-        by hash, and no newcomer is there: no other half can say so. Not if the other half has made this round already: then it is we
-        who are late."""
+        by hash, and no newcomer is there: no other half can say so. Not if the other half has made this round
+        already: then it is we who are late."""
         live, size = self.live(), min(len(self._voting(camp)), MAX_MEMBERS)
         if 2 * size != len(live) or self._swarm.me not in camp:
             return 2 * size > len(live)

@@ -137,7 +137,7 @@ class Rounds:
         return any(fragment.history.has_worked(peer) for fragment in self._fragments)
 
     def counts(self, peer: PeerId) -> bool:
-        """Whether what ``peer`` says of the swarm counts: it has had a vote here, or nobody who is live has."""
+        """Whether what ``peer`` says of where it is counts: it had a vote here, or nobody live had."""
         return self._swarm.voters.counts(peer)
 
     def stage(self, fragment: int) -> Stage:
