@@ -1,7 +1,7 @@
 """What the defence against liars costs where nobody lies: held-out loss with the weight cap against without.
 
 A laboratory, as ``loss_table``: four honest peers in one process, synchronous rounds, the byte GPT of
-``loss_model``. The rules are the product's own: ``capped`` weights and ``clipped_mean`` of each part against
+``loss_model``. The rules are the product's own: ``capped`` weights and ``centred_mean`` of each part against
 plain weights and ``weighted_mean``; so are codec, outer step and outer settings (those of a new run file).
 Peers are equally fast, or two of them ten times as fast as the others, and weigh by their tokens.
 
@@ -51,7 +51,7 @@ from p2p_co2.protocol.rounds.attempt import Share, capped
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.recipes.corpus import embedded_corpus
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import clipped_mean, reduce_slices, weighted_mean
+from p2p_co2.tensors.aggregation import centred_mean, reduce_slices, weighted_mean
 from p2p_co2.tensors.codec import get_codec
 
 SPEEDS = {"equal": (1, 1, 1, 1), "ten times": (1, 1, 10, 10)}
@@ -99,7 +99,7 @@ class Averaged:
                 offers[PeerId(str(peer))] = self._codec.encode(gradient).numpy()
         size = len(next(iter(offers.values())))
         part_bytes = -(-size // self._codec.block_bytes // len(tokens)) * self._codec.block_bytes
-        rule = clipped_mean if self._run.weight_cap else weighted_mean
+        rule = centred_mean if self._run.weight_cap else weighted_mean
         means = bytearray()
         for start in range(0, size, part_bytes):
             slices = [

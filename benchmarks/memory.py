@@ -11,8 +11,8 @@ sockets cost; what is left, over the model's size in fp32, is the answer:
 The bar is 4. The default settings (the first case) run ``--repeats`` times and the median counts, the others
 run once. With ``--out`` each run is a line of that file, and what is there already is not run again: all
 cases take a quarter of an hour. ``copies`` is the strict reading: the process alone has our allocator's
-setting too (``p2p_co2.system.memory``). ``copies_over_plain`` is against a process that never heard of us;
-the setting saves it about a copy, which is credited to nobody in ``copies``.
+setting too (``p2p_co2.system.memory``: one arena). ``copies_over_plain`` is against a process that never
+heard of us.
 
 ``held`` is the table of what is held, by room, in the same unit, at the largest resident set that was seen
 when the training thread came by; the rest of the peak is temporary: snapshots, decoded means and merges on
@@ -51,7 +51,7 @@ from averaging_workers import serve_run
 from json_workers import answer_of, say, spawn
 
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
-from p2p_co2.system.memory import _pool, return_large_blocks
+from p2p_co2.system.memory import _pool, use_one_arena
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer import Peer, connect
 from p2p_co2.trainer.kept import Compact, Encoded, Gradient, Kept, StepChange
@@ -238,7 +238,7 @@ def _inner_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, width:
 
 def _alone(width: str, own_allocator: str) -> None:
     if int(own_allocator):
-        return_large_blocks()
+        use_one_arena()
     model, optimizer = _model(int(width))
     for _ in range(STEPS_PER_ROUND):
         _inner_step(model, optimizer, int(width))
@@ -246,7 +246,7 @@ def _alone(width: str, own_allocator: str) -> None:
 
 
 def _peer(case: str, width: str, folder: str, ticket: str) -> None:
-    return_large_blocks()
+    use_one_arena()
     model, optimizer = _model(int(width))
     counts: Counter[str] = Counter()
     config = PeerConfig(folder=Path(folder), min_peers=PEERS, checkpoint_every_s=1.5)

@@ -55,8 +55,9 @@ def run_demo(options: DemoOptions, watch_with: WatchWith) -> int:
         from p2p_co2.tensors.device import training_device
 
         print(f"device: {training_device(options.device, is_tried=False).words}", flush=True)
-        prepared, loss_start = prepare(config, folder, is_judged=True)
-        with Stage(prepared, folder, options.carrier, watch_with(prepared, folder, "", ())) as stage:
+        prepared, loss_start = prepare(config, folder, is_judged=True, text=options.text)
+        watch = watch_with(prepared, folder, "", ())
+        with Stage(prepared, folder, options.carrier, watch, options.text) as stage:
             demo = RunningDemo(options, stage)
             demo.run()
         killed, notes = tuple(demo.killed), tuple(demo.notes)
@@ -70,7 +71,6 @@ def run_config(options: DemoOptions) -> RunConfig:
     table = {
         "name": "demo",
         "recipe": options.recipe,
-        "recipe_options": {"text": str(options.text.resolve())} if options.text else {},
         "seed": options.seed,
         "fragments": 4,
         "clock": {

@@ -25,6 +25,8 @@ Carrier = Annotated[str, says("auto, grpc or libp2p.")]
 OwnRecipe = Annotated[str, says("The run's own recipe, here.", metavar="FILE.py:function")]
 Profile = Annotated[str, says("Their links: fibre, cable, dsl, 4g, transatlantic, satellite or home-mix.")]
 Parent = Annotated[int, says("Leave when this process ends.", hidden=True)]
+UPNP = "Ask the router to let others in (UPnP, NAT-PMP)."
+RELAY = "Pass on traffic between peers that cannot reach each other directly."
 Figure = float | None
 
 
@@ -40,9 +42,8 @@ class SeedOptions:
     ] = None
     announce_host: Annotated[str, says("Address that others dial, if it is not the host's.")] = ""
     also: Annotated[str, says("Become a further seed of this run.", metavar="TICKET")] = ""
-    relay: Annotated[bool, says("Pass on traffic between peers that cannot reach each other directly.")] = (
-        True
-    )
+    relay: Annotated[bool, says(RELAY)] = True
+    upnp: Annotated[bool, says(UPNP)] = True
     as_json: Annotated[bool, says("Print each ticket as a line of JSON; all else on stderr.", "--json")] = (
         False
     )

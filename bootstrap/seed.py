@@ -33,7 +33,7 @@ from p2p_co2.system.process import (
     full_disk_named,
     require_supported_platform,
 )
-from p2p_co2.ticket import Ticket, is_loopback, is_of_run, is_private, line_to_join, read_ticket
+from p2p_co2.ticket import Ticket, is_loopback, is_of_run, is_private, kept_seeds, line_to_join, read_ticket
 
 if TYPE_CHECKING:
     from p2p_co2.net.discovery import Discovery
@@ -96,14 +96,14 @@ def serve_run(
     if not 0 <= options.port < 65536:
         raise ConfigError.of_option("--port", f"1 to 65535, or 0 for any free one (got {options.port})")
     run = None if given and options.run_file is None else _run_of(options, say)
-    if given and run and run.digest() != given.run:
-        raise TicketError("the ticket is for another run than the run file; leave the file out, or mend it")
     require_supported_platform()
     end_with_parent(options.parent)
     folder = options.folder or _default_folder(run, given, say)
     with full_disk_named(folder):
         lock = FolderLock(folder)  # held until this process ends
         try:
+            if run is not None:
+                run = salted(run, folder, say)
             asyncio.run(_until_stopped(Seed(replace(options, folder=folder), run, given, say, invite)))
         finally:
             lock.release()
@@ -129,17 +129,24 @@ def _run_of(options: SeedOptions, say: Say) -> RunConfig:
         return run
     say(f"computing the digest of recipe {run.recipe} (imports torch) ...")
     take_back()
-    from p2p_co2.recipes import BYTE_GPT, check_data, check_stages, recipe_digest
+    from p2p_co2.recipes import check_stages, recipe_digest
 
     hand_over()
     with recipe_of(options.run_file):
-        if run.recipe == BYTE_GPT:
-            files = (str(run.recipe_options.get(key, "")) for key in ("text", "tokens"))
-            if note := check_data(*files):
-                say(f"note: {note}")
         check_stages(run)
         digest = recipe_digest(run.recipe, run.recipe_options)
     return run.model_copy(update={"recipe_digest": digest})
+
+
+def salted(run: RunConfig, folder: Path, say: Say) -> RunConfig:
+    """``run``, with a salt that this seed alone can make where its file has none: the same at each start. A
+    run that this folder published without one stays as it was."""
+    if run.salt or is_of_run(folder, run.digest()):
+        return run
+    made = Identity.load_or_create(folder / "identity").sign(b"p2p-co2 salt", run.canonical_bytes())
+    salt = made.hex()[:16]
+    say(f'salt = "{salt}" in the run file makes it the same run without this folder')
+    return run.model_copy(update={"salt": salt})
 
 
 async def _until_stopped(seed: Seed) -> None:
@@ -188,11 +195,11 @@ class Seed:
         async with AsyncExitStack() as stack:
             where = self._folder / "identity", options.host, options.port
             if options.announce_host and options.relay:
-                p2p = await start_relay(*where, options.announce_host)
+                p2p = await start_relay(*where, options.announce_host, options.upnp)
             else:
                 p2p = await start_p2p(
                     *where, announce_host=options.announce_host, public=bool(options.announce_host),
-                    relay=options.relay,
+                    relay=options.relay, upnp=options.upnp,
                 )  # fmt: skip
             stack.push_async_callback(stop_p2p, p2p)
             discovery = Discovery(p2p, self._identity, self._digest, self._refused)
@@ -214,12 +221,8 @@ class Seed:
 
     def _known_seeds(self) -> tuple[str, ...]:
         """The other seeds of this run, from the ticket that this seed printed when it was last up."""
-        try:
-            ticket = Ticket.parse((self._folder / "ticket").read_text(encoding="ascii").strip())
-        except (OSError, UnicodeDecodeError, TicketError):
-            return ()  # a first start, or a file that is no help
         own = f"/p2p/{self._identity.peer_id}"
-        return tuple(s for s in ticket.seeds if not s.endswith(own)) if ticket.run == self._digest else ()
+        return tuple(one for one in kept_seeds(self._folder, self._digest) if not one.endswith(own))
 
     def _say_now(self, text: str) -> None:
         self.say(f"{time.strftime('%H:%M:%S')} {text}")
@@ -235,22 +238,31 @@ class Seed:
             if self._options.also:
                 raise
             self.say(f"warning: the other seeds of this run are away ({error}); going on alone")
+        run = self._run
+        if self._key != self._identity.peer_id or run is None:
+            manifest = await discovery.fetch_manifest(self._key)
+            await discovery.keep_manifest()
+            published = RunConfig.from_canonical_bytes(manifest.config)
+            run = published if run is None else run.model_copy(update={"salt": published.salt})
+        if run.digest() != self._digest:
+            cure = "leave the file out, or mend it"
+            raise TicketError(f"the ticket is for another run than the run file; {cure}")
         if self._key == self._identity.peer_id and self._run is not None:
-            recipe_digest = bytes.fromhex(self._run.recipe_digest)
-            await discovery.publish_manifest(self._run.canonical_bytes(), recipe_digest)
-            return self._run
-        manifest = await discovery.fetch_manifest(self._key)
-        await discovery.keep_manifest()
-        return RunConfig.from_canonical_bytes(manifest.config)
+            await discovery.publish_manifest(run.canonical_bytes(), bytes.fromhex(run.recipe_digest))
+        return run
 
     async def _print_ticket(self, p2p: P2P, run: RunConfig) -> None:
         """Print and keep the ticket, unless the one before still leads here."""
+        from p2p_co2.net.transport.addresses import address_of, is_own
         from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
         from p2p_co2.net.transport.libp2p.control import own_maddrs
 
-        own = seed_addresses(await own_maddrs(p2p, CONNECT_TIMEOUT_S))
-        if not set(own).intersection(self._named):
-            self._named = tuple(dict.fromkeys((*own, *self._others)))[:MAX_ADDRESSES]
+        own = await own_maddrs(p2p, CONNECT_TIMEOUT_S)
+        if not self._options.announce_host:  # beside its own, libp2p has what others say that they saw
+            own = [maddr for maddr in own if (place := address_of(maddr)) and is_own(place[0])]
+        named = seed_addresses(own)
+        if not set(named).intersection(self._named):
+            self._named = tuple(dict.fromkeys((*named, *self._others)))[:MAX_ADDRESSES]
             ticket = Ticket(self._digest, self._key, self._named)
             _keep(self._folder, "ticket", f"{ticket}\n")
             self._invite(invitation_of(run, ticket, self._folder))

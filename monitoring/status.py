@@ -51,11 +51,10 @@ def _is_complete(model: Model) -> bool:
 
 def lines_of(facts: SwarmFacts) -> list[str]:
     """The run in words: how it is, where it is, who trains, what is wrong."""
-    how = f"{facts.state}: {facts.state_words}" if facts.state else facts.connection_words
     of = f" of {facts.rounds_total}" if facts.rounds_total else ""
     left = f", {clock(facts.time_left_s)} left" if facts.time_left_s is not None else ""
-    lines = [f"{plain(facts.run or 'a run', 64)}: {plain(how, 300)}"]
-    if facts.peers_known:
+    lines = [f"{plain(facts.run or 'a run', 64)}: {plain(facts.how, 300)}"]
+    if facts.has_figures:
         kind = facts.loss_kind + (
             ago(facts.loss_agreed_at, facts.at) if facts.loss_kind == "held-out" else ""
         )
@@ -69,9 +68,10 @@ def lines_of(facts: SwarmFacts) -> list[str]:
         ]
     rows = [
         (plain(peer.label, 18), plain(peer.state, 12), percent(peer.share_counted),
-         f"{figure(peer.tokens_per_s)} tokens/s", f"round {figure(peer.position, 1)}")
+         f"{figure(peer.tokens_per_s if peer.last_seen_at else None)} tokens/s",
+         f"round {figure(peer.position if peer.last_seen_at else None, 1)}")
         for peer in sorted(facts.peers, key=lambda one: (one.peer != facts.me, -(one.share_counted or 0.0)))
-        if peer.state != "unknown" or peer.share_counted
+        if (peer.state != "unknown" and not facts.is_past) or peer.last_seen_at or peer.share_counted
     ]  # fmt: skip
     widths = [max((len(cell) for cell in column), default=0) for column in zip(*rows, strict=True)]
     for row in rows[:MAX_ROWS]:

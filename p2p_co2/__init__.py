@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from p2p_co2.testing import local_swarm
     from p2p_co2.trainer import Connection, Peer, connect
 
-# Torch takes its large tensors in huge pages (see ``memory``): before it makes its first one. A user's own
+# Torch takes its large tensors in huge pages if it is not imported yet, as in ``p2p-co2 join``. A user's own
 # setting stands.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # gRPC starts its threads anew in each forked child, as a DataLoader's workers are, to go on with connections

@@ -156,20 +156,23 @@ class RunConfig(_Frozen):
     ``recipe`` is a built-in name ("byte-gpt") or ``path/to/file.py:function``; ``recipe_options`` go to it as
     keyword arguments. ``recipe_digest`` (sha256, hex) is filled in when the run is published, and checked by
     every peer. ``fragments`` is the number of pieces the model is synchronised in. ``group_size`` is how many
-    peers the run has at most. ``seed`` makes every peer start from the same parameters.
+    peers the run has at most. ``seed`` makes every peer start from the same parameters. ``salt`` keeps others
+    from guessing the digest, and a ticket with it; where it is empty the first seed makes one.
 
     ``weight_cap`` is the defence against a peer that lies about its work. Tokens count at most as so many
-    times the median member's, honest ones' too. What is far larger than the others' counts for less
-    (``tensors.aggregation``). 0 is no defence."""
+    times the median member's, and of four or more for a third of all at most, honest ones' too. What is far
+    larger than the others' for its work, or far from them, counts for less (``tensors.aggregation``). 0 is no
+    defence."""
 
-    name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
     recipe: str = Field(default="byte-gpt", min_length=1, max_length=512)
     recipe_options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     recipe_digest: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     seed: int = Field(default=0, ge=0, lt=2**31)
+    salt: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9_-]*$")
     fragments: int = Field(default=4, ge=1, le=256)
     group_size: int = Field(default=64, ge=1, le=64)
-    weight_cap: float = Field(default=4.0, ge=0)
+    weight_cap: float = Field(default=2.0, ge=0)
     clock: ClockConfig = ClockConfig()
     codec: CodecConfig = CodecConfig()
     outer: OuterConfig = OuterConfig()
@@ -217,6 +220,8 @@ class RunConfig(_Frozen):
         settings = self.model_dump(mode="json")
         if self.pipeline.stages == 1:
             del settings["pipeline"]
+        if not self.salt:
+            del settings["salt"]
         return json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> bytes:
@@ -278,7 +283,9 @@ class PeerConfig(_Frozen):
     the ticket's seeds are on it). ``announce_host`` is the one that others dial ("" means ``host``).
     ``checkpoint_every_s`` seconds between checkpoints, 0 for as often as a budget of 100 GB of writes a day
     allows, a minute at the least. ``device``: torch's name of it; "auto" for a GPU if torch can compute on
-    one, else the processor. ``batch`` sequences per inner step, 0 for the recipe's. ``board``: serve this
+    one, else the processor. ``batch`` sequences per inner step, 0 for the recipe's. ``upnp``: ask
+    the router to let others in (UPnP, NAT-PMP). ``relay``: where others can dial this peer, pass on traffic
+    between those that cannot reach each other; without it still 128 KiB at a time. ``board``: serve this
     peer's board on ``board_port`` of the loopback (0: any free one)."""
 
     folder: Path = Path("runs/peer")
@@ -295,6 +302,8 @@ class PeerConfig(_Frozen):
     grpc_port: int = Field(default=0, ge=0, le=65535)
     libp2p_port: int = Field(default=0, ge=0, le=65535)
     carrier: CarrierName = "auto"
+    upnp: bool = True
+    relay: bool = True
     checkpoint_every_s: float = Field(default=0.0, ge=0)
     min_peers: int = Field(default=1, ge=1)
     board: bool = True
@@ -332,6 +341,13 @@ def read_peer_config(path: Path) -> PeerConfig:
     return _read(PeerConfig, path)
 
 
+def saved_text(path: Path) -> str:
+    """A text as editors save it: UTF-8, or UTF-16 that begins with a byte order mark; without the mark.
+    Raises ``OSError`` and ``UnicodeDecodeError``."""
+    content = path.read_bytes()
+    return content.decode("utf-16" if content[:2] in {b"\xff\xfe", b"\xfe\xff"} else "utf-8-sig")
+
+
 def write_toml(config: RunConfig | PeerConfig) -> str:
     """The config as TOML that the readers above take back unchanged."""
     lines: list[str] = []
@@ -352,11 +368,11 @@ def _write_table(lines: list[str], prefix: str, table: dict[str, Any]) -> None:
 
 def _read(kind: type[_Config], path: Path) -> _Config:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(saved_text(path))
     except FileNotFoundError:
         raise ConfigError(str(path), "", "no such file") from None
     except UnicodeDecodeError:
-        raise ConfigError(str(path), "", "not UTF-8 text") from None
+        raise ConfigError(str(path), "", "not UTF-8 text: save it as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(str(path), "", f"not valid TOML: {error}") from None
     except OSError as error:

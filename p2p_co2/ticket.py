@@ -131,7 +131,7 @@ def read_ticket(text: str = "") -> str:
         return _first_ticket(sys.stdin, "standard input")
     if word.startswith("@"):
         try:
-            with Path(word[1:]).expanduser().open(encoding="utf-8", errors="replace") as lines:
+            with Path(word[1:]).expanduser().open(encoding="utf-8-sig", errors="ignore") as lines:
                 return _first_ticket(lines, word[1:])
         except (OSError, RuntimeError) as error:
             problem = error.strerror if isinstance(error, OSError) else str(error)
@@ -151,18 +151,24 @@ def line_to_join(ticket: str, run: RunConfig) -> str:
 def _first_ticket(lines: Iterable[str], where: str) -> str:
     """Looks no further than the line that has it: a seed that prints into a pipe goes on."""
     for line in islice(lines, 1000):
-        for word in line.split():
+        for word in line.replace("\0", "").split():  # UTF-16 of a ticket has a zero beside each letter
             if word.startswith(PREFIX):
                 return word
     raise TicketError(f'no ticket in {where}: a ticket begins with "{PREFIX}"')
 
 
+def kept_seeds(folder: Path, run: bytes) -> tuple[str, ...]:
+    """Those of the ticket of ``run`` that a peer or seed keeps in its ``folder``; empty if there is none."""
+    try:
+        ticket = Ticket.parse((folder / "ticket").read_text(encoding="ascii"))
+    except (OSError, UnicodeDecodeError, TicketError):
+        return ()  # a first start, or a file that is no help
+    return ticket.seeds if ticket.run == run else ()
+
+
 def is_of_run(folder: Path, run: bytes) -> bool:
     """Whether ``folder`` is a peer's or seed's of ``run``, by the ticket that it keeps."""
-    try:
-        return Ticket.parse((folder / "ticket").read_text(encoding="ascii")).run == run
-    except (OSError, UnicodeDecodeError, TicketError):
-        return False
+    return bool(kept_seeds(folder, run))
 
 
 def is_seed_address(maddr: str) -> bool:

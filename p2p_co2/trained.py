@@ -9,6 +9,7 @@ it, and ``write_model`` needs none."""
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from p2p_co2.tensors.checkpoint.layout import write_kept
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.tensors.names import named_buffers, named_parameters
 from p2p_co2.tensors.pretrained import write_pretrained
+from p2p_co2.tensors.stages import Chain
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,20 @@ class Trained:
     recipe: Recipe
 
     @classmethod
-    def load(cls, checkpoint: Path, own_recipe: str = "") -> Trained:
-        """Read a checkpoint's folder, one file of it, or a peer's folder. ``own_recipe``: as of
+    def load(cls, checkpoint: Path, own_recipe: str = "", data: Mapping[str, str] | None = None) -> Trained:
+        """Read a checkpoint's folder, one file of it, or a peer's folder. ``own_recipe``, ``data``: as of
         ``load_measuring_recipe``.
 
         Raises ``ConfigError`` if there is no whole checkpoint or its recipe is not the one here.
         """
-        return cls.of(_whole(checkpoint), str(checkpoint), own_recipe)
+        return cls.of(_whole(checkpoint), str(checkpoint), own_recipe, data)
 
     @classmethod
-    def of(cls, agreed: Checkpoint, where: str, own_recipe: str = "") -> Trained:
+    def of(
+        cls, agreed: Checkpoint, where: str, own_recipe: str = "", data: Mapping[str, str] | None = None
+    ) -> Trained:
         """As ``load``, of a checkpoint that was read from ``where``."""
-        recipe = load_measuring_recipe(agreed.run, own_recipe)
+        recipe = load_measuring_recipe(agreed.run, own_recipe, data)
         recipe = replace(recipe, model=recipe.whole_model(agreed.run))
         plan = plan_fragments(recipe.model, agreed.run.fragments)
         if plan.digest != agreed.plan_digest:
@@ -101,7 +105,11 @@ def write_model(checkpoint: Path, out: Path, own_recipe: str = "", base: Path | 
         raise ConfigError.of_option(
             "--base", "is for own loops without a recipe, which has it all; leave it out"
         )
-    Trained.of(agreed, str(checkpoint), own_recipe).write(out)
+    trained = Trained.of(agreed, str(checkpoint), own_recipe)
+    trained.write(out)
+    if isinstance(trained.recipe.model, Chain):
+        problem = "no other program loads this: its tensors are called stage.S.NAME, and it has no config"
+        return [f"{problem}; give the recipe's Stages a join that makes the library's own model"]
     return []
 
 

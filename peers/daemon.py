@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
+from p2p_co2.net.transport.addresses import is_loopback
 from p2p_co2.node.peer_finder import ALONE
 from p2p_co2.system.extras import missing
 from p2p_co2.system.process import StopSignals, claim, end_with_parent, require_supported_platform
@@ -209,10 +210,30 @@ def _join_and_train(
         watch.say(
             f'run "{connection.run.name}", recipe {connection.run.recipe}; kept in {connection.config.folder}'
         )
+        if opened := what_is_opened(options.config):
+            watch.say(opened)
         recipe = load_run_recipe(connection.run, options.recipe, options.data)
+        watch.say(f"trains on: {_what_is_trained_on(connection.run, options)}")
         _train(connection, recipe, options, running, on_event)
     finally:
         connection.close()
+
+
+def _what_is_trained_on(run: RunConfig, options: JoinOptions) -> str:
+    """The files of this machine that training reads, in words: only what its user named."""
+    named = [f"{key} {path}" for key, path in options.data.items()]
+    if options.recipe:
+        named = [*(named or ["what the recipe itself brings"]), f"by the recipe {options.recipe}"]
+    given = ", ".join(f"{key} = {value!r}" for key, value in run.recipe_options.items())
+    words = ", ".join(named) or "Python's own text (--text PATH for yours)"
+    return f"{words}, with the run's options {given}" if given and options.recipe else words
+
+
+def what_is_opened(config: PeerConfig) -> str:
+    """What a peer does for others on its network, in words; "" on the loopback, where nobody comes in."""
+    doings = ["asks the router to let others in (--no-upnp)"] if config.upnp else []
+    doings += ["passes on traffic of those that cannot reach each other (--no-relay)"] if config.relay else []
+    return "" if is_loopback(config.host) or not doings else f"this peer {' and '.join(doings)}"
 
 
 def _train(

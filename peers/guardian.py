@@ -262,13 +262,13 @@ def keep(errand: Errand) -> None:
 
 def give(errand: Errand, signals: StopSignals) -> None:
     """Join the stage with what was kept, and rest there until a signal asks to leave."""
-    from p2p_co2.recipes import load_run_recipe
+    from p2p_co2.recipes import load_measuring_recipe
     from p2p_co2.trainer.connection import connect
 
     connection = connect(errand.ticket, errand.visitor(errand.kept), lambda event: None)
     try:
         with ExitStack() as leaving:
-            peers = connection.visit(load_run_recipe(connection.run, errand.recipe))
+            peers = connection.visit(load_measuring_recipe(connection.run, errand.recipe))
             for peer in peers:
                 leaving.enter_context(peer)
                 peer.pause()

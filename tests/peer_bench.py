@@ -59,6 +59,12 @@ class NoNetwork(RecordingWire):
     def give_buffers(self) -> None:
         return
 
+    def check(self) -> None:
+        return
+
+    def live_trainers(self) -> list[str]:
+        return []
+
     def close(self) -> None:
         return
 
@@ -69,6 +75,7 @@ class Lone:
     def __init__(
         self, folder: Path, model: nn.Module, optimizer: Any, name: str = "me",
         learning_rate: Callable[[float], float] | None = None, start: Progressed = NEW,
+        checkpoint_every_s: float = 1e9,
     ) -> None:  # fmt: skip
         check_model(model, optimizer)
         self.run = RunConfig(
@@ -84,7 +91,7 @@ class Lone:
         parts = [FragmentState(self.run, codec, name, state, index) for index, state in enumerate(states)]
         self.ledger = TensorWorker(codec, parts)
         self.wire = NoNetwork(name)
-        config = PeerConfig(folder=folder, checkpoint_every_s=1e9)
+        config = PeerConfig(folder=folder, checkpoint_every_s=checkpoint_every_s)
         rates = Rates(optimizer, learning_rate, self.wire.warn)
         if start.inner_steps:
             rates.resumed()

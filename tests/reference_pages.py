@@ -35,6 +35,7 @@ from monitoring.metrics import FactsCollector
 from p2p_co2 import errors
 from p2p_co2.cli import main as cli
 from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.recipes import Recipe, Stages, TiedTable
 from p2p_co2.swarm.joining import Options
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -330,7 +331,16 @@ def python_api() -> str:
             text += f"{marked(thing.__doc__ or '')}\n\nIts fields: the [{kind} file]({kind}-file.md).\n"
         else:
             text += _class(name, thing)
-    return text + _integrations() + _error_tree()
+    return text + _recipes() + _integrations() + _error_tree()
+
+
+def _recipes() -> str:
+    """What a recipe's file imports, and the ways to make and join stages."""
+    text = "\n## Recipes and stages\n\n```text\nfrom p2p_co2.recipes import Recipe, Stages, TiedTable\n```\n"
+    for kind in (Recipe, Stages, TiedTable):
+        call = _signature(kind.__name__, kind)
+        text += f"\n### {kind.__name__}\n\n```text\n{call}\n```\n\n{marked(kind.__doc__ or '')}\n"
+    return text + f"\n### Stages.of_sequential()\n\n{_function('Stages.of_sequential', Stages.of_sequential)}"
 
 
 def _join_options() -> str:
@@ -378,7 +388,8 @@ def _signature(name: str, thing: Any) -> str:
             parts.append("*")
             star = True
         hint = "" if one.annotation is one.empty else f": {_hint(one.annotation)}"
-        default = "" if one.default is one.empty else f" = {one.default!r}"
+        named = getattr(one.default, "__name__", repr(one.default))
+        default = "" if one.default is one.empty else f" = {named}"
         stars = "**" if one.kind is one.VAR_KEYWORD else ""
         parts.append(stars + one.name + hint + default)
     result = (

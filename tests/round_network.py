@@ -21,8 +21,10 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import (
     Aborted,
     Began,
+    CheckWanted,
     Committed,
     FellBehind,
+    Likeness,
     Offer,
     OutcomeWithoutBytes,
     PayloadShape,
@@ -130,6 +132,8 @@ class Network:
         self.on_send: Callable[[PeerId, PeerId, Message], bool] = lambda source, to, message: True
         """Return False to lose the message; may crash the sender."""
         self.on_reduce: Callable[[PeerId, ReduceJob], bool] = lambda peer, job: True
+        self.finds_itself: Callable[[PeerId, CheckWanted], bool] = lambda peer, job: True
+        """Whether a peer finds its slice in a mean."""
         self.notices = False
         """Whether heartbeats move those that most others are beyond."""
         self._late: set[PeerId] = set()
@@ -335,6 +339,8 @@ class Network:
         if isinstance(event, ReduceWanted) and self.on_reduce(peer.name, event.job):
             job = event.job
             self.at(self.now + self.reduce_s, lambda: self._reduce(peer, job))
+        elif isinstance(event, CheckWanted):
+            self.at(self.now + self.reduce_s, lambda: self._check(peer, event))
         elif isinstance(event, Committed):
             self.archive[(peer.name, event.fragment, event.round)] = event
             self._apply(peer, event.fragment, event.round, event.mean)
@@ -380,6 +386,12 @@ class Network:
     def _reduce(self, peer: Peer, job: ReduceJob) -> None:
         if peer.alive:
             peer.machine.reduced(job, toy_mean(job), self.now)
+            self.pump(peer.name)
+
+    def _check(self, peer: Peer, job: CheckWanted) -> None:
+        if peer.alive:
+            is_good = self.finds_itself(peer.name, job)
+            peer.machine.checked(job, Likeness(1.0 if is_good else -1.0, 1.0), self.now)
             self.pump(peer.name)
 
     # ---- what happened

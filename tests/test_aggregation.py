@@ -19,11 +19,14 @@ from p2p_co2.errors import LocalProtocolError
 from p2p_co2.protocol.rounds.attempt import Share, capped
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.tensors.aggregation import (
+    LONGEST,
     HostileSlice,
     Rule,
-    clipped_mean,
-    median_clipped,
+    centred,
+    centred_mean,
+    compare,
     reduce_slices,
+    usual_length,
     weighted_mean,
 )
 from p2p_co2.tensors.codec import get_codec
@@ -72,6 +75,33 @@ def test_mean_by_hand() -> None:
 
 
 # ---- against a reference
+
+
+# ---- what a member sees in a mean
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("blocks", [1, 5, 9 * CHUNK_BLOCKS + 3])
+def test_a_mean_is_compared_with_a_slice_in_it(name: str, blocks: int) -> None:
+    codec, one, other = get_codec(name), gaussians(blocks * 128, 0), gaussians(blocks * 128, 1)
+    mine = encoded(name, one)
+    for scale in (1.0, -1.0, 10.0):
+        mean = scale * (0.6 * one + 0.8 * other)
+        cosine, length = compare(codec, mine, encoded(name, mean))
+        wanted = float(torch.dot(mean, one) / mean.norm() / one.norm())
+        assert cosine == pytest.approx(wanted, abs=0.15 if blocks < 9 else 0.04)
+        assert length == pytest.approx(abs(scale), rel=0.3 if blocks < 9 else 0.1)
+
+
+def test_nothing_tells_nothing_and_what_is_not_finite_is_no_mean() -> None:
+    codec = get_codec("fp32")
+    some, zeros, huge = gaussians(128, 0), torch.zeros(128), torch.full((128,), 1e30)
+    assert compare(codec, encoded("fp32", zeros), encoded("fp32", some)) == (0.0, 0.0)
+    assert compare(codec, encoded("fp32", some), encoded("fp32", zeros)) == (0.0, 0.0)
+    assert compare(codec, encoded("fp32", huge), encoded("fp32", huge)) == pytest.approx((1.0, 1.0))
+    assert compare(codec, encoded("fp32", some), encoded("fp32", huge))[1] > 1e29
+    broken = struct.pack("<f", math.nan) + encoded("fp32", some)[4:]
+    assert compare(codec, encoded("fp32", some), broken) == (-1.0, math.inf)
 
 
 # ---- laws
@@ -140,20 +170,24 @@ def test_impossible_parts_are_a_bug_here() -> None:
 # ---- the rules: what a slice counts with
 
 
-def test_a_slice_counts_for_less_by_as_much_as_it_is_longer_than_the_median() -> None:
-    # Of four the second is the median. One liar may send what it likes: nothing else changes.
-    assert median_clipped([3.0, 2.0, 1.0, 100.0], [1.0, 5.0, 1.0, 4.0]) == (2 / 3, 5.0, 1.0, 0.08)
-    assert median_clipped([3.0, 2.0, 1.0, 1e30], [1.0, 5.0, 1.0, 4.0])[:3] == (2 / 3, 5.0, 1.0)
-    # Two of four are no minority: half says one thing and half another.
-    assert median_clipped([1e30, 2.0, 1.0, 100.0], [1.0] * 4) == (25 / 1e30, 1.0, 1.0, 0.25)
+def along(*lengths: float) -> list[list[float]]:
+    """The products of slices that all point the same way."""
+    return [[a * b for a in lengths] for b in lengths]
 
 
-def test_no_short_slice_silences_half_of_the_others() -> None:
-    """The longer half keeps a quarter of its weight: newcomers' learning rates may still warm up. Of two the
-    shorter is believed."""
-    assert median_clipped([1.0, 0.25], [100.0, 100.0]) == (25.0, 100.0)
-    assert median_clipped([1e-12, 1.0, 1e-9, 2.0], [1.0] * 4) == (1.0, 0.25, 1.0, 0.125)
-    assert median_clipped([5e-324, 1.0, 5e-324, 1.0], [1.0] * 4) == (1.0, 0.25, 1.0, 0.25)
+def apart(*lengths: float) -> list[list[float]]:
+    """The products of slices that have nothing in common."""
+    return [[a * a if i == j else 0.0 for j in range(len(lengths))] for i, a in enumerate(lengths)]
+
+
+def test_the_usual_length_is_the_median() -> None:
+    assert usual_length([3.0, 2.0, 1.0], 1) == 2.0
+    assert usual_length([3.0, 2.0, 1.0, 100.0], 1) == 2.0  # of four the second: one liar moves it nowhere
+    assert usual_length([1e30, 2.0, 1.0, 100.0], 1) == 25.0  # two of four are no minority
+    assert usual_length([1.0, 0.25], 1) == 0.25  # of two the shorter is believed
+    assert usual_length([1e-12, 1.0, 1e-9, 2.0], 1) == 0.25  # newcomers silence nobody
+    assert usual_length([0.0, 0.0, 0.0, 5.0, 10.0], 1) == 5.0  # zeros have no say
+    assert usual_length([0.0, 0.0], 1) == usual_length([], 1) == math.inf
 
 
 @given(
@@ -164,35 +198,62 @@ def test_fewer_liars_than_honest_peers_neither_pull_harder_nor_silence(
     honest: list[float], lies: list[float]
 ) -> None:
     lies = lies[: len(honest) - 1]
-    weights = [1.0] * (len(honest) + len(lies))
-    counted = median_clipped([*honest, *lies], weights)
-    for norm, weight in zip(lies, counted[len(honest) :], strict=True):
-        assert norm * weight <= max(honest) * (1 + 1e-9)
-    for norm, weight in zip(honest, counted, strict=False):
-        assert weight >= min(honest) / norm * (1 - 1e-9)
+    assert min(honest) * (1 - 1e-9) <= usual_length([*honest, *lies], 1) <= max(honest) * (1 + 1e-9)
 
 
-def test_slices_of_zeros_have_no_say() -> None:
-    assert median_clipped([0.0, 0.0, 0.0, 5.0, 10.0], [1.0] * 5) == (1.0, 1.0, 1.0, 1.0, 0.5)
-    assert median_clipped([0.0, 0.0], [1.0, 2.0]) == (1.0, 2.0)
-    assert median_clipped([3.0], [2.0]) == (2.0,)
-    assert median_clipped([0.0, 0.0, 2.0, 2.0, 4.0], [1.0] * 5) == (1.0, 1.0, 1.0, 1.0, 0.5)
-    assert median_clipped([], []) == ()
+def test_of_two_slices_the_shorter_is_believed_and_one_is_itself() -> None:
+    assert centred(along(1.0, 0.25), [100.0, 100.0]) == (25.0, 100.0)
+    assert centred(apart(3.0), [2.0]) == (2.0,)
+    assert centred(apart(0.0, 0.0), [1.0, 2.0]) == (1.0, 2.0)
 
 
-def test_a_clipped_mean_by_hand() -> None:
+def test_equal_slices_and_those_that_differ_alike_count_whole() -> None:
+    assert centred(along(1.0, 1.0, 1.0), [1.0, 1.0, 1.0]) == (1.0, 1.0, 1.0)
+    assert centred(apart(1.0, 1.0, 1.0, 1.0), [3.0] * 4) == (3.0,) * 4
+
+
+def test_a_slice_may_be_longer_by_the_work_behind_it() -> None:
+    """Two threads beside two peers of one; and where the work is only claimed, twice as long is the most."""
+    assert min(centred(along(2.0, 1.0, 1.0), [2.0, 1.0, 1.0])) > 0.9
+    assert centred(along(2.0, 1.0, 1.0), [2.0, 1.0, 1.0])[0] > 0.9 * 2.0
+    eightfold = centred(along(8.0, 1.0, 1.0, 1.0, 1.0), [2.0, 1.0, 1.0, 1.0, 1.0])
+    assert 0.9 * 2.0 * LONGEST <= eightfold[0] * 8.0 <= 2.0 * LONGEST  # what a peer of twice the work adds
+
+
+def test_a_slice_against_all_others_moves_the_mean_by_their_own_spread() -> None:
+    """Three that agree to a third, and one that sends their mean turned round, as long as theirs."""
+    draws = [gaussians(4096, index) for index in range(4)]
+    honest = [draw + draws[3] for draw in draws[:3]]
+    mean = sum(honest) / 3
+    for length in (1.0, 1e3, 1e30):
+        lie = -mean * (float(honest[0].norm()) / float(mean.norm())) * length
+        every = torch.stack([*honest, lie]).double()
+        weights = centred((every @ every.T).tolist(), [1.0, 1.0, 1.0, 1.5])
+        moved = torch.tensor(weights, dtype=torch.float64) @ every / sum(weights)
+        along_mean = float(moved @ mean.double() / (mean @ mean))
+        assert along_mean > 0.2, length  # where lengths alone are cut it is 0.06
+
+
+def test_zeros_neither_silence_the_others_nor_vanish() -> None:
+    """Of a table that two of five peers used, their work is in the mean, a fifth each."""
+    counted = centred(apart(0.0, 0.0, 0.0, 5.0, 5.0), [1.0] * 5)
+    assert min(counted) > 0.5
+
+
+def test_a_centred_mean_by_hand() -> None:
     values = {"a": 1.0, "b": 1.0, "liar": 1000.0}
     parts: list[Part] = [(peer, 2.0, encoded("fp32", torch.full((128,), v))) for peer, v in values.items()]
-    mean, weights = reduce_slices(clipped_mean, get_codec("fp32"), parts)
-    assert weights == (2.0, 2.0, 0.002)
-    assert decoded("fp32", mean)[0] == pytest.approx(6.0 / 4.002)
-    mean, weights = reduce_slices(clipped_mean, get_codec("fp32"), parts[1:])
-    assert weights == (2.0, 0.002)  # of a pair the shorter one is believed
-    assert decoded("fp32", mean)[0] == pytest.approx(4.0 / 2.002)
-    assert reduce_slices(clipped_mean, get_codec("fp32"), parts[2:]).weights == (2.0,)
+    mean, weights = reduce_slices(centred_mean, get_codec("fp32"), parts)
+    assert weights[:2] == (2.0, 2.0)
+    assert weights[2] == pytest.approx(0.002, rel=1e-3)
+    assert decoded("fp32", mean)[0] == pytest.approx(6.0 / 4.002, rel=1e-3)
+    mean, weights = reduce_slices(centred_mean, get_codec("fp32"), parts[1:])
+    assert weights == (2.0, pytest.approx(0.002, rel=1e-3))  # of a pair the shorter one is believed
+    assert decoded("fp32", mean)[0] == pytest.approx(4.0 / 2.002, rel=1e-3)
+    assert reduce_slices(centred_mean, get_codec("fp32"), parts[2:]).weights == (2.0,)
 
 
-@pytest.mark.parametrize("rule", [weighted_mean, clipped_mean])
+@pytest.mark.parametrize("rule", [weighted_mean, centred_mean])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mean_is_by_the_weights_that_its_rule_returns(name: str, rule: Rule) -> None:
     """Whoever asks what counted reads these; and the order of arrival changes nothing."""
@@ -201,13 +262,13 @@ def test_a_mean_is_by_the_weights_that_its_rule_returns(name: str, rule: Rule) -
     mean, weights = reduce_slices(rule, codec, parts)
     named = [(peer, weight, payload) for (peer, _, payload), weight in zip(parts, weights, strict=True)]
     assert mean == mean_of_parts(codec, named)
-    assert (weights[2] < 1.0) == (rule is clipped_mean)
+    assert (weights[2] < 1.0) == (rule is centred_mean)
     again, reversed_weights = reduce_slices(rule, codec, parts[::-1])
     assert again == mean
     assert reversed_weights == weights[::-1]
 
 
-@pytest.mark.parametrize("rule", [weighted_mean, clipped_mean])
+@pytest.mark.parametrize("rule", [weighted_mean, centred_mean])
 @pytest.mark.parametrize("name", NAMES)
 def test_hostile_slices_are_refused_and_named(name: str, rule: Rule) -> None:
     codec, parts = get_codec(name), some_parts(name, 3, 2)
@@ -241,7 +302,7 @@ def trained(rule: Rule, cap: float, honest: int, liars: int) -> float:
 
 
 def test_a_liar_costs_the_others_next_to_nothing() -> None:
-    alone = trained(clipped_mean, 4.0, honest=3, liars=0)
-    assert trained(clipped_mean, 4.0, honest=3, liars=1) < 1.05 * alone
+    alone = trained(centred_mean, 2.0, honest=3, liars=0)
+    assert trained(centred_mean, 2.0, honest=3, liars=1) < 1.05 * alone
     assert trained(weighted_mean, 0.0, honest=3, liars=1) > 1.05 * alone  # what it is about
-    assert trained(clipped_mean, 4.0, honest=4, liars=0) < 1.003 * trained(weighted_mean, 0.0, 4, 0)
+    assert trained(centred_mean, 2.0, honest=4, liars=0) < 1.003 * trained(weighted_mean, 0.0, 4, 0)

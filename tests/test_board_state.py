@@ -8,9 +8,12 @@ import pytest
 
 from monitoring.facts import OVERDUE_ROUNDS, RECENT_S, SILENT_AFTER_S, RunState, SwarmFacts, swarm_facts
 from monitoring.model import Model
+from monitoring.status import lines_of
 from p2p_co2.config import ClockConfig
+from p2p_co2.node.reporting import nobody_answers
+from p2p_co2.protocol.wire.messages_pb2 import RunPosition
 from p2p_co2.telemetry import events as ev
-from p2p_co2.telemetry.feed import FeedState
+from p2p_co2.telemetry.feed import FeedState, Sighting
 from tests.event_samples import started
 from tests.made_swarm import MadeFeed, MadeSwarm, step
 from tests.told_feed import RUN, START, Told
@@ -55,8 +58,26 @@ def test_who_rests_does_not_keep_another_company() -> None:
     told = told_of("ada", "bob")
     told.progress("bob", 2, loss=2.0, phase="paused")
     assert told.at(3).state == RunState.ALONE
+    told.progress("ada", 3, loss=2.0, phase="paused")
+    assert "all peers online are paused" in told.at(4).state_words
+    told.progress("ada", 4, loss=2.0)
     told.progress("bob", 4, loss=2.0)
     assert told.at(5).state == RunState.HEALTHY
+
+
+def test_a_run_with_a_peer_that_rests_is_healthy_and_the_peer_makes_no_tokens() -> None:
+    """Its attempt at an exchange ended as it went to rest, and the others made that exchange."""
+    told = told_of("ada", "bob", "eve")
+    told.progress("eve", 2, loss=2.0, phase="paused")
+    gave_up = ev.RoundAborted(at=START + 2, peer="eve", fragment=0, round=3, reason="version 3 is agreed")
+    told.events.append(gave_up)
+    for peer in ("ada", "bob"):
+        told.commit(peer, 2, 3, size=2)
+    facts = told.at(3)
+    assert (facts.state, facts.troubles, facts.rounds_aborted) == (RunState.HEALTHY, (), 0)
+    assert [peer.tokens_per_s > 0 for peer in facts.peers] == [True, True, False]
+    told.events.append(dataclasses.replace(gave_up, round=9))
+    assert told.at(3.5).state == RunState.DEGRADED  # nobody made that one
 
 
 def test_whom_the_readers_own_peer_reaches_is_company_before_it_is_heard() -> None:
@@ -99,6 +120,17 @@ def test_without_a_committed_exchange_for_three_rounds_a_run_is_degraded() -> No
     assert told.at(last + 2).state == RunState.HEALTHY
 
 
+def test_exchanges_that_are_heard_of_late_are_no_pause() -> None:
+    """A reader that comes later hears of old rounds after the new ones."""
+    told = told_of("ada", "bob")
+    train(told, 39, "ada", "bob")
+    told.at(39)
+    for peer in ("ada", "bob"):
+        told.commit(peer, 20, 21, size=2)
+    facts = told.at(40)
+    assert (facts.state, facts.troubles) == (RunState.HEALTHY, ())
+
+
 def test_a_stage_without_replica_degrades_a_run_for_as_long_as_it_lasts() -> None:
     feed = MadeFeed(MadeSwarm(6, start_at=START, stages=4, dead=3, length_s=100.0))
     feed.is_whole = False
@@ -136,6 +168,24 @@ def test_a_run_whose_rounds_are_made_or_whose_peers_all_left_is_over() -> None:
     assert left.at(4).state == RunState.ALONE
     left.finish("bob", 5)
     assert left.at(6).state == RunState.OVER
+
+
+def test_a_run_that_ended_before_the_reader_came_is_over_where_the_seed_says_it_was() -> None:
+    """Those that left are listed for a while and answer nobody; later nobody is listed."""
+    for listed in (0, 2):
+        told = Told()
+        told.state = nobody_answers(listed, 0, RunPosition(position=60.0), RUN.clock.rounds)
+        for peer in ("ada", "bob")[:listed]:
+            told.model.sightings[peer] = Sighting(peer, "unreachable", "does not answer")
+        facts = told.at(1)
+        assert (facts.state, facts.position, facts.progress, facts.troubles) == (RunState.OVER, 60.0, 1.0, ())
+        assert "ended at round 60 of 60; " in facts.state_words
+        assert "p2p-co2 model FOLDER --out DIR" in facts.state_words
+        assert lines_of(facts)[1:] == []  # figures of peers that were never heard say nothing of the run
+    told = Told()
+    told.state = nobody_answers(0, 0, RunPosition(position=12.3), RUN.clock.rounds)
+    facts = told.at(1)
+    assert (facts.state, facts.position) == ("", 12.3)
 
 
 def test_a_journal_that_ended_is_of_a_run_that_is_over() -> None:

@@ -20,7 +20,7 @@ from bootstrap.forwarder import HEADER_BYTES, QUEUE_S, Wan
 from bootstrap.local_swarm import LocalSwarm
 from bootstrap.options import RehearsalOptions, SeedOptions
 from bootstrap.rehearsal import Line, lines_of
-from bootstrap.seed import Seed, invitation_of, say_invitation
+from bootstrap.seed import Seed, invitation_of, salted, say_invitation
 from bootstrap.stage import run_in_new_folder
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
@@ -140,6 +140,23 @@ async def test_a_seed_brings_its_libp2p_daemon_back_where_it_was(tmp_path: Path)
         await asyncio.gather(serving, return_exceptions=True)
         await discovery.close()
         await stop_p2p(p2p)
+
+
+def test_a_seed_makes_a_salt_that_nobody_can_guess(tmp_path: Path) -> None:
+    """The same at each of its starts, so that tickets live on; also of a run that it had published before."""
+    run, said = RunConfig(), list[str]()
+    made = salted(run, tmp_path / "one", said.append)
+    assert made.digest() != run.digest()
+    assert f'salt = "{made.salt}"' in said[-1]
+    assert salted(run, tmp_path / "one", said.append) == made
+    assert salted(run.model_copy(update={"seed": 1}), tmp_path / "one", said.append).salt != made.salt
+    assert salted(run, tmp_path / "other", said.append).salt != made.salt
+    assert salted(made, tmp_path / "other", said.append) == made
+    (tmp_path / "old").mkdir()
+    key = Identity.load_or_create(tmp_path / "old" / "identity").peer_id
+    ticket = Ticket(run.digest(), key, (f"/ip4/127.0.0.1/tcp/9/p2p/{key}",))
+    (tmp_path / "old" / "ticket").write_text(f"{ticket}\n")
+    assert salted(run, tmp_path / "old", said.append) == run
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import errno
+import hashlib
+import json
 import math
 import os
 import pickle
@@ -395,6 +397,35 @@ def test_a_longer_file_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps({"weights": [1, 2, 3]}))
     with pytest.raises(ConfigError, match="no whole checkpoint"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [([0, 1 << 48, 1 << 48], "impossible shape"), ([1 << 48] * 3 + [0], "impossible shape"), ([0, 3], "")],
+)
+def test_an_extent_of_zero_hides_no_impossible_shape(tmp_path: Path, shape: list[int], words: str) -> None:
+    table = {
+        "__metadata__": {"sha256": "0" * 64},
+        "x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]},
+    }
+    path = tmp_path / "file"
+    text = json.dumps(table).encode()
+    data = len(text).to_bytes(8, "little") + text
+    path.write_bytes(data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1))
+    if words:
+        with pytest.raises(tensorfile.Damaged, match=words):
+            tensorfile.read(path, lambda name: True)
+    else:
+        assert list(tensorfile.read(path, lambda name: True)[0]["x"].shape) == shape
+
+
+def test_a_header_is_not_read_that_would_take_all_memory(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.write((80 << 20).to_bytes(8, "little"))
+        file.truncate(100 << 20)
+    with pytest.raises(tensorfile.Damaged, match="header"):
+        tensorfile.read(path, lambda name: True)
 
 
 def test_no_checkpoint_is_the_users_to_solve(tmp_path: Path) -> None:

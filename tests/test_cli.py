@@ -87,7 +87,11 @@ def test_the_default_run_file_is_the_defaults() -> None:
     for name, table in default.model_dump(exclude={"recipe_digest", "recipe_options"}).items():
         there = written[name]
         assert not isinstance(table, dict) or there.keys() == table.keys(), "every setting is explained"
-    assert run("init").stdout == DEFAULT_RUN_FILE
+    printed = [run("init").stdout for _ in range(2)]
+    salts = [tomllib.loads(text)["salt"] for text in printed]
+    assert len(salts[0]) == 16
+    assert salts[0] != salts[1], "nobody can guess the digest of a run"
+    assert printed[0].replace(f'"{salts[0]}"', '""' + " " * 16) == DEFAULT_RUN_FILE
     assert (ROOT / "examples" / "run.toml").read_text(encoding="utf-8") == DEFAULT_RUN_FILE
 
 
@@ -227,7 +231,7 @@ def test_a_seed_without_any_address_says_so() -> None:
             "positive number, got -1.0",
         ),
         ("[recipe_options]\nwidht = 3", "recipe_options.widht", "unknown option; byte-gpt knows .*width"),
-        ("[recipe_options]\ntokens = '.'", "recipe_options.tokens", "cannot read"),
+        ("[recipe_options]\ntokens = '.'", "recipe_options.tokens", "joins with --tokens PATH"),
         ("recipe = 'nope'", "recipe", "nope: no such recipe; write"),
         ("recipe = 'gone.py:make'", "recipe", "gone.py: no such file"),
     ],

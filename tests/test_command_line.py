@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from bootstrap.local_swarm import LocalSwarm
 from p2p_co2.cli import main as cli
@@ -53,10 +54,10 @@ def test_every_command_knows_its_short_flags() -> None:
     pages = result.stdout.split("\f\n")
     assert pages[:-1:2] == pages[1::2]
     assert len(pages[:-1:2]) == len(cli.COMMANDS) + 1
-    for page in pages[2:-1:2]:
+    for name, page in zip(cli.COMMANDS, pages[2:-1:2], strict=True):
         assert "-v, --verbose" in page
         assert "-q, --quiet" in page
-        assert "P2P_CO2_AN_OPTION" in page
+        assert ("P2P_CO2_AN_OPTION" in page) == (name in {"join", "seed", "doctor"})
 
 
 @pytest.mark.parametrize(
@@ -85,18 +86,31 @@ def test_each_mistake_is_one_line_that_says_what_would_be_right(
 def test_options_come_from_the_environment_and_the_command_line_wins(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("P2P_CO2_PEERS", "0")
-    assert cli.main(["demo"]) == 2
-    assert "--peers: at least 1 (got 0)" in capsys.readouterr().err
-    assert cli.main(["demo", "--peers", "-1"]) == 2
-    assert "--peers: at least 1 (got -1)" in capsys.readouterr().err
-    monkeypatch.setenv("P2P_CO2_PEERS", "some")
-    assert cli.main(["demo"]) == 2
-    line = "error: environment: P2P_CO2_PEERS: write a whole number (got 'some')\n"
+    monkeypatch.setenv("P2P_CO2_PORT", "-1")
+    assert cli.main(["seed"]) == 2
+    assert "(got -1)" in capsys.readouterr().err
+    assert cli.main(["seed", "--port", "-2"]) == 2
+    assert "(got -2)" in capsys.readouterr().err
+    monkeypatch.setenv("P2P_CO2_PORT", "some")
+    assert cli.main(["seed"]) == 2
+    line = "error: environment: P2P_CO2_PORT: write a whole number (got 'some')\n"
     assert capsys.readouterr().err == line
     monkeypatch.setenv("P2P_CO2_TICKET", "p2pco2-x")
     assert cli.main(["join"]) == 2
     assert "the ticket is damaged" in capsys.readouterr().err
+
+
+def test_a_variable_of_join_or_seed_means_nothing_to_another_command() -> None:
+    variables: dict[str, set[str]] = {}
+    for name, command in get_command(cli.app).commands.items():  # type: ignore[attr-defined]
+        for option in command.params:
+            if isinstance(option.envvar, str):
+                variables.setdefault(option.envvar, set()).add(name)
+    assert variables.pop("P2P_CO2_OBSERVER_FOLDER") == {"status", "watch", "board", "metrics", "export"}
+    assert all(names <= {"join", "seed", "doctor"} for names in variables.values())
+    assert variables["P2P_CO2_FOLDER"] == {"join", "seed", "doctor"}
+    assert variables["P2P_CO2_HOURS"] == variables["P2P_CO2_BOARD_PORT"] == {"join"}
+    assert variables["P2P_CO2_PORT"] == {"seed"}
 
 
 def test_who_looks_on_leaves_the_folder_alone_that_the_environment_names_for_a_peer(

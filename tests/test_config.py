@@ -68,6 +68,16 @@ def test_files_that_are_not_there_or_not_text_or_not_readable(tmp_path: Path) ->
         read_run_config(tmp_path)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
+def test_files_as_editors_of_other_systems_save_them(tmp_path: Path, encoding: str) -> None:
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    path = tmp_path / "file.toml"
+    path.write_text(mark + '# Müller\nname = "a"\n', encoding=encoding, newline="\r\n")
+    assert read_run_config(path).name == "a"
+    path.write_text(mark + "[limits]\nthreads = 3\n", encoding=encoding, newline="\r\n")
+    assert read_peer_config(path).limits.threads == 3
+
+
 def test_a_peers_hours_are_read_and_a_useless_cap_refused(tmp_path: Path) -> None:
     path = tmp_path / "peer.toml"
     path.write_text("[limits]\nhours = '22:00-07:00'\ndownload_bytes_per_s = 1e6\n")
@@ -83,7 +93,7 @@ def test_a_peers_hours_are_read_and_a_useless_cap_refused(tmp_path: Path) -> Non
 
 RUNS = st.builds(
     RunConfig,
-    name=st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True),
+    name=st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,19}", fullmatch=True),
     seed=st.integers(0, 2**31 - 1),
     fragments=st.integers(1, 16),
     recipe_options=st.dictionaries(
@@ -114,7 +124,7 @@ def test_a_run_survives_toml_and_its_published_bytes(
     [
         {"name": "other"}, {"seed": 1}, {"fragments": 5}, {"group_size": 3}, {"recipe": "x.py:f"},
         {"recipe_digest": "0" * 64}, {"recipe_options": {"layers": 1}}, {"clock": ClockConfig(round_s=61)},
-        {"codec": CodecConfig(error_feedback=True)}, {"outer": OuterConfig(clip_phi=9)},
+        {"salt": "a"}, {"codec": CodecConfig(error_feedback=True)}, {"outer": OuterConfig(clip_phi=9)},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip

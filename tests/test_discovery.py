@@ -21,6 +21,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TicketError, TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.discovery import records as rec
+from p2p_co2.net.discovery.discovery import TicketHolders
 from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import own_maddrs, reach
 from p2p_co2.net.transport.libp2p.hivemind import (
@@ -214,7 +215,7 @@ def test_only_what_fits_is_published() -> None:
     discovery = Discovery(None, identity, RUN, lambda *_: None)
     with pytest.raises(LocalProtocolError):
         asyncio.run(discovery.publish_manifest(b"{}", RECIPE))
-    large = RunConfig(recipe_options={"text": "x" * MAX_RECORD_BYTES})
+    large = RunConfig(recipe_options={"words": "x" * MAX_RECORD_BYTES})
     discovery = Discovery(None, identity, large.digest(), lambda *_: None)
     with pytest.raises(ConfigError, match="recipe_options"):
         asyncio.run(discovery.publish_manifest(large.canonical_bytes(), RECIPE))
@@ -235,7 +236,9 @@ async def test_a_liar_in_the_dht_gets_nowhere(tmp_path: Path) -> None:
     ):
         await a.discovery.publish_self(a.record, LIFETIME_S)
         await reach(p2p, seed.identity.peer_id, seed.maddrs, PATIENCE_S)
-        node = await DHTNode.create(p2p=p2p, cache_locally=False, cache_nearest=0)
+        node = await DHTNode.create(
+            p2p=p2p, cache_locally=False, cache_nearest=0, authorizer=TicketHolders(RUN)
+        )
         await node.protocol.call_ping(PeerID.from_base58(seed.identity.peer_id))
         victim = PeerRecord(peer=a.identity.peer_id, run=RUN, maddrs=["/ip4/6.6.6.6/tcp/6"], expires_at=2e9)
         forged = liar.seal(rec.PEER_CONTEXT, victim.SerializeToString())
@@ -249,6 +252,35 @@ async def test_a_liar_in_the_dht_gets_nowhere(tmp_path: Path) -> None:
             await seed.discovery.fetch_manifest(seed.identity.peer_id)
         assert {error.reason for error in seed.refused} >= {"foreign record", "unreadable"}
         await node.shutdown()
+
+
+async def test_a_stranger_that_found_the_port_learns_nothing_of_the_run(tmp_path: Path) -> None:
+    """Records name the run: one that is in the DHT, or asks for a key, would have what a ticket holds."""
+    async with open_member(tmp_path / "seed", []) as seed, open_daemon(tmp_path / "stranger") as (p2p, _):
+        await reach(p2p, seed.identity.peer_id, seed.maddrs, PATIENCE_S)
+        node = await DHTNode.create(p2p=p2p, cache_locally=False, cache_nearest=0)
+        peer, key = PeerID.from_base58(seed.identity.peer_id), DHTID.generate(source=rec.manifest_key(RUN))
+        assert await node.protocol.call_ping(peer) is None
+        await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE)
+        assert await node.protocol.call_find(peer, [key]) is None
+        assert not len(node.protocol.storage), "nothing was handed to it to keep"
+        async with open_member(tmp_path / "a", seed.maddrs) as a:
+            assert (
+                await a.discovery.fetch_manifest(seed.identity.peer_id)
+            ).config == CONFIG.canonical_bytes()
+        await node.shutdown()
+
+
+def test_forked_processes_draw_ids_of_their_own() -> None:
+    """A generator's state would be copied with the process."""
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        os.write(writing, DHTID.generate().to_bytes())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        assert file.read() != DHTID.generate().to_bytes()
 
 
 def make_records(run_key: PeerId | None = None) -> tuple[rec.Records, list[str]]:

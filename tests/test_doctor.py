@@ -9,6 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,22 @@ def test_a_finding_is_a_line_and_its_advice_another() -> None:
     assert shown.endswith("-> free?some")
 
 
+def test_another_package_with_a_name_of_ours_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert machine.names_of_others() == []
+    for name, brings in (
+        ("p2p-co2", "peers"), ("a-monitor", "monitoring"), ("peers", "peers"), ("torch", "torch/peers"),
+    ):  # fmt: skip
+        about = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (about / "RECORD").write_text(f"x.py,sha256=0,1\n{brings}/__init__.py,sha256=0,1\n")
+    monkeypatch.setattr(machine, "distributions", lambda: metadata.distributions(path=[str(tmp_path)]))
+    assert machine.names_of_others() == ["a-monitor", "peers"]
+    found = {finding.name: finding for finding in machine.look_at_machine(PeerConfig())}
+    assert found["packages"].state == LIMITED
+    assert "a-monitor, peers" in found["packages"].measured
+
+
 # ---- kernels
 
 
@@ -122,6 +139,29 @@ def test_memory_is_read_from_the_kernel_and_the_control_group(
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert machine.available_memory_bytes() > 30e6
     assert machine.cpu_quota() == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "stat", "lines"),
+    [
+        ("memory.max", "memory.current", "memory.stat", "active_file 3000000\ninactive_file 20000000\n"),
+        (
+            "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
+            "active_file 7\ninactive_file 7\ntotal_active_file 3000000\ntotal_inactive_file 20000000\n",
+        ),
+    ],
+)  # fmt: skip
+def test_files_that_were_read_are_no_memory_that_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, used: str, stat: str, lines: str
+) -> None:
+    monkeypatch.setattr(kernel, "_CGROUP", tmp_path)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / limit).write_text("50000000\n")
+    (tmp_path / used).write_text("45000000\n")
+    (tmp_path / stat).write_text(f"anon 22000000\nfile 23000000\n{lines}")
+    assert machine.available_memory_bytes() == 28e6
+    (tmp_path / limit).write_text("9223372036854771712\n")  # none, in version 1
+    assert machine.available_memory_bytes() > 1e8
 
 
 def test_disk_room_and_rights(tmp_path: Path) -> None:

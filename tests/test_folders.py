@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +114,30 @@ def test_a_ticket_is_a_word_a_file_the_input_or_the_environment(
     assert (
         read_ticket(f" {TICKET}\n") == read_ticket(f"@{file}") == read_ticket("-") == read_ticket() == TICKET
     )
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le"])
+def test_a_ticket_is_found_in_a_file_of_another_system(tmp_path: Path, encoding: str) -> None:
+    file = tmp_path / "ticket.txt"
+    for text in (f"{TICKET}\n", f"the run of Müller\nticket: {TICKET}"):
+        file.write_text(text, encoding=encoding, newline="\r\n")
+        assert read_ticket(f"@{file}") == TICKET
+
+
+@pytest.mark.parametrize("error", [errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told_and_not_in_use(
+    monkeypatch: pytest.MonkeyPatch, home: Path, error: int
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    FolderLock(home).release()
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.raises(EnvironmentFault, match=r"has no locks.*--folder"):
+        FolderLock(home)
+    assert is_kept(home) is None
+    with pytest.raises(EnvironmentFault, match=r"has no locks.*--folder"):
+        peer_folder(RUN)  # and looks for no free one
 
 
 def test_a_ticket_that_is_nowhere_says_where_it_was_looked_for(tmp_path: Path) -> None:

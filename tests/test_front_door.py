@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +310,59 @@ def test_a_fetch_that_nobody_waits_for_has_ended_before_its_reader_goes_on() -> 
     with Fetching() as fetching, pytest.raises(Stopped):
         fetching.fetch(slow, lambda _: False)
     assert "p2p-co2 data" not in {thread.name for thread in threading.enumerate()}
+
+
+class OfOneThread:
+    """Rows that only the thread which opened them may read, all or the third."""
+
+    def __init__(self, only_the_third: bool = False) -> None:
+        self._base = sqlite3.connect(":memory:")
+        self._only_the_third = only_the_third
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        return (
+            index
+            if self._only_the_third and index != 3
+            else self._base.execute(f"select {index}").fetchone()[0]
+        )
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_a_dataset_of_one_thread_is_fetched_in_the_loops_thread_and_told(as_stream: bool) -> None:
+    rows = OfOneThread()
+
+    class Loader:
+        def __iter__(self) -> Iterator[int]:
+            yield from map(rows.__getitem__, range(20))
+
+    loader = Loader() if as_stream else DataLoader(rows, batch_size=None, shuffle=True)
+    batches = passes(loader, seed_of, lambda _: True)
+    with pytest.warns(UserWarning, match=r"(?s)same thread.*stands still.*opens.*first use"):
+        first = next(batches)
+    assert sorted([int(first), *(int(row) for row in islice(batches, 19))]) == list(range(20))
+    assert sorted(int(row) for row in islice(batches, 20)) == list(range(20))  # and is told once
+
+
+def test_a_dataset_of_one_thread_that_is_met_later_says_whose_thread_it_was() -> None:
+    loader = DataLoader(OfOneThread(only_the_third=True), batch_size=None, shuffle=True)
+    reseeded = [int(row) for row in PeerOrder(20, seed_of)]
+    assert reseeded[0] != 3
+    with pytest.raises(sqlite3.ProgrammingError) as told:
+        list(islice(passes(loader, seed_of, lambda _: True), 20))
+    assert "until_done" in told.value.__notes__[0]
+
+
+def test_what_a_dataset_cannot_read_is_not_blamed_on_a_thread() -> None:
+    class Broken:
+        def __iter__(self) -> Iterator[int]:
+            yield 1 // 0
+
+    with warnings.catch_warnings(action="error"), pytest.raises(ZeroDivisionError) as told:
+        next(passes(Broken(), seed_of, lambda _: True))
+    assert not hasattr(told.value, "__notes__")
 
 
 def test_batches_are_made_on_the_default_device_of_the_loop() -> None:

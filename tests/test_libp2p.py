@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, PeerLost, TransportError
 from p2p_co2.net.transport.admission import Admission
 from p2p_co2.net.transport.base import Link
@@ -46,6 +47,7 @@ from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, framed
 from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
 from p2p_co2.protocol.wire.messages_pb2 import CircuitHop, CircuitLimit, PeerRecord
+from peers.daemon import what_is_opened
 from tests.transport_peers import PATIENCE_S, RUN, Peer, free_port, open_daemon, open_pair, until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -288,6 +290,34 @@ async def _echo(request: PeerRecord, _: object) -> PeerRecord:
 A, B = PeerId("a"), PeerId("b")
 DIRECT, PUBLIC = "/ip4/203.0.113.7/tcp/4001", "/ip4/203.0.113.8/tcp/4001/p2p/b"
 BY_SEED = "/ip4/203.0.113.9/tcp/31337/p2p/seed/p2p-circuit/p2p/b"
+
+
+def test_a_router_is_asked_to_let_others_in_and_strangers_are_relayed_for_unless_told_not_to() -> None:
+    def arguments(host: str, relay: bool = True, upnp: bool = True) -> list[str]:
+        return daemon_room._arguments(Path("identity"), host, 0, "", False, relay, upnp)
+
+    assert "-natPortMap" in arguments("0.0.0.0")
+    assert "-natPortMap" not in arguments("0.0.0.0", upnp=False)
+    assert "-natPortMap" not in arguments("127.0.0.1")
+    assert "-relayService=false" in arguments("0.0.0.0", relay=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says", "not_says"),
+    [
+        ({}, ("--no-upnp", "--no-relay"), ()),
+        ({"upnp": False}, ("--no-relay",), ("--no-upnp",)),
+        ({"relay": False}, ("--no-upnp",), ("--no-relay",)),
+        ({"upnp": False, "relay": False}, (), ("this peer",)),
+        ({"host": "127.0.0.1"}, (), ("this peer",)),
+    ],
+)
+def test_a_volunteer_is_told_what_his_network_does_for_others(
+    settings: dict[str, Any], says: tuple[str, ...], not_says: tuple[str, ...]
+) -> None:
+    told = what_is_opened(PeerConfig.model_validate({"host": "0.0.0.0", **settings}))
+    assert all(word in told for word in says)
+    assert not any(word in told for word in not_says)
 
 
 @asynccontextmanager

@@ -106,7 +106,7 @@ def test_without_the_library_one_line_says_what_to_install() -> None:
         text=True,
         check=False,
     )
-    assert "pip install 'p2p-co2[lightning]'" in told.stdout, told.stderr
+    assert "pip install '.[lightning]'" in told.stdout, told.stderr
 
 
 def test_an_option_that_there_is_not_is_refused_at_once() -> None:
@@ -138,11 +138,64 @@ class FakeSwarm:
     def exchange(self, *_told: object) -> bool:
         return True
 
+    def add(self, *_told: object) -> None:
+        pass
+
     def leave(self) -> None:
         pass
 
     def load_agreed(self) -> None:
         pass
+
+
+class EndingSwarm(FakeSwarm):
+    """Its run is over after three exchanges."""
+
+    def __init__(self, module: torch.nn.Linear) -> None:
+        super().__init__(0)
+        self.module, self.exchanges, self.left_after = module, 0, list[int]()
+
+    def exchange(self, *_told: object) -> bool:
+        self.exchanges += 1
+        self.done = self.exchanges == 3
+        return not self.done
+
+    def leave(self) -> None:
+        self.left_after.append(self.exchanges)
+
+    def load_agreed(self) -> None:
+        torch.nn.init.constant_(self.module.weight, 1000.0)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_a_trainer_that_must_go_on_has_left_and_its_later_work_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning = pytest.importorskip("lightning")
+    from p2p_co2.integrations import lightning as callbacks
+
+    class Plain(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.steps_left = torch.nn.Linear(1, 1), list[bool]()
+
+        def training_step(self, batch: Tensor) -> Any:
+            self.steps_left.append(bool(swarm.left_after))
+            return self.inner(batch[:, None].float()).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 1.0)
+
+    module = Plain()
+    swarm = EndingSwarm(module.inner)
+    monkeypatch.setattr(callbacks, "join", lambda *_given, **_named: swarm)
+    lightning.Trainer(
+        accelerator="cpu", max_epochs=2, min_steps=8, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[callbacks.SwarmCallback()],
+    ).fit(module, DataLoader(Numbers(), 4, num_workers=0))  # fmt: skip
+    assert swarm.left_after == [3]
+    assert module.steps_left == [False] * 3 + [True] * (len(module.steps_left) - 3)
+    assert len(module.steps_left) >= 8
+    assert module.inner.weight.item() < 999.0
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")

@@ -85,6 +85,24 @@ async def test_a_link_that_dies_idle_is_noticed_and_opened_again() -> None:
         assert grpc.sent == [b"1", b"2"]
 
 
+async def test_a_peer_that_names_a_time_is_not_dialled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    grpc, hands = FakeCarrier("grpc"), Hands()
+    monkeypatch.setattr("p2p_co2.node.links.time", hands)
+    async with links_over(grpc) as (links, heard):
+        links.post(B, b"1", bulk=False)
+        await turns()
+        grpc.links[0].closed.set_result("the peer refused us: shut out: for 59 s more")
+        for _ in range(50):
+            links.post(B, b"2", bulk=False)
+            await turns()
+        assert (len(grpc.links), grpc.sent) == (1, [b"1"])
+        assert heard.unreachable[-1] == (B, "it hears us no more for 59 s")
+        hands.now += 60
+        links.post(B, b"3", bulk=False)
+        await turns()
+        assert grpc.sent == [b"1", b"3"]
+
+
 async def test_of_a_link_that_broke_nothing_is_left(tmp_path: Path) -> None:
     async with open_pair("grpc", tmp_path) as (a, b), asyncio.TaskGroup() as tasks:
         there, lost, records = PeerId(b.identity.peer_id), list[str](), [b.record]

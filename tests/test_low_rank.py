@@ -170,6 +170,9 @@ def test_heirs_make_good_what_was_left_out() -> None:
     codecs, summed = sent_back("rank2", [Key(1, 2), None, None])
     assert codecs == [1, 0, 0]
     torch.testing.assert_close(summed, true, rtol=0, atol=1e-5)
+    codecs, summed = sent_back("rank2", [Key(1, 2), Key(1, 2), None])  # two leave theirs to one
+    assert codecs == [1, 1, 0]
+    torch.testing.assert_close(summed, true, rtol=0, atol=1e-5)
 
 
 def test_a_dropped_heir_takes_along_what_it_was_left() -> None:

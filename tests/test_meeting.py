@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -302,7 +303,7 @@ async def test_a_clock_that_is_in_doubt_is_told_and_lets_join(
     monkeypatch.setattr("p2p_co2.node.network.clock_offsets_s", answered)
     network = Network(Identity.load_or_create(tmp_path / "identity"), PeerConfig(), Ticket(RUN, A, (HERE,)))
     network.use(None, None)  # type: ignore[arg-type]
-    await network._compare_clocks()
+    await network._compare_clocks([HERE])
     assert re.match(f"clock: {words}" if words else "$", network.clock_doubt)
     assert not answers
 
@@ -351,6 +352,9 @@ def test_loopback_is_refused_where_the_seeds_are_elsewhere(seed: str, key: str, 
     [
         (HERE, (HERE,), True), (NEAR, (HERE,), False), (NEAR, (NEAR,), True), (HERE, (NEAR,), False),
         (PUBLIC, (PUBLIC, NEAR), True), (NEAR, (PUBLIC,), False), (HERE, (PUBLIC,), False),
+        (NEAR, (PUBLIC, NEAR), True), ("10.99.99.98:4000", (PUBLIC,), False),
+        ("[fd00::1]:4000", (NEAR,), True),
+        ("localhost:4000", (NEAR,), False), ("nonsense", (PUBLIC,), True),
     ],
 )  # fmt: skip
 def test_a_later_ticket_names_whom_newcomers_can_dial(
@@ -394,6 +398,10 @@ async def test_peers_keep_the_runs_settings_for_newcomers_when_the_seed_is_gone(
         }  # fmt: skip
         with pytest.raises(TransportError, match="no seed can be reached"):
             await one.rebootstrap()
+        await one.close()  # and goes on with the ticket that it had, from its own folder
+        one = await join("one", ticket)
+        assert one.run == CONFIG
+        assert [record.peer for record in await one.find_peers()] == [two.identity.peer_id]
         newcomer = await join("newcomer", later)
         assert newcomer.run == CONFIG
         known = {one.identity.peer_id, two.identity.peer_id}
@@ -401,3 +409,38 @@ async def test_peers_keep_the_runs_settings_for_newcomers_when_the_seed_is_gone(
     finally:
         for network in networks:
             await network.close()
+
+
+async def test_a_copied_identity_is_refused_while_the_other_lives_and_a_restart_is_not(
+    tmp_path: Path,
+) -> None:
+    async def open_(name: str) -> Network:
+        return await Network.open(ticket, PeerConfig(folder=tmp_path / name), lambda *_: None)
+
+    async def no_message(*_: object) -> None: ...
+
+    async def work(network: Network) -> None:
+        await network.start_carriers(no_message, lambda *_: None)
+        await network.publish_self()
+
+    async with open_member(tmp_path / "seed", []) as seed:
+        await seed.discovery.publish_manifest(CONFIG.canonical_bytes(), RECIPE)
+        ticket = Ticket(RUN, seed.identity.peer_id, tuple(seed.maddrs))
+        first = await open_("first")
+        await work(first)
+        shutil.copytree(tmp_path / "first", tmp_path / "copy")
+        with pytest.raises(ConfigError, match="at work elsewhere, too"):
+            await open_("copy")
+        await first.find_peers()
+        assert await first.publish_self() == ""
+        await first.close()
+        first = await open_("first")  # its last record is listed still
+        copy = await open_("copy")  # at the same moment
+        try:
+            await work(first)
+            await work(copy)
+            await first.find_peers()
+            assert "another --folder" in await first.publish_self()
+        finally:
+            await first.close()
+            await copy.close()

@@ -19,45 +19,40 @@ from p2p_co2.system.memory import Pool
 
 SIZE = 3 * memory.HUGE_PAGE_BYTES
 
-HOLD = f"""
+TENSORS = """
+import ctypes
+import resource
 import sys
 import torch
-from pathlib import Path
-from p2p_co2.system.memory import return_large_blocks
+from p2p_co2.system.memory import use_one_arena  # after torch, as programs do
 
-def resident_bytes():
-    line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmRSS:"))
-    return int(line.split()[1]) * 1024
+def come_and_go():
+    for _ in range(8):
+        torch.ones(6 << 20, dtype=torch.uint8)
 
 if sys.argv[1] == "ours":
-    assert return_large_blocks()
-    assert return_large_blocks()
-size = 4 * {memory.LARGE_BYTES}
-del (first := [torch.ones(size, dtype=torch.uint8)])[:]  # its free is what moves the threshold
-before = resident_bytes()
-tensors = [torch.ones(size, dtype=torch.uint8) for _ in range(4)]
-last = tensors.pop()  # keeps the end of the arena in use, as a long run does
-tensors.clear()
-print((resident_bytes() - before - size) / size)
+    assert use_one_arena()
+    assert use_one_arena()
+else:
+    ctypes.CDLL(None).mallopt(-3, 4 << 20)  # each larger block is mapped, and a step takes twice its time
+come_and_go()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+come_and_go()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def blocks_kept(setting: str) -> float:
-    """How many of three freed blocks the process still holds."""
-    answer = subprocess.run(
-        [sys.executable, "-c", HOLD, setting],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-        env=os.environ | {"THP_MEM_ALLOC_ENABLE": "0"},  # a system without huge pages
-    )
-    return float(answer.stdout)
+def faults(setting: str) -> int:
+    run = [sys.executable, "-c", TENSORS, setting]
+    environment = os.environ | {"THP_MEM_ALLOC_ENABLE": "0"}  # a system without huge pages
+    done = subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True, timeout=120, env=environment)
+    return int(done.stdout)
 
 
-def test_freed_blocks_go_back_to_the_system() -> None:
-    assert blocks_kept("ours") < 0.5
-    assert blocks_kept("glibc's") > 2.5  # what the setting is for: if this fails, it is not needed any more
+def test_a_large_tensor_finds_the_pages_of_the_one_before() -> None:
+    pages = 8 * (6 << 20) // os.sysconf("SC_PAGE_SIZE")
+    assert faults("mapped") > 0.9 * pages
+    assert faults("ours") < 0.5 * pages
 
 
 HOLES = """
@@ -68,7 +63,8 @@ def resident_bytes():
     line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmRSS:"))
     return int(line.split()[1]) * 1024
 
-assert memory.return_large_blocks()
+assert memory.use_one_arena()
+del (first := bytearray(1 << 20))[:]  # its free moves the threshold, as a step's tensors do
 small = [bytes(64 << 10) for _ in range(64)]
 del small[1::2]
 give_back, later_s = memory.return_holes, memory.HOLES_EVERY_S
@@ -187,10 +183,10 @@ MANY_THREADS = """
 import sys
 import threading
 from pathlib import Path
-from p2p_co2.system.memory import return_large_blocks
+from p2p_co2.system.memory import use_one_arena
 
 if sys.argv[1] == "ours":
-    return_large_blocks()
+    use_one_arena()
 
 def resident_bytes():
     line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmRSS:"))
@@ -212,3 +208,14 @@ for _ in range(8):  # one after the other, and all are there to the end
 print((resident_bytes() - before) / (12 << 20))
 over.set()
 """
+
+
+def arenas_kept(setting: str) -> float:
+    """How many threads' messages are held still, of eight."""
+    run = [sys.executable, "-c", MANY_THREADS, setting]
+    return float(subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout)
+
+
+def test_threads_share_the_arena() -> None:
+    assert arenas_kept("ours") < 1.5
+    assert arenas_kept("glibc's") > 2.5  # what the setting is for: if this fails, it is not needed any more

@@ -150,6 +150,20 @@ def test_an_heir_of_another_path_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert laws == {"heir"}
 
 
+def test_an_heir_is_counted_in_the_inner_step_of_what_it_inherits() -> None:
+    """Also where the line binds, so that gradients are urgent before the step's last forward: the queue of
+    the last stage holds more than the step begins."""
+    narrow = LinkProfile("narrow", 5_000_000, 800_000_000, 10.0, 0.0, 0.0, "open")
+    peers = [[StagePeer(LINE), StagePeer(LINE, 0.75)], [StagePeer(LINE), StagePeer(LINE, 0.75)]]
+    stages = loads(0.01, 0.005, 0.02)
+    world = VirtualStages(
+        Layout(stages=stages, microbatches=8, urgent_bytes=5_000), [*peers, [StagePeer(narrow)]]
+    )
+    world.run(60)
+    assert world.books.urgent[2] > 0.9 * world.books.gradients[2] > 0
+    finish(world)
+
+
 def test_gradients_are_urgent_where_the_line_binds() -> None:
     """And smaller ones then make more of it: three stages, two payloads take four times as long as
     computing."""

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -20,12 +21,22 @@ from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.node import network as room
 from p2p_co2.node.network import RECORD_LIFETIME_S, Network, RecordBook, lead_nowhere_else, publishable
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_RECORD_BYTES, MAX_STRING
+from p2p_co2.protocol.wire.limits import MAX_DIALLED, MAX_RECORD_BYTES, MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.ticket import Ticket
 
 RUN = bytes(range(32))
 DEAD = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
+
+
+def test_an_invitation_names_nobody_that_a_peer_only_tells_of(tmp_path: Path) -> None:
+    peer, other = Identity.generate().peer_id, Identity.generate().peer_id
+    network = Network(Identity.generate(), PeerConfig(folder=tmp_path), Ticket(RUN, peer, (DEAD,)))
+    network._reach = SimpleNamespace(own_maddrs=())  # type: ignore[assignment]
+    told = [f"/ip4/127.0.0.1/tcp/1/p2p/{other}", f"/ip4/127.0.0.1/tcp/2/p2p/{peer}"]
+    network.records._records = {peer: PeerRecord(peer=peer, maddrs=told)}
+    network.records._used_at = {peer: time.monotonic()}
+    assert network.invitation.seeds == (DEAD, told[1])
 
 
 class Dht:
@@ -173,11 +184,8 @@ async def test_a_record_that_has_expired_is_not_searched_for_by_each_who_asks(
 def test_published_addresses_fit_into_a_record(lengths: list[int]) -> None:
     maddrs = ["x" * length for length in lengths]
     taken = publishable(maddrs)
-    assert len(taken) <= MAX_ADDRESSES
-    assert max(map(len, taken), default=0) <= MAX_STRING
     assert sum(map(len, taken)) <= MAX_RECORD_BYTES // 2
-    if sum(lengths) <= MAX_RECORD_BYTES // 2 and len(lengths) <= MAX_ADDRESSES:
-        assert taken == [maddr for maddr in maddrs if len(maddr) <= MAX_STRING]
+    assert taken == [maddr for maddr in maddrs if len(maddr) <= MAX_STRING][:MAX_DIALLED]
 
 
 def test_on_a_network_of_its_own_nobody_needs_a_relay() -> None:

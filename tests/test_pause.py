@@ -8,10 +8,21 @@ from itertools import chain, repeat
 
 import pytest
 
+from p2p_co2.config import ClockConfig
 from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
 from p2p_co2.protocol.wire.messages_pb2 import Status
-from p2p_co2.telemetry.events import Paused, Progress, Resumed, RoundAborted, RoundCommitted, SendSkipped
+from p2p_co2.telemetry.events import (
+    Paused,
+    Progress,
+    Resumed,
+    RoundAborted,
+    RoundCommitted,
+    SendSkipped,
+    Warned,
+)
+from p2p_co2.trainer.synchroniser import Source
 from tests.fuzz.world import STEP_S, Trainer, World, run_virtual
+from tests.trainer_bench import Bench
 
 
 async def train(world: World, resting: Trainer, seconds: float) -> None:
@@ -194,3 +205,18 @@ async def _train_those_awake(world: World, seconds: float) -> None:
             if trainer.node.state.local.phase == Status.TRAINING:
                 trainer.step()
         await asyncio.sleep(STEP_S)
+
+
+def test_rest_ends_as_the_run_does() -> None:
+    now_s = [0.0]
+    bench = Bench(clock=ClockConfig(mode="time", round_s=1.0, rounds=3), source=Source(lambda: now_s[0]))
+
+    def reason() -> str:
+        now_s[0] += 0.5
+        assert now_s[0] < 10.0, "it rests for ever"
+        return "paused by hand"
+
+    bench.sync.rest(reason, beat_s=0.0)
+    assert 1.5 < bench.sync.position < 3.0  # a moment before it, so that the others see it
+    (told,) = bench.wire.seen(Warned)
+    assert "about to end: this peer rests no longer" in told["text"]

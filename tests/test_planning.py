@@ -20,9 +20,10 @@ from round_network import Faults, Network
 from bootstrap.options import PlanOptions
 from bootstrap.plan.plan import as_table, make_plan, print_plan, read_links, run_plan, verdict
 from bootstrap.plan.stages import COPIES, make_staged_plan, print_staged_plan, run_any_plan
+from bootstrap.plan.step import quickest
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import ApplyRule, RunConfig
-from p2p_co2.errors import ConfigError
+from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning import exchange, traffic
 from p2p_co2.planning.advice import advise, bounds_of
 from p2p_co2.planning.exchange import Link, RoundTime, flow, link_of, round_time
@@ -110,8 +111,9 @@ def test_a_round_of_the_real_machines_takes_the_messages_one_way_that_are_counte
 
 def test_slices_and_means_are_the_published_traffic_whatever_the_shares() -> None:
     shares = traffic.shares_of([1e6, 2e6, 5e6])
-    # The fastest alone needs (1 + 1) / 5; in 1.5 times that, 0.6, the links have 0, 0.2 and 2 payloads left.
-    assert shares == pytest.approx([0, 1 / 11, 10 / 11], abs=1e-5)
+    # The fastest may own two of three equal shares; the second needs (1 / 3 + 1) / 2 for the third one. In
+    # 1.5 times that the links have 0, 1 and 4 payloads left, of which the 4 are too many.
+    assert shares == pytest.approx([0, 1 / 3, 2 / 3], abs=1e-5)
     sums = [
         sum(column) for column in zip(*(traffic.sent_and_received(800, s, 3) for s in shares), strict=True)
     ]
@@ -450,7 +452,15 @@ def test_the_model_is_counted_and_its_step_measured(run_file: Path) -> None:
     assert plan.setting.tokens_per_step == 2 * 8
     assert 0 < plan.setting.step_s < 1
     assert plan.setting.train_bytes > 50e6  # torch alone is more
-    assert "median" in plan.sources["step"]
+    assert "quickest tenth" in plan.sources["step"]
+
+
+def test_a_step_is_the_quickest_tenth_and_no_figure_where_times_say_nothing() -> None:
+    assert quickest([3.0, 1.0, 1.1, 1.2, 1.3]) == 1.0
+    assert quickest([9.0, *(1.0 + 0.01 * turn for turn in range(20))]) == pytest.approx(1.02)
+    for times_s in ([3.55, 0.08], [1.0] * 4, [0.08, 3.5, 3.6, 3.7, 3.8]):
+        with pytest.raises(EnvironmentFault, match=r"not measurable now \(.*give --step-s"):
+            quickest(times_s)
 
 
 def test_what_is_given_is_not_measured_and_needs_no_torch(run_file: Path) -> None:

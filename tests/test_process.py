@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pty
 import signal
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.system.clock import STOOD_S, ProcessClock
+from p2p_co2.system.clock import STOOD_S, ProcessClock, within
 from p2p_co2.system.governor import BY_HAND, Governor, Wish, WishFile
 from p2p_co2.system.process import (
     FolderLock,
@@ -297,3 +298,23 @@ def test_what_a_process_slept_through_did_not_pass_for_it() -> None:
     assert clock.now() == 1003.0 + STOOD_S
     real += 1.0
     assert clock.now() == 1004.0 + STOOD_S
+
+
+async def test_a_limit_that_is_looked_at_far_too_late_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, ended, ahead_s = asyncio.get_running_loop(), list[str](), 0.0
+    began_at = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: began_at + ahead_s)
+
+    async def wait() -> None:
+        try:
+            async with within(10.0):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            ended.append("too slow")
+
+    waiting = asyncio.create_task(wait())
+    for ahead_s, is_over in ((0.0, False), (70.0, False), (79.0, False), (80.5, True)):
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert bool(ended) is is_over, ahead_s
+    await waiting

@@ -33,6 +33,7 @@ from p2p_co2.tensors.checkpoint.folder import load as load_checkpoint
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.sharding import held, trouble_with_cut
 from p2p_co2.testing import local_swarm
+from p2p_co2.trainer import ranks
 from p2p_co2.trainer.ranked_parameters import Division, share_of
 from p2p_co2.trainer.ranks import error_of, text_of
 from tests.swarms import ENVIRONMENT, ROOT, START_BOUND_S, Swarm, swarm
@@ -148,6 +149,25 @@ def test_an_error_that_is_not_ours_names_its_rank() -> None:
     there = error_of(text_of(ZeroDivisionError("by zero"), 3))
     assert isinstance(there, EnvironmentFault)
     assert "rank 3 of this peer ended with ZeroDivisionError: by zero; " in str(there)
+
+
+def test_a_rank_that_joins_alone_is_told_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = ""
+
+    def wait(**_: object) -> None:  # as torch's does for the others, until there is a line
+        nonlocal told
+        while not told:
+            told = capsys.readouterr().err
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "new_group", wait)
+    monkeypatch.setattr(ranks, "SILENCE_FLOOR_S", 0.01)
+    ranks.Ranks()
+    assert "rank 0 of 4" in told
+    assert "all ranks" in told
 
 
 def test_ranks_have_orders_of_their_own_but_for_samplers_that_deal_out() -> None:

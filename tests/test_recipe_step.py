@@ -137,7 +137,6 @@ def test_settings_that_mean_nothing_are_refused(tmp_path: Path, settings: str, m
     ("settings", "message"),
     [
         ("accumulate=2", "accumulate: does not apply in a run with stages; set pipeline.microbatches"),
-        ("max_grad_norm=1.0", "max_grad_norm: does not apply in a run with stages; no peer sees all"),
         ("autocast='bf16'", "autocast: does not apply in a run with stages; use torch.autocast inside"),
     ],
 )
@@ -299,7 +298,7 @@ def test_a_helper_named_like_a_loaded_module_is_refused(tmp_path: Path) -> None:
 def test_the_recipe_of_the_documents_is_one(tmp_path: Path) -> None:
     page = (Path(__file__).parent.parent / "docs" / "how-to" / "own-recipe.md").read_text()
     (tmp_path / "recipe.py").write_text(page.split("```python\n")[1].split("```")[0])
-    recipe = load_recipe(f"{tmp_path / 'recipe.py'}:make", {"width": 8, "data": "mine"}, 0)
+    recipe = load_recipe(f"{tmp_path / 'recipe.py'}:make", {"width": 8}, 0, data={"data": "mine"})
     optimizer = recipe.optimizer(recipe.model.parameters())
     taken = InnerStep(recipe, recipe.model, optimizer).take(iter(recipe.batches(1, 5)))
     assert taken is not None

@@ -73,7 +73,7 @@ def test_default_shape_has_between_one_and_two_million_parameters_and_starts_nea
 
 
 def test_windows_are_the_text_shifted_by_one(text: Path) -> None:
-    recipe = load_recipe(BYTE_GPT, TINY | {"text": str(text)}, seed=0)
+    recipe = load_recipe(BYTE_GPT, TINY, seed=0, data={"text": str(text)})
     inputs, targets = next(recipe.batches(1, 3))
     assert inputs.shape == targets.shape == (3, 32)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
@@ -85,7 +85,7 @@ def test_windows_are_the_text_shifted_by_one(text: Path) -> None:
 def test_token_file_in_sixteen_bits_and_its_recipe(tmp_path: Path) -> None:
     path = tmp_path / "ids.bin"
     path.write_bytes(torch.arange(2000).remainder(900).to(torch.uint16).numpy().tobytes())
-    recipe = load_recipe(BYTE_GPT, TINY | {"tokens": str(path), "vocab_size": 900}, seed=0)
+    recipe = load_recipe(BYTE_GPT, TINY | {"vocab_size": 900}, seed=0, data={"tokens": str(path)})
     inputs, targets = next(recipe.batches(0, 2))
     assert torch.equal((inputs + 1).remainder(900), targets)
     assert recipe.generate is None
@@ -109,8 +109,8 @@ def test_model_is_causal() -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_loss_falls_in_thirty_steps(text: Path, kind: str) -> None:
-    options = TINY | {"learning_rate": 1e-2, "text": str(text), "optimizer": kind}
-    recipe = load_recipe(BYTE_GPT, options, seed=0)
+    options = TINY | {"learning_rate": 1e-2, "optimizer": kind}
+    recipe = load_recipe(BYTE_GPT, options, seed=0, data={"text": str(text)})
     assert recipe.held_out is not None
     before = recipe.held_out(recipe.model)
     optimizer = recipe.optimizer(recipe.model.parameters())
@@ -187,7 +187,7 @@ def test_folder_holds_out_whole_files(tmp_path: Path) -> None:
 def test_digest_covers_what_must_agree_and_no_more(own: Path, tmp_path: Path) -> None:
     plain = recipe_digest(BYTE_GPT, {})
     assert len(plain) == 64
-    assert plain == recipe_digest(BYTE_GPT, {"layers": Shape().layers, "text": "mine.txt", "batch": 2})
+    assert plain == recipe_digest(BYTE_GPT, {"layers": Shape().layers, "batch": 2})
     assert plain != recipe_digest(BYTE_GPT, {"layers": 5})
     elsewhere = tmp_path / "elsewhere.py"
     elsewhere.write_text(OWN, encoding="utf-8")
@@ -235,12 +235,12 @@ def test_sampling_keeps_the_prompt_and_repeats_with_its_seed() -> None:
         ({"learning_rate": -1.0}, "positive number"),
         ({"optimizer": "sgd"}, "adamw or muon"),
         ({"heads": 3}, "multiple of 2"),
-        ({"text": 3}, "must be a path"),
-        ({"text": "a", "tokens": "b"}, "either text or tokens"),
-        ({"vocab_size": 300}, "goes with the option tokens"),
-        ({"vocab_size": 70000, "tokens": "b"}, "at most 65536"),
-        ({"text": "no/such/file"}, "cannot read no/such/file"),
-        ({"tokens": "no/such/file"}, "cannot read no/such/file"),
+        ({"text": "mine.txt"}, "names no file of a volunteer; .* joins with --text PATH"),
+        (
+            {"tokens": "ids.bin", "vocab_size": 300},
+            "names no file of a volunteer; .* joins with --tokens PATH",
+        ),
+        ({"vocab_size": 70000}, "at most 65536"),
     ],
 )
 def test_bad_option_is_refused_with_what_would_be_right(
@@ -248,6 +248,19 @@ def test_bad_option_is_refused_with_what_would_be_right(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_recipe(BYTE_GPT, options, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"text": "a", "tokens": "b"}, "either text or tokens"),
+        ({"text": "no/such/file"}, "cannot read no/such/file"),
+        ({"tokens": "no/such/file"}, "cannot read no/such/file"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused(data: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(BYTE_GPT, TINY, seed=0, data=data)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +276,7 @@ def test_bad_text_is_refused(content: bytes, message: str, tmp_path: Path) -> No
     path = tmp_path / "text"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        load_recipe(BYTE_GPT, {"text": str(path)}, seed=0)
+        load_recipe(BYTE_GPT, {}, seed=0, data={"text": str(path)})
 
 
 @pytest.mark.parametrize(
@@ -279,7 +292,7 @@ def test_bad_token_file_is_refused(content: bytes, vocab_size: int, message: str
     path = tmp_path / "ids"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        load_recipe(BYTE_GPT, {"tokens": str(path), "vocab_size": vocab_size}, seed=0)
+        load_recipe(BYTE_GPT, {"vocab_size": vocab_size}, seed=0, data={"tokens": str(path)})
 
 
 @pytest.mark.parametrize(
@@ -342,6 +355,14 @@ def test_a_peer_may_train_on_a_text_of_its_own(tmp_path: Path) -> None:
     text.write_text("abcdefgh" * 100)
     inputs, _ = next(load_run_recipe(run_of("byte-gpt", TINY), data={"text": str(text)}).batches(0, 4))
     assert set(inputs.flatten().tolist()) <= set(b"abcdefgh")
+
+
+def test_a_run_of_token_ids_needs_a_file_of_them() -> None:
+    run = run_of("byte-gpt", TINY | {"vocab_size": 300})
+    with pytest.raises(ConfigError, match=r"--tokens: this run trains on token ids"):
+        load_run_recipe(run)
+    with pytest.raises(ConfigError, match=r"--text: is bytes.*this run's is 300"):
+        load_run_recipe(run, data={"text": __file__})
 
 
 # ---- refused, and nothing of a stranger's file has run

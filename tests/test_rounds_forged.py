@@ -71,6 +71,7 @@ BEGIN_FORGERIES: dict[str, tuple[Callable[[wire.Begin], object], str]] = {
     "too long": (lambda b: setattr(b.parts[1], "stop_block", 2**32 - 1), "wrong parts"),
     "no parts": (lambda b: b.ClearField("parts"), "wrong parts"),
     "owner outside": (lambda b: setattr(b.parts[1], "owner", "nobody"), "wrong owner"),
+    "owns it all": (lambda b: setattr(b.parts[1], "owner", b.parts[0].owner), "wrong owner"),
     "owner sends nothing": (lambda b: setattr(b.parts[0], "senders", b"\0"), "wrong owner"),
     "senders outside": (lambda b: setattr(b.parts[0], "senders", b"\xff"), "wrong group"),
     "senders too long": (lambda b: setattr(b.parts[0], "senders", bytes(9)), "wrong group"),

@@ -185,8 +185,8 @@ def test_a_peer_that_is_one_round_behind_is_in_the_next() -> None:
 
 
 def test_a_peer_that_stays_one_round_behind_is_waited_for_half_a_round_and_not_for_ever() -> None:
-    """Every coordinator finds out for itself, and forgets it once the peer was in a round. One that is in none
-    has no vote, so it is none of them."""
+    """Every coordinator finds out for itself, and forgets it once the peer was in a round. One that is in
+    none has no vote, so it is none of them."""
     net, behind = one_behind(4)
     waited_s, offered_at = [], net.now
     for round_ in range(3, 66):

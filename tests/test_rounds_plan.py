@@ -48,8 +48,9 @@ def test_parts_follow_the_upload_rates() -> None:
     assert split_blocks(9, [5.0, 0.0, 5.0]) == ((0, 3), (3, 6), (6, 9))  # unknown counts like the others
     assert split_blocks(1, [1.0, 1.0, 1.0])[-1].stop == 1
     # Four payloads/s against three of 2/s: alone the four needs 3/4 s, with the others (2 + 4) / 10 s. In 1.5
-    # times that the links have 2.6 and 0.8 payloads left after their own: 2.6 / 5 and 0.8 / 5.
-    assert split_blocks(50, [4.0, 2.0, 2.0, 2.0]) == ((0, 26), (26, 34), (34, 42), (42, 50))
+    # times that the links have 2.6 and 0.8 payloads left after their own: 2.6 / 5 is more than two of four
+    # equal shares, so it owns these, and the others have the other half.
+    assert split_blocks(50, [4.0, 2.0, 2.0, 2.0]) == ((0, 25), (25, 33), (33, 42), (42, 50))
     assert split_blocks(9, [1.0, 16.0, 1e300, 1.0]) == split_blocks(9, [1.0, 16.0, 16.0, 1.0])  # a boast
 
 

@@ -20,7 +20,7 @@ from p2p_co2.protocol.rounds.attempt import Attempt, Share
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.member import Completion
 from p2p_co2.protocol.rounds.owner import Arrivals, PartJob, Room
-from p2p_co2.protocol.rounds.parts import BlockRange, Rates, divide
+from p2p_co2.protocol.rounds.parts import MOST_OWNED, BlockRange, Rates, divide
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
@@ -36,6 +36,19 @@ def waited_s(*links: Rates) -> float:
 
 
 # ---- lies
+
+
+@pytest.mark.parametrize("members", [3, 4, 5, 8, 20])
+@pytest.mark.parametrize("claim", [1e6, 16e6, 1e300])
+def test_a_claimed_line_is_given_two_equal_shares_at_most(members: int, claim: float) -> None:
+    rates = {PeerId(f"p{i:02}"): Rates(claim if i == 1 else 1e6) for i in range(members)}
+    division = divide(10_000, 68, rates, (0, 1), 0.0)
+    owned: Counter[PeerId] = Counter()
+    for (start, stop), owner in zip(division.ranges, division.owners, strict=True):
+        owned[owner] += stop - start
+    assert owned.total() == 10_000
+    assert max(owned.values()) <= 2 * 10_000 / members + 1
+    assert len(owned) >= members / 2
 
 
 def test_a_link_of_nearly_nothing_makes_nobody_wait() -> None:
@@ -61,7 +74,7 @@ def test_a_fast_link_among_many_is_not_given_more_than_it_can_hold() -> None:
     for (start, stop), owner, senders in zip(division.ranges, division.owners, division.senders, strict=True):
         held[owner] += (stop - start) * (len(senders) - 1)
     assert held.total() == 31 * (1 << 16)
-    assert max(held.values()) <= 1.01 * bounds.OWNED_PAYLOADS * (1 << 16)
+    assert max(held.values()) <= 1.01 * MOST_OWNED * (1 << 16)
     assert held[PeerId("p07")] == max(held.values())
 
 

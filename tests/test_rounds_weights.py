@@ -27,11 +27,13 @@ def shares(*weights: float) -> dict[PeerId, Share]:
     ("claimed", "counted"),
     [
         ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0)),  # honest peers differ in speed
-        ((1.0, 1.0, 1.0, 1e6), (1.0, 1.0, 1.0, 4.0)),
-        ((1.0, 1.0, 1e6, 1e6), (1.0, 1.0, 4.0, 4.0)),  # half of them may lie
+        ((1.0, 1.0, 1.0, 1e6), (1.0, 1.0, 1.0, 1.5)),  # a third of four
+        ((1.0,) * 8 + (1e6,), (1.0,) * 8 + (4.0,)),
+        ((1.0, 1.0, 1e6, 1e6), (1.0, 1.0, 2.0, 2.0)),  # half of them may lie
         ((1.0, 1e6), (1.0, 4.0)),
         ((7.0,), (7.0,)),
-        ((1.0, 1.0, 10.0, 10.0), (1.0, 1.0, 4.0, 4.0)),  # ten times as fast, and honest: the price
+        ((1.0, 1.0, 10.0, 10.0), (1.0, 1.0, 2.0, 2.0)),  # ten times as fast, and honest: the price
+        ((3.0, 1.0, 1.0, 1.0, 1.0), (2.0, 1.0, 1.0, 1.0, 1.0)),
         ((5e-324, 5e-324, 1e15), (5e-324, 5e-324, 2e-323)),
     ],
 )
@@ -81,7 +83,7 @@ def test_all_peers_hold_the_mean_and_the_weights_that_it_was_made_with() -> None
     assert net.refused == []
     assert len({bytes(event.mean) for event in committed.values()}) == 1
     first, liar = net.names[0], net.names[-1]
-    wanted = {name: net.weight(name) for name in net.names} | {first: 5.0, liar: 4 * 11.0}
+    wanted = {name: net.weight(name) for name in net.names} | {first: 5.0, liar: (10 + 11 + 12) / 2}
     for event in committed.values():
         decision = Decision.FromString(event.decision)
         outcome = open_decision(decision, RUN, SHAPE)

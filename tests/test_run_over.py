@@ -15,7 +15,7 @@ from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import RUN_OVER, RunOver, TransportError
 from p2p_co2.net.discovery.records import run_position
 from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S
-from p2p_co2.node.reporting import where_it_was
+from p2p_co2.node.reporting import nobody_answers
 from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S
 from p2p_co2.protocol.wire.messages_pb2 import RunPosition
 from p2p_co2.telemetry.events import FragmentApplied, Progress
@@ -178,7 +178,10 @@ def test_newcomers_that_meet_only_each_other_wait_for_a_while_and_are_refused() 
 def test_who_looks_at_a_run_without_peers_is_told_where_it_was(
     last: RunPosition | None, rounds: int, words: str
 ) -> None:
-    assert where_it_was(last, rounds) == words
+    state = nobody_answers(0, 0, last, rounds)
+    assert (state.words.split("listed: ")[-1], state.phase == "ended") == (words, "ended" in words)
+    assert nobody_answers(3, 0, last, rounds).phase == state.phase
+    assert nobody_answers(3, 1, last, rounds).phase == "connected"
 
 
 def test_a_seed_that_is_started_again_knows_where_the_run_was(tmp_path: Path) -> None:

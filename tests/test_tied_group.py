@@ -23,7 +23,7 @@ from p2p_co2.recipes import Stages, load_recipe, load_run_recipe, recipe_digest
 from p2p_co2.recipes.byte_gpt import byte_gpt_stages
 from p2p_co2.recipes.stages import TiedTable
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import median_clipped
+from p2p_co2.tensors.aggregation import centred
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.trainer.fragment_state import FragmentState
@@ -105,17 +105,23 @@ def test_the_table_steps_by_both_uses(rule: Any) -> None:
 def test_the_use_with_the_longer_slices_is_no_lie() -> None:
     """A head's outer gradient is several times as long as an embedding's; noise is longer than all heads'."""
     embeddings, heads = [1.0, 1.5, 2.0], [6.0, 7.0, 8.0]
-    alone = median_clipped([embeddings[0], heads[0]], [3.0, 3.0], uses=2)
-    assert alone == (3.0, 3.0)  # one of each: the sum of both, whatever their lengths
-    assert median_clipped([*embeddings, *heads], [1.0] * 6, uses=2) == (1.0, 1.0, 1.0, 1.0, 1.0, 7 / 8)
-    assert median_clipped([*embeddings, *heads], [1.0] * 6)[3:] == (2 / 6, 2 / 7, 2 / 8)  # as of one use
+
+    def counted(*lengths: float) -> tuple[float, ...]:
+        products = [[a * a if i == j else 0.0 for j in range(len(lengths))] for i, a in enumerate(lengths)]
+        return centred(products, [1.0] * len(lengths), uses=2)
+
+    assert counted(embeddings[0], heads[0]) == (
+        1.0,
+        1.0,
+    )  # one of each: the sum of both, whatever their lengths
+    assert counted(*embeddings, *heads) == pytest.approx((1.0, 1.0, 1.0, 1.0, 1.0, 7 / 8), rel=1e-3)
     for noisy in range(6):
         norms = [*embeddings, *heads]
         norms[noisy] = 1e6
-        counted = median_clipped(norms, [1.0] * 6, uses=2)
-        assert counted[noisy] * 1e6 <= max(heads)
-        assert all(weight == 1.0 for weight, norm in zip(counted, norms, strict=True) if norm <= min(heads))
-    assert median_clipped([0.0, 5.0], [1.0, 1.0], uses=2) == (1.0, 1.0)
+        told = counted(*norms)
+        assert told[noisy] * 1e6 <= 1.001 * max(heads)
+        assert all(weight == 1.0 for weight, norm in zip(told, norms, strict=True) if norm <= min(heads))
+    assert counted(0.0, 5.0) == (1.0, 1.0)
 
 
 # ---- the run's settings

@@ -31,7 +31,9 @@ from torch.optim.lr_scheduler import (
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.node.ledger import AgreedMean, PartWeights
+from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
+from p2p_co2.node.state import PeerState
+from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint import folder as checkpoint
@@ -158,6 +160,27 @@ def test_training_goes_on_while_a_checkpoint_is_written(saving: Saving) -> None:
     assert saved.inner_steps == 0
     (event,) = saving.bench.wire.seen(ev.CheckpointSaved)
     assert event["versions"] == (0, 0)
+
+
+def test_a_checkpoint_knows_its_own_past_unless_the_state_has_just_become_another(tmp_path: Path) -> None:
+    saving = Saving(tmp_path)
+    ledger, start = saving.bench.ledger, saving.bench.ledger.agreed()
+    state = PeerState(PeerId("me"), start, ledger.past)
+    for fragment in range(2):
+        saving.others_move(fragment, 1.0)
+    state.move(0, ledger.agreed()[0], [PeerId("other")])  # of the other one the network has yet to hear
+    saving.save()
+    saving.close()
+    saved = load(saving.folder)
+    assert saved.past == [{0: start[0].digest, 1: ledger.past[0][1]}, {}]
+
+    again = Saving(tmp_path / "again")
+    again.bench.ledger.restore({}, saved.past)
+    held = [AgreedVersion(1, ledger.past[0][1]), AgreedVersion(1, b"another")]
+    resumed = PeerState(PeerId("me"), held, again.bench.ledger.past)
+    assert resumed.past(0) == saved.past[0]  # as if it had not been started again
+    assert resumed.past(1) == {1: b"another"}
+    again.close()
 
 
 def test_what_is_saved_is_what_all_agreed_on_and_the_own_optimizer_and_nothing_frozen(tmp_path: Path) -> None:

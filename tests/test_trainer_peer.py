@@ -928,3 +928,40 @@ def test_a_whole_model_and_a_stage_are_not_taken_for_each_other(stages: int, sta
     model = plain()
     with pytest.raises(ConfigError, match=words):
         Connection(thread, PeerConfig(stage=stage)).start(model, sgd(model))
+
+
+# ---- a stage that waits for others
+
+
+def test_a_stage_that_waits_writes_checkpoints(tmp_path: Path) -> None:
+    """A machine that is switched off meanwhile goes on with what its stage had agreed on last."""
+    lone = Lone(
+        tmp_path, model := plain(), sgd(model), start=Progressed(3.0, 12, 768), checkpoint_every_s=1e-9
+    )
+    for _ in range(100_000):
+        assert lone.peer.idle(0.0, between_steps=False)
+        if lone.wire.seen(ev.CheckpointSaved):
+            break
+    assert load(tmp_path / "checkpoint").position == 3.0
+    lone.peer.leave()
+
+
+@pytest.mark.parametrize("others", ["none", "a replica", "beside"])
+def test_a_stage_that_comes_back_alone_begins_where_the_stages_beside_it_are(
+    tmp_path: Path, others: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By inner steps too, which no clock carries on; a step later each stage counts its own."""
+    lone = Lone(tmp_path, model := plain(), sgd(model), start=Progressed(3.0, 12, 768))
+    if others != "none":
+        monkeypatch.setattr(lone.wire, "swarm_position", lambda: (9.0, 0.0))
+    if others == "a replica":
+        monkeypatch.setattr(lone.wire, "live_trainers", lambda: ["other"])
+    lone.peer.idle(0.0, between_steps=True)
+    lone.tell()
+    first = 9.0 if others == "beside" else 3.0
+    assert lone.peer.position == first + 1 / STEPS
+    monkeypatch.setattr(lone.wire, "swarm_position", lambda: (20.0, 0.0))
+    lone.peer.idle(0.0, between_steps=True)
+    lone.tell()
+    assert lone.peer.position == first + 2 / STEPS
+    lone.peer.leave()

@@ -26,6 +26,7 @@ from p2p_co2.errors import (
     TransportError,
 )
 from p2p_co2.net.transport.admission import MAX_INBOUND_LINKS_PER_PEER, Admission
+from p2p_co2.net.transport.base import Dials
 from p2p_co2.net.transport.grpc_carrier import (
     METHOD,
     TARGET_NAME,
@@ -205,6 +206,7 @@ async def test_a_sender_that_waits_for_room_learns_of_the_death(kind: str, tmp_p
 async def test_a_cancelled_connect_leaves_nothing(kind: str, tmp_path: Path) -> None:
     async with open_pair(kind, tmp_path) as (a, b):
         for delay_ms in (0, 1, 2, 4, 8):  # wherever it may be by then
+            a.carrier.dials = Dials()  # as if a minute had passed
             connecting = asyncio.create_task(a.carrier.connect(b.record))
             await asyncio.sleep(delay_ms / 1000)
             if not connecting.cancel():

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import Counter
+from typing import NoReturn
 
 import pytest
 from hypothesis import given
@@ -31,9 +33,11 @@ from p2p_co2.net.transport.admission import (
     Admission,
     network_at,
 )
+from p2p_co2.net.transport.base import DIALS_AT_ONCE, Carrier, Dials
 from p2p_co2.net.transport.slow import MAX_UNDER_WAY, Line, SlowLine
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S
+from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S, MAX_DIALLED
+from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from tests.test_libp2p import BY_SEED, DIRECT
 from tests.transport_peers import RUN
 
@@ -158,7 +162,18 @@ def test_the_door_survives_any_bytes(data: bytes) -> None:
 
 
 def test_addresses() -> None:
-    for near in ("127.0.0.1", "10.1.2.3", "172.31.0.1", "192.168.1.2", "100.64.0.1", "::1", "fd00::1"):
+    for near in (
+        "127.0.0.1",
+        "10.1.2.3",
+        "172.31.0.1",
+        "192.168.1.2",
+        "100.64.0.1",
+        "::1",
+        "fd00::1",
+        "::ffff:10.1.2.3",
+        "0.0.0.0",
+        "::",
+    ):
         assert is_near(near), near
     for far in ("203.0.113.5", "192.0.0.67", "172.32.0.1", "2001:db8::1", "peer.example.org"):
         assert not is_near(far), far
@@ -315,3 +330,48 @@ async def test_a_send_over_a_link_that_is_gone_is_a_lost_peer(waits_for_room: bo
 def test_what_is_no_line_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         SlowLine.parse(text)
+
+
+# ---- whom records may have us dial
+
+
+def test_an_address_is_dialled_once_a_minute_until_a_peer_answers_there() -> None:
+    dials, named = Dials(), [f"203.0.113.9:{port}" for port in range(16)]
+
+    def due(addresses: list[str], now: float) -> list[str]:
+        return list(dials.due(addresses, now))
+
+    assert due([named[0], *named], 0.0) == named[:MAX_DIALLED]
+    with pytest.raises(TransportError, match="nobody answered"):
+        due(named, 59.0)  # whoever names them
+    assert due([*named[:3], named[9]], 59.0) == [named[9]]
+    dials.answered(named[1])
+    for now in (59.1, 59.2, 59.3):
+        assert due(named, now) == [named[1]]
+    assert due(named[:2], 61.0) == named[:2]
+    assert due([], 61.0) == []
+
+
+async def test_records_of_nobody_have_a_third_machine_dialled_a_few_times() -> None:
+    """Fifty identities name sixteen ports of one machine, and ours tries all of them twenty times."""
+    dialled, at_once = Counter[int](), [0, 0]
+
+    class Carrying(Carrier):
+        async def _dial(self, record: PeerRecord) -> NoReturn:
+            at_once[0] += 1
+            at_once[1] = max(at_once)
+            await asyncio.sleep(0)
+            at_once[0] -= 1
+            for address in self.dials.due(record.grpc_addresses, 1000.0):
+                dialled[int(address.rpartition(":")[2])] += 1
+            raise TransportError("nobody there")
+
+    carrier = Carrying(Identity.generate(), RUN, time.time)
+    addresses = [f"203.0.113.9:{port}" for port in range(16)]
+    peers = [Identity.generate().peer_id for _ in range(50)]
+    records = [PeerRecord(peer=peer, grpc_addresses=addresses) for peer in peers]
+    for _ in range(20):
+        tried = await asyncio.gather(*map(carrier.connect, records), return_exceptions=True)
+        assert all(isinstance(error, TransportError) for error in tried)
+    assert dialled == Counter({port: 1 for port in range(MAX_DIALLED)})
+    assert at_once[1] == DIALS_AT_ONCE

@@ -49,6 +49,18 @@ def test_the_key_file_is_private_and_stays(tmp_path: Path) -> None:
     assert Identity.load_or_create(tmp_path / "other").peer_id != made.peer_id
 
 
+def test_a_key_that_others_may_read_is_shut_to_them_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "identity"
+    made = Identity.load_or_create(path)
+    assert not caplog.messages
+    path.chmod(0o644)
+    assert Identity.load_or_create(path).peer_id == made.peer_id
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert "open to others" in caplog.text
+
+
 def test_a_full_disk_leaves_no_torn_key(small_disk: Path) -> None:
     fill(small_disk)
     with pytest.raises(EnvironmentFault, match="--folder"):

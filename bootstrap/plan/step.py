@@ -1,7 +1,8 @@
 """The model of a run file on this machine: its fragments counted, its inner step measured.
 
 Measured is what a peer does between two steps of the swarm (loss, backward, optimizer), on real batches of
-the recipe, for some seconds; the first steps, which allocate, are thrown away."""
+the recipe, for some seconds. The quickest tenth counts: the first steps allocate, and of the others some wait
+for other programs."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from p2p_co2.config import OWN_LOOP, RunConfig
-from p2p_co2.errors import ConfigError
+from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.pipeline import StageCost
 from p2p_co2.recipes import InnerStep, Recipe, StageSize, load_recipe, stage_sizes
 from p2p_co2.recipes.stages import Stages
@@ -26,11 +27,16 @@ from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.stages import StageReplica
 from p2p_co2.trainer.stage_work import Crossings
 
+LEAST_STEPS = 5
+"""From so many on a measure says something."""
+MOST_SPREAD = 3.0
+"""Of the median over the quickest tenth."""
+
 
 @dataclass(frozen=True)
 class StepMeasure:
-    """``step_s``: median of the inner step. ``tokens``: of one step. ``train_bytes``: at its largest, of this
-    process with the model, its gradients and the optimizer; on a GPU, of that."""
+    """``step_s``: of the inner step (``quickest``). ``tokens``: of one step. ``train_bytes``: at its largest,
+    of this process with the model, its gradients and the optimizer; on a GPU, of that."""
 
     step_s: float
     tokens: int
@@ -59,9 +65,21 @@ def gpu_memory_bytes(device: str) -> float:
         return 0.0
 
 
+def quickest(times_s: Sequence[float]) -> float:
+    """The time that a tenth of them do not exceed. Raises ``EnvironmentFault`` for fewer than
+    ``LEAST_STEPS``, and where they differ more than ``MOST_SPREAD`` times."""
+    ordered = sorted(times_s)
+    usual_s = statistics.median(ordered)
+    if len(ordered) < LEAST_STEPS or usual_s > MOST_SPREAD * ordered[len(ordered) // 10]:
+        took = f"{len(ordered)} took {ordered[0]:.2g} to {ordered[-1]:.2g} s"
+        raise EnvironmentFault(f"the inner step is not measurable now ({took}): give --step-s, or come again")
+    return ordered[len(ordered) // 10]
+
+
 def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepMeasure:
     """Train for a moment and take the time of each step. ``batch``, ``threads``: 0 for the recipe's own and
-    all cores. At least five steps and two seconds are counted; none is begun after twelve seconds."""
+    all cores. At least five steps and two seconds are counted; none is begun after a minute. Raises
+    ``EnvironmentFault`` if they say nothing."""
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     optimizer = recipe.optimizer(recipe.model.parameters())
     step, batches = (
@@ -78,16 +96,16 @@ def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepM
         times_s.append(now - at)
         at = now
         tokens = max(tokens, int(taken.tokens))
-        counted = times_s[3:]
-        if (len(counted) >= 5 and sum(counted) >= 2.0) or now - began_at > 12.0:
+        if (len(times_s) > LEAST_STEPS and now - began_at >= 2.0) or now - began_at > 60.0:
             break
-    counted = times_s[3:] or times_s[-1:]
+    step_s = quickest(times_s)
     where = training_device(device, is_tried=False).words
-    how = f"measured here, median of {len(counted)} steps, {torch.get_num_threads()} threads, {where}"
+    threads = torch.get_num_threads()
+    how = f"measured here, the quickest tenth of {len(times_s)} steps, {threads} threads, {where}"
     largest_bytes = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if device.startswith("cuda"):
         largest_bytes = float(torch.cuda.max_memory_reserved(device))
-    return StepMeasure(statistics.median(counted), tokens, largest_bytes, how)
+    return StepMeasure(step_s, tokens, largest_bytes, how)
 
 
 def stage_costs(
@@ -147,7 +165,7 @@ def _measured(
     like: tuple[Tensor, Tensor],
     device: str,
 ) -> tuple[float, float]:
-    """Medians of at least five, for at most two seconds; what allocates first is thrown away."""
+    """Of at least five, for some two seconds (``quickest``); what allocates first is thrown away."""
     is_last = stage == len(stages) - 1
     inputs, side = (tensor.to(device) for tensor in like)
     if stage:
@@ -169,7 +187,7 @@ def _measured(
             replica.backward(len(times), torch.ones_like(output), 1, 0.0)
             times.append((middle - at, _now(device) - middle))
     forward, backward = zip(*times[2:], strict=True)
-    return statistics.median(forward), statistics.median(backward)
+    return quickest(forward), quickest(backward)
 
 
 def _now(device: str) -> float:

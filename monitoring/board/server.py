@@ -3,8 +3,8 @@ one application per process.
 
 Security: bound to loopback unless told otherwise, and then nothing is answered without the token (a cookie
 after the first visit). On loopback the Host header must name this machine, so that a web site cannot reach
-the board through a name of its own; a WebSocket must come from a page of the board's. Nothing here takes
-input that could reach a peer.
+the board through a name of its own. No request may come from another site's page, beside a link to a page,
+and no page may be shown in a frame. Nothing here takes input that could reach a peer.
 
 Law: one tick a second folds what is new whoever looks; history is written in a thread, so a slow disk delays
 no page.
@@ -59,6 +59,7 @@ MAX_PAST_BYTES = 4 << 20
 PAST_ROUNDS_KEPT = 192
 """At a time: each step of the past looks at all of them."""
 COOKIE = "p2p_co2_board"
+_NO_FRAME = [(b"content-security-policy", b"frame-ancestors 'none'"), (b"x-frame-options", b"DENY")]
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]+")
 _PAGES: dict[str, Callable[[Frame], Page]] = {
     "/": pages.SwarmPage, "/run": RunPage, "/staleness": pages.StalenessPage,
@@ -133,12 +134,14 @@ class Guard:
             await self.app(scope, receive, send)
             return
         asked, is_page = HTTPConnection(scope), scope["type"] == "websocket"
-        if refusal := self._refusal(is_page, asked):
+        send = _with_headers(send, _NO_FRAME)
+        if refusal := self._refusal(asked):
             answer = WebSocketClose(4403) if is_page else PlainTextResponse(refusal, 403)
             await answer(scope, receive, send)
             return
         if self._token and "token" in asked.query_params:
-            send = _with_cookie(send, self._token)
+            cookie = f"{COOKIE}={self._token}; Path=/; HttpOnly; SameSite=Strict".encode()
+            send = _with_headers(send, [(b"set-cookie", cookie)])
         self._asked_at = time.monotonic()
         self._open += is_page
         try:
@@ -147,10 +150,13 @@ class Guard:
             self._asked_at = time.monotonic()
             self._open -= is_page
 
-    def _refusal(self, is_page: bool, asked: HTTPConnection) -> str:
+    def _refusal(self, asked: HTTPConnection) -> str:
         host, origin = asked.headers.get("host", ""), asked.headers.get("origin", "")
-        if is_page and origin and origin.split("//", 1)[-1] != host:
-            return "this page belongs to another site"
+        from_site, mode = asked.headers.get("sec-fetch-site", ""), asked.headers.get("sec-fetch-mode", "")
+        # A browser sends the Origin, or with a page's plain GET only what kind of site it is.
+        is_foreign = from_site in {"cross-site", "same-site"} and mode != "navigate"
+        if origin.split("//", 1)[-1] != host if origin else is_foreign:
+            return "this request comes from another site's page"
         if not self._token:
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
             return "" if _is_this_machine(name) else "this board is for this machine only"
@@ -169,12 +175,10 @@ def _is_this_machine(name: str) -> bool:
         return False
 
 
-def _with_cookie(send: Send, token: str) -> Send:
-    cookie = f"{COOKIE}={token}; Path=/; HttpOnly; SameSite=Strict".encode()
-
+def _with_headers(send: Send, headers: list[tuple[bytes, bytes]]) -> Send:
     async def sending(message: Any) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", []), (b"set-cookie", cookie)]
+            message["headers"] = [*message.get("headers", []), *headers]
         await send(message)
 
     return sending

@@ -1,7 +1,8 @@
 """What all commands have in common: groups in ``--help``, options from the environment, ``-v`` and ``-q``.
 
-A command is a function whose parameters typer reads; ``add`` puts it into a group. Each of its options can
-come from an environment variable, ``P2P_CO2_`` and the option's name: ``--upload`` is ``P2P_CO2_UPLOAD``.
+A command is a function whose parameters typer reads; ``add`` puts it into a group. Options of ``join`` and
+``seed``, which run as services, and of ``doctor``, which takes join's, can come from environment variables:
+``P2P_CO2_`` and the option's name, as ``P2P_CO2_UPLOAD``. To other commands the same words mean other things.
 Help is plain text, since rich takes longer to import than all else.
 """
 
@@ -27,6 +28,7 @@ from p2p_co2.system.process import VARIABLES
 
 SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 ENVIRONMENT = f"Each option can be set in the environment, too: --an-option is {VARIABLES}AN_OPTION."
+_OF_SERVICES = {"join", "seed", "doctor"}
 _Options = TypeVar("_Options")
 
 
@@ -122,7 +124,7 @@ def add(
         return run(**given)
 
     taken = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=_with_variable(parameter))
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(run, eval_str=True).parameters.values()
     ]
     both = [
@@ -130,13 +132,15 @@ def add(
         for name, annotation in (("verbose", _VERBOSE), ("quiet", _QUIET))
     ]
     command.__name__, command.__doc__ = run.__name__, run.__doc__
-    taken += [one.replace(annotation=_with_variable(one)) for one in both]
+    taken += both
+    if name in _OF_SERVICES:
+        taken = [one.replace(annotation=_with_variable(one)) for one in taken]
     command.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
     app.command(
         name,
         cls=Command,
         short_help=short,
-        epilog=ENVIRONMENT,
+        epilog=ENVIRONMENT if name in _OF_SERVICES else None,
         rich_help_panel=group,
         context_settings=SETTINGS,
         hidden=hidden,

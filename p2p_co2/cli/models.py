@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from bootstrap.options import OwnRecipe, says
+from p2p_co2.cli.options import OwnData, OwnText, OwnTokens, own_data
 from p2p_co2.system.ctrl_c import hand_over, take_back
 
 
@@ -43,15 +44,19 @@ def sample(
 def evaluate(
     checkpoint: Checkpoint,
     recipe: OwnRecipe = "",
+    data: OwnData = None,
+    text: OwnText = None,
+    tokens: OwnTokens = None,
     as_json: Annotated[bool, says("Print JSON.", "--json")] = False,
 ) -> None:
-    """Held-out loss of a checkpoint, as its recipe measures it (byte-gpt: nats per token)."""
+    """Held-out loss of a checkpoint, as its recipe measures it (byte-gpt: nats per token), on Python's own
+    text unless other data is named."""
     take_back()
     from p2p_co2.tensors.checkpoint.folder import load_agreed
     from p2p_co2.trained import Trained
 
     hand_over()
-    loss = Trained.load(checkpoint, recipe).held_out_loss()
+    loss = Trained.load(checkpoint, recipe, own_data(data, text, tokens)).held_out_loss()
     if not as_json:
         print(f"{loss:.4f}")
         return

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bootstrap.options import Profile, says
+from bootstrap.options import RELAY, UPNP, Profile, says
 
 TicketWord = Annotated[
     str,
@@ -19,6 +19,12 @@ TicketWord = Annotated[
     ),
 ]  # fmt: skip
 NETWORK = "Network"
+TRAINED = "What is trained"
+OwnData = Annotated[
+    Path | None, says("Your own data, for a run's own recipe that takes some.", rich_help_panel=TRAINED)
+]
+OwnText = Annotated[Path | None, says("Your own file or folder of text.", rich_help_panel=TRAINED)]
+OwnTokens = Annotated[Path | None, says("Your own file of token ids.", rich_help_panel=TRAINED)]
 ConfigFile = Annotated[
     Path | None, says("A file with these options; the command line wins.", "--config", metavar="PEER.toml")
 ]
@@ -31,6 +37,14 @@ ListenOn = Annotated[
 AnnounceHost = Annotated[str | None, says("Address that others dial.", rich_help_panel=NETWORK)]
 GrpcPort = Annotated[int | None, says("For what peers send each other; 0 for any.", rich_help_panel=NETWORK)]
 Libp2pPort = Annotated[int | None, says("For finding peers, and relays; 0 for any.", rich_help_panel=NETWORK)]
+Upnp = Annotated[bool | None, says(UPNP, "--upnp/--no-upnp", rich_help_panel=NETWORK)]
+Relay = Annotated[bool | None, says(RELAY, "--relay/--no-relay", rich_help_panel=NETWORK)]
+
+
+def own_data(data: Path | None, text: Path | None, tokens: Path | None) -> dict[str, str]:
+    """What was named of it, as recipes take it."""
+    given = {"data": data, "text": text, "tokens": tokens}
+    return {key: str(path.resolve()) for key, path in given.items() if path}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +17,8 @@ def init() -> None:
     """Print a run file with every setting explained; `p2p-co2 init > run.toml` is a start."""
     from bootstrap.run_file import DEFAULT_RUN_FILE
 
-    print(DEFAULT_RUN_FILE, end="")
+    salt = secrets.token_hex(8)
+    print(DEFAULT_RUN_FILE.replace('salt = ""' + " " * len(salt), f'salt = "{salt}"'), end="")
 
 
 @takes(PlanOptions)

@@ -37,8 +37,7 @@ _Source = Annotated[
 _Folder = Annotated[
     Path | None,
     says(
-        "Keeps the observer's identity and the board's history; one for each run, if absent. "
-        "$P2P_CO2_FOLDER is a peer's; an observer's is $P2P_CO2_OBSERVER_FOLDER.",
+        "Keeps the observer's identity and the board's history; one for each run, if absent.",
         envvar="P2P_CO2_OBSERVER_FOLDER",
     ),
 ]

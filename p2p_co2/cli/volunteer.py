@@ -21,7 +21,7 @@ from p2p_co2.system.governor import Wish, WishFile
 from p2p_co2.system.process import holder_of, is_kept
 from p2p_co2.ticket import TICKET_VARIABLE, Ticket, is_of_run, read_ticket
 
-_GUEST, _DATA = "A guest on your machine", "What is trained"
+_GUEST = "A guest on your machine"
 _BOARD, _STAGES = "Board", "Runs with stages"
 
 
@@ -44,6 +44,7 @@ def doctor(
     announce_host: shared.AnnounceHost = None,
     grpc_port: shared.GrpcPort = None,
     libp2p_port: shared.Libp2pPort = None,
+    upnp: shared.Upnp = None,
     as_json: Annotated[bool, says("Print JSON; plan --link reads it.", "--json")] = False,
 ) -> None:
     """Look whether this machine can take part, and how, before anything is downloaded; give it join's
@@ -59,6 +60,7 @@ def doctor(
         {
             "folder": folder, "device": device, "limits.threads": threads, "carrier": carrier, "host": host,
             "announce_host": announce_host, "grpc_port": grpc_port, "libp2p_port": libp2p_port,
+            "upnp": upnp,
         },
         ticket or None,
         lambda: data_home() / "runs",
@@ -90,17 +92,11 @@ def join(
         float | None, says("Between checkpoints; 0 for what 100 GB of writes a day allow.", metavar="SECONDS")
     ] = None,
     recipe: Annotated[
-        str, says("This run's own recipe, here.", metavar="FILE.py:function", rich_help_panel=_DATA)
+        str, says("This run's own recipe, here.", metavar="FILE.py:function", rich_help_panel=shared.TRAINED)
     ] = "",
-    data: Annotated[
-        Path | None, says("Your own data, for a run's own recipe that takes some.", rich_help_panel=_DATA)
-    ] = None,
-    text: Annotated[
-        Path | None, says("Train on your own file or folder of text.", rich_help_panel=_DATA)
-    ] = None,
-    tokens: Annotated[
-        Path | None, says("Train on your own file of token ids.", rich_help_panel=_DATA)
-    ] = None,
+    data: shared.OwnData = None,
+    text: shared.OwnText = None,
+    tokens: shared.OwnTokens = None,
     upload: Annotated[
         str | None,
         says("Most to send: bytes per second, or 500k, 2M, 20Mbit.", metavar="RATE", rich_help_panel=_GUEST),
@@ -120,6 +116,8 @@ def join(
     announce_host: shared.AnnounceHost = None,
     grpc_port: shared.GrpcPort = None,
     libp2p_port: shared.Libp2pPort = None,
+    upnp: shared.Upnp = None,
+    relay: shared.Relay = None,
     board: Annotated[
         bool | None,
         says(
@@ -155,7 +153,7 @@ def join(
             "folder": folder, "name": name, "device": device, "batch": batch, "stage": stage,
             "carrier": carrier, "host": host, "announce_host": announce_host, "grpc_port": grpc_port,
             "libp2p_port": libp2p_port, "min_peers": min_peers, "slow_line": slow_line, "board": board,
-            "board_port": board_port,
+            "board_port": board_port, "upnp": upnp, "relay": relay,
             "checkpoint_every_s": checkpoint_every,
             "limits.threads": threads, "limits.hours": hours,
             "limits.upload_bytes_per_s": bytes_per_s("--upload", upload),
@@ -167,10 +165,8 @@ def join(
     take_back()
     from peers.daemon import JoinOptions, import_slow, join_run
 
-    given = {"data": data, "text": text, "tokens": tokens}
-    own_data = {key: str(path.resolve()) for key, path in given.items() if path}
     options = JoinOptions(
-        ticket=ticket, config=config, recipe=recipe, data=own_data, resume=resume,
+        ticket=ticket, config=config, recipe=recipe, data=shared.own_data(data, text, tokens), resume=resume,
         start_over=start_over or restart_stage, parent=parent,
     )  # fmt: skip
     import_slow()

@@ -6,9 +6,10 @@
 
 It joins when training starts, exchanges after each optimizer step (never between the micro-steps of
 ``accumulate_grad_batches``), gives the training data this peer's own order, and stops the trainer when the
-run is over. Afterwards the module holds the agreed parameters. Rates are those of Lightning's schedulers, or
-the run's with ``lr_schedule``. Checkpoints: Lightning's hold the live parameters and its own counters; what
-the swarm has agreed on takes their place when training starts again.
+run is over. Then it leaves, and the module holds the agreed parameters; a trainer that must go on, as with
+``min_steps``, trains them further by itself. Rates are those of Lightning's schedulers, or the run's with
+``lr_schedule``. Checkpoints: Lightning's hold the live parameters and its own counters; what the swarm has
+agreed on takes their place when training starts again.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ class SwarmCallback(Callback):
 
     def __init__(self, run: str | None = None, /, **options: Unpack[Options]) -> None:
         check_names(options)
-        self._options = options
+        self._options: Options = {"progress": False, **options}
         if run is not None:
             self._options["run"] = run
         self.swarm: Swarm | None = None
-        self._steps = 0
+        self._steps, self._has_left = 0, False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.swarm = join(pl_module, trainer.optimizers, **self._options)
-        self._steps = trainer.global_step
+        self._steps, self._has_left = trainer.global_step, False
         for loader in _fetcher_of(trainer).combined_loader.flattened:
             warn_of_a_stream(loader)
         self.on_train_epoch_start(trainer, pl_module)
@@ -58,16 +59,18 @@ class SwarmCallback(Callback):
         swarm = self.swarm
         if swarm is None or swarm.done:
             return
-        tokens, loss = batch_tokens(batch), _loss_of(outputs)
+        tokens, loss = batch_tokens(batch), _loss_of(outputs) * trainer.accumulate_grad_batches
         if trainer.global_step == self._steps:
             swarm.add(tokens, loss)
             return
         self._steps = trainer.global_step
         if not swarm.exchange(tokens, loss):
             trainer.should_stop = True
+            self.on_train_end(trainer, pl_module)  # now: it goes on where ``min_steps`` or so asks for more
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.swarm is not None:
+        if self.swarm is not None and not self._has_left:
+            self._has_left = True
             self.swarm.leave()
             self.swarm.load_agreed()
 
@@ -82,5 +85,6 @@ def _fetcher_of(trainer: Trainer) -> Any:
 
 
 def _loss_of(outputs: Any) -> float | Tensor:
+    """As Lightning has divided it by the micro-steps of an update."""
     found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     return found if isinstance(found, Tensor) and found.numel() == 1 else float("nan")

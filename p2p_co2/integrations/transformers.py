@@ -49,7 +49,7 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
 
     def __init__(self, run: str | None = None, /, **options: Unpack[Options]) -> None:
         check_names(options)
-        self._options = options
+        self._options: Options = {"progress": False, **options}
         if run is not None:
             self._options["run"] = run
         self.swarm: Swarm | None = None
@@ -93,7 +93,7 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
         if self._schedules:
             _set_rates(swarm.optimizer, self._rates)
         was_skipped = getattr(given["optimizer"], "step_was_skipped", False)  # by a GradScaler
-        if not was_skipped and not swarm.exchange(tokens, loss):
+        if not (swarm.exchange() if was_skipped else swarm.exchange(tokens, loss)):
             control.should_training_stop = True
             # As after the Trainer's own last step.
             control.should_save |= args.save_strategy == "steps"

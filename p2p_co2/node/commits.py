@@ -48,6 +48,8 @@ class CommitHandler:
         match event:
             case said.ReduceWanted():
                 do.spawn(self._reduce(event))
+            case said.CheckWanted():
+                do.spawn(self._check(event))
             case said.Committed():
                 do.spawn(self._committed(event))
             case said.Aborted():
@@ -87,6 +89,11 @@ class CommitHandler:
             pairs = zip(job.slices, weights, strict=True)
             slices = tuple(one._replace(weight=weight) for one, weight in pairs)
             self._rounds.reduced(replace(job, slices=slices), mean, self._do.now())
+        self._do.pump()
+
+    async def _check(self, event: said.CheckWanted) -> None:
+        likeness = await self._ledger.check(event.fragment, event.mine, event.mean)
+        self._rounds.checked(event, likeness, self._do.now())
         self._do.pump()
 
     async def _committed(self, event: said.Committed) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.protocol.rounds.certificate import Derived
+from p2p_co2.protocol.rounds.events import Likeness
 from p2p_co2.protocol.wire.messages_pb2 import Outcome
 from p2p_co2.system.memory import Buffer, Joined
 
@@ -118,6 +119,9 @@ class Ledger(Protocol):
 
     async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> Reduced:
         """The encoded weighted mean of (peer, weight, slice); raises ``SliceRefused``."""
+
+    async def check(self, fragment: int, mine: Buffer, mean: Buffer) -> Likeness:
+        """What an encoded mean is like beside this peer's slice in it, ``mine``."""
 
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         """Take the outer step. Returns where the fragment is then: unchanged if the round does not follow its

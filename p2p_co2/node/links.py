@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import Message
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
-from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S, Carrier, Link
+from p2p_co2.net.transport.base import Carrier, Link, refused_for_s
 from p2p_co2.net.transport.flow import Acknowledged
 from p2p_co2.node.meter import LinePace, Pace, UploadMeter
 from p2p_co2.protocol.wire.envelope import Unsent
@@ -152,7 +152,6 @@ class Lane:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     link: Link | None = None
     task: asyncio.Task[None] | None = None
-    grpc_failed_at: float = -1e9
 
     def put(self, message: Bulk) -> None:
         """Let bulk wait in its order."""
@@ -299,6 +298,8 @@ class LinkPool:
         self._tasks, self._uplink = tasks, uplink
         self._paces: Mapping[PeerId, float] = {}
         self._lanes: dict[PeerId, Lane] = {}
+        self._refused_until: dict[PeerId, float] = {}
+        """When those that have shut us out may be dialled again; of others it is past, or not there."""
         self._order = BeginOrder()
         self._used: dict[str, str] = {}
         self.queued_bytes = 0
@@ -421,23 +422,22 @@ class LinkPool:
                     self._uplink.meter.finished(peer, 0, time.monotonic())
                 lane.carrying -= len(lane.under_way)
                 lane.under_way.clear()
+                self._note_refusal(peer, str(error))
                 self._observer.lost(peer, link.carrier, str(error))
                 await link.close()  # its carrier holds it, and its connection, until then
 
     async def _open(self, peer: PeerId, lane: Lane) -> bool:
-        record = await self._find_record(peer, False)
         reasons: list[str] = []
+        if (shut_out_s := self._refused_until.get(peer, 0.0) - time.monotonic()) > 0:
+            reasons.append(f"it hears us no more for {shut_out_s:.0f} s")
+        record = None if reasons else await self._find_record(peer, False)
         for carrier in self._carriers if record is not None else ():
             assert record is not None
-            if carrier.name == "grpc" and time.monotonic() - lane.grpc_failed_at < MESSAGE_TIMEOUT_S:
-                reasons.append("grpc failed a moment ago")
-                continue
             try:
                 lane.link = await self._connect(carrier, peer, record)
             except (TransportError, RemoteProtocolError) as error:
                 reasons.append(f"{carrier.name}: {error}")
-                if carrier.name == "grpc" and len(self._carriers) > 1:
-                    lane.grpc_failed_at = time.monotonic()
+                self._note_refusal(peer, str(error))
                 continue
             if lane.link.acknowledged is not None:
                 lane.link.acknowledged.on_news = partial(self._hear, peer, lane, lane.link.acknowledged)
@@ -450,6 +450,12 @@ class LinkPool:
         self._forget_lane(peer, lane)
         self._observer.unreachable(peer, "; ".join(reasons) or "no record of this peer is known")
         return False
+
+    def _note_refusal(self, peer: PeerId, cause: str) -> None:
+        if shut_out_s := refused_for_s(cause):
+            self._refused_until[peer] = time.monotonic() + shut_out_s
+            if len(self._refused_until) > MAX_PEERS:
+                del self._refused_until[next(iter(self._refused_until))]
 
     async def _connect(self, carrier: Carrier, peer: PeerId, record: PeerRecord) -> Link:
         """Connect; a peer that was started again is looked up again, since its addresses are new."""

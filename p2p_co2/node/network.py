@@ -23,9 +23,9 @@ from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.discovery.records import run_position
 from p2p_co2.net.transport.addresses import address_of, is_loopback, is_near, is_own, is_relayed
 from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S, Carrier, OnMessage, OnRefused
-from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
+from p2p_co2.net.transport.grpc_carrier import GrpcCarrier, shows
 from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
-from p2p_co2.net.transport.libp2p.control import own_maddrs, reach
+from p2p_co2.net.transport.libp2p.control import own_maddrs, reach, ways_to_peers
 from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.relay import Places
@@ -34,17 +34,20 @@ from p2p_co2.net.transport.slow import Line, SlowLine
 from p2p_co2.peer_options import listening
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES, MAX_STRING
+from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_DIALLED, MAX_PEERS, MAX_STRING
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunPosition
 from p2p_co2.system.process import FolderLock
-from p2p_co2.ticket import Ticket, by_peer, is_seed_address
+from p2p_co2.ticket import Ticket, by_peer, is_seed_address, kept_seeds
 
 RECORD_LIFETIME_S = 60.0
+ELSEWHERE = (
+    "this identity is at work elsewhere, too, as from a copied folder; give one of the two another --folder: "
+    "it makes an identity of its own"
+)
 MAX_INVITERS = 5
 """Peers that a later ticket names beside the seeds: it has to be short enough to be pasted."""
 MAX_REACHED_AGAIN = 16
 """Peers that a daemon that was started again is led to: with a seed that is down, nobody else knows them."""
-MAX_GRPC_ADDRESSES = 4
 
 
 class Reach:
@@ -60,6 +63,21 @@ class Reach:
         """As libp2p named them last."""
         self.advice = ""
         """What keeps others from reaching this peer and what helps; empty if nothing is known to."""
+        self.seeds = list(ticket.seeds)
+        """Their multiaddrs, and those by which they were reached, where names of private networks lead."""
+        self._elsewhere: PeerRecord | None = None
+        """This peer's record as another process has written it last."""
+
+    async def is_elsewhere(self, own: PeerRecord) -> bool:
+        """Whether another process, which lives, has put ``own``, this peer's record, into the DHT. Each has a
+        certificate of its own; that of this peer's last process nobody shows or renews."""
+        known, digest = self._elsewhere, own.certificate_digest
+        if not digest or (self.grpc is not None and digest == self.grpc.certificate_digest):
+            return False
+        self._elsewhere = own
+        if known is not None and known.certificate_digest == digest:
+            return own.expires_at > known.expires_at
+        return any([await shows(address, digest) for address in own.grpc_addresses[:MAX_DIALLED]])
 
     async def record(self) -> PeerRecord:
         """This peer's record, without what discovery adds. Raises ``TransportError``."""
@@ -67,7 +85,8 @@ class Reach:
         self.own_maddrs = tuple(maddrs)
         if self._places is not None:
             await self._places.renew()
-            maddrs = [*self._places.held, *maddrs]
+            # Others dial so many, and one place is enough.
+            maddrs = [*maddrs[: MAX_DIALLED - bool(self._places.held)], *self._places.held]
             cause = "" if lead_nowhere_else(self._ticket.seeds) else self._places.trouble
             self.advice = unreachable_advice(cause) if cause else ""
         record = PeerRecord(peer=self._me, run=self._ticket.run, maddrs=publishable(maddrs))
@@ -88,30 +107,28 @@ class Reach:
         if hosts[0] in ("0.0.0.0", "::"):
             places = [place[0] for maddr in maddrs if (place := address_of(maddr)) is not None]
             hosts = [host for host in dict.fromkeys(places) if is_own(host) and not is_loopback(host)]
-        hosts = hosts[:MAX_GRPC_ADDRESSES]
+        hosts = hosts[:MAX_DIALLED]
         return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
 
 
 def publishable(maddrs: Sequence[str]) -> list[str]:
-    """The addresses that others take and that fit into a record, in the order in which libp2p names them."""
-    room = MAX_RECORD_BYTES // 2
-    taken: list[str] = []
-    for maddr in maddrs:
-        if len(maddr) <= min(MAX_STRING, room) and len(taken) < MAX_ADDRESSES:
-            taken.append(maddr)
-            room -= len(maddr)
-    return taken
+    """The addresses that others take and dial, in the order in which libp2p names them."""
+    return [maddr for maddr in maddrs if len(maddr) <= MAX_STRING][:MAX_DIALLED]
 
 
 def leads_as_far(maddr: str, seeds: Sequence[str]) -> bool:
-    """Whether who can dial the seeds of a ticket may be able to dial ``maddr``."""
+    """Whether who can dial the seeds of a ticket may be able to dial ``maddr``, and should: a private address
+    is of somebody's own network where no seed is of one."""
     if all(is_loopback(_host_of(seed)) for seed in seeds):
         return is_loopback(_host_of(maddr))
-    return not (is_loopback if lead_nowhere_else(seeds) else is_near)(_host_of(maddr))
+    return not (is_loopback if any(map(is_near, map(_host_of, seeds))) else is_near)(_host_of(maddr))
 
 
-def _host_of(maddr: str) -> str:
-    return maddr.split("/")[2]
+def _host_of(address: str) -> str:
+    """Of a multiaddr or "host:port"; "" of what is neither."""
+    if address.startswith("/"):
+        return "".join(address.split("/")[2:3])
+    return address.rpartition(":")[0].strip("[]")
 
 
 def require_others_can_dial(config: PeerConfig, ticket: Ticket) -> None:
@@ -135,9 +152,8 @@ def is_on_this_machine(ticket: Ticket) -> bool:
 
 def leads_elsewhere(record: PeerRecord) -> bool:
     """Whether a record has an address that leads to another machine than the one that dials it, or none."""
-    hosts = [address.rpartition(":")[0].strip("[]") for address in record.grpc_addresses]
-    maddrs = [maddr for maddr in record.maddrs if maddr.count("/") > 2]
-    hosts += ["a relay" if is_relayed(maddr) else _host_of(maddr) for maddr in maddrs]
+    named = (*record.grpc_addresses, *record.maddrs)
+    hosts = ["a relay" if is_relayed(one) else _host_of(one) for one in named]
     return not hosts or not all(map(is_loopback, hosts))
 
 
@@ -282,7 +298,8 @@ class Network:
 
         Raises ``TransportError`` when no seed answers, ``TicketError`` when the run's manifest is not there
         or not the ticket's, ``EnvironmentFault`` when this machine cannot take part, ``ConfigError`` for a
-        config of another version. Cancelling it leaves nothing behind.
+        config of another version, or an identity that is at work elsewhere. Cancelling it leaves nothing
+        behind.
         """
         async with AsyncExitStack() as stack:
             stack.callback(FolderLock(config.folder).release)
@@ -298,27 +315,41 @@ class Network:
     async def _open(self, on_refused: OnRefused, stack: AsyncExitStack) -> None:
         config, path = self.config, self.config.folder / "identity"
         require_others_can_dial(config, self.ticket)
-        p2p = await start_p2p(path, config.host, config.libp2p_port, announce_host=config.announce_host)
+        p2p = await start_p2p(
+            path, config.host, config.libp2p_port, announce_host=config.announce_host, relay=config.relay,
+            upnp=config.upnp,
+        )  # fmt: skip
         stack.push_async_callback(stop_p2p, p2p)
         self.use(p2p, Discovery(p2p, self.identity, self.ticket.run, on_refused))
         stack.push_async_callback(self.discovery.close)
-        await self.discovery.start(self.ticket.seeds)
-        await self._compare_clocks()
+        contacts = self.ticket.seeds
+        try:
+            await self.discovery.start(contacts)
+        except TransportError:  # peers that this one met when it was here before may be up
+            if not (contacts := kept_seeds(config.folder, self.ticket.run)):
+                raise
+            await self.discovery.rebootstrap(contacts)
+        ways = await ways_to_peers(p2p, CONNECT_TIMEOUT_S)
+        self._reach.seeds += [way for peer in by_peer(contacts) for way in ways.get(peer, ())]
+        await self._compare_clocks(contacts)
         manifest = await self.discovery.fetch_manifest(self.ticket.run_key)
         self.run = RunConfig.from_canonical_bytes(manifest.config)
         if self.run.digest() != self.ticket.run:
             fix = "ask for a new ticket"
             raise TicketError(f"the run's settings are not the ones this ticket was made for; {fix}")
+        await self.records.search()
+        if self._news:
+            raise ConfigError(str(path), "", self._news)
 
     def use(self, p2p: P2P, discovery: Discovery) -> None:
         """The daemon and the DHT that this process stands on."""
         self.p2p, self.discovery = p2p, discovery
         self._reach = Reach(p2p, self.identity.peer_id, self.config, self.ticket)
 
-    async def _compare_clocks(self) -> None:
+    async def _compare_clocks(self, contacts: Sequence[str]) -> None:
         """Raise ``EnvironmentFault`` if this machine's clock is so far off that others do not hear it. Lesser
         trouble is ``clock_doubt``. Nobody's answer is asked for once more."""
-        asked = self.p2p, self.ticket.run, by_peer(self.ticket.seeds)
+        asked = self.p2p, self.ticket.run, by_peer(contacts)
         judged = judge_clock(await clock_offsets_s(*asked) or await clock_offsets_s(*asked))
         words = f"clock: {judged.measured}; {judged.advice}"
         if judged.state == "cannot":
@@ -391,10 +422,13 @@ class Network:
     @property
     def invitation(self) -> Ticket:
         """The ticket, with this peer and some that it knows as further seeds, as far as newcomers may be able
-        to dial them: it works when the first seeds are gone. Any thread may ask."""
+        to dial them: it works when the first seeds are gone. Of a peer's record only its own addresses count:
+        it could send newcomers to anybody. Any thread may ask."""
         seeds = list(self.ticket.seeds)
-        for maddrs in (self._reach.own_maddrs, *(one.maddrs for one in self.records.known(MAX_INVITERS - 1))):
-            direct = [maddr for maddr in maddrs if not is_relayed(maddr) and is_seed_address(maddr)]
+        known = [(one.peer, one.maddrs) for one in self.records.known(MAX_INVITERS - 1)]
+        for peer, maddrs in ((self.identity.peer_id, self._reach.own_maddrs), *known):
+            own = [maddr for maddr in maddrs if maddr.endswith(f"/p2p/{peer}") and not is_relayed(maddr)]
+            direct = [maddr for maddr in own if is_seed_address(maddr)]
             seeds += [maddr for maddr in direct if leads_as_far(maddr, self.ticket.seeds)][:1]
         return Ticket(self.ticket.run, self.ticket.run_key, tuple(dict.fromkeys(seeds))[:MAX_ADDRESSES])
 
@@ -454,8 +488,16 @@ class Network:
         return await self.records.record_of(peer, fresh)
 
     async def _find(self) -> list[PeerRecord]:
-        others = [one for one in await self.discovery.find_peers() if one.peer != self.identity.peer_id]
-        return others if is_on_this_machine(self.ticket) else list(filter(leads_elsewhere, others))
+        found = await self.discovery.find_peers(own=True)
+        others = [one for one in found if one.peer != self.identity.peer_id]
+        for own in (one for one in found if one.peer == self.identity.peer_id):
+            self._news = ELSEWHERE if await self._reach.is_elsewhere(own) else self._news
+        if is_on_this_machine(self.ticket):
+            return others
+        others = list(filter(leads_elsewhere, others))
+        for named in (named for one in others for named in (one.maddrs, one.grpc_addresses)):
+            named[:] = [address for address in named if leads_as_far(address, self._reach.seeds)]
+        return others
 
     # ---- what goes wrong
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from p2p_co2.errors import LocalProtocolError
+from p2p_co2.net.transport.base import refused_for_s
 from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.commits import CommitHandler
 from p2p_co2.node.environment import Environment, Links
@@ -69,12 +70,13 @@ class Node:
     """One peer, after its model is known. Make it on the network thread, then run ``run`` as a task.
 
     ``state``: where it is; ``clock``: the real one; ``now``: the machines' own, which stands while this
-    process does. ``model`` is compared with the others' models; None compares none."""
+    process does. ``model`` is compared with the others' models; None compares none. ``past`` as
+    ``PeerState`` has it."""
 
     def __init__(
         self, environment: Environment, shape: PayloadShape, state_bytes: Sequence[int], ledger: Ledger,
         agreed: Sequence[AgreedVersion], report: Callable[[ev.Event], None],
-        model: ModelSummary | None = None,
+        model: ModelSummary | None = None, past: Sequence[dict[int, bytes]] = (),
     ) -> None:  # fmt: skip
         network, group, pace = environment.network, environment.group, environment.network.run.clock
         identity, me, limits = network.identity, network.identity.peer_id, network.config.limits
@@ -97,7 +99,7 @@ class Node:
         self.catchup = CatchUp(identity, group, sizes, self.rounds.is_everywhere)
         self.rounds.when_begun(self.catchup.donor.history.shrink)
         # what follows from their events
-        self.state = PeerState(me, agreed)
+        self.state = PeerState(me, agreed, past)
         self.state.has_worked, self.state.counts = self.rounds.has_worked, self.rounds.counts
         for fragment, version in enumerate(agreed):
             self.catchup.donor.moved(fragment, version.version)
@@ -277,6 +279,9 @@ class Node:
 
     def _link_lost(self, peer: PeerId, carrier: str, reason: str) -> None:
         self.report(ev.LinkLost, other=peer, carrier=carrier, reason=reason)
+        if shut_out_s := refused_for_s(reason):
+            text = f"peer {peer} has shut this peer out: {reason}; it is dialled again in {shut_out_s:.0f} s"
+            self.report(ev.Warned, text=text)
         self.membership.link_broke(peer)
 
     def _unreachable(self, peer: PeerId, reason: str) -> None:

@@ -105,14 +105,17 @@ class PeerFinder:
             await asyncio.sleep(LOOK_S if finds < QUICK_FINDS else calm_s)
 
     async def _look(self) -> None:
-        trouble, errors = self._trouble, list[str]()
+        errors = list[str]()
         try:
             trouble = await self._network.publish_self(self.unreached.is_somebody_unmet) or ""
+            if trouble and trouble != self._trouble:  # what keeps others from reaching this peer, and news
+                self._do.report(ev.Warned, text=trouble)
+            self._trouble = trouble
         except TransportError as error:
             errors.append(str(error))
         try:
             if self._is_due():
-                await self._take(trouble, await self._network.find_peers())
+                await self._take(await self._network.find_peers())
                 self._found_at, self._found_among = self._do.now(), frozenset(self._membership.live)
         except TransportError as error:
             errors.append(str(error))
@@ -125,13 +128,10 @@ class PeerFinder:
         is_calm = bool(live) and live == self._found_among and not len(self._membership.candidates)
         return not is_calm or self._do.now() - self._found_at >= find_every_s(len(live))
 
-    async def _take(self, trouble: str, records: Sequence[PeerRecord]) -> None:
-        """Warn of what keeps others from reaching this peer, and of those that it cannot reach. Greet those
-        that are listed; among nobody, ask the seeds again whom else they know."""
+    async def _take(self, records: Sequence[PeerRecord]) -> None:
+        """Warn of those that this peer cannot reach. Greet those that are listed; among nobody, ask the seeds
+        again whom else they know."""
         membership, now = self._membership, self._do.now()
-        if trouble and trouble != self._trouble:
-            self._do.report(ev.Warned, text=trouble)
-        self._trouble = trouble
         for peer, reason in self.unreached.listed(records, membership.live):
             self._do.report(ev.Warned, text=f"peer {peer} is there but cannot be reached: {reason}")
         if records or membership.live:

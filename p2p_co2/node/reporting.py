@@ -139,7 +139,7 @@ class Observer(Feed):
 
     def __init__(self, ticket: str, folder: Path) -> None:
         self._ticket = Ticket.parse(ticket)
-        self._config = PeerConfig(folder=folder)
+        self._config = PeerConfig(folder=folder, upnp=False, relay=False)
         self._lock = threading.Lock()
         self._poller = Poller(self._ticket.run)
         self.place = f"run {self._ticket.run.hex()[:12]}, seen from outside"
@@ -214,11 +214,11 @@ class Observer(Feed):
                 records = await network.find_peers()
                 with self._lock:
                     self._poller.listed([PeerId(record.peer) for record in records], time.monotonic())
-                if not self._poller.answering:
+                if not self._poller.counted("answering"):
                     await network.rebootstrap()  # nobody trains, or nobody is there: only a seed can tell
                     last = await network.run_position()
                 failed_since = None
-                self.state = FeedState("connected", self._found(len(records), last))
+                self.state = self._found(len(records), last)
             except TransportError as error:
                 failed_since = failed_since or time.monotonic()
                 self.state = FeedState("lost", str(error))
@@ -226,13 +226,12 @@ class Observer(Feed):
                     await network.rebootstrap()
             await asyncio.sleep(FIND_S if len(self._poller) else 1.0)
 
-    def _found(self, listed: int, last: RunPosition | None) -> str:
+    def _found(self, listed: int, last: RunPosition | None) -> FeedState:
         with self._lock:
-            answering = self._poller.answering
-        if listed or answering:
-            return f"{answering} of {max(listed, answering)} peers answer"
-        rounds = self.run.clock.rounds if self.run is not None else 0
-        return f"the seed answers, but no peer is listed: {where_it_was(last, rounds)}"
+            answering, new = self._poller.counted("answering"), self._poller.counted("new")
+        if answering:
+            return FeedState("connected", f"{answering} of {max(listed, answering)} peers answer")
+        return nobody_answers(listed, new, last, self.run.clock.rounds if self.run is not None else 0)
 
     async def _ask_all(self, network: Network, asking: QuestionClient, tasks: asyncio.TaskGroup) -> None:
         room = asyncio.Semaphore(MAX_AT_ONCE)
@@ -262,13 +261,16 @@ class Observer(Feed):
                     self._poller.answered(peer, answer, time.monotonic(), time.time())
 
 
-def where_it_was(last: RunPosition | None, rounds: int) -> str:
-    """A run without peers in words: ``last`` is where it was when they last said so, ``rounds`` its end."""
-    if last is None:
-        return "nobody trains now"
-    if last.position >= rounds > 0:
-        return f"the run ended at round {rounds}"
-    return f"all left at round {last.position:.1f}; the run goes on when one with a checkpoint is back"
+def nobody_answers(listed: int, new: int, last: RunPosition | None, rounds: int) -> FeedState:
+    """Of a run whose ``listed`` peers do not answer, ``new`` of them not yet: ``last`` is where it was when
+    they last said so, ``rounds`` its end. Those that left are listed for a while."""
+    if last is not None and last.position >= rounds > 0:
+        return FeedState("connected" if new else "ended", f"the run ended at round {rounds}", rounds)
+    words = "nobody trains now"
+    if last is not None:
+        words = f"all left at round {last.position:.1f}; the run goes on when one with a checkpoint is back"
+    seen = f"0 of {listed} peers answer" if listed else f"the seed answers, but no peer is listed: {words}"
+    return FeedState("connected", seen, last.position if last is not None else 0.0)
 
 
 async def _until_daemon_ends(network: Network) -> None:

@@ -155,7 +155,7 @@ class Quotas:
         shut_out_s = SHUT_OUT_S * 2 ** min(known.times, DOUBLED_AT_MOST)
         known.times, known.shut_out_until = known.times + 1, now + shut_out_s
         known.left, known.pressed_s = ALLOWANCE, 0.0
-        return RemoteProtocolError(reason, f"shut out for {shut_out_s:.0f} s")
+        return RemoteProtocolError(reason, f"shut out for {shut_out_s:.0f} s more")
 
     def _known(self, sender: PeerId) -> _Sender:
         if sender not in self._senders and len(self._senders) >= MAX_SENDERS:

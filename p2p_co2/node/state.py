@@ -49,13 +49,19 @@ class Effects:
 class PeerState:
     """``me``: this peer. ``step_s``: what its last inner steps took, each; 0 if not known. ``over``: the
     fragments of which no more rounds are made in this run. By fragment ``alone``: how many of the newest
-    rounds in a row this peer made alone; ``given_up``: those that the last state taken over lacks."""
+    rounds in a row this peer made alone; ``given_up``: those that the last state taken over lacks. ``past``:
+    digests of earlier versions, as a checkpoint has them; they are written to, and may be read, from now
+    on."""
 
-    def __init__(self, me: PeerId, agreed: Sequence[AgreedVersion]) -> None:
+    def __init__(
+        self, me: PeerId, agreed: Sequence[AgreedVersion], past: Sequence[dict[int, bytes]] = ()
+    ) -> None:
         self.me, self.agreed, self.local, self.step_s = me, list(agreed), LocalProgress(), 0.0
         self.over: frozenset[int] = frozenset()
         self.alone, self.given_up = [0] * len(agreed), dict[int, int]()
-        self._past = [{version.version: version.digest} for version in agreed]
+        self._past = past or [{} for _ in agreed]
+        for known, version in zip(self._past, agreed, strict=True):
+            known[version.version] = version.digest
         self._told: list[Callable[[int, AgreedVersion], None]] = []
         self.has_worked: Callable[[PeerId], bool] = lambda peer: False
         self.counts: Callable[[PeerId], bool] = lambda peer: True

@@ -10,13 +10,12 @@ from functools import lru_cache
 from p2p_co2.node.state import PeerState, works
 from p2p_co2.protocol.membership import NEWS_GATHERED_S, Membership, PeerInfo
 from p2p_co2.protocol.rounds import PeerView, Rounds
+from p2p_co2.protocol.schedule import ENDS_ROUNDS
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.protocol.wire.status import finished_bits
 
-ENDS_ROUNDS = 0.2
-"""A run comes to its end so many rounds before it: from then on nobody rests."""
 REFRESH_S, SLOWEST_REFRESH_S, REFRESHED_PEERS_PER_S = 0.25, 1.0, 64.0
 """The machines hear of statuses at most this often, but for changes of their own making; more rarely among
 many."""

@@ -378,9 +378,9 @@ class Poller:
         self._wanted: OrderedDict[tuple[int, int], _Wanted] = OrderedDict()
         self._news = News()
 
-    @property
-    def answering(self) -> int:
-        return sum(asked.sighting.state == "answering" for asked in self._asked.values())
+    def counted(self, state: str) -> int:
+        """Peers in this ``Sighting.state``."""
+        return sum(asked.sighting.state == state for asked in self._asked.values())
 
     def __len__(self) -> int:
         return len(self._asked)

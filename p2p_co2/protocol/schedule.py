@@ -31,6 +31,8 @@ _TOLERANCE = 1e-6
 count as 1."""
 SLEW = 0.1
 """The largest correction of the clock's rate."""
+ENDS_ROUNDS = 0.2
+"""A run comes to its end so many rounds before it: from then on nobody rests."""
 
 
 class SwarmClock:
@@ -311,6 +313,10 @@ class WorkAccount:
         """Whether the run has reached its last round. What is offered from then on, at a schedule point or
         after it, is a peer's last of that fragment, and the others wait for it longer."""
         return 0 < self._run.clock.rounds <= position
+
+    def is_near_end(self, position: float) -> bool:
+        """Whether nobody rests any more, since all are to end with one state."""
+        return self.is_over(position + max(ENDS_ROUNDS, 1.0 / self._run.clock.round_s))
 
     @property
     def flush_bound_s(self) -> float:

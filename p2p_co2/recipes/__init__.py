@@ -4,7 +4,6 @@ for several peers."""
 
 from __future__ import annotations
 
-from p2p_co2.recipes.corpus import check_data
 from p2p_co2.recipes.inner_step import InnerStep
 from p2p_co2.recipes.recipe import (
     BYTE_GPT,
@@ -16,7 +15,7 @@ from p2p_co2.recipes.recipe import (
     recipe_digest,
 )
 from p2p_co2.recipes.sizes import StageSize, stage_sizes
-from p2p_co2.recipes.stages import Stages
+from p2p_co2.recipes.stages import Stages, TiedTable
 
 __all__ = [
     "BYTE_GPT",
@@ -24,7 +23,7 @@ __all__ = [
     "Recipe",
     "StageSize",
     "Stages",
-    "check_data",
+    "TiedTable",
     "check_stages",
     "load_measuring_recipe",
     "load_recipe",

@@ -46,8 +46,8 @@ def embedded_corpus(cap_bytes: int = CAP_BYTES) -> Corpus:
             break
         (held_out if _is_held_out(name) else train).extend(content)
     if not train or not held_out:
-        problem = "this Python carries no library sources to train on; give a text file or a folder here"
-        raise option_error("text", problem)
+        problem = "this Python carries no library sources to train on; name a text file or a folder"
+        raise ConfigError.of_option("--text", problem)
     return Corpus(_bytes_tensor(train), _bytes_tensor(held_out))
 
 
@@ -68,22 +68,6 @@ def text_corpus(path: Path) -> Corpus:
     return Corpus(_bytes_tensor(train), _bytes_tensor(held_out))
 
 
-def check_data(text: str, tokens: str) -> str:
-    """Whether these files can be trained on, as far as a quick look tells; a note if they are not on this
-    machine at all, "" else. Raises ``ConfigError`` as ``text_corpus`` and ``token_corpus`` do."""
-    path = Path(text or tokens).expanduser()
-    if not (text or tokens):
-        return ""
-    if not path.exists():
-        own = "--text" if text else "--tokens"
-        return f"{path} is not on this machine: a volunteer needs it there, or joins with {own} and another"
-    if text:
-        _read_text(_text_files(path)[0])
-    else:
-        _token_ids(path, 1)
-    return ""
-
-
 def _text_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
@@ -91,7 +75,7 @@ def _text_files(path: Path) -> list[Path]:
         file for file in path.rglob("*") if file.suffix in {".txt", ".md", ".py"} and file.is_file()
     )
     if not files:
-        raise option_error("text", f"{path} holds no .txt, .md or .py file")
+        raise ConfigError.of_option("--text", f"{path} holds no .txt, .md or .py file")
     return files
 
 
@@ -107,7 +91,7 @@ def token_corpus(path: Path, vocab_size: int) -> Corpus:
         largest = int(ids[start : start + (1 << 22)].to(torch.int32).max())
         if largest >= vocab_size:
             problem = f"{path} holds the token id {largest}, so vocab_size must be at least {largest + 1}"
-            raise option_error("tokens", problem)
+            raise ConfigError.of_option("--tokens", problem)
     return split_tail(ids, str(path))
 
 
@@ -116,12 +100,12 @@ def _token_ids(path: Path, item_bytes: int) -> Tensor:
         size_bytes = path.stat().st_size
         if size_bytes == 0 or size_bytes % item_bytes:
             problem = f"{path} has {size_bytes} bytes, not a positive multiple of {item_bytes} (one token id)"
-            raise option_error("tokens", problem)
+            raise ConfigError.of_option("--tokens", problem)
         dtype = torch.uint8 if item_bytes == 1 else torch.uint16
         return torch.from_file(str(path), shared=False, size=size_bytes // item_bytes, dtype=dtype)
     except (OSError, RuntimeError) as error:
-        raise option_error(
-            "tokens", f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
+        raise ConfigError.of_option(
+            "--tokens", f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
         ) from None
 
 
@@ -162,12 +146,12 @@ def _read_text(path: Path) -> bytes:
         content = path.read_bytes()
         content.decode("utf-8")
     except UnicodeDecodeError:
-        problem = f"{path} is not UTF-8 text; convert it, or give token ids with the option tokens"
-        raise option_error("text", problem) from None
+        problem = f"{path} is not UTF-8 text; convert it, or give token ids with --tokens"
+        raise ConfigError.of_option("--text", problem) from None
     except OSError as error:
-        raise option_error("text", f"cannot read {path}: {error.strerror}") from None
+        raise ConfigError.of_option("--text", f"cannot read {path}: {error.strerror}") from None
     if not content:
-        raise option_error("text", f"{path} is empty")
+        raise ConfigError.of_option("--text", f"{path} is empty")
     return content
 
 

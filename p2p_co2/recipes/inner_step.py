@@ -11,7 +11,7 @@ between micro-steps. A step that fp16's scaler skips leaves them as they were, a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
@@ -23,6 +23,12 @@ from torch.optim import Optimizer
 from p2p_co2.recipes.recipe import Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def was_skipped(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Whether the ``scaler.step`` that was just made left the parameters as they were: asked before
+    ``update``. Of its scale nothing can be told, which may be 0 or stay."""
+    return any(bool(found) for found in scaler._found_inf_per_device(optimizer).values())
 
 
 class Taken(NamedTuple):
@@ -68,17 +74,20 @@ class InnerStep:
     def _update(self) -> bool:
         """Whether the parameters were moved."""
         if self._scaler is None:
-            self._clip()
+            clip_([self._optimizer], self._recipe.max_grad_norm)
             self._optimizer.step()
             return True
         self._scaler.unscale_(self._optimizer)
-        self._clip()
-        scale = self._scaler.get_scale()
+        clip_([self._optimizer], self._recipe.max_grad_norm)
         self._scaler.step(self._optimizer)
+        stepped = not was_skipped(self._scaler, self._optimizer)
         self._scaler.update()
-        return self._scaler.get_scale() >= scale  # it halves after a step that it skipped
+        return stepped
 
-    def _clip(self) -> None:
-        if self._recipe.max_grad_norm is not None:
-            owned = [one for group in self._optimizer.param_groups for one in group["params"]]
-            nn.utils.clip_grad_norm_(owned, self._recipe.max_grad_norm)
+
+def clip_(optimizers: Iterable[Optimizer], max_norm: float | None) -> None:
+    """Shorten the gradients of all that ``optimizers`` own to ``max_norm``, as one vector; None leaves
+    them."""
+    if max_norm is not None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        nn.utils.clip_grad_norm_([one for group in groups for one in group["params"]], max_norm)

@@ -3,7 +3,8 @@
 "byte-gpt" is built in; ``path/to/file.py:function`` is the user's own, called with the recipe options as
 keyword arguments. The same name, options and seed give every peer the same bits of the model, and leave
 torch's random state as it was. The digest covers what must agree (code and shape) and not a peer's own data,
-so volunteers may train on different texts. A user's recipe is code that runs with the user's rights: it is
+so volunteers may train on different texts. Options come from an organiser, so none of them names a file: data
+is named by each peer itself. A user's recipe is code that runs with the user's rights: it is
 read from the peer's own disk only, and not before its digest was found to be the run's. The digest covers
 that file and the modules of its own folder that it imports (``helpers``), not packages that are installed."""
 
@@ -52,9 +53,10 @@ _OTHER_OPTIONS = {
     "optimizer": ADAMW,
     "learning_rate": 0.0,  # the optimizer's
     "warmup_rounds": WARMUP_ROUNDS,
-    "text": "",
-    "tokens": "",
 }
+TEXT, TOKENS = "text", "tokens"
+_OWN_AFFAIR = {TEXT: "--text", TOKENS: "--tokens", DATA: "--data"}
+"""What a peer names itself, with its option of ``join``: never an option in a run file."""
 
 
 def first_tensor_numel(batch: Any) -> int:
@@ -91,9 +93,11 @@ class Recipe:
     ``stages``: the model cut into stages, or a function of their number; None cannot be cut. In a run with
     stages ``model`` is an outline on torch's meta device, since a peer builds only its own stage.
 
+    ``max_grad_norm``: gradients are clipped to this norm; None leaves them. Of a run in S stages each peer
+    clips its own stage's: to the whole model's norm over the root of S, if that is what you mean.
     ``accumulate``: batches of one inner step, each with a backward pass of its own; its tokens are the sum.
-    ``max_grad_norm``: gradients are clipped to this norm; None leaves them. ``autocast``: "bf16", or "fp16"
-    with a gradient scaler; None computes in the parameters' own dtype. Not in a run with stages.
+    ``autocast``: "bf16", or "fp16" with a gradient scaler; None computes in the parameters' own dtype. Both
+    not in a run with stages.
 
     ``tokenizer``: files, or folders of files, that go out with the model (``p2p-co2 model``), such as those
     of a tokenizer beside the recipe: ``Path(__file__).parent / "tokenizer"``.
@@ -158,11 +162,13 @@ class Code(NamedTuple):
 
 
 def load_recipe(
-    name: str, options: Options, seed: int, stages: int = 1, is_tied: bool = False, code: Code | None = None
-) -> Recipe:
+    name: str, options: Options, seed: int, stages: int = 1, is_tied: bool = False, code: Code | None = None,
+    data: Mapping[str, str] | None = None,
+) -> Recipe:  # fmt: skip
     """Build the recipe called ``name`` ("byte-gpt", or ``path/to/file.py:function``) with its model drawn
     from ``seed``. ``stages``: of the run; above 1 the model is an outline, of the stages joined. ``is_tied``:
     whether the first of them and the last share a table. ``code``: runs in the place of what lies there now.
+    ``data``: this peer's own paths: "text" or "tokens" of the built-in recipe, "data" of an own one.
 
     Raises ``ConfigError`` (with what would be right) for an unknown name, file, function or option, a text
     that cannot be used, and a function that does not return a ``Recipe`` or ``(model, batches, loss)``. Other
@@ -173,9 +179,9 @@ def load_recipe(
         raise ConfigError(name, "", problem)
     with drawn_from(seed):
         made = (
-            _byte_gpt(options, stages, is_tied)
+            _byte_gpt(options, stages, is_tied, data or {})
             if name == BYTE_GPT
-            else _user_recipe(name, options, code or Code.of(name))
+            else _user_recipe(name, options, code or Code.of(name), data or {})
         )
     if stages > 1:
         cut = made.in_stages(stages)
@@ -202,7 +208,6 @@ def _check_without_stages(name: str, made: Recipe) -> None:
     """Raises ``ConfigError`` for a setting that has no meaning where peers hold one stage each."""
     cures = {
         "accumulate": (made.accumulate != 1, "set pipeline.microbatches in the run file instead"),
-        "max_grad_norm": (made.max_grad_norm is not None, "no peer sees all gradients; leave it out"),
         "autocast": (made.autocast is not None, "use torch.autocast inside the stages' forward instead"),
     }
     for setting, (is_set, cure) in cures.items():
@@ -223,6 +228,7 @@ def recipe_digest(name: str, options: Options, code: Code | None = None) -> str:
         shape = _check_options(options)[0]
         parts = [b"built-in", name.encode(), str(BYTE_GPT_VERSION).encode(), _canonical(shape._asdict())]
     else:
+        _refuse_own_affair(name, options)
         code, function = code or Code.of(name), _split(name)[1]
         assert code is not None
         parts = [b"file", hashlib.sha256(code.source).digest(), function.encode(), _canonical(options)]
@@ -244,13 +250,14 @@ def check_stages(run: RunConfig) -> None:
         raise ConfigError(_RUN, _STAGES, problem)
 
 
-def load_run_recipe(run: RunConfig, own: str = "", data: Mapping[str, str] | None = None) -> Recipe:
+def load_run_recipe(
+    run: RunConfig, own: str = "", data: Mapping[str, str] | None = None, is_trained: bool = True
+) -> Recipe:
     """The run's recipe as it is on this machine: the same as the organiser's, or refused.
 
-    ``own``: where an own recipe lies here ("file.py:function"), "" for a built-in one. ``data``: options in
-    the place of the run's, for what peers need not agree on: "text" or "tokens" of a built-in recipe, "data"
-    of an own one whose function has a parameter of that name. Raises ``ConfigError``
-    before anything of the recipe is run; a file that only a stranger's run names is never run."""
+    ``own``: where an own recipe lies here ("file.py:function"), "" for a built-in one. ``data``: as of
+    ``load_recipe``. ``is_trained``: whether there must be data to train on. Raises ``ConfigError``
+    before anything of the recipe is run; a file that only a stranger's run names is never read."""
     if run.is_own_recipe != bool(own):
         how = "its own" if run.is_own_recipe else "the built-in"
         cure = "get that file from the organiser, read it, and name it with --recipe FILE.py:function"
@@ -264,41 +271,49 @@ def load_run_recipe(run: RunConfig, own: str = "", data: Mapping[str, str] | Non
         cure = "take the organiser's file, what it imports from beside it, and their version of p2p-co2"
         raise ConfigError("recipe", name, f"is another than the run's ({both}); {cure}")
     data = data or {}
-    options = {**run.recipe_options, **data}
     if own and (others := sorted(set(data) - {DATA})):
         problem = "only built-in recipes let a peer choose its own text or tokens; an own one takes --data"
         raise ConfigError.of_option(f"--{others[0]}", problem)
     if not own and DATA in data:
         problem = f"is for a run with its own recipe, and this one trains {run.recipe}"
         raise ConfigError.of_option("--data", f"{problem}; use --text or --tokens")
-    if not own and recipe_digest(name, options) != digest:
-        raise ConfigError.of_option("", "a peer chooses its own text or tokens only, not the model")
-    return load_recipe(name, options, run.seed, run.pipeline.stages, run.pipeline.is_tied, code)
+    made = load_recipe(
+        name, run.recipe_options, run.seed, run.pipeline.stages, run.pipeline.is_tied, code, data
+    )
+    if is_trained and made.held_out is None and not own:
+        problem = "this run trains on token ids, and Python's own text has none; name your file of them"
+        raise ConfigError.of_option("--tokens", problem)
+    return made
 
 
-def load_measuring_recipe(run: RunConfig, own: str = "") -> Recipe:
+def load_measuring_recipe(run: RunConfig, own: str = "", data: Mapping[str, str] | None = None) -> Recipe:
     """What builds, measures and samples a trained model of ``run``: as ``load_run_recipe``, and of a run that
     programs of one's own train, the file that ``own`` names. Such a run has no digest of it: its model must
     have the names and shapes of what was trained, which the caller compares."""
     if run.recipe != OWN_LOOP:
-        return load_run_recipe(run, own)
+        return load_run_recipe(run, own, data, is_trained=False)
     if not own:
         problem = "this run is trained by programs of their own; name a recipe file that makes their model"
         cure = "a peer's checkpoint folder goes out without one (p2p-co2 model)"
         raise ConfigError.of_option("--recipe", f"{problem}, --recipe FILE.py:function; {cure}")
-    return load_recipe(own, run.recipe_options, run.seed)
+    return load_recipe(own, run.recipe_options, run.seed, data=data)
 
 
 # The built-in recipe
 
 
-def _byte_gpt(options: Options, stages: int, is_tied: bool) -> Recipe:
+def _byte_gpt(options: Options, stages: int, is_tied: bool, data: Mapping[str, str]) -> Recipe:
     shape, settings = _check_options(options)
+    text, tokens = data.get(TEXT, ""), data.get(TOKENS, "")
+    if text and tokens:
+        raise ConfigError.of_option("--tokens", "give either text or tokens, not both")
+    if text and shape.vocab_size != 256:
+        problem = f"is bytes, whose vocabulary is 256, and this run's is {shape.vocab_size}; give --tokens"
+        raise ConfigError.of_option("--text", problem)
     with torch.device(
         "cpu" if stages == 1 else "meta"
     ):  # else another default device would draw another start
         model = ByteGPT(shape)  # first, so that no other draw comes before it
-    text, tokens = str(settings["text"]), str(settings["tokens"])
     if tokens:
         corpus = token_corpus(Path(tokens).expanduser(), shape.vocab_size)
     else:
@@ -306,16 +321,17 @@ def _byte_gpt(options: Options, stages: int, is_tied: bool) -> Recipe:
     if len(corpus.train) < shape.context + 1:
         needed = f"context {shape.context} needs {shape.context + 1}"
         problem = f"only {len(corpus.train)} tokens to train on; {needed}"
-        raise option_error("tokens" if tokens else "text", problem)
+        raise ConfigError.of_option("--tokens" if tokens else "--text", problem)
+    is_measured = bool(tokens) or shape.vocab_size == 256
     return Recipe(
         model=model,
         batches=partial(_windows, corpus.train, shape.context),
         loss=next_token_loss,
         optimizer=_inner_optimizer(shape, settings),
         learning_rate=partial(warm_up, rounds=float(settings["warmup_rounds"])),
-        held_out=partial(_held_out_loss, corpus, shape.context, _HELD_OUT),
-        glance=partial(_held_out_loss, corpus, shape.context, _GLANCE),
-        generate=None if tokens else sample_text,
+        held_out=partial(_held_out_loss, corpus, shape.context, _HELD_OUT) if is_measured else None,
+        glance=partial(_held_out_loss, corpus, shape.context, _GLANCE) if is_measured else None,
+        generate=None if tokens or not is_measured else sample_text,
         default_batch=int(settings["batch"]),
         stages=partial(byte_gpt_stages, shape, tied=is_tied),
     )
@@ -378,15 +394,21 @@ def _adamw(learning_rate: float, parameters: Iterable[nn.Parameter]) -> Optimize
     return AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 
 
+def _refuse_own_affair(name: str, options: Options) -> None:
+    """Raises ``ConfigError`` for options of a run file that a peer alone may give."""
+    for key, option in _OWN_AFFAIR.items():
+        if key in options and (name == BYTE_GPT or key == DATA):
+            problem = "a run file names no file of a volunteer; leave it out, and each peer joins with"
+            raise ConfigError(f"recipe {name}", f"recipe_options.{key}", f"{problem} {option} PATH")
+
+
 def _check_options(options: Options) -> tuple[Shape, dict[str, Any]]:
+    _refuse_own_affair(BYTE_GPT, options)
     for key, value in options.items():
         if key not in _SHAPE_OPTIONS and key not in _OTHER_OPTIONS:
             known = ", ".join(sorted([*_SHAPE_OPTIONS, *_OTHER_OPTIONS]))
             raise option_error(key, f"unknown option; {BYTE_GPT} knows {known}")
-        if key in {"text", "tokens"}:
-            if not isinstance(value, str):
-                raise option_error(key, f"must be a path, got {value!r}")
-        elif key == "optimizer":
+        if key == "optimizer":
             if value not in _OPTIMIZERS:
                 raise option_error(key, f"must be {' or '.join(_OPTIMIZERS)}, got {value!r}")
         elif key in {"learning_rate", "warmup_rounds"}:
@@ -397,19 +419,14 @@ def _check_options(options: Options) -> tuple[Shape, dict[str, Any]]:
             raise option_error(key, f"must be a whole number of at least 1, got {value!r}")
     shape = Shape(**{key: int(options.get(key, default)) for key, default in _SHAPE_OPTIONS.items()})
     settings = {key: options.get(key, default) for key, default in _OTHER_OPTIONS.items()}
-    _check_shape(shape, settings)
+    _check_shape(shape)
     return shape, settings
 
 
-def _check_shape(shape: Shape, settings: Mapping[str, Any]) -> None:
+def _check_shape(shape: Shape) -> None:
     if shape.width % (2 * shape.heads):
         problem = f"width {shape.width} must be a multiple of 2 * heads ({2 * shape.heads})"
         raise option_error("heads", problem)
-    if settings["text"] and settings["tokens"]:
-        raise option_error("tokens", "give either text or tokens, not both")
-    if shape.vocab_size != 256 and not settings["tokens"]:
-        problem = "text is bytes, whose vocabulary is 256; vocab_size goes with the option tokens"
-        raise option_error("vocab_size", problem)
     if shape.vocab_size > 65536:
         raise option_error("vocab_size", f"token ids are uint16, so at most 65536, got {shape.vocab_size}")
 
@@ -417,9 +434,11 @@ def _check_shape(shape: Shape, settings: Mapping[str, Any]) -> None:
 # The user's own recipe
 
 
-def _user_recipe(name: str, options: Options, code: Code | None) -> Recipe:
+def _user_recipe(name: str, options: Options, code: Code | None, data: Mapping[str, str]) -> Recipe:
+    _refuse_own_affair(name, options)
     path, function_name = _split(name)
     assert code is not None
+    options = {**options, **data}
     function = getattr(_load_module(path, code), function_name, None)
     if not callable(function):
         problem = f"{path} has no function {function_name!r}; define it, or name another after the colon"

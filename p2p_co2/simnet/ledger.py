@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 from p2p_co2.digest import chunk_digests
 from p2p_co2.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Exported, PartWeights, Reduced
+from p2p_co2.protocol.rounds import Likeness
 from p2p_co2.simnet.laws import Auditor
 from p2p_co2.simnet.virtual_time import ProcessLoop
 from p2p_co2.simnet.work import BLOCK_BYTES, Offered, Saved, State, Work, add, mean_of, unpack
@@ -137,6 +138,9 @@ class CountingLedger:
         size, weights = sum(len(data) for _, _, data in slices), tuple(weight for _, weight, _ in slices)
         mean = await self._ask(size, lambda: mean_of([(weight, data) for _, weight, data in slices]))
         return Reduced(mean, weights)
+
+    async def check(self, fragment: int, mine: Buffer, mean: Buffer) -> Likeness:
+        return await self._ask(len(mine) + len(mean), lambda: Likeness(1.0, 1.0))  # sums have no length
 
     async def commit(self, mean: AgreedMean) -> AgreedVersion:
         return await self._ask(len(mean.mean), lambda: self._commit(mean))

@@ -137,6 +137,8 @@ class MicrobatchBooks:
         self._paths: dict[Key, list[tuple[Pipeline, int]]] = {}
         """Which process has sent each microbatch on, by stage, and in which inner step."""
         self._inner_steps: Counter[PeerId] = Counter()
+        self._heirs: dict[tuple[PeerId, Key], int] = {}
+        """In which inner step each must be counted."""
         self.steps: list[Counter[int]] = [Counter() for _ in range(stages)]
         """How many inner steps of so many microbatches."""
         self._history = hashlib.sha256()
@@ -157,6 +159,9 @@ class MicrobatchBooks:
             self.broken(peer, "suffix", f"stage {stage} counts {key}, stage {stage + 1} has not")
         if self.made.get(key) != tokens:
             self.broken(peer, "conservation", f"{key} has {self.made.get(key)} tokens, counted as {tokens}")
+        step = self._inner_steps[peer]
+        if self._heirs.get((peer, key), step) != step:
+            self.broken(peer, "heir", f"{key} inherits from an inner step before the one that counts it")
         self.counted[stage][key] = peer
         self.tokens[stage] += tokens
 
@@ -170,6 +175,7 @@ class MicrobatchBooks:
         self.urgent[stage] += work.is_urgent
         if work.key is None or work.heir is None:
             return
+        self._heirs[peer, work.heir] = self._inner_steps[peer]
         ours, theirs = (self._paths[key][:stage] for key in (work.key, work.heir))
         if ours != theirs or work.heir in self.counted[stage]:
             self.broken(peer, "heir", f"{work.heir} inherits from {work.key}, which came another way")

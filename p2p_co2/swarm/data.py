@@ -243,10 +243,16 @@ class Stopped(Exception):
     """Nobody waits for the data any more."""
 
 
+_CURE = "a dataset that opens its files and connections at their first use, not before, works in any thread"
+
+
 class Fetching:
     """A thread that fetches what is asked for, so that whoever asks can do something else while a stream
     stalls: one thing at a time, nothing ahead, so that random numbers are drawn in the order of a plain
-    loop. A context manager."""
+    loop. A context manager.
+
+    What only the caller's thread may use (sqlite3's connections, signal handlers, thread-locals) fails in
+    that thread and not in the caller's. From then on all is fetched there, which is warned of."""
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
@@ -254,6 +260,7 @@ class Fetching:
         self._device = torch.get_default_device()  # torch keeps these by thread
         has_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         self._cuda = torch.cuda.current_device() if has_cuda else None
+        self._is_needed = True
         self._thread = threading.Thread(target=self._work, name="p2p-co2 data", daemon=True)
         self._thread.start()
 
@@ -265,9 +272,14 @@ class Fetching:
         self._asked.put(None)
         self._thread.join(REPORT_EVERY_S)
 
-    def fetch(self, what: Callable[[], _T], goes_on: Callable[[float], bool]) -> _T:
+    def fetch(
+        self, what: Callable[[], _T], goes_on: Callable[[float], bool], is_repeatable: bool = False
+    ) -> _T:
         """What ``what`` returns or raises. While it takes long, ``goes_on`` is called with the seconds that
-        passed since the last time; if it says no, ``Stopped`` is raised."""
+        passed since the last time; if it says no, ``Stopped`` is raised. ``is_repeatable``: if it fails it
+        may be tried in the caller's thread."""
+        if not self._is_needed:
+            return what()
         self._asked.put(what)
         while True:
             try:
@@ -276,7 +288,17 @@ class Fetching:
                 if not goes_on(REPORT_EVERY_S / 10):
                     raise Stopped from None
                 continue
-            if error is not None:
+            if error is not None and is_repeatable:
+                found = what()  # or it raises as in a plain loop
+                self._is_needed = False
+                told = (
+                    f"until_done reads the data in the loop's thread, since in another it failed: {error!r}"
+                )
+                price = "while the data stalls, this peer stands still, and does not end with the run"
+                warnings.warn(f"{told}; {price}; {_CURE}", stacklevel=4)
+            elif error is not None:
+                if "thread" in str(error):
+                    error.add_note("until_done fetches in a thread of its own; " + _CURE)
                 raise error
             return found  # type: ignore[no-any-return]
 
@@ -302,16 +324,21 @@ def passes(
         problem = "is an iterator, which can be gone through once; give the loader or dataset it was made of"
         raise ConfigError("until_done", "loader", problem)
     epoch = first_epoch
+
+    def begin() -> tuple[Iterator[_T], tuple[_T] | None]:
+        batches = iter(loader)
+        return batches, _next(batches)
+
     with Fetching() as fetching:
         while True:
             reseed(loader, epoch, seed_of)
-            batches, count = fetching.fetch(partial(iter, loader), goes_on), 0
-            while (found := fetching.fetch(partial(_next, batches), goes_on)) is not None:
-                count += 1
-                yield found[0]
-            if count == 0:
+            batches, found = fetching.fetch(begin, goes_on, is_repeatable=True)
+            if found is None:
                 problem = "has no batch: is the dataset empty, or smaller than a batch that is dropped?"
                 raise ConfigError("until_done", "loader", problem)
+            while found is not None:
+                yield found[0]
+                found = fetching.fetch(partial(_next, batches), goes_on)
             epoch += 1
 
 

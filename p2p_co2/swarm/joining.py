@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
 
-from p2p_co2.config import PeerConfig
-from p2p_co2.errors import ConfigError
+from p2p_co2.config import PeerConfig, RunConfig
+from p2p_co2.errors import ConfigError, EnvironmentFault, TicketError, TransportError
 from p2p_co2.peer_options import bytes_per_s, peer_config
 from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.swarm.swarm import Swarm
 from p2p_co2.system.extras import missing
 from p2p_co2.system.folders import peer_folder
-from p2p_co2.telemetry.events import Event
+from p2p_co2.system.process import say
+from p2p_co2.telemetry.events import Event, Progress
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.ticket import Ticket, read_ticket
 from p2p_co2.trainer import connection
@@ -53,7 +56,9 @@ class Options(TypedDict, total=False):
     journal: bool
     """Whether the folder gets an ``events.jsonl``; it does if left out."""
     on_event: EventSink | None
-    """Hears every event, from several threads. Left out: warnings are printed."""
+    """Hears every event, from several threads. Left out: warnings are printed, and ``progress``."""
+    progress: bool
+    """A line each ten seconds on stderr, if ``on_event`` is left out: round, time left, share, loss."""
     scaler: torch.amp.GradScaler | None
     """With which ``Swarm.step`` steps: the loss is scaled by the program."""
     max_grad_norm: float | None
@@ -120,8 +125,40 @@ def join(*given: Any, **options: Any) -> Swarm | Peer:
     """
     if "ticket" in options or (given and isinstance(given[0], str)):
         return connection.join(*given, **options)
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _end_in_one_line
     check_names(options)  # type: ignore[arg-type]  # as given
     return _join(*given, **options)
+
+
+def _end_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """How a program ends by what its user can mend: in its message, without a traceback."""
+    if issubclass(kind, ConfigError | TicketError | TransportError | EnvironmentFault):
+        say(f"{kind.__name__}: {error}")
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _progress_printer(run: RunConfig) -> EventSink:
+    """What prints warnings, and a line each ten seconds of where this peer is."""
+    told_at, clock = 0.0, run.clock
+
+    def hear(event: Event) -> None:
+        nonlocal told_at
+        connection.print_warnings(event)
+        if not isinstance(event, Progress) or 0.0 <= event.at - told_at < 10.0:
+            return
+        told_at, words = event.at, f"round {event.position:.1f}"
+        if clock.rounds:
+            words += f" of {clock.rounds}"
+        if clock.rounds and clock.mode == "time":
+            left_s = max(0.0, clock.rounds - event.position) * clock.round_s
+            words += f", {left_s // 60:.0f}:{left_s % 60:02.0f} left"
+        if (both_s := event.train_s + event.exposed_s) > 0.0:
+            words += f", {event.train_s / both_s:.0%} of the time training"
+        say(words + (f", loss {event.loss:.4g}" if math.isfinite(event.loss) else ""))
+
+    return hear
 
 
 def _join(
@@ -130,7 +167,7 @@ def _join(
     resume: bool | None = None, start_over: bool = False,
     lr_schedule: Callable[[float], float] | None = None,
     evaluate: Callable[[nn.Module], float] | None = None, journal: bool = True,
-    on_event: EventSink | None = None, scaler: torch.amp.GradScaler | None = None,
+    on_event: EventSink | None = None, progress: bool = True, scaler: torch.amp.GradScaler | None = None,
     max_grad_norm: float | None = None, config: str | Path | PeerConfig | None = None,
     threads: int | None = None, carrier: str | None = None, host: str | None = None,
     announce_host: str | None = None, grpc_port: int | None = None, libp2p_port: int | None = None,
@@ -163,16 +200,18 @@ def _join(
             torch.set_num_threads(settings.limits.threads)
         if journal:
             journals.append(Journal(settings.folder / "events.jsonl"))
-        hear = connection.print_warnings if on_event is None else on_event
+        hears = [connection.print_warnings if on_event is None else on_event]
 
         def tell(event: Event) -> None:
             for written in journals:
                 written.write(event)
-            hear(event)
+            hears[-1](event)
 
         connected = connection.connect(ticket, settings, tell)
+        if progress and on_event is None:
+            hears.append(_progress_printer(connected.run))
         if settings.board:
-            print(f"board: {connected.board or missing('board')}", file=sys.stderr, flush=True)
+            say(f"board: {connected.board or missing('board')}")
         try:
             return connected.start(model, inner, lr_schedule, resume, start_over, group)
         except BaseException:

@@ -28,8 +28,11 @@ class Optimizer(Optimizers):
     ``join``. ``swarm``: the ``Swarm``.
 
     Tokens and losses are seen at the model's forward passes; ``report`` tells them better. A step that a
-    ``GradScaler`` skips is no step here either. After the run is over it steps without the swarm. Raises as
+    ``GradScaler`` skips is one of no tokens. After the run is over it steps without the swarm. Raises as
     ``join``."""
+
+    _step_supports_amp_scaling = True
+    """So that a ``GradScaler`` calls ``step`` for one that is to be skipped, too."""
 
     def __init__(
         self, inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], model: nn.Module,
@@ -49,12 +52,24 @@ class Optimizer(Optimizers):
         self._reported = tokens, loss
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        result, self._is_fresh = super().step(closure), False
+        skipped, result = self._unscale(), None
+        if not skipped:
+            result, self._is_fresh = super().step(closure), False
         seen, self._reported = self._reported or self._counter.take(), None
-        tokens, loss = seen
+        tokens, loss = (0, float("nan")) if skipped else seen
         if not self.swarm.done and not self.swarm.exchange(tokens, loss):
             self.leave()
         return result
+
+    def _unscale(self) -> bool:
+        """Whether a ``GradScaler`` has this step skipped; else gradients are what they are without it."""
+        scale = getattr(self, "grad_scale", None)
+        if bool(getattr(self, "found_inf", False)):
+            return True
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            if scale is not None and parameter.grad is not None:
+                parameter.grad.div_(scale.to(parameter.grad.device))
+        return False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of ``inner``. Before the first step the model gets the swarm's parameters again. Programs that

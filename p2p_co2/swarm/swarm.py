@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
+from p2p_co2.recipes.inner_step import was_skipped
 from p2p_co2.swarm.data import Stopped, passes, warn_of_a_stream
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.tensors.pretrained import write_pretrained
@@ -73,7 +75,7 @@ class Swarm:
         ``tokens``: what the batch was made of, this peer's weight in the mean. ``update=False``: a micro-step
         of gradient accumulation, which only adds its tokens and its loss; no outer step falls between it and
         the update. ``loss``: as it is shown, not divided by the number of micro-steps. A step that a
-        ``GradScaler`` skips counts for nothing. Raises as ``Peer.step``.
+        ``GradScaler`` skips is one of no tokens; ten in a row are warned of. Raises as ``Peer.step``.
         """
         if not update:
             self.add(tokens, loss)
@@ -81,7 +83,7 @@ class Swarm:
         if self._make_step():
             return self.exchange(tokens, loss)
         self.forget()
-        return not self.done
+        return self.exchange()
 
     def add(self, tokens: int | Tensor, loss: float | Tensor) -> None:
         """Count a micro-step, for the exchange that follows its update."""
@@ -94,11 +96,13 @@ class Swarm:
 
     def exchange(self, tokens: int | Tensor = 0, loss: float | Tensor = float("nan")) -> bool:
         """Tell the swarm of an optimizer step that is made, and of the micro-steps before it. False when the
-        run is over. As ``step``, for programs that step the optimizer themselves."""
+        run is over. As ``step``, for programs that step the optimizer themselves. A step of no ``tokens``
+        weighs next to nothing in the mean; ten in a row are warned of."""
         if self.done:
             return False
         if self._losses:
-            self.add(tokens, loss)
+            is_told = isinstance(loss, Tensor) or not math.isnan(loss)  # NaN: no loss but the micro-steps'
+            self.add(tokens, loss if is_told else sum(self._losses) / len(self._losses))
             tokens, loss = self._tokens, sum(self._losses) / len(self._losses)
             self.forget()
         self.done = not self.peer.step(tokens, loss)
@@ -116,10 +120,9 @@ class Swarm:
         if scaler is None:
             self.optimizer.step()
         else:
-            scale = scaler.get_scale()
             scaler.step(self.optimizer)
+            stepped = not was_skipped(scaler, self.optimizer)
             scaler.update()
-            stepped = scaler.get_scale() >= scale  # it falls where a step was skipped
         self.optimizer.zero_grad(set_to_none=True)
         return stepped
 
@@ -181,6 +184,9 @@ class Swarm:
         """Put the agreed parameters into the model for good, in the place of the live ones. Call it after
         ``leave`` or the run's end, or before the first step."""
         self._settle()
+        for inner in getattr(self.optimizer, "parts", (self.optimizer,)) if self.done else ():
+            if callable(rest := getattr(inner, "eval", None)):
+                rest()  # schedule-free ones: later it would move what is loaded now
         with self.peer.agreed(back=False):
             pass
 

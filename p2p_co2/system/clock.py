@@ -7,12 +7,16 @@
 Time beyond ``STOOD_S`` after the moment at which it should have woken does not pass for it. So all machines
 that reckon with this clock go on as if nothing had been: nobody is silent, and no deadline missed, by what
 this process slept through. Price: what another does in that time seems quicker than it is.
+
+``within`` is the same for one wait: a limit that is looked at far too late begins anew.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 STOOD_S = 1.0
 """A busy machine may wake a thread so late: that is no standstill."""
@@ -39,3 +43,27 @@ class ProcessClock:
         self._ahead_s -= stood_s
         self._stands_at = math.inf
         return stood_s > 0
+
+
+@asynccontextmanager
+async def within(limit_s: float) -> AsyncIterator[None]:
+    """As ``asyncio.timeout``; where its timer comes far too late this process stood still, and has yet to
+    read what came meanwhile."""
+    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+
+    def begin() -> None:
+        at = loop.time() + limit_s
+        timers[:] = [loop.call_at(at, look, at)]
+
+    def look(at: float) -> None:
+        if loop.time() - at > STOOD_S:
+            begin()
+        else:
+            limit.reschedule(at)
+
+    async with asyncio.timeout(None) as limit:
+        begin()
+        try:
+            yield
+        finally:
+            timers[0].cancel()

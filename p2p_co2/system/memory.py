@@ -3,14 +3,16 @@
 Fresh pages are what large messages and tensors cost most: a fault takes ten times the copy itself. So
 
 - ``large_buffer`` uses its pages again, in a pool that holds no more than was in use at one moment lately,
-  and takes 2 MiB pages where there are some, as torch's allocator does (asked in ``p2p_co2/__init__.py``);
-- ``return_large_blocks`` has glibc unmap all other blocks from ``LARGE_BYTES`` on when they are freed, keep
-  ``KEPT_BYTES`` of the arena's free end, and use one arena for all threads: a message is allocated on one
-  thread and freed on another. Left alone, glibc would keep one or two copies of the parameters unused;
-- ``return_holes`` gives back, now and then, what is free among the arena's blocks.
+  and takes 2 MiB pages where there are some. So does torch's allocator where ``p2p_co2`` is imported first;
+- ``use_one_arena`` has glibc use one arena for all threads: a message is allocated on one thread and freed
+  on another, and each carrier's thread would keep an arena of its own largest moment;
+- ``return_holes`` gives back, once in a while, what is free among the arena's blocks.
+
+Law: a training step takes no more page faults than in a program that has not joined. So glibc's own
+thresholds stand: they rise with the blocks that a step frees, and its tensors find their pages again.
 
 Sources: mallopt(3), malloc_trim(3), madvise(2). Linux with glibc; else only ``large_buffer`` counts. Price:
-a block of another size costs the kernel's zeroing, and threads that allocate at once wait for each other."""
+threads that allocate at once wait for each other, and a step after ``return_holes`` takes its pages anew."""
 
 from __future__ import annotations
 
@@ -55,12 +57,10 @@ class Joined:
         return b"".join(self._pieces)
 
 
-LARGE_BYTES = 4 << 20
-"""At least this large, a block is mapped on its own; the arena reuses smaller ones without the kernel."""
 KEPT_BYTES = 8 << 20
 """Free bytes at the end of the arena that are not given back: the messages that are under way at once."""
-HOLES_EVERY_S = 5.0
-"""How often holes are given back at most: it takes 1 to 3 ms, in which nobody else can allocate."""
+HOLES_EVERY_S = 60.0
+"""How often holes are given back at most: training's free pages go with them, some 0.1 s of faults."""
 FORGOTTEN_AFTER = 4
 """The largest moment is measured anew when so many times the bytes that are held have been asked for."""
 HUGE_PAGE_BYTES = 2 << 20
@@ -68,15 +68,14 @@ POOLED_BYTES = 1 << 20
 """Buffers from this size on are the pool's: those that live for a round would leave holes in the arena."""
 MOST_WASTE = 1.25
 """Pages are used again for a buffer that is smaller by at most this factor."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_M_ARENA_MAX = -8
 
 
-def return_large_blocks() -> bool:
-    """Have glibc keep blocks as the module says; True if it took the settings. May be called twice, best
-    before a model is made and threads are started: they stay where they are."""
+def use_one_arena() -> bool:
+    """Have all threads share glibc's first arena; True if it took the setting. May be called twice, best
+    before threads are started: they stay with the one that they have."""
     mallopt = _of_glibc("mallopt")
-    settings = {_M_MMAP_THRESHOLD: LARGE_BYTES, _M_TRIM_THRESHOLD: KEPT_BYTES, _M_ARENA_MAX: 1}
-    return mallopt is not None and all([mallopt(parameter, value) for parameter, value in settings.items()])
+    return mallopt is not None and bool(mallopt(_M_ARENA_MAX, 1))
 
 
 def _of_glibc(name: str) -> Any:
@@ -202,17 +201,7 @@ def return_holes(now: float | None = None) -> bool:
     return True
 
 
-def large_buffer(size_bytes: int) -> memoryview:
+def large_buffer(size_bytes: int, once: bool = False) -> memoryview:
     """Writable memory that holds anything. If it is large, its pages are used again once nothing refers to
-    it."""
-    if size_bytes < POOLED_BYTES:
-        return memoryview(bytearray(size_bytes))
-    return _pool.take(size_bytes)
-
-
-def buffer_once(size_bytes: int) -> memoryview:
-    """``large_buffer`` whose pages are not kept: for what is not needed round after round, and of a size that
-    nothing else has."""
-    if size_bytes < POOLED_BYTES:
-        return memoryview(bytearray(size_bytes))
-    return _pool.take(size_bytes, once=True)
+    it. Not with ``once``: for what is not needed round after round, and of a size that nothing else has."""
+    return memoryview(bytearray(size_bytes)) if size_bytes < POOLED_BYTES else _pool.take(size_bytes, once)

@@ -33,6 +33,8 @@ VARIABLES = "P2P_CO2_"
 """Begins the names of the environment variables that options are read from."""
 GIVE_BACK = b"\x1b[?1047l\x1b[?25h\r\n"
 """Leaves a terminal's second screen and shows its cursor: a live view may have hidden both."""
+LOST = {errno.EIO, errno.EPIPE, errno.ENOSPC, errno.EBADF}
+"""What a write raises whose reader is gone, or that finds the disk full: no reason to end training."""
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = (
     "import sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path.insert(0, root); "
@@ -89,6 +91,9 @@ def run_program(module: str) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+OUR_PACKAGES = ("p2p_co2", "peers", "bootstrap", "monitoring")
+
+
 def own_packages_first() -> None:
     """Have our packages found before others of their names, which ``PYTHONPATH`` may hold."""
     if _OwnPackages not in sys.meta_path:
@@ -100,8 +105,7 @@ class _OwnPackages:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        ours = {"p2p_co2", "peers", "bootstrap", "monitoring"}
-        return PathFinder.find_spec(name, [str(_ROOT)]) if name in ours else None
+        return PathFinder.find_spec(name, [str(_ROOT)]) if name in OUR_PACKAGES else None
 
 
 class HasDescriptor(Protocol):
@@ -166,18 +170,19 @@ os.register_at_fork(after_in_child=_shut)
 
 
 class StopSignals:
-    """While entered, SIGINT and SIGTERM call ``ask`` once; the next one ends the process with status 130.
+    """While entered, SIGINT and SIGTERM call ``ask`` once; the next one ends the process with status 130. In
+    a child that was forked meanwhile they end it.
 
     ``ask`` runs in the main thread between two bytecodes: it may set a flag, or raise ``KeyboardInterrupt``.
     """
 
-    def __init__(self, ask: Callable[[], object]) -> None:
-        self.ask = ask
+    def __init__(self, ask: Callable[[], object], *numbers: signal.Signals) -> None:
+        self.ask, self._numbers, self._process = ask, numbers or (signal.SIGINT, signal.SIGTERM), os.getpid()
         self.asked = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in self._numbers:
             self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -186,7 +191,10 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.asked:
+        if os.getpid() != self._process:  # such as a DataLoader's worker
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not self.asked:
             self.asked = True
             self.ask()
             return
@@ -196,6 +204,12 @@ class StopSignals:
         if os.isatty(1) and select.select([], [1], [], 0)[1]:  # not one that is stopped
             os.write(1, GIVE_BACK)
         os._exit(128 + signal.SIGINT)
+
+
+def say(text: str) -> None:
+    """A line on stderr; dropped if nobody can read it any more: a terminal that was closed, a full disk."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -220,8 +234,10 @@ def is_kept(folder: Path) -> bool | None:
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:  # a file system without locks
+        return None
     finally:
         os.close(file)
 
@@ -260,7 +276,12 @@ class FolderLock:
             ) from None
         shut_in_forks(self)
         try:
-            if not self._taken():
+            try:
+                is_taken = self._taken()
+            except OSError as error:
+                problem = f"the file system of {folder} has no locks ({error.strerror})"
+                raise EnvironmentFault(f"{problem}; choose a folder on another one with --folder") from None
+            if not is_taken:
                 raise EnvironmentFault(
                     f"{folder} is in use by process {holder_of(folder)}; give this one another --folder"
                 )
@@ -274,7 +295,7 @@ class FolderLock:
     def _taken(self) -> bool:
         """Take it; twice, since ``is_kept`` may be looking."""
         for wait_s in (0.05, 0.0):
-            with suppress(OSError):
+            with suppress(BlockingIOError):
                 fcntl.flock(self.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
             time.sleep(wait_s)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -302,6 +302,8 @@ class LiveParameters:
     def __init__(self, module: nn.Module | Mapping[str, Tensor], plan: FragmentPlan) -> None:
         self._plan = plan
         self.computing_s = 0.0
+        self.copies: Callable[[str], Sequence[Tensor]] = lambda name: ()
+        """Tensors that lie beside a parameter, by its name, in its shape: what moves it moves them, too."""
         self._waited_for = set[torch.device]()
         """Since that was taken: what is queued there now is the copies' own work."""
         self._parameters: Mapping[str, Tensor] = (
@@ -343,6 +345,7 @@ class LiveParameters:
         self._let_compute(index)
         views, addends = list[Tensor](), list[Tensor]()
         for parameter, part, at, addend in self._with(index, merge.addend):
+            self._move_copies(parameter, part, merge.keep, addend[at])
             flat = parameter.view(-1) if parameter.is_contiguous() else parameter.reshape(-1)
             view = flat[part.start : part.stop]
             if view.dtype == torch.float32 and parameter.is_contiguous():
@@ -367,6 +370,7 @@ class LiveParameters:
         self._check(index, values)
         self._let_compute(index)
         for parameter, part, at, source in self._with(index, values):
+            self._move_copies(parameter, part, 0.0, source[at])
             flat = parameter.view(-1) if parameter.is_contiguous() else parameter.reshape(-1)
             flat[part.start : part.stop].copy_(source[at])
             if not parameter.is_contiguous():
@@ -376,12 +380,28 @@ class LiveParameters:
     def set_aside(self) -> Iterator[None]:
         """Whatever is loaded meanwhile, afterwards the parameters hold what they hold now: one copy."""
         kept = {name: parameter.detach().clone() for name, parameter in self._exchanged()}
+        copies, self.copies = self.copies, lambda name: ()
         try:
             yield
         finally:
+            self.copies = copies
             with torch.no_grad():
                 for name, parameter in self._exchanged():
                     parameter.copy_(kept[name])
+
+    def _move_copies(self, parameter: Tensor, part: Slice, keep: float, addend: Tensor) -> None:
+        """By what is about to be added to ``part`` of the parameter."""
+        at = slice(part.start, part.stop)
+        for copy in self.copies(part.name):
+            flat = copy.reshape(-1)  # a view where it can be
+            moved = addend if keep == 1.0 else parameter.reshape(-1)[at].float() * (keep - 1.0) + addend
+            flat[at].add_(moved.to(copy.device))
+            if not copy.is_contiguous():
+                copy.copy_(flat.view(copy.shape))
+
+    def slices(self, index: int) -> Sequence[Slice]:
+        """Of fragment ``index``: what of it lies here."""
+        return self._plan.fragments[index].slices
 
     def _exchanged(self) -> Iterator[tuple[str, Tensor]]:
         names = {part.name: None for fragment in self._plan.fragments for part in fragment.slices}

@@ -29,10 +29,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names, unwrapped
+from p2p_co2.tensors.names import named_buffers, named_modules, named_parameters, shared_names, unwrapped
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _CARD = "README.md"
+_EXTRA = "_extra_state"
 _MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -50,7 +51,7 @@ def write_pretrained(
     not there; ``EnvironmentFault`` if the disk refuses. Price: one copy of the parameters that are no fp32.
     """
     inner = unwrapped(model)
-    full = full_state(inner, state)
+    full = {name: one for name, one in full_state(inner, state).items() if not name.endswith(_EXTRA)}
     copies = [file for path in beside for file in _files_of(path)]
     with written_whole(folder) as place:
         if not saves_itself(inner):
@@ -147,10 +148,11 @@ def _save_pretrained(model: nn.Module) -> Callable[..., object]:
 
 
 def full_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors of ``model`` by plain name, tied ones under each of theirs: one tensor for all."""
+    """All tensors of ``model`` by plain name, tied ones under each of theirs: one tensor for all. With what
+    modules keep beside their tensors (``get_extra_state``), which is this machine's own."""
     own = {**named_parameters(model), **named_buffers(model, persistent=True)}
     shared = shared_names(model)
-    if strangers := [name for name in state if name not in own and name not in shared]:
+    if strangers := [name for name in state if name not in {*own, *shared} and not name.endswith(_EXTRA)]:
         raise ConfigError("model", strangers[0], "is in the trained state, but not in this model")
     full = dict[str, Tensor]()
     for name, tensor in own.items():
@@ -159,6 +161,9 @@ def full_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tenso
             problem = f"is {tuple(given.shape)} in the trained state and {tuple(tensor.shape)} in this model"
             raise ConfigError("model", name, problem)
         full[name] = tensor.detach() if given is None else given.detach().to(tensor.dtype)
+    for path, module in named_modules(model):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            full[f"{path}.{_EXTRA}" if path else _EXTRA] = module.get_extra_state()
     return full | {name: full[first] for name, first in shared.items()}
 
 

@@ -4,7 +4,6 @@ Between the two the caller knows the run's settings, and can refuse before anyth
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,10 +22,11 @@ from p2p_co2.protocol.pipeline import Place
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.recipes.sizes import stage_sizes
 from p2p_co2.system.extras import missing
-from p2p_co2.system.memory import return_large_blocks
+from p2p_co2.system.memory import use_one_arena
+from p2p_co2.system.process import say
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import clipped_mean, weighted_mean
+from p2p_co2.tensors.aggregation import centred_mean, weighted_mean
 from p2p_co2.tensors.checkpoint import folder as checkpoints
 from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
 from p2p_co2.tensors.checkpoint.folder import Checkpoint
@@ -69,7 +69,7 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
     answers) and ``EnvironmentFault`` (this machine; the board's port).
     """
     _check_call(ticket, config, on_event)
-    return_large_blocks()  # before there are threads: each stays with the arena that it had
+    use_one_arena()  # before there are threads: each stays with the arena that it had
     config = config.model_copy(update={"folder": config.folder.absolute()})  # wherever the program goes later
     thread = NetworkThread(Ticket.parse(ticket), config, on_event)
     try:
@@ -85,7 +85,7 @@ def connect(ticket: str, config: PeerConfig, on_event: EventSink) -> Connection:
 def print_warnings(event: ev.Event) -> None:
     """What a person should know, on stderr."""
     if isinstance(event, ev.Warned):
-        print(f"warning: {event.text}", file=sys.stderr, flush=True)
+        say(f"warning: {event.text}")
 
 
 def join(
@@ -106,7 +106,7 @@ def join(
         given = print_warnings if on_event is None else on_event
         connection = connect(ticket, PeerConfig() if config is None else config, given)
         if connection.config.board:
-            print(f"board: {connection.board or missing('board')}", file=sys.stderr, flush=True)
+            say(f"board: {connection.board or missing('board')}")
         try:
             return connection.start(model, optimizer, start_over=start_over, group=group)
         except BaseException:
@@ -246,7 +246,7 @@ class Connection:
             draws = recipe.batches(data_seed(run, me, peer.inner_steps), pipeline.sequences)
             own = draws if stage == 0 else None
             work = StageWork(stages, module, stage, crossings, own, cache_bytes // 2)
-            return StagePeer(groups, thread.start_pipeline(place, sizes), place, work)
+            return StagePeer(groups, thread.start_pipeline(place, sizes), place, work, recipe.max_grad_norm)
         except BaseException:
             for group in reversed(groups):
                 group.peer.leave("could not meet the stages beside it")
@@ -330,13 +330,13 @@ class Connection:
         fragments = [
             FragmentState(self.run, codec, me, state, index, uses) for index, state in enumerate(states)
         ]
-        rule = partial(clipped_mean, uses=uses) if self.run.weight_cap else weighted_mean
+        rule = partial(centred_mean, uses=uses) if self.run.weight_cap else weighted_mean
         ledger = TensorWorker(codec, fragments, rule)
         if saved is None:
             return ledger, Progressed()
         for trouble in resuming.restore(saved, live, plan.model, plan.optimizer, is_scheduled):
             self._thread.warn(trouble)
-        ledger.restore(saved.residuals)
+        ledger.restore(saved.residuals, saved.past)
         for damage in saved.passed_over:
             self._thread.warn(f"a checkpoint is damaged, went on from the checkpoint before it: {damage}")
         return ledger, Progressed(saved.position, saved.inner_steps, saved.tokens)

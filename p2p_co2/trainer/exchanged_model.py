@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, named_values
+from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, Slice, named_values
 from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names
-from p2p_co2.tensors.outer import OuterState
+from p2p_co2.tensors.outer import Merge, OuterState
 from p2p_co2.tensors.sharding import is_sharded, shard, trouble_with_cut
 from p2p_co2.trainer.ranked_parameters import Group, RankedParameters
 
@@ -70,19 +70,38 @@ class ExchangedModel:
         self._seen = self._glance()
         self.is_changed = False
         """Whether its parameters do not belong to the agreed state any more."""
+        self._told = set[str]()
+        self._frozen: dict[str, tuple[float, Tensor]] = {}
+        """Since which position nothing trains a frozen parameter, and some of its values."""
+        self._copied: dict[str, bool] = {}
+        """Entries of the inner optimizer's state: whether they are copies of the parameters."""
+        self._merged: tuple[Slice, Tensor, Tensor] | None = None
+        """Some values before and after the last merge, until the next step was made."""
+        self._undone = 0
+        """Merges in a row that did not last."""
+        self.live.copies = self.copies_of
 
-    def look(self) -> None:
+    def warn_once(self, text: str) -> None:
+        """Tell a person what would be told again and again."""
+        if text not in self._told:
+            self._told.add(text)
+            self._warn(text)
+
+    def look(self, position: float) -> None:
         """Raise ``ConfigError`` if the model has other parameters than those that are exchanged. Reads no
-        values; as long as nothing changes it costs a glance at each module."""
+        values; as long as nothing changes it costs a glance at each module. One that is frozen for part of an
+        iteration is still trained: only if its values stay for a round, up to ``position``, is it told."""
         if (glance := self._glance()) == self._seen:
+            self._frozen.clear()
             return
         try:
-            self._check()
+            self._check(position)
         except ConfigError as error:
             self.is_changed = True
             self._warn(str(error))  # others see why this peer leaves
             raise
-        self._seen = glance
+        if not self._frozen:
+            self._seen = glance
 
     def _glance(self) -> list[object]:
         """All that ``look`` goes by, quick to gather and to compare."""
@@ -91,14 +110,22 @@ class ExchangedModel:
             found += (id(one), one.requires_grad, one.dtype, None if is_lazy(one) else one.shape)
         return found
 
-    def _check(self) -> None:
+    def _stays_frozen(self, name: str, parameter: Tensor, position: float) -> bool:
+        values = _some_of(parameter)
+        since, seen = self._frozen.get(name, (position, values))
+        self._frozen[name] = since if torch.equal(seen, values) else position, values
+        return position >= self._frozen[name][0] + 1
+
+    def _check(self, position: float) -> None:
         parameters = named_parameters(self._plan.model)
         for name, (joined, shape, dtype) in self._joined.items():
             now = parameters.get(name)
             if now is None:
                 problem = "is gone since join"
+            elif now is joined and not now.requires_grad and not self._stays_frozen(name, now, position):
+                continue
             elif not now.requires_grad:
-                problem = "was frozen after join"
+                problem = "was frozen after join, for a round and more"
             elif (now.shape, now.dtype) != (shape, dtype):
                 problem = f"was {dtype} {tuple(shape)} in join and is {now.dtype} {tuple(now.shape)}"
             elif now is not joined:
@@ -113,6 +140,73 @@ class ExchangedModel:
                 raise ConfigError("model", name, f"{is_new}; {_FROM_THE_START}")
         _check_strangers(parameters.values(), self._plan.optimizer)
 
+    # ---- what moves with the parameters
+
+    def merge_(self, fragment: int, merge: Merge) -> None:
+        """As ``LiveParameters.merge_``; whether it lasts is seen after the next step."""
+        part = max(self.live.slices(fragment), key=lambda one: one.stop - one.start, default=None)
+        before = None if part is None else self._values(part)
+        self.live.merge_(fragment, merge)
+        self._frozen = {
+            name: (since, _some_of(self._joined[name][0])) for name, (since, _) in self._frozen.items()
+        }
+        if part is not None and before is not None:
+            self._merged = part, before, self._values(part)
+
+    def look_back(self) -> None:
+        """After a step: warn of an inner optimizer that has put back what merges changed, thrice in a row."""
+        if self._merged is None:
+            return
+        (part, before, after), self._merged = self._merged, None
+        moved, lasted = after - before, self._values(part) - before
+        if float(moved @ moved) > 0.0:
+            is_undone = float(lasted @ moved) < 0.2 * float(moved @ moved)
+            self._undone = self._undone + 1 if is_undone else 0
+        if self._undone == 3:
+            kind = type(self._plan.optimizer).__name__
+            self.warn_once(
+                f"{part.name}: what the swarm agreed on was gone after one step, three times in a row: {kind} "
+                "seems to write a copy of its own over the parameters (master weights, an offloaded copy), so "
+                "this peer trains alone; keep the copy in optimizer.state[parameter], where it is moved along, "
+                "or use another optimizer"
+            )
+
+    def _values(self, part: Slice) -> Tensor:
+        return _some_of(self._joined[part.name][0], slice(part.start, part.stop))
+
+    def copies_of(self, name: str) -> list[Tensor]:
+        """What of the inner optimizer's state is a copy of a parameter and moves with it: master weights, a
+        slow or averaged model."""
+        parameter, state = self._joined[name][0], self._plan.optimizer.state
+        found = state[parameter] if parameter in state else {}
+        return [
+            shard(one).detach()
+            for key, one in found.items()
+            if _is_like(one, parameter) and self._is_copy(key)
+        ]
+
+    def _is_copy(self, key: str) -> bool:
+        """Whether entry ``key`` of the inner optimizer's states lies near the parameters, over all of them:
+        no moment of gradients does."""
+        if key not in self._copied:
+            state, apart, size = self._plan.optimizer.state, 0.0, 0.0
+            for parameter, *_ in self._joined.values():
+                one = state[parameter].get(key) if parameter in state else None
+                if parameter.numel() > 1 and _is_like(one, parameter):
+                    ours = _some_of(parameter)
+                    apart += float((_some_of(one) - ours).square().sum())
+                    size += float(ours.square().sum())
+            self._copied[key] = apart < 0.25 * size
+        return self._copied[key]
+
+    def begin_anew(self) -> None:
+        """Its parameters were not finite: running statistics that are not either begin anew, too."""
+        self._merged = None
+        for module in self._plan.model.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+                if not all(bool(one.isfinite().all()) for one in module.buffers(recurse=False)):
+                    module.reset_running_stats()
+
     def forget_optimizer(self, fragment: int) -> None:
         """Drop the inner optimizer's state of a fragment whose parameters were not finite: its moments are
         not either."""
@@ -126,6 +220,16 @@ class ExchangedModel:
         shapes = {name: shape for name, (_, shape, _) in self._joined.items()}
         named = named_values(self._plan.fragments, shapes, [state.params for state in states])
         return named | {name: named[first] for name, first in self._shared.items() if first in named}
+
+
+def _some_of(tensor: Tensor, at: slice = slice(None)) -> Tensor:
+    """At most 256 values of a range of what lies here: fp32, host memory, a copy."""
+    flat = shard(tensor).detach().reshape(-1)[at]
+    return flat[:: max(1, len(flat) // 256)].float().cpu().clone()
+
+
+def _is_like(one: object, parameter: Tensor) -> bool:
+    return isinstance(one, Tensor) and one.is_floating_point() and one.shape == parameter.shape
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

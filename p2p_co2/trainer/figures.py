@@ -33,6 +33,8 @@ class Figures:
         self._tokens, self._made_of_tokens = tokens, tokens
         self._unread = list[Tensor]()
         """Counts that lie on an accelerator, read when the sum is asked for."""
+        self.empty_steps = 0
+        """Steps in a row that were of no tokens."""
         self._losses = list[float | Tensor]()
         self._first_step_at: float | None = None
         self.since = self.made_at = now
@@ -63,8 +65,10 @@ class Figures:
         self._losses.append(loss)
         if isinstance(tokens, Tensor):
             self._unread.append(tokens)
+            self.empty_steps = 0
         else:
             self._tokens += tokens
+            self.empty_steps = 0 if tokens else self.empty_steps + 1
         return step_s
 
     def stood_still(self, now: float, computing_s: float) -> None:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import EnvironmentFault, LocalProtocolError
+from p2p_co2.system.process import say
 from p2p_co2.tensors.checkpoint.tree import unsay
 from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, large_tensor, plan_fragments
 from p2p_co2.tensors.names import named_buffers, named_parameters
@@ -88,10 +89,10 @@ class Follower:
                 case command:
                     self._change(command, int(numbers[0]), numbers[1])
 
-    def look(self) -> None:
+    def look(self, position: float) -> None:
         """Raise ``ConfigError`` if the model is not the one that all ranks joined with any more."""
         if self._shares is not None:
-            self._shares.model.look()
+            self._shares.model.look(position)
 
     def _begin(self, run: str) -> None:
         self.run = RunConfig.from_canonical_bytes(run.encode())
@@ -105,7 +106,9 @@ class Follower:
             for shares in (kept, read)
         )
         whole = Plan(self.run, PeerConfig(), plan, self.model, self._optimizer)
-        self._shares = _Shares(ExchangedModel(whole, print), kept, read, live, readable_)
+        model = ExchangedModel(whole, say)
+        live.copies = model.copies_of
+        self._shares = _Shares(model, kept, read, live, readable_)
 
     def _change(self, command: Command, number: int, keep: float) -> None:
         """Something of the parameters, or of the inner optimizer's state."""

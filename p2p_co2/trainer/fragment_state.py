@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -67,7 +67,8 @@ class EncodedOffer:
 class Outcome:
     """News for the training thread: how live parameters change, and what became of an offer. ``report``: of
     the outer step, if one was taken. ``share``: how much of this peer's offer is in its mean, 0 to 1.
-    ``ends_offer``: the offer that was open has ended. ``trouble``: in words, why the mean was not applied."""
+    ``ends_offer``: the offer that was open has ended. ``trouble``: in words, why the mean was not applied.
+    ``others``: of other fragments, met between the same two steps."""
 
     fragment: int
     version: int
@@ -76,6 +77,7 @@ class Outcome:
     share: float = 0.0
     ends_offer: bool = True
     trouble: str = ""
+    others: Sequence[Outcome] = ()
 
 
 @dataclass(frozen=True)
@@ -403,10 +405,16 @@ class FragmentState:
         return self._plus(moved, None if self._readers else self.state.params)
 
     def reset(self, trouble: str = "") -> Outcome:
-        """Start again from the agreed state; what this peer learned since is dropped."""
-        self.open = self._withdrawn = None
-        self.departure = Departure(self.state.version)
-        return self._outcome(Merge(0.0, self.lend().params), trouble=trouble)
+        """Start again from the agreed state; what this peer learned since is dropped. An offer that is in
+        flight may still be counted, and live parameters hold nothing of it from now on."""
+        if self.open is not None:
+            nothing = room_of(self._codec, self.numel, 4)
+            for at in pieces(self.numel):
+                nothing.set_(at, torch.zeros(at.stop - at.start, dtype=torch.float32, device="cpu"))
+            self.open = replace(self.open, gradient=nothing)
+        self._withdrawn, self.departure = None, Departure(self.state.version)
+        merge = Merge(0.0, self.lend().params)
+        return self._outcome(merge, ends_offer=self.open is None, trouble=trouble)
 
     # ---- whose work a mean holds
 

@@ -38,7 +38,7 @@ from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Relayed, RunPosition, Status
 from p2p_co2.protocol.wire.model_table import ModelSummary
 from p2p_co2.system.extras import missing
-from p2p_co2.system.process import program
+from p2p_co2.system.process import LOST, program
 from p2p_co2.system.socket_activation import SocketActivation
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
@@ -242,7 +242,8 @@ class NetworkThread:
             stage = self.network.holds.stage
             group = self.network.run.stage_digest(stage) if stage is not None else b""
             environment = Environment(self.network, group=group)
-            node = Node(environment, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model)
+            agreed, past = ledger.agreed(), ledger.past
+            node = Node(environment, shape, state_bytes, ledger, agreed, self.on_event, model, past)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
 
@@ -315,6 +316,10 @@ class NetworkThread:
             self._reporting.see(event)
         try:
             self._tell(event)
+        except OSError as error:
+            if error.errno not in LOST:  # whoever read it is gone, as a terminal that was closed
+                self._failure = self._failure or error
+                raise
         except BaseException as error:
             self._failure = self._failure or error  # on the loop nobody hears it: the training thread does
             raise

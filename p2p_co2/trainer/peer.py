@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError
 from p2p_co2.system.governor import BY_HAND, Governor, WishFile
+from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import swarm_digest
 from p2p_co2.tensors.names import unwrapped
@@ -61,6 +63,47 @@ class Stepping:
             self._lock.release()
 
 
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Afterwards each module's mode, torch's random numbers and whether gradients are made are as before:
+    what a user's evaluation changes there is no wish about training."""
+    modes, is_grad = [(module, module.training) for module in model.modules()], torch.is_grad_enabled()
+    devices = {one.device for one in model.parameters() if one.device.type not in ("cpu", "meta")}
+    kind = next((one.type for one in devices), "cuda")
+    with torch.random.fork_rng([one.index for one in devices if one.type == kind], device_type=kind):
+        try:
+            yield
+        finally:
+            torch.set_grad_enabled(is_grad)
+            for module, is_training in modes:
+                module.training = is_training
+
+
+class Asked:
+    """From ``begin`` to ``at_the_end`` the first of these signals calls ``stop``, if the program handles the
+    first of them by no way of its own: SIGTERM saves and leaves, as ``p2p-co2 join`` does. In a group Ctrl-C
+    does so, too, and torchrun's agent when the group is to end: all ranks stop with the same step."""
+
+    def __init__(self, stop: Callable[[], object], *numbers: signal.Signals) -> None:
+        self._signals, self._first, self._is_entered = StopSignals(stop, *numbers), numbers[0], False
+
+    def begin(self) -> None:
+        is_free = signal.getsignal(self._first) in (signal.SIG_DFL, signal.default_int_handler)
+        if is_free and not self._is_entered and threading.current_thread() is threading.main_thread():
+            self._signals.__enter__()
+            self._is_entered = True
+
+    @contextmanager
+    def at_the_end(self) -> Iterator[None]:
+        """After this they are the program's again."""
+        try:
+            yield
+        finally:
+            if self._is_entered and threading.current_thread() is threading.main_thread():
+                self._signals.__exit__()
+                self._is_entered = False
+
+
 class Peer:
     """Made by ``Connection.start`` or ``join``. A context manager: leaving the block leaves the swarm.
 
@@ -76,7 +119,7 @@ class Peer:
         self._sync = Synchroniser(plan.run, self._model, ledger, thread.view, start)
         self._saver = Saver(plan, ledger, self._sync, self._model.live, thread.report)
         self._rates, self._left = rates, False
-        self._stepping = Stepping()
+        self._stepping, self._signals = Stepping(), Asked(self.stop, signal.SIGTERM)
         self._governor = Governor(plan.config.limits.hours, WishFile(plan.config.folder).news)
         self._sync.take_outcomes()  # the first step starts from what catching up brought
         self._sync.report()
@@ -143,11 +186,12 @@ class Peer:
     def idle(self, waited_s: float, between_steps: bool) -> bool:
         """Where ``step`` is far: for ``waited_s`` seconds there was nothing to compute. ``between_steps``: no
         gradient is under way, so that what is agreed may be merged. False when the run is over or ``stop``
-        was called."""
-        sync = self._sync
+        was called. A stage that nobody else holds begins no further back than the stages beside it are."""
+        sync, view = self._sync, self._thread.view
         with self._stepping.alone("idle"):
             self._thread.check()
             sync.pause(waited_s)
+            self._saver.keep_up()
             if between_steps:
                 sync.take_outcomes()
                 sync.stood_still()
@@ -156,6 +200,10 @@ class Peer:
             if now - sync.figures.made_at >= 10 * REPORT_EVERY_S:
                 sync.report()
             position = sync.clock.position(now, sync.inner_steps)
+            others = view.swarm_position() or (0.0, now)
+            if others[0] > position and not (sync.figures.has_begun or view.live_trainers()):
+                position = others[0]
+                sync.clock.start(position, now, sync.inner_steps)
             if (over := sync.account.is_over(position)) and between_steps:
                 sync.position = position  # though no step brings it there; one that is under way counts
         return not (sync.stopped or over)
@@ -165,8 +213,9 @@ class Peer:
         self._sync.stopped = True
 
     def pause(self) -> None:
-        """Rest from the next ``step`` on, which then does not return until ``go_on`` or ``stop``: no
-        training, no fetching, only heartbeats. The swarm does not wait for this peer, and it keeps its place.
+        """Rest from the next ``step`` on, which then does not return until ``go_on``, ``stop`` or the run's
+        end: no training, no fetching, only heartbeats. The swarm does not wait for this peer, and it keeps
+        its place.
         Others judge without it where the swarm is. Newcomers ask it only for what nobody else has. Safe in a
         signal handler and from other threads, as are the next two."""
         self._governor.pause()
@@ -180,7 +229,8 @@ class Peer:
         self._governor.toggle(_minute_of_the_day())
 
     def _rest(self) -> None:
-        if self._governor.resting(_minute_of_the_day()) and not self._sync.stopped:
+        is_ending = self._sync.stopped or self._sync.account.is_near_end(self._sync.position)
+        if self._governor.resting(_minute_of_the_day()) and not is_ending:
             try:
                 self._saver.save()  # a machine that rests may be switched off
             except EnvironmentFault as error:
@@ -221,12 +271,13 @@ class Peer:
         self._stepping.must_be_here()
         started_at = time.monotonic()
         with self._stepping.alone("agreed"):
-            self._model.look()
+            self._model.look(self._sync.position)
             try:
                 with self._model.live.set_aside() if back else nullcontext():
                     for fragment, state in enumerate(self._ledger.states()):
                         self._model.live.load_(fragment, state.params)
-                    yield self._plan.model
+                    with as_it_was(self._plan.model):
+                        yield self._plan.model
             finally:
                 self._sync.pause(time.monotonic() - started_at)
 
@@ -271,15 +322,15 @@ class Peer:
         goodbye.
 
         Bounded; may be called twice; does nothing in a child that was forked. After it no thread, process or
-        socket of this peer is left. Raises ``EnvironmentFault`` if the last checkpoint cannot be written; the
-        one before it stays.
+        socket of this peer is left. If the last checkpoint cannot be written, that is told at the very end, as
+        a warning; the one before it stays, and what was agreed can still be read and published.
         """
         if self._left or self._stepping.is_forked:
             return
         self._left = True
         last: dict[str, Any] = {"digest": "", "versions": tuple(self._sync.versions), "carriers": {}}
         reason = reason or ("the run is over" if self.over and not self._sync.stopped else "stopped")
-        with ExitStack() as ending:
+        with self._signals.at_the_end(), ExitStack() as ending:
             ending.callback(self._save_and_finish, reason, last)
             ending.callback(self._thread.close)
             if not self._model.is_changed:
@@ -290,19 +341,24 @@ class Peer:
             last["carriers"] = self._thread.goodbye(reason, last)
 
     def _save_and_finish(self, reason: str, last: Mapping[str, Any]) -> None:
-        is_saved = False
+        is_saved, trouble = False, ""
         try:
             if not self._model.is_changed:  # its parameters are the ones that belong to the agreed state
                 self._saver.save()
                 is_saved = True
+        except EnvironmentFault as error:
+            trouble = f"the last checkpoint was not written, the one before it stays: {error}"
         finally:
             reason += "" if is_saved else ", without a last checkpoint"
             self._saver.close()
             self._ledger.close()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
             self._thread.report(ev.PeerFinished, {"reason": reason, "peak_memory_bytes": peak, **last})
+            if trouble:
+                self._thread.warn(trouble)
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> Self:
+        self._signals.begin()
         return self
 
     def __exit__(

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -29,7 +28,6 @@ from torch.optim import Optimizer
 
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import ConfigError, LocalProtocolError, P2PCo2Error
-from p2p_co2.system.process import StopSignals
 from p2p_co2.tensors.names import unwrapped
 from p2p_co2.tensors.pretrained import full_state
 from p2p_co2.tensors.sharding import reshard
@@ -37,7 +35,7 @@ from p2p_co2.trainer.exchanged_model import Plan
 from p2p_co2.trainer.figures import loss_of, mean_loss, tokens_of
 from p2p_co2.trainer.follower import Follower
 from p2p_co2.trainer.group import compare_samples, has_frozen_shards, whole_frozen
-from p2p_co2.trainer.peer import Peer
+from p2p_co2.trainer.peer import Asked, Peer, as_it_was
 from p2p_co2.trainer.ranked_parameters import Group
 from p2p_co2.trainer.ranks import CALLED, Call, Command, Ranks
 from p2p_co2.trainer.rates import Factor, Rates
@@ -61,8 +59,9 @@ class LeadingPeer(Peer):
         self._ranks, self._device = plan.group.ranks, next(plan.model.parameters()).device
         self._waiting = set[int]()
         """Ranks that wait in ``leave`` for the others."""
-        self._is_compared, self._signals = False, Asked(self.stop)
+        self._is_compared = False
         super().__init__(thread, ledger, plan, rates, start)
+        self._signals = Asked(self.stop, signal.SIGINT, signal.SIGTERM)
 
     def step(self, tokens: int | Tensor, loss: float | Tensor) -> bool:
         """As ``Peer.step``, called on every rank: tokens are summed and losses averaged."""
@@ -164,10 +163,6 @@ class LeadingPeer(Peer):
         self._model.is_changed = True
         super().leave(reason)
 
-    def __enter__(self) -> LeadingPeer:
-        self._signals.begin()
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -223,7 +218,7 @@ class FollowingPeer:
         self._device = follower.device
         self._asked = 0
         """By a person, since the last step."""
-        self._left, self._signals = False, Asked(self.stop)
+        self._left, self._signals = False, Asked(self.stop, signal.SIGINT, signal.SIGTERM)
         self.position, self.inner_steps, self.over = 0.0, 0, False
         self._go()
         told = json.loads(self._ranks.hear(0))
@@ -246,7 +241,7 @@ class FollowingPeer:
             (count, value), problem = _given(tokens, loss, self._device)
             if problem is not None:
                 raise problem
-            self._follower.look()
+            self._follower.look(self.position)
             asked, self._asked = self._asked, 0
             if self._device.type == "cpu":
                 self._ranks.word(0, Call.STEP, float(count), float(value), asked)
@@ -291,7 +286,8 @@ class FollowingPeer:
         """As ``Peer.agreed``."""
         self._together(Call.AGREED)
         with self._ranks.together():
-            yield self._follower.model
+            with as_it_was(self._follower.model):
+                yield self._follower.model
             self._together(Call.PUT_BACK)
 
     def measure_agreed(self, held_out: Callable[[nn.Module], float]) -> float:
@@ -340,30 +336,6 @@ class FollowingPeer:
 
 
 AnyPeer = Peer | FollowingPeer
-
-
-class Asked:
-    """From ``begin`` to ``at_the_end`` a first Ctrl-C calls ``stop``, and so does torchrun's agent when the
-    group is to end: all ranks stop with the same step. A program that handles them keeps its own way."""
-
-    def __init__(self, stop: Callable[[], object]) -> None:
-        self._signals, self._is_entered = StopSignals(stop), False
-
-    def begin(self) -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._signals.__enter__()
-            self._is_entered = True
-
-    @contextmanager
-    def at_the_end(self) -> Iterator[None]:
-        """After this they are the program's again."""
-        try:
-            yield
-        finally:
-            if self._is_entered:
-                self._signals.__exit__()
-                self._is_entered = False
 
 
 def as_one_peer(

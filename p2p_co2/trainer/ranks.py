@@ -19,6 +19,8 @@ the same error. Price: a step takes one exchange of words; a follower waits for 
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -38,7 +40,7 @@ from p2p_co2.errors import (
     TicketError,
     TransportError,
 )
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S
+from p2p_co2.protocol.heartbeat import HEARTBEAT_S, SILENCE_FLOOR_S
 
 WORD = 8
 _WORDS, _CONTENT, _NOTHING = 0, 1, 2
@@ -97,11 +99,18 @@ class Ranks:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        here = f"rank {self.rank} of {self.size} has come to join, and waits for the others"
+        words = f"warning: {here}: all ranks of a torchrun group call join, not rank 0 alone"
+        tell = threading.Timer(SILENCE_FLOOR_S, print, (words,), {"file": sys.stderr})
+        tell.daemon = True
+        tell.start()
         try:  # bounded by torch's own time, unlike what is waited for afterwards
             self._group = dist.new_group(backend="gloo")
         except RuntimeError as error:
             problem = "not all ranks of this peer came to join: one has ended, or is held up"
             raise EnvironmentFault(f"{problem}; {_CURE}") from error
+        finally:
+            tell.cancel()
         self._kept: list[object] = []
         """What is on its way needs its memory: a follower's last word; at the end what may never arrive."""
         self.is_broken = False

@@ -36,7 +36,7 @@ from p2p_co2.tensors.fragments import LiveParameters, large_tensor
 from p2p_co2.tensors.names import named_buffers
 from p2p_co2.trainer.exchanged_model import Plan
 from p2p_co2.trainer.resuming import FAULTS, inner_of, shapes_of
-from p2p_co2.trainer.synchroniser import Synchroniser
+from p2p_co2.trainer.synchroniser import REPORT_EVERY_S, Synchroniser
 from p2p_co2.trainer.worker import TensorWorker
 
 AT_ONCE_BYTES = 32 << 20
@@ -58,6 +58,8 @@ class Saver:
         self.under_way: Future[None] | None = None
         """Nothing else writes to the folder meanwhile."""
         self.copies: ShareQueue | None = None
+        self._shapes = shapes_of(plan.model)
+        """As they were joined with: what is frozen for a moment is in a checkpoint, too."""
         self._folder = plan.config.folder / "checkpoint"
         self._refused: EnvironmentFault | None = None
         """Why the last one was not written."""
@@ -65,6 +67,7 @@ class Saver:
         self._told = set[str]()
         self.size_bytes = 0
         self._look()
+        self.began_at -= max(0.0, self.every_s - REPORT_EVERY_S)  # who is killed soon has one to go on from
 
     @property
     def every_s(self) -> float:
@@ -129,7 +132,7 @@ class Saver:
             run_config_json=plan.run.canonical_bytes().decode(), plan_digest=plan.fragments.digest,
             states=(), buffers=buffers, optimizer={}, position=sync.position, inner_steps=sync.inner_steps,
             tokens=sync.figures.tokens, inner=inner_of(plan.optimizer, plan.model),
-            parameters=shapes_of(plan.model), stage=plan.stage,
+            parameters=self._shapes, stage=plan.stage,
         )  # fmt: skip
         stopped_s = time.monotonic() - began_at
         self.copies = copies = ShareQueue(parts(checkpoint, said), self._live, stopped_s)
@@ -160,11 +163,12 @@ class Saver:
     def _write(self, checkpoint: Checkpoint, said: Said, copies: ShareQueue, began_at: float) -> None:
         """On the saver's thread: the whole of a checkpoint."""
         saving = None
-        states, residuals = self._ledger.borrow()
+        states, residuals, past = self._ledger.borrow()
         versions = tuple(state.version for state in states)
         try:
-            saving = Saving(self._folder, replace(checkpoint, states=states, residuals=residuals), said)
-            del states, residuals
+            agreed = replace(checkpoint, states=states, residuals=residuals, past=past)
+            saving = Saving(self._folder, agreed, said)
+            del states, residuals, agreed
             saving.put_agreed(self._ledger.give_back)
             for _ in copies.shares:
                 saving.put(copies.take())

@@ -108,7 +108,8 @@ class SideThread:
         async def start() -> Node:
             environment = self._main.view.node.environment.beside(self._digest)
             environment.network = self.network
-            node = Node(environment, shape, state_bytes, ledger, ledger.agreed(), self.on_event, model)
+            agreed, past = ledger.agreed(), ledger.past
+            node = Node(environment, shape, state_bytes, ledger, agreed, self.on_event, model, past)
             self._task = asyncio.create_task(node.run(), name=self._name)
             self._task.add_done_callback(self._ended)
             self.view = NodeView(node, asyncio.get_running_loop(), self.report, lambda: self._failure)

@@ -27,6 +27,7 @@ from p2p_co2.errors import ConfigError
 from p2p_co2.node.pipeline_node import BesideStages
 from p2p_co2.protocol.pipeline import Pipeline, Place, Sizes, Work, window_of
 from p2p_co2.protocol.pipeline.machine import Do
+from p2p_co2.recipes.inner_step import clip_
 from p2p_co2.recipes.sizes import StageSize
 from p2p_co2.system.machine import available_memory_bytes
 from p2p_co2.trainer.network_thread import PipelineView
@@ -95,13 +96,15 @@ class Trained(NamedTuple):
 class StagePeer:
     """Made by ``Connection.start_stage``. A context manager: leaving the block leaves the swarm.
 
-    ``groups``: the stage's own, and that of the tied table after it, if the stage has one."""
+    ``groups``: the stage's own, and that of the tied table after it, if the stage has one.
+    ``max_grad_norm``: as ``Recipe`` has it."""
 
     def __init__(
-        self, groups: Sequence[Trained], pipeline: PipelineView, place: Place, work: StageWork
-    ) -> None:
+        self, groups: Sequence[Trained], pipeline: PipelineView, place: Place, work: StageWork,
+        max_grad_norm: float | None = None,
+    ) -> None:  # fmt: skip
         self._groups, self._pipeline, self._place, self._work = groups, pipeline, place, work
-        self.peer = groups[0].peer
+        self.peer, self._max_grad_norm = groups[0].peer, max_grad_norm
         self._busy_s = 0.0
         """Seconds of computing in this inner step."""
         self.tokens_per_s = 0.0
@@ -194,6 +197,7 @@ class StagePeer:
         """The end of an inner step: the gradient is the mean over its tokens."""
         counted = done.counted
         assert counted is not None
+        clip_([group.optimizer for group in self._groups], self._max_grad_norm)
         for group in self._groups:
             group.optimizer.step()
             group.optimizer.zero_grad(set_to_none=True)

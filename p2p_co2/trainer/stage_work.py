@@ -6,9 +6,9 @@
 
 A payload forward is the side (int64, little-endian) and then the encoded activations; backward the encoded
 gradient alone. ``Done.codec`` numbers its codec: 0 is the run's ``backward``, 1 its ``backward_critical``,
-for urgent ones. What low rank leaves out of one is added to its heir; where there is none, codec 0 is taken,
-and nothing is left over. The last stage goes forward and back at once. What a peer sent is checked before it
-is used: ``Done.refused`` says why it could not be, and nothing of it is counted.
+for urgent ones. What low rank leaves out of some is added to their heir; where there is none, codec 0 is
+taken, and nothing is left over. The last stage goes forward and back at once. What a peer sent is checked
+before it is used: ``Done.refused`` says why it could not be, and nothing of it is counted.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Crossings:
     backward: str
     critical: str = ""
     """Of urgent gradients: a codec, "rank16" for low rank, or "" for ``backward``."""
+    inputs: tuple[int, ...] = ()
+    """Shape of one sequence as the first stage takes it; they do not cross."""
 
     @classmethod
     def of(
@@ -58,7 +60,8 @@ class Crossings:
         microbatches that are too large to cross, and for a rank that a gradient cannot have or that saves
         nothing."""
         shapes = stages.crossing(inputs)
-        made = cls(shapes, tuple(side.shape[1:]), len(inputs), forward, backward, critical)
+        like = tuple(inputs.shape[1:])
+        made = cls(shapes, tuple(side.shape[1:]), len(inputs), forward, backward, critical, like)
         for boundary in range(len(stages) - 1):
             plain, *urgent = made.backward_bytes(boundary)
             size = max(made.forward_bytes(boundary), plain)
@@ -80,6 +83,14 @@ class Crossings:
         """Names all this: peers that differ in it take nothing from each other."""
         said = [self.shapes, self.side, self.sequences, self.forward, self.backward, self.critical]
         return hashlib.sha256(json.dumps(said).encode()).digest()
+
+    def must_fit(self, inputs: Tensor, side: Tensor) -> None:
+        """Raises ``ConfigError`` for a microbatch of another shape than the one that these are for."""
+        wanted = [(self.sequences, *self.inputs), (self.sequences, *self.side)]
+        if (given := [tuple(inputs.shape), tuple(side.shape)]) != wanted:
+            problem = "all microbatches must have one shape: pad, or drop the last"
+            said = f"inputs and side are {given[0]} and {given[1]}, were {wanted[0]} and {wanted[1]} before"
+            raise ConfigError("recipe", "batches", f"{problem}; {said}")
 
     def forward_bytes(self, boundary: int) -> int:
         return self.side_bytes + self.ahead(boundary).payload_bytes
@@ -156,7 +167,8 @@ class StageWork:
 
     def compute(self, work: Work) -> Done:
         """Forward, back, or the end of an inner step, whose optimizer step is the caller's. Raises
-        ``ValueError`` for values that are not finite: training has diverged here."""
+        ``ValueError`` for values that are not finite: training has diverged here. ``ConfigError`` for batches
+        of one's own that have run out or have another shape."""
         try:
             if work.do is Do.BACKWARD:
                 return self._backward(work)
@@ -189,7 +201,7 @@ class StageWork:
     def _backward(self, work: Work) -> Done:
         assert work.payload is not None
         gradient = self._comes_back[work.codec].decode(work.payload, self._device)
-        self._usual.admit(work.sender, gradient)
+        gradient = self._usual.admit(work.sender, gradient)
         back = self.replica.backward(work.key, gradient, work.tokens, work.loss)
         payload, codec = self._encoded(work, back)
         return Done(work, payload, work.tokens, work.loss, codec=codec)
@@ -205,7 +217,8 @@ class StageWork:
             return _bytes(urgent.encode(gradient)), 1
         if urgent is None or work.heir is None:
             return _bytes(self._goes_back.encode(gradient)), 0
-        payload, self._rest[work.heir] = urgent.encode(gradient)
+        payload, rest = urgent.encode(gradient)
+        self._rest[work.heir] = rest + self._rest.get(work.heir, 0)  # out of order, several have one heir
         return _bytes(payload), 1
 
     def _inputs(self, work: Work) -> tuple[Tensor, Tensor]:
@@ -213,7 +226,10 @@ class StageWork:
         peer sent and is no use."""
         if self._comes is None:
             assert self._batches is not None
-            inputs, side = self._stages.split(next(self._batches))
+            if (batch := next(self._batches, None)) is None:
+                raise ConfigError("recipe", "batches", "have run out; in a run with stages they never end")
+            inputs, side = self._stages.microbatch(batch)
+            self._crossings.must_fit(inputs, side)
             return inputs.to(self._device), side
         assert work.payload is not None
         view = memoryview(work.payload).cast("B")
@@ -226,8 +242,7 @@ class StageWork:
                 "out of range", f"values outside of {least} to {beyond - 1} in the side"
             )
         hidden = self._comes.decode(view[cut:], self._device)
-        self._usual.admit(work.sender, hidden)
-        return hidden, side
+        return self._usual.admit(work.sender, hidden), side
 
 
 def _bytes(payload: Tensor) -> memoryview:

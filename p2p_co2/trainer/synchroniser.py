@@ -40,11 +40,18 @@ from p2p_co2.trainer.exchanged_model import ExchangedModel
 from p2p_co2.trainer.figures import Figures
 from p2p_co2.trainer.fragment_state import EncodedOffer, Outcome
 from p2p_co2.trainer.network_thread import CLOSE_BOUND_S, NodeView
-from p2p_co2.trainer.worker import TensorWorker
+from p2p_co2.trainer.worker import NOT_FINITE, TensorWorker
 
 REPORT_EVERY_S = 1.0
 """How often a peer tells of itself. One that rests does so a tenth as often, and sees within a tenth of it
 that it may go on; one that stands still sees within a hundredth what the network thread has concluded."""
+
+EMPTY_STEPS = 10
+NO_TOKENS = (
+    f"{EMPTY_STEPS} steps in a row were of no tokens, and such work weighs next to nothing in the mean: if a "
+    "GradScaler skips them, look for NaN in the data and the loss; else tell the tokens, as in "
+    "exchange(tokens=labels.numel()). This is told once"
+)
 
 
 @dataclass(frozen=True)
@@ -126,24 +133,27 @@ class Synchroniser:
         """As ``after_step``."""
         now = self._source.now()
         self._check()
+        self._model.look_back()
         if not self.figures.has_begun or not self._ledger.outcomes.empty():
-            self._model.look()
+            self._model.look(self.position)
         is_too_late = self.account.is_over(self.position)  # it joined then: this is the work of no round
         step_s = self.figures.trained(now, 0 if is_too_late else tokens, loss)
         self.inner_steps += 1
+        if self.figures.empty_steps == EMPTY_STEPS and not is_too_late:
+            self._model.warn_once(NO_TOKENS)
         is_encoded = not self._ledger.is_encoding  # before its merge, in the snapshot's memory, is taken
         self.take_outcomes()
         last, self.position = self.position, self._advance(now)
         due = [] if is_too_late else self.account.due(last, self.position, self._wire.is_line_full())
         if due:
-            self._model.look()
+            self._model.look(self.position)
         first = self.account.awaited(self._send_due(due, is_encoded, step_s))
         if first:  # stand still for the first rounds of what was just sent, if the run file asks for it
             open_ = self.account.in_flight
             yield from self._wait(lambda: self.stopped or first.isdisjoint(open_), FIRST_ROUND_BOUND_S)
         self.stood_still()
         if self._source.now() - self.figures.made_at >= REPORT_EVERY_S:
-            self._model.look()
+            self._model.look(self.position)
             self.report()
 
     def _advance(self, now: float) -> float:
@@ -223,9 +233,14 @@ class Synchroniser:
             if outcome.report is None:
                 self._model.forget_optimizer(fragment)
         elif outcome.merge is not None:
-            self._model.live.merge_(fragment, outcome.merge)
-        if outcome.trouble:
+            self._model.merge_(fragment, outcome.merge)
+        if outcome.trouble == NOT_FINITE:
+            self._model.begin_anew()
+            self._model.warn_once(NOT_FINITE)
+        elif outcome.trouble:
             self._report(ev.Warned, text=f"fragment {fragment}: {outcome.trouble}")
+        for other in outcome.others:
+            self._apply_next(other)
         if outcome.report is None:
             if is_newer:
                 self.account.left_out(fragment)
@@ -280,6 +295,11 @@ class Synchroniser:
         self._report(ev.Paused, reason=why)
         self.report()
         while reason() and not self.stopped:
+            if self.account.is_near_end(self._advance(self._source.now())):
+                self._report(
+                    ev.Warned, text="the run is about to end: this peer rests no longer, and ends with it"
+                )
+                break
             self._check()
             self.take_outcomes()
             if self._source.now() - self.figures.made_at >= 10 * REPORT_EVERY_S:

@@ -11,6 +11,7 @@ import asyncio
 import queue
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -21,8 +22,9 @@ from p2p_co2.digest import digest_of_chunks
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Exported, PartWeights, Reduced, SliceRefused
 from p2p_co2.protocol.catchup.goals import chunk_bytes_of
+from p2p_co2.protocol.rounds import Likeness
 from p2p_co2.system.memory import Buffer, return_holes
-from p2p_co2.tensors.aggregation import HostileSlice, Rule, reduce_slices, weighted_mean
+from p2p_co2.tensors.aggregation import HostileSlice, Rule, compare, reduce_slices, weighted_mean
 from p2p_co2.tensors.checkpoint.agreed import (
     state_chunk_digests,
     state_from_bytes,
@@ -36,6 +38,10 @@ from p2p_co2.trainer.fragment_state import EncodedOffer, FragmentState, Outcome
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
+NOT_FINITE = (
+    "this peer's parameters were not finite (NaN or Inf): it took over the agreed ones and its inner optimizer "
+    "began anew; look at the data, the loss and the learning rate. This is told once"
+)
 Encoded = Callable[[int, EncodedOffer, AgreedVersion], None]
 """What is called on the worker when an offer is encoded: (fragment, offer, where the fragment is)."""
 
@@ -81,6 +87,8 @@ class TensorWorker:
         self._chunk_digests = [
             state_chunk_digests(fragment.state, self.chunk_bytes) for fragment in self.fragments
         ]
+        self.past: list[dict[int, bytes]] = [{} for _ in self.fragments]
+        """Of each fragment, as ``PeerState.past`` has it: the network thread writes it."""
         self._is_closed = False
         self._encoding: Future[None] | None = None
 
@@ -110,13 +118,17 @@ class TensorWorker:
 
         return read() if self._is_closed else self.thread.submit(read).result()
 
-    def borrow(self) -> tuple[list[OuterState], dict[int, Values]]:
+    def borrow(self) -> tuple[list[OuterState], dict[int, Values], list[dict[int, bytes]]]:
         """The agreed states and the residuals of one moment, for a checkpoint: not written to until each is
-        given back. Waits for the worker. Raises as ``PoisonGuard.check``."""
+        given back; and their ``past``, where the network thread knows of the state. Waits for the worker.
+        Raises as ``PoisonGuard.check``."""
 
-        def read() -> tuple[list[OuterState], dict[int, Values]]:
+        def read() -> tuple[list[OuterState], dict[int, Values], list[dict[int, bytes]]]:
             states = [fragment.lend("saver") for fragment in self.fragments]
-            return states, {i: one.residual for i, one in enumerate(self.fragments) if one.residual}
+            agreed = [self._agreed(fragment) for fragment in range(len(self.fragments))]
+            pairs = zip(map(dict.copy, self.past), agreed, strict=True)
+            past = [known if known.get(at.version) == at.digest else {} for known, at in pairs]
+            return states, {i: one.residual for i, one in enumerate(self.fragments) if one.residual}, past
 
         return self.thread.submit(read).result()
 
@@ -124,9 +136,11 @@ class TensorWorker:
         """What was borrowed of it at ``version`` is read."""
         self.thread.submit(self.fragments[fragment].give_back, version, "saver")
 
-    def restore(self, residuals: Mapping[int, Values]) -> None:
-        """Go on from a checkpoint, before the node runs: put saved residuals back. What the process before
-        had offered is in doubt from now on."""
+    def restore(self, residuals: Mapping[int, Values], past: Sequence[Mapping[int, bytes]] = ()) -> None:
+        """Go on from a checkpoint, before the node runs: put saved residuals, and digests of the past, back.
+        What the process before had offered is in doubt from now on."""
+        for known, saved in zip(self.past, past, strict=False):
+            known.update(saved)
         for index, fragment in enumerate(self.fragments):
             fragment.in_doubt = True
             if index in residuals:
@@ -152,7 +166,7 @@ class TensorWorker:
             try:
                 offer = mine.offer(snapshot, weight, offer_id)
             except ValueError:  # NaN or Inf: this peer's own training has diverged
-                self._tell(mine.reset("this peer's parameters were not finite; took over the agreed ones"))
+                self._reset()
                 return
             if offer.merge is not None:
                 self._tell(Outcome(fragment, agreed.version, offer.merge, ends_offer=False))
@@ -162,6 +176,10 @@ class TensorWorker:
         future.add_done_callback(self._note_failure)
         self._encoding = future
         return future
+
+    def reset(self) -> None:
+        """Have the parameters of all fragments start again from the agreed ones: they are not finite."""
+        self.thread.submit(self._reset).result()
 
     @property
     def is_encoding(self) -> bool:
@@ -176,6 +194,10 @@ class TensorWorker:
             return Reduced(*reduce_slices(self._rule, self._codec, slices))
         except HostileSlice as hostile:
             raise SliceRefused(hostile.peer, str(hostile.cause)) from None
+
+    @_on_worker
+    def check(self, fragment: int, mine: Buffer, mean: Buffer) -> Likeness:
+        return Likeness(*compare(self._codec, mine, mean))
 
     @_on_worker
     def commit(self, mean: AgreedMean) -> AgreedVersion:
@@ -232,6 +254,13 @@ class TensorWorker:
             self._tell(outcome)
             self._chunk_digests[fragment] = digests or state_chunk_digests(mine.state, self.chunk_bytes)
         return self._agreed(fragment)
+
+    def _reset(self) -> None:
+        """What is not finite in one fragment is soon so in all: one outcome resets them at one moment."""
+        first, *others = [one.reset(NOT_FINITE) for one in self.fragments]
+        for index in range(len(self.fragments)):
+            self._told[index] += 1
+        self.outcomes.put(replace(first, others=[replace(one, trouble="") for one in others]))
 
     def _tell(self, outcome: Outcome) -> None:
         self._told[outcome.fragment] += 1

@@ -134,7 +134,9 @@ async def _daemon(config: PeerConfig, tell: Tell, stack: AsyncExitStack) -> tupl
         identity = Identity.load_or_create(folder / "identity")
         # On the peer's own port if that is free (``check_ports`` tells): that one is to be dialled.
         port = 0 if cannot_listen(config.host, config.libp2p_port) else config.libp2p_port
-        p2p = await start_p2p(folder / "identity", config.host, port, startup_timeout_s=STARTUP_S)
+        p2p = await start_p2p(
+            folder / "identity", config.host, port, relay=False, upnp=config.upnp, startup_timeout_s=STARTUP_S
+        )
     except (EnvironmentFault, ConfigError) as error:
         tell(Finding("libp2p daemon", State.CANNOT, "does not start", str(error)))
         return None

@@ -12,10 +12,12 @@ is still listed.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from p2p_co2 import __version__
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TicketError, TransportError
@@ -37,6 +39,7 @@ from p2p_co2.net.transport.libp2p.daemon import require_daemon
 from p2p_co2.net.transport.libp2p.hivemind import (
     DHTID,
     P2P,
+    AuthorizerBase,
     DHTNode,
     DictionaryDHTValue,
     MSGPackSerializer,
@@ -55,6 +58,27 @@ on five nodes."""
 
 Written = tuple[str, bytes]
 """(the peer that wrote it, the sealed value)"""
+
+
+class TicketHolders(AuthorizerBase):  # type: ignore[misc]  # hivemind has no annotations
+    """Has the DHT answer those alone that know the run's digest, by a word that is made of it. Records name
+    the run, so a stranger that only found the port would learn of them what a ticket holds.
+
+    libp2p encrypts, and proves to whom: nobody else hears the word."""
+
+    def __init__(self, run: bytes) -> None:
+        self._word = hashlib.sha256(b"p2p-co2 dht\0" + run).digest()
+
+    async def sign_request(self, request: Any, service_public_key: object) -> None:
+        request.auth.nonce = self._word
+
+    async def validate_request(self, request: Any) -> bool:
+        return hmac.compare_digest(request.auth.nonce, self._word)
+
+    async def sign_response(self, response: Any, request: Any) -> None: ...
+
+    async def validate_response(self, response: Any, request: Any) -> bool:
+        return True
 
 
 class Discovery:
@@ -82,6 +106,7 @@ class Discovery:
             node = await DHTNode.create(
                 p2p=self._p2p,
                 record_validator=self._records,
+                authorizer=TicketHolders(self._run),
                 bucket_size=BUCKET_SIZE,
                 cache_locally=False,
                 cache_nearest=0,
@@ -135,12 +160,13 @@ class Discovery:
         sealed = self._identity.seal(PEER_CONTEXT, own.SerializeToString())
         await self._store(peers_keys(self._run)[shard_of(me)], me, sealed, own.expires_at)
 
-    async def find_peers(self) -> list[PeerRecord]:
-        """The checked, unexpired records of all other peers, sorted by peer. Raises ``TransportError``."""
+    async def find_peers(self, own: bool = False) -> list[PeerRecord]:
+        """The checked, unexpired records of all other peers, and this one's ``own``, sorted by peer. Raises
+        ``TransportError``."""
         found = await self._find(peers_keys(self._run))
         now, me = get_dht_time(), self._identity.peer_id
         records = [record for record, _ in self._checked(found, self._records.peer_record)]
-        others = [record for record in records if record.expires_at > now and record.peer != me]
+        others = [record for record in records if record.expires_at > now and (own or record.peer != me)]
         return sorted(others, key=lambda record: record.peer)[:MAX_PEERS]
 
     # ---- the run's settings
@@ -308,7 +334,7 @@ class Discovery:
         except (TransportError, RemoteProtocolError) as error:
             return str(error)
         if known is None:
-            return "it is there, but does not serve a DHT"
+            return "it is there, but is no seed of this run, or of another version of p2p-co2"
         self._seed_nodes[peer] = known
         return ""
 

@@ -20,7 +20,7 @@ _NEAR = tuple(
     ipaddress.ip_network(network)
     for network in (
         "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "169.254.0.0/16", "127.0.0.0/8",
-        "::1/128", "fe80::/10", "fc00::/7",
+        "0.0.0.0/8", "::/127", "fe80::/10", "fc00::/7",
     )
 )  # fmt: skip
 
@@ -31,6 +31,7 @@ def is_near(host: str) -> bool:
         address = ipaddress.ip_address(host)
     except ValueError:
         return False
+    address = getattr(address, "ipv4_mapped", None) or address
     return any(address in network for network in _NEAR if network.version == address.version)
 
 

@@ -70,6 +70,10 @@ class Admission:
         """How many admitted links are open."""
         return self._inside.total()
 
+    def is_inside(self, peer: PeerId) -> bool:
+        """Whether it holds a link to us."""
+        return peer in self._inside
+
     def hello(self, to_peer: PeerId, certificate_digest: bytes) -> bytes:
         """Our sealed hello for one new link."""
         hello = LinkHello(
@@ -150,7 +154,7 @@ class Admission:
             raise RemoteProtocolError("replayed hello", f"by {signer}")
         is_full = len(self._nonces) >= MAX_NONCES and not self.is_known(signer)
         if is_full or len(self._nonces) >= 2 * MAX_NONCES or self._nonces_of[signer] >= MAX_NONCES_PER_PEER:
-            raise RemoteProtocolError("too many links", "dialled too often; wait a few minutes")
+            raise RemoteProtocolError("too many links", f"dialled too often, for {HELLO_WINDOW_S:.0f} s more")
         # Until the latest moment at which it could still pass as fresh.
         self._nonces[signer, nonce] = now + 2 * HELLO_WINDOW_S
         self._nonces_of[signer] += 1

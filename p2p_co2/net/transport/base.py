@@ -13,16 +13,18 @@ may use another carrier.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 from p2p_co2.errors import LocalProtocolError, PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.admission import Admission
 from p2p_co2.net.transport.flow import Acknowledged, Seen
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
+from p2p_co2.protocol.wire.limits import MAX_DIALLED, MAX_MESSAGE_BYTES, MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
+from p2p_co2.system.clock import within
 
 CONNECT_TIMEOUT_S = 10.0
 """Bound on one attempt to reach one address."""
@@ -31,6 +33,9 @@ MESSAGE_TIMEOUT_S = 60.0
 byte holds a link and its buffer no longer."""
 CLOSE_TIMEOUT_S = 2.0
 """How long ``Link.close`` waits for the other end to have taken everything, and a daemon's answer then."""
+
+DIALS_AT_ONCE = 8
+"""Peers that a carrier dials at the same time, but for those that have dialled it."""
 
 DIRECT = "direct"
 """The way of a link with nothing between."""
@@ -71,7 +76,7 @@ class Link:
     async def open(self, hello: bytes, where: str) -> None:
         """Say hello and wait for the welcome. Raises ``TransportError``, which names ``where``."""
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with within(CONNECT_TIMEOUT_S):
                 await self._write(hello)
                 if not await self._is_welcome():
                     raise TransportError(f"{where}: {await self.wait_closed()}")
@@ -144,6 +149,35 @@ class Link:
         raise NotImplementedError
 
 
+class Dials:
+    """Which addresses of others' records are dialled, since those may name anybody: where no peer of ours has
+    answered yet once a minute. ``places``: for those that are dialled at once."""
+
+    def __init__(self) -> None:
+        self.places = asyncio.Semaphore(DIALS_AT_ONCE)
+        self._free_at: dict[str, float] = {}
+        """By address; below 0 where a peer has answered."""
+
+    def due(self, addresses: Sequence[str], now: float) -> Iterator[str]:
+        """Those of a record that are to be dialled, one after the other. Raises ``TransportError`` if it
+        names some and none is due."""
+        has_due = not addresses
+        for one in list(dict.fromkeys(addresses))[:MAX_DIALLED]:
+            free_at = self._free_at.get(one, 0.0)
+            if free_at <= now:
+                has_due = True
+                self._free_at[one] = free_at if free_at < 0 else now + MESSAGE_TIMEOUT_S
+                if len(self._free_at) > MAX_DIALLED * MAX_PEERS:
+                    del self._free_at[next(iter(self._free_at))]
+                yield one
+        if not has_due:
+            raise TransportError("nobody answered at its addresses within the last minute")
+
+    def answered(self, address: str) -> None:
+        """A peer of ours is there."""
+        self._free_at[address] = -1.0
+
+
 class Line(Protocol):
     """What slows a carrier down; see ``slow``."""
 
@@ -165,6 +199,7 @@ class Carrier:
 
     def __init__(self, identity: Identity, run: bytes, clock: Callable[[], float]) -> None:
         self.admission = Admission(identity, run, clock)
+        self.dials = Dials()
         self.links: set[Link] = set()
         """Those that we opened."""
         self.on_message: OnMessage
@@ -186,7 +221,12 @@ class Carrier:
         Raises ``TransportError`` with the cause in words: nobody there, somebody else there, or refused. Safe
         to cancel.
         """
-        link = await self._dial(record)
+        is_inside = self.admission.is_inside(PeerId(record.peer))
+        try:
+            async with nullcontext() if is_inside else self.dials.places, within(2 * CONNECT_TIMEOUT_S):
+                link = await self._dial(record)
+        except TimeoutError:
+            raise TransportError("no way to it was open in time") from None
         return link if self.line is None else await self.line.carrying(link)
 
     async def close(self) -> None:
@@ -220,7 +260,7 @@ class Carrier:
         """The peer that dialled from ``network``, while its link lasts. Raises ``RemoteProtocolError``."""
         self.admission.knock(network)
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with within(CONNECT_TIMEOUT_S):
                 sealed = await read_hello()
         except TimeoutError:
             raise RemoteProtocolError("no hello", f"silent for {CONNECT_TIMEOUT_S:.0f} s") from None
@@ -237,3 +277,10 @@ def check_incoming(length_bytes: int) -> None:
     """Raise ``RemoteProtocolError`` for the length of a message that no peer may send."""
     if not 0 < length_bytes <= MAX_MESSAGE_BYTES:
         raise RemoteProtocolError("wrong message size", f"{length_bytes} bytes; at most {MAX_MESSAGE_BYTES}")
+
+
+def refused_for_s(cause: str) -> float:
+    """For how long a peer that ended or refused a link says that it hears us no more; 0 if it does not
+    say."""
+    named = re.search(r"refused us: .*for (\d{1,4}) s more", cause)
+    return float(named[1]) if named is not None else 0.0

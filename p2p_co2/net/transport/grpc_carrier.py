@@ -46,8 +46,9 @@ from p2p_co2.net.transport.base import (
 )
 from p2p_co2.net.transport.flow import Seen, SendBuffer
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
+from p2p_co2.system.clock import within
 from p2p_co2.system.process import left_to_others, shut_in_forks_at
 
 SERVICE = f"p2p_co2.v{PROTOCOL_VERSION}"
@@ -133,9 +134,11 @@ class GrpcCarrier(Carrier):
         if not record.grpc_addresses:
             raise TransportError("it offers no address for gRPC")
         causes = []
-        for address in record.grpc_addresses[:MAX_ADDRESSES]:
+        for address in self.dials.due(record.grpc_addresses, time.monotonic()):
             try:
-                return await self._connect_to(address, record)
+                link = await self._connect_to(address, record)
+                self.dials.answered(address)
+                return link
             except TransportError as error:
                 causes.append(str(error))
         raise TransportError("; ".join(causes))
@@ -244,7 +247,7 @@ async def _hello(context: grpc.aio.ServicerContext) -> bytes:
 async def _next_message(context: grpc.aio.ServicerContext) -> bytes:
     """The next message or ``EOF``. Raises ``RemoteProtocolError`` when it takes too long."""
     try:
-        async with asyncio.timeout(MESSAGE_TIMEOUT_S):
+        async with within(MESSAGE_TIMEOUT_S):
             data: bytes = await context.read()
             return data
     except TimeoutError:
@@ -321,7 +324,7 @@ async def fetch_certificate(host: str, port: int, digest: bytes, timeout_s: floa
     context.verify_mode = ssl.CERT_NONE  # the digest below is the verification
     context.set_alpn_protocols(["h2"])
     try:
-        async with asyncio.timeout(timeout_s):
+        async with within(timeout_s):
             _, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=TARGET_NAME)
     except TimeoutError:
         raise TransportError(f"{host}:{port} did not answer within {timeout_s:.0f} s") from None
@@ -338,3 +341,12 @@ async def fetch_certificate(host: str, port: int, digest: bytes, timeout_s: floa
             "somebody else answers there"
         )
     return ssl.DER_cert_to_PEM_cert(shown).encode()
+
+
+async def shows(address: str, digest: bytes) -> bool:
+    """Whether the process that has the certificate of this digest lives, at "host:port"."""
+    try:
+        await fetch_certificate(*_split_address(address), digest, CLOSE_TIMEOUT_S)
+    except TransportError:
+        return False
+    return True

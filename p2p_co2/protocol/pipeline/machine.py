@@ -33,7 +33,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -320,8 +320,8 @@ class Pipeline:
         one.begun_at = now
         binds = self._sizes.up_bytes > self._computing_s * self.upload_bytes_per_s > 0
         if one.phase is self._last_phase and one.sender is not None and (binds or self._is_draining):
-            late = {Phase.RECEIVING, Phase.WAITING} if self._is_draining else set()
-            return replace(work, is_urgent=True, heir=_heir(self._held, work.key, {self._last_phase, *late}))
+            room = 0 if self._is_draining else self._sizes.microbatches - self.in_flight - self._counted
+            return replace(work, is_urgent=True, heir=_heir(self._held, work.key, self._last_phase, room))
         return work
 
     def forwarded(self, key: Key, payload: Buffer, tokens: int, now: float) -> None:
@@ -636,11 +636,14 @@ def _must_be(one: _Microbatch, phase: Phase) -> None:
         raise LocalProtocolError(f"a microbatch that is {one.phase.name} is not {phase.name}")
 
 
-def _heir(held: Mapping[Key, _Microbatch], key: Key, but: Collection[Phase]) -> Key | None:
-    """Another that came the path of ``key``, in no phase of ``but``: its gradient goes later in this inner
-    step."""
+def _heir(held: Mapping[Key, _Microbatch], key: Key, last: Phase, room: int) -> Key | None:
+    """Another that came the path of ``key`` and is not in the ``last`` phase: its gradient goes later in this
+    inner step, which begins ``room`` more."""
     for other, one in held.items():
-        if other != key and one.path == held[key].path and one.sender is not None and one.phase not in but:
+        is_begun = one.phase not in {Phase.RECEIVING, Phase.WAITING}
+        room -= not is_begun
+        goes_later = one.phase is not last if is_begun else one.phase is Phase.WAITING and room >= 0
+        if other != key and goes_later and one.path == held[key].path and one.sender is not None:
             return other
     return None
 

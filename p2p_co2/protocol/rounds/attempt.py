@@ -17,7 +17,7 @@ from typing import NamedTuple
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.events import Offer, PayloadShape
-from p2p_co2.protocol.rounds.parts import BlockRange, covers
+from p2p_co2.protocol.rounds.parts import BlockRange, check_owned, covers
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_PEER_ID, MAX_VERSION
@@ -29,6 +29,9 @@ from p2p_co2.protocol.wire.messages_pb2 import (
     Ready,
     RoundKey,
 )
+
+MOST_PEERS_SHARE = 3
+"""Of a group of more than so many, no peer counts for more than one of so many equal shares."""
 
 
 class Share(NamedTuple):
@@ -186,12 +189,18 @@ def read_members(members: Sequence[Member], round_: int) -> dict[PeerId, Share]:
 
 
 def capped(shares: Mapping[PeerId, Share], cap: float) -> dict[PeerId, float]:
-    """What the members' weights count as: at most ``cap`` times their median, 0 for no cap.
+    """What the members' weights count as: at most ``cap`` times their median, and of four or more no more
+    than a third of them all (``MOST_PEERS_SHARE``); 0 for no cap.
 
     Made of BEGIN's members alone, so it is the same for every part and everybody can check it. Of an even
     number the lower middle one is the median: half of the group may boast, and moves it nowhere.
     """
     limit = cap * median_low([share.weight for share in shares.values()]) if cap else math.inf
+    sizes = sorted((min(share.weight, limit) for share in shares.values()), reverse=True)
+    for above in range(MOST_PEERS_SHARE if cap and len(sizes) > MOST_PEERS_SHARE else 0):
+        limit = math.fsum(sizes[above:]) / (MOST_PEERS_SHARE - above)
+        if sizes[above] <= limit:
+            break
     return {peer: min(share.weight, limit) for peer, share in shares.items()}
 
 
@@ -282,6 +291,7 @@ def read_begin(message: Begin, sender: PeerId, shape: PayloadShape) -> Attempt:
     check_live(message.live, len(shares))
     if len(message.nonce) != bounds.ATTEMPT_BYTES or attempt != _attempt_of(message, sender):
         raise RemoteProtocolError("wrong attempt", "BEGIN is not the one that its attempt's id stands for")
+    check_owned(ranges, owners, len(shares))
     return Attempt(
         fragment, round_, attempt, shares, ranges, owners, senders, message.state_digest, sender,
         message.parts_within_s, message.result_within_s, message.live, shape.weight_cap,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from itertools import chain
 
 from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.certificate import check_signature
+from p2p_co2.protocol.rounds.swarm import named
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Decision, Result, Vote
 
@@ -30,19 +32,23 @@ class Ballot:
         self._counts: Counter[bytes] = Counter()
         self.gave_up: set[PeerId] = set()
         self.lost: dict[PeerId, frozenset[tuple[int, int]]] = {}
+        self._refused: dict[PeerId, frozenset[tuple[int, int]]] = {}
 
     def hear(self, message: Result, sender: PeerId) -> None:
         """A member's RESULT. Raises ``RemoteProtocolError``."""
         if sender not in self._attempt.shares:
             raise RemoteProtocolError("not a member", "RESULT")
         parts = len(self._attempt.ranges)
-        if len(message.lost) > parts * (1 + bounds.MAX_GENERATION) or any(
-            one.part >= parts or one.generation > bounds.MAX_GENERATION for one in message.lost
+        told = (*message.lost, *message.refused)
+        if len(told) > parts * (1 + bounds.MAX_GENERATION) or any(
+            one.part >= parts or one.generation > bounds.MAX_GENERATION for one in told
         ):
             raise RemoteProtocolError("wrong parts", "lost parts that do not exist")
         if message.gave_up:
             self.gave_up.add(sender)
         self.lost[sender] = frozenset((one.part, one.generation) for one in message.lost)
+        if message.refused:
+            self._refused[sender] = frozenset((one.part, one.generation) for one in message.refused)
         if message.digest:
             if len(message.digest) != bounds.DIGEST_BYTES or len(message.signature) != SIGNATURE_BYTES:
                 raise RemoteProtocolError("wrong digest length", "in RESULT")
@@ -57,7 +63,17 @@ class Ballot:
     def is_quiet(self) -> bool:
         """Whether nothing follows yet from what was heard: equal votes, and too few of them."""
         few = len(self._counts) <= 1 and 2 * len(self._votes) < self._attempt.live
-        return few and not self.gave_up and not any(self.lost.values())
+        return few and not self.gave_up and not self._refused and not any(self.lost.values())
+
+    def caught(self) -> Counter[PeerId]:
+        """Owners of means that more than a third of the members refuse, and how many do: as many liars as
+        there may be take nobody's role."""
+        owners = (
+            {self._attempt.heir(part, generation) for part, generation in refused} - {peer}
+            for peer, refused in self._refused.items()
+        )
+        accused = Counter(chain.from_iterable(owners))
+        return Counter({who: n for who, n in accused.items() if 3 * n > len(self._attempt.shares)})
 
     def _of(self, outcome: bytes) -> list[PeerId]:
         return [peer for peer, (voted, _) in self._votes.items() if voted == outcome]
@@ -97,7 +113,8 @@ class Ballot:
 
     def may_commit(self, may_vote: Collection[PeerId]) -> bool:
         """Whether some outcome may still have a quorum, if ``may_vote`` are those that can yet vote."""
-        open_ = {peer for peer in may_vote if peer not in self._votes and peer not in self.gave_up}
+        silent = self._votes.keys() | self.gave_up | self._refused.keys()
+        open_ = {peer for peer in may_vote if peer not in silent}
         return any(self._attempt.is_quorum({*self._of(one), *open_}) for one in (*self._counts, b""))
 
     def why(self) -> str:
@@ -105,4 +122,7 @@ class Ballot:
         most = max(self._counts.values(), default=0)
         lost = sorted({part for parts in self.lost.values() for part, _ in parts})
         words = f"only {most} of {len(self._attempt.shares)} members signed the same mean"
+        if self._refused:
+            parts = {self._attempt.heir(*one) for refused in self._refused.values() for one in refused}
+            words += f"; {len(self._refused)} do not find their work in the mean of {named(sorted(parts))}"
         return words + (f"; lost parts {', '.join(map(str, lost[: bounds.MAX_NAMED]))}" if lost else "")

@@ -16,9 +16,8 @@ KEEP_DECISIONS = 8
 """Commits kept per fragment, to answer ASK_OUTCOME and a late READY or RESULT."""
 KEEP_ATTEMPTS = 64
 """Attempts that ended, remembered so that their stragglers are ignored and not counted against anybody."""
-OWNED_PAYLOADS, MAX_OWNED_PAYLOADS = 8.0, 16.0
-"""Slices that one owner is given to hold by an honest coordinator, and that it holds by anybody's BEGIN, in
-payloads."""
+MAX_OWNED_PAYLOADS = 16.0
+"""Slices that one owner holds at most, also of parts whose owners were lost, in payloads."""
 MAX_GENERATION = 3
 """Heirs of one part, one after the other."""
 OFFER_ID_BYTES = 8

@@ -145,6 +145,26 @@ class ReduceWanted:
 
 
 @dataclass(frozen=True)
+class CheckWanted:
+    """The mean of a part has come that says that our slice is in it. Answer with ``Rounds.checked``. ``key``
+    is the attempt's id."""
+
+    key: bytes
+    fragment: int
+    part: int
+    generation: int
+    mine: Buffer
+    mean: Buffer
+
+
+class Likeness(NamedTuple):
+    """Of a mean to our slice: the cosine between the two, and how many times as long it is."""
+
+    cosine: float
+    length: float
+
+
+@dataclass(frozen=True)
 class Committed:
     """The round stands and we hold its bytes. ``mean`` is the whole fragment's encoded mean, ``decision`` a
     serialised ``Decision``. ``duration_s`` counts from our offer."""
@@ -242,6 +262,7 @@ class Doubted:
 
 RoundsEvent = (
     ReduceWanted
+    | CheckWanted
     | Committed
     | Aborted
     | Began

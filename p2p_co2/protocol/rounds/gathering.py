@@ -105,8 +105,8 @@ class Roster:
 
     def agreeing(self) -> tuple[bytes, list[PeerId]]:
         """The state digest that most voters' READYs start from, and its peers, sorted. Of equal camps the one
-        that may begin with half of the swarm comes first (``shortage``), then the heavier one, then the
-        larger digest."""
+        that may begin with half of the swarm comes first (``shortage``), then the heavier one, then that of
+        the larger digest."""
         camps: dict[bytes, list[PeerId]] = {}
         for peer in self.heard() or sorted(self.readies):
             camps.setdefault(self.readies[peer].state_digest, []).append(peer)
@@ -318,7 +318,8 @@ class Gathering:
 
     def _rates(self, peer: PeerId) -> Rates:
         ready = self.roster.readies[peer]
-        believed = self._swarm.lateness.of_claim(peer) if peer in self._swarm.voters else 0.0
+        may_own = peer in self._swarm.voters and not self._swarm.repute.has_lied(peer)
+        believed = self._swarm.lateness.of_claim(peer) if may_own else 0.0
         return Rates(ready.upload_bytes_per_s, ready.download_bytes_per_s, believed)
 
     def _member(self, peer: PeerId) -> Member:

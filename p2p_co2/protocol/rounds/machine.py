@@ -29,6 +29,8 @@ from p2p_co2.protocol.rounds.attempt import check_place, read_key
 from p2p_co2.protocol.rounds.certificate import open_decision
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.events import (
+    CheckWanted,
+    Likeness,
     Offer,
     OpenOffer,
     PayloadShape,
@@ -137,7 +139,7 @@ class Rounds:
         return any(fragment.history.has_worked(peer) for fragment in self._fragments)
 
     def counts(self, peer: PeerId) -> bool:
-        """Whether what ``peer`` says of where it is counts: it had a vote here, or nobody live had."""
+        """Whether what ``peer`` says of the swarm counts: it has had a vote here, or nobody live has."""
         return self._swarm.voters.counts(peer)
 
     def stage(self, fragment: int) -> Stage:
@@ -175,6 +177,14 @@ class Rounds:
             member.check(now)
         self._settle(now)
 
+    def checked(self, job: CheckWanted, likeness: Likeness, now: float) -> None:
+        """What the mean of a ``CheckWanted`` is like; ignored if the attempt is over."""
+        member = self._member_of(job)
+        if member is not None:
+            member.exchange.checked(job, likeness)
+            member.check(now)
+        self._settle(now)
+
     def refused_slice(self, job: ReduceJob, peer: PeerId, reason: str, now: float) -> None:
         """The tensor side found ``peer``'s slice hostile: it is left out and the job comes again without it.
         Nobody is blamed for what a job that is over held: its memory may be in use again."""
@@ -184,7 +194,7 @@ class Rounds:
             self._outlet.emit(Refused(peer, "bad slice", f"{reason}; {where}"))
         self._settle(now)
 
-    def _member_of(self, job: ReduceJob) -> Member | None:
+    def _member_of(self, job: ReduceJob | CheckWanted) -> Member | None:
         member = self._fragments[job.fragment].member
         return member if member is not None and member.attempt.id == job.key else None
 

@@ -75,11 +75,18 @@ class Member:
     def result(self, message: Result, sender: PeerId, now: float) -> bool:
         """Another member's vote, or what it lacks; whether anything follows from it. Raises
         ``RemoteProtocolError``."""
-        self._ballot.hear(message, sender)
+        self._hear(message, sender)
         if self._ballot.is_quiet:
             return False
         self.check(now)
         return True
+
+    def _hear(self, message: Result, sender: PeerId) -> None:
+        self._ballot.hear(message, sender)
+        for owner, times in self._ballot.caught().items():
+            if owner != self._swarm.me and self._swarm.repute.lied(owner):
+                found = f"{times} of {len(self.attempt.shares)} members do not find their work in its mean"
+                self._outlet.emit(Refused(owner, "bad mean", f"{found}; it averages no more in this run"))
 
     def mean_came(self, now: float) -> None:
         """A piece of a mean is in its place."""
@@ -98,10 +105,10 @@ class Member:
                 self.failure = self.reason
             return
         if self.phase is Phase.EXCHANGING:
-            if self.exchange.is_whole:
-                self._sign(now)
-            else:
+            if not self.exchange.is_whole:
                 self._tell_lost(now)
+            elif self.exchange.is_checked:
+                self._sign(now)
         if self._settle_lost(now):
             self._tell_lost(now)
         if self._ballot.leading() and self.certificate is None:
@@ -115,12 +122,15 @@ class Member:
         return self._ballot.may_commit([p for p in self.attempt.shares if self._swarm.is_live(p)])
 
     def _sign(self, now: float) -> None:
-        """Vote, unless the votes that were heard are enough: whoever heard fewer asks."""
+        """Vote, unless the votes that were heard are enough: whoever heard fewer asks. Where our slice is not
+        in a mean that should hold it, say so instead: others may outvote us."""
         self.phase, self.means_at = Phase.SIGNED, now
         parts = [state.outcome(self.attempt, part) for part, state in enumerate(self.exchange.parts)]
         self._outcome = outcome_of(self.attempt, self._run, parts)
         self.certificate = self._ballot.certificate(self._outcome)
-        if self.certificate is None:
+        if self.certificate is None and self.exchange.refused:
+            self._tell(self._result(now), now)
+        elif self.certificate is None:
             signature = self._identity.sign(DECISION_CONTEXT, self._outcome)
             self._tell(self._result(now, digest=digest(self._outcome), signature=signature), now)
 
@@ -130,11 +140,14 @@ class Member:
 
     def _result(self, now: float, digest: bytes = b"", signature: bytes = b"") -> Result:
         lost = [LostPart(part=part, generation=number) for part, number in sorted(self.exchange.lost(now))]
-        return Result(key=self.attempt.key(), lost=lost, digest=digest, signature=signature)
+        refused = [LostPart(part=part, generation=number) for part, number in sorted(self.exchange.refused)]
+        return Result(
+            key=self.attempt.key(), lost=lost, digest=digest, signature=signature, refused=refused
+        )  # fmt: skip
 
     def _tell(self, message: Result, now: float) -> None:
         self._told = message
-        self._ballot.hear(message, self._swarm.me)
+        self._hear(message, self._swarm.me)
         self._again_s, self._again_at = bounds.GRACE_S, now + bounds.GRACE_S
         for peer in self.attempt.shares:
             if peer != self._swarm.me:

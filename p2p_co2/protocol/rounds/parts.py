@@ -2,16 +2,18 @@
 
 With M members and a payload of one, an owner of the share p uploads its slices (1 - p) and its mean to all
 others (M - 1) p, and downloads as much, so at a rate of r payloads per second it needs (1 + (M - 2) p) / r
-seconds. The shortest round fills the rates like vessels: p = (r T - 1) / (M - 2) for those with r T > 1,
-nothing for the slower ones, T such that the shares add up to one (hivemind's load balancing solves the same
-as a linear programme). What a slower member cannot avoid is its own payload: one that could not send it in
-``PATIENCE`` times that time, or in a time that is cheap, is asked for a part of it only, another part each
-round. So a link ten times slower brings a tenth of its work to each round and holds nobody up.
+seconds. The shortest round fills the rates like vessels: p = (r T - 1) / (M - 2) for those with r T > 1, at
+most ``MOST_OWNED`` / M, nothing for the slower ones, T such that the shares add up to one (hivemind's load
+balancing solves the same as a linear programme). What a slower member cannot avoid is its own payload: one
+that could not send it in ``PATIENCE`` times that time, or in a time that is cheap, is asked for a part of it
+only, another part each round. So a link ten times slower brings a tenth of its work to each round and holds
+nobody up.
 
 An owner's share is cut into several parts where it is large enough, and each is averaged and sent back as
 soon as its slices are there: means travel while later slices do, so no link stands idle between the two.
 
 Laws: the parts are the whole, every block is in exactly one part, in order; every owner sends all its slices;
+nobody owns more than ``MOST_OWNED`` equal shares, to a block, whatever line it claims (``check_owned``);
 over the rounds a slow member's parts go through the whole fragment, evenly but at random. Unknown rates count
 as the mean of the known ones, and a boast as ``FASTEST_SHARE`` times the median, at most as
 ``FASTEST_BYTES_PER_S``. What one member says of its
@@ -32,13 +34,14 @@ from itertools import pairwise
 from statistics import median, median_low
 from typing import NamedTuple
 
-from p2p_co2.protocol.rounds.bounds import (
-    ASSUMED_UPLOAD_BYTES_PER_S,
-    OWNED_PAYLOADS,
-)
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.protocol.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_PIECE_BYTES
 
+MOST_OWNED = 2.0
+"""What one member averages of a fragment, in shares of equal size: one that lies about a mean spoils no more.
+So no owner holds more than twice a payload of slices, either."""
 FASTEST_SHARE = 16.0
 FASTEST_BYTES_PER_S = 25e6
 """Faster lines count as this. What is measured of them says how much the kernel's buffers took at once and
@@ -97,15 +100,21 @@ def divide(
     nothing; ``assumed``: what an unknown line carries where nobody's is known; bytes per second."""
     members = sorted(rates)
     payload_bytes = blocks * block_bytes
+    if 2 * sum(rate.owning > 0 for rate in rates.values()) < len(members):  # too few to own it all
+        rates = {peer: rate._replace(owning=1.0) for peer, rate in rates.items()}
     credible = _credible([rates[peer].upload for peer in members], own_upload, assumed)
     uploads = [rate / payload_bytes for rate in credible]
     links = [_link(rates[peer], upload, payload_bytes) for peer, upload in zip(members, uploads, strict=True)]
+    if MOST_OWNED * sum(link > 0 for link in links) < len(links):
+        links = (
+            uploads  # too few may own: a round with owners that are not believed is checked by its members
+        )
     time_s = max(PATIENCE * _shortest_s(links), cheap_s)
     shares = _shares(links, time_s)
     budgets = {
         peer: upload * time_s for peer, upload in zip(members, uploads, strict=True) if upload * time_s < 1
     }
-    shares = _capped(shares, OWNED_PAYLOADS / max(1, len(members) - len(budgets)))
+    shares = _capped(shares, MOST_OWNED / len(members))
     finest = blocks * min(budgets.values(), default=2.0) / 2
     pipelined = _pipelined_bytes(payload_bytes, len(members), [rate.upload for rate in rates.values()])
     ranges, owners = _cut(blocks, members, shares, finest, block_bytes, pipelined)
@@ -134,7 +143,7 @@ def split_blocks(blocks: int, uploads_bytes_per_s: Sequence[float]) -> tuple[Blo
     """One range per member, in the members' order, by upload rates alone; empty where a member is too slow or
     there are too few blocks."""
     rates = _credible(uploads_bytes_per_s)
-    return _edges(blocks, _shares(rates, PATIENCE * _shortest_s(rates)))
+    return _edges(blocks, _capped(_shares(rates, PATIENCE * _shortest_s(rates)), MOST_OWNED / len(rates)))
 
 
 def parts_each(payload_bytes: float, members: int, uploads_bytes_per_s: Sequence[float] = ()) -> int:
@@ -161,6 +170,17 @@ def covers(ranges: Sequence[BlockRange], blocks: int) -> bool:
     return reached == blocks
 
 
+def check_owned(ranges: Sequence[BlockRange], owners: Sequence[PeerId], members: int) -> None:
+    """Raise ``RemoteProtocolError`` if a BEGIN gives one of so many ``members`` more than it may own."""
+    owned: dict[PeerId, int] = {}
+    for owner, (start, stop) in zip(owners, ranges, strict=True):
+        owned[owner] = owned.get(owner, 0) + stop - start
+    if max(owned.values()) > MOST_OWNED * ranges[-1].stop / members + 1:
+        raise RemoteProtocolError(
+            "wrong owner", f"one owns {max(owned.values())} of {ranges[-1].stop} blocks"
+        )
+
+
 def _credible(
     uploads_bytes_per_s: Sequence[float], own: float = 0.0, assumed: float = ASSUMED_UPLOAD_BYTES_PER_S
 ) -> list[float]:
@@ -180,15 +200,22 @@ def _credible(
 
 def _shortest_s(rates: Sequence[float]) -> float:
     """The shortest round in which the fastest members average everything, each after its own payload."""
-    fastest = sorted(rates, reverse=True)
-    others = max(0, len(rates) - 2)
-    total = 0.0
-    for count, rate in enumerate(fastest, 1):
-        total += rate
-        time_s = (others + count) / total if others else 1 / fastest[0]
-        if count == len(fastest) or fastest[count] * time_s <= 1:
+    fastest, others = sorted(rates, reverse=True), len(rates) - 2
+    if others <= 0:
+        return 1 / fastest[0]
+    most = MOST_OWNED / len(rates)
+    for full in range(len(rates)):  # so many own the most that they may
+        left, total, time_s = 1 - most * full, 0.0, 0.0
+        if left <= 0:
+            return (1 + others * most) / fastest[full - 1]
+        for count, rate in enumerate(fastest[full:], 1):
+            if count > 1 and rate * time_s <= 1:
+                break
+            total += rate
+            time_s = (others * left + count) / total
+        if fastest[full] * time_s - 1 <= others * most:
             return time_s
-    raise AssertionError("a round has members")
+    raise AssertionError("equal shares are less than the most")
 
 
 def _shares(rates: Sequence[float], time_s: float) -> list[float]:
@@ -199,8 +226,7 @@ def _shares(rates: Sequence[float], time_s: float) -> list[float]:
 
 
 def _capped(shares: Sequence[float], most: float) -> list[float]:
-    """The same with none above ``most``, the rest in proportion to the others, as far as there are others: an
-    owner holds everybody's slices of its share, and a fast link does not mean much memory."""
+    """The same with none above ``most``, the rest in proportion to the others, as far as there are others."""
     capped = list(shares)
     while True:
         over = [index for index, share in enumerate(capped) if share > most]

@@ -1,9 +1,11 @@
-"""What a peer remembers of the others: coordinators whose rounds came to nothing, owners that were late."""
+"""What a peer remembers of the others: coordinators whose rounds came to nothing, owners that were late, or
+lied."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from math import inf
 from statistics import median_low
 
 from p2p_co2.protocol.rounds import bounds
@@ -14,6 +16,8 @@ from p2p_co2.protocol.wire.limits import MAX_PEERS
 FIRST_S, LONGEST_S = 60.0, 3600.0
 LATE = 2.0
 """Times as long as the middle one of the owners: links differ, and slices reach one owner sooner."""
+AVERAGING = -1
+"""In place of a fragment: that it averages."""
 HARDEST, LEAST = 1 / 4, 1 / 64
 """What one round, and all rounds, may leave of an owner's claim."""
 FORGIVING = 1.1
@@ -41,18 +45,31 @@ class Repute:
             self._failed[peer, fragment] = times, until
             return
         lasts_s = min(LONGEST_S, FIRST_S * 2 ** min(times - 1, 10)) if times else 0.0
-        self._failed[peer, fragment] = times + 1, now + lasts_s
-        if len(self._failed) > MAX_PEERS:
-            self._failed.popitem(last=False)
+        self._keep((peer, fragment), times + 1, now + lasts_s)
         if lasts_s:
             self.emit(Distrusted(peer, f"asked last to coordinate, since {why}", lasts_s))
+
+    def _keep(self, key: tuple[PeerId, int], times: int, until: float) -> None:
+        self._failed[key] = times, until
+        if len(self._failed) > MAX_PEERS:
+            self._failed.popitem(last=False)
 
     def committed(self, peer: PeerId, fragment: int) -> None:
         """A round that it coordinated was committed."""
         self._failed.pop((peer, fragment), None)
 
+    def lied(self, owner: PeerId) -> bool:
+        """Its means are not what was sent: in this run it averages no more where this peer divides, and is
+        asked last to coordinate. Whether that is new."""
+        is_new = not self.has_lied(owner)
+        self._keep((owner, AVERAGING), 1, inf)
+        return is_new
+
+    def has_lied(self, owner: PeerId) -> bool:
+        return (owner, AVERAGING) in self._failed
+
     def is_passed_over(self, peer: PeerId, fragment: int, now: float) -> bool:
-        return now < self._failed.get((peer, fragment), (0, now))[1]
+        return self.has_lied(peer) or now < self._failed.get((peer, fragment), (0, now))[1]
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``."""

@@ -94,7 +94,7 @@ class Swarm:
         must be live here, and most of the other voters that offer for the fragment must be members. A
         certificate may name anybody as a member: so half of them must have signed it, and no single one."""
         signed = {peer for peer in signers if peer in self.live}
-        made_it = {PeerId(peer) for peer in members if peer in self.live and peer in self.voters}
+        made_it = {peer for peer in map(PeerId, members) if peer in self.live and peer in self.voters}
         others = {*self.voting_on(fragment), *made_it} - {self.me}
         is_of_many = 2 * len(signed) >= len(members) and len(signed) >= min(2, len(others))
         return is_of_many and 2 * len(signed) > len(signers) and 2 * len(made_it) > len(others)

@@ -7,6 +7,7 @@ exchange, no account. The price: an id is free to make, so an id proves continui
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
 from p2p_co2.protocol.wire.limits import MAX_PEER_ID, MAX_PEERS
 from p2p_co2.protocol.wire.messages_pb2 import Signed
 
+logger = logging.getLogger(__name__)
 PeerId = NewType("PeerId", str)
 """A libp2p peer id in base58 ("12D3Koo...")."""
 
@@ -45,7 +47,8 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """Read the key file (libp2p format), or make one with mode 600.
+        """Read the key file (libp2p format), or make one with mode 600. One that others of this machine may
+        read is shut to them, with a warning in the log.
 
         Raises ``ConfigError`` for a file that is no Ed25519 key, ``EnvironmentFault`` when it cannot be read
         or made.
@@ -56,6 +59,10 @@ class Identity:
                 data = path.read_bytes()
             except FileNotFoundError:
                 return cls._create(path)
+            if path.stat().st_mode & 0o077:
+                path.chmod(0o600)
+                cure = "its mode is 600 now; if somebody may have copied it, remove it for a new identity"
+                logger.warning("the identity file %s was open to others of this machine: %s", path, cure)
         except OSError as error:
             raise EnvironmentFault(
                 f"cannot use the identity file {path}: {error.strerror}; choose another folder with --folder"

@@ -302,20 +302,22 @@ class LostPart(_message.Message):
     def __init__(self, part: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("key", "digest", "signature", "lost", "gave_up", "again")
+    __slots__ = ("key", "digest", "signature", "lost", "gave_up", "again", "refused")
     KEY_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     GAVE_UP_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     key: RoundKey
     digest: bytes
     signature: bytes
     lost: _containers.RepeatedCompositeFieldContainer[LostPart]
     gave_up: bool
     again: bool
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., digest: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., lost: _Optional[_Iterable[_Union[LostPart, _Mapping]]] = ..., gave_up: _Optional[bool] = ..., again: _Optional[bool] = ...) -> None: ...
+    refused: _containers.RepeatedCompositeFieldContainer[LostPart]
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., digest: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., lost: _Optional[_Iterable[_Union[LostPart, _Mapping]]] = ..., gave_up: _Optional[bool] = ..., again: _Optional[bool] = ..., refused: _Optional[_Iterable[_Union[LostPart, _Mapping]]] = ...) -> None: ...
 
 class Outcome(_message.Message):
     __slots__ = ("key", "run", "coordinator", "state_digest", "members", "parts", "live")

@@ -68,8 +68,8 @@ class Checkpoint:
     bytes. ``states``: the agreed state per fragment. ``buffers``: the module's, by name. ``optimizer``: the
     inner optimizer's ``state_dict()``, ``inner`` what it belongs to. ``parameters``: names and shapes of
     those that are trained, in order. ``position`` in rounds. ``residuals``: error feedback per fragment.
-    ``stage``: the one whose model this is, in a run with stages; None for the whole model. Names are plain:
-    without wrappers' prefixes.
+    ``past``: digests of the agreed state's earlier versions, per fragment. ``stage``: the one whose model
+    this is, in a run with stages; None for the whole model. Names are plain: without wrappers' prefixes.
 
     Set by ``load``: ``path``, the file, and ``passed_over``, newer ones that were damaged, and how.
 
@@ -88,6 +88,7 @@ class Checkpoint:
     inner: InnerOptimizer = InnerOptimizer("", ())
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
     residuals: Mapping[int, Values] = field(default_factory=dict)
+    past: Sequence[Mapping[int, bytes]] = ()
     stage: int | None = None
     path: Path = Path()
     passed_over: tuple[str, ...] = ()
@@ -129,6 +130,7 @@ class Saving:
             "position": checkpoint.position.hex(),
             "inner_steps": str(checkpoint.inner_steps),
             "tokens": str(checkpoint.tokens),
+            "past": json.dumps([{at: one.hex() for at, one in past.items()} for past in checkpoint.past]),
         }
         if checkpoint.stage is not None:
             metadata["stage"] = str(checkpoint.stage)
@@ -243,6 +245,10 @@ def _read(path: Path, wanted: Callable[[str], bool], passed_over: tuple[str, ...
         inner=_inner(metadata),
         parameters=tuple((name, tuple(shape)) for name, shape in json.loads(metadata["parameters"])),
         residuals={int(index): value for index, value in _of(tensors, "residual.").items()},
+        past=[
+            {int(version): bytes.fromhex(digest) for version, digest in past.items()}
+            for past in json.loads(metadata.get("past", "[]"))
+        ],
         stage=int(metadata["stage"]) if "stage" in metadata else None,
         path=path,
         passed_over=passed_over,

@@ -6,7 +6,7 @@
 
 Law (straight-through): what a stage computes on is the decoded value, when it computes it again too. The
 sender never decodes. Bytes of a peer are checked for size and finite values before they become a tensor.
-``UsualSizes`` refuses values that are far larger than their sender's usual ones.
+``UsualSizes`` scales down values that are far larger than their sender's usual ones.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ MOST_TIMES, MOST = 100.0, 1e6
 """A root mean square is at most so many times the median of its sender's last ``RECENT``, and at most so
 large at all: beyond that squares and products overflow, and a peer that computes with it diverges."""
 RECENT, MAX_SENDERS = 64, 128
+SEVERAL = 4
+"""Of a sender's last ``RECENT`` so many larger ones are scaled down, and each further one is refused. An
+honest RMSNorm makes one of some 150 times now and then, where a token's activations are nearly nothing."""
 
 
 class Boundary:
@@ -65,16 +68,20 @@ class UsualSizes:
     def __init__(self) -> None:
         self._recent: OrderedDict[Hashable, deque[float]] = OrderedDict()
 
-    def admit(self, sender: Hashable, values: Tensor) -> None:
-        """``values``: finite, of any shape. Raises ``RemoteProtocolError``. A size that was refused counts as
-        well, so that one that stays is the usual one in a while."""
+    def admit(self, sender: Hashable, values: Tensor) -> Tensor:
+        """``values``, finite and of any shape, or scaled down to ``MOST_TIMES`` the usual. Raises
+        ``RemoteProtocolError`` for one larger than ``MOST``, and for more than ``SEVERAL``. Each size counts
+        as it came, so that one that stays is the usual one in a while."""
         size = float(torch.linalg.vector_norm(values)) / math.sqrt(max(1, values.numel()))
         recent = self._recent.setdefault(sender, deque(maxlen=RECENT))
         self._recent.move_to_end(sender)
         if len(self._recent) > MAX_SENDERS:
             self._recent.popitem(last=False)
         usual = median(recent) if recent else 0.0
+        limit = MOST_TIMES * usual or MOST
+        are_several = sum(one > limit for one in recent) >= SEVERAL
         if size <= MOST:
             recent.append(size)
-        if not size <= MOST or 0 < MOST_TIMES * usual < size:
+        if not size <= MOST or (size > limit and are_several):
             raise RemoteProtocolError("too large", f"root mean square {size:.3g}, {usual:.3g} as a rule")
+        return values * (limit / size) if size > limit else values

@@ -51,6 +51,7 @@ from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, Asker, ServedStre
 from p2p_co2.protocol.wire.identity import Identity, PeerId, public_key_of
 from p2p_co2.protocol.wire.limits import MAX_PEERS, MAX_STRING, PROTOCOL_VERSION
 from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
+from p2p_co2.system.clock import within
 
 PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/link"
 WELCOME, REFUSED, GOODBYE, ALIVE = b"\0", b"\1", b"\2", b"\3"
@@ -96,10 +97,16 @@ class Libp2pCarrier(Carrier):
         except RemoteProtocolError as error:
             raise TransportError(str(error)) from None
         peer = PeerId(record.peer)
-        await reach(self.p2p, peer, record.maddrs, CONNECT_TIMEOUT_S)
+        # One that holds a link to us is connected already.
+        named = () if self.admission.is_inside(peer) else record.maddrs
+        due = list(self.dials.due(named, time.monotonic()))
+        await reach(self.p2p, peer, due, CONNECT_TIMEOUT_S)
         stream = await open_stream(self.p2p, peer, PROTOCOL, CONNECT_TIMEOUT_S)
         link = Libp2pLink(peer, stream, tuple(record.maddrs), self.links.discard)
         await self._open(link, _NO_CERTIFICATE, f"{peer} by libp2p")
+        for one in due:
+            if stream.way and one.startswith(stream.way):
+                self.dials.answered(one)
         self._upgrades.opened(link)
         link.on_end(lambda: self._upgrades.ended(link))
         return link
@@ -213,7 +220,7 @@ class Libp2pLink(Link):
         cause = "the peer is gone"
         try:
             while True:
-                async with asyncio.timeout(2 * CONNECT_TIMEOUT_S):
+                async with within(2 * CONNECT_TIMEOUT_S):
                     answer = await read_frame(self._reader, 1 + MAX_STRING)
                 code, text = answer[:1], answer[1:]
                 if code == WELCOME and self.acknowledged is None:
@@ -342,10 +349,10 @@ async def _read_message(reader: asyncio.StreamReader) -> bytes:
     one that takes too long. Who says nothing at all may be asleep; who says a byte now and then is not."""
     reason, detail = "silent", "not a byte"
     try:
-        async with asyncio.timeout(MESSAGE_TIMEOUT_S):
+        async with within(MESSAGE_TIMEOUT_S):
             head = await reader.readexactly(1)
         reason, detail = "too slow", "no whole message"
-        async with asyncio.timeout(MESSAGE_TIMEOUT_S):
+        async with within(MESSAGE_TIMEOUT_S):
             length = int.from_bytes(head + await reader.readexactly(HEADER_BYTES - 1))
             if length:
                 check_incoming(length)

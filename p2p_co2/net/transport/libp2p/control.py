@@ -28,6 +28,7 @@ from p2p_co2.net.transport.libp2p.hivemind import (
 )
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, MAX_STRING
+from p2p_co2.system.clock import within
 
 DAEMON_GONE = "the libp2p daemon of this process is gone"
 _P2P_CODE, _CIRCUIT_CODE = b"\xa5\x03", b"\xa2\x02"
@@ -83,7 +84,7 @@ async def daemon_call(
     """Bound what our daemon is asked, and give what hivemind raises when it fails as ``TransportError``;
     ``trouble`` says what took too long."""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with within(timeout_s):
             yield
     except TimeoutError:  # an OSError too, so it comes first
         raise TransportError(f"{trouble} within {timeout_s:.0f} s") from None

@@ -160,6 +160,7 @@ async def start_p2p(
     announce_host: str = "",
     public: bool = False,
     relay: bool = True,
+    upnp: bool = True,
     startup_timeout_s: float = MESSAGE_TIMEOUT_S,
 ) -> P2P:
     """Start the daemon and hivemind's client to it; end it with ``stop_p2p``.
@@ -167,10 +168,11 @@ async def start_p2p(
     identity_path: file written by ``Identity.load_or_create``. host, port: address to listen on, port 0 any
     free one. announce_host: the address or name that others dial, "" for what libp2p finds out; needs a fixed
     ``port``. public: we know that we can be dialled (a seed), so we pass on traffic at once instead of
-    finding out first; relay False: never. Raises ``EnvironmentFault`` with cause and fix, ``ConfigError`` for
+    finding out first; relay False: never. upnp: ask the router to let others in, unless ``host`` is loopback.
+    Raises ``EnvironmentFault`` with cause and fix, ``ConfigError`` for
     impossible addresses.
     """
-    arguments = _arguments(identity_path, host, port, announce_host, public, relay)
+    arguments = _arguments(identity_path, host, port, announce_host, public, relay, upnp)
     _require_free(host, port)
     asyncio.get_running_loop().set_exception_handler(quiet_stream_ends)
     async with _launched(arguments, startup_timeout_s) as daemon:
@@ -337,7 +339,7 @@ def _make_folder() -> Path:
 
 
 def _arguments(
-    identity_path: Path, host: str, port: int, announce_host: str, public: bool, relay: bool
+    identity_path: Path, host: str, port: int, announce_host: str, public: bool, relay: bool, upnp: bool
 ) -> list[str]:
     if not 0 <= port < 65536:
         raise ConfigError("libp2p_port", "", f"{port} is no TCP port; use 0 to 65535 (0: any free one)")
@@ -352,7 +354,7 @@ def _arguments(
         raise ConfigError("host", "", fix) from None
     arguments = [f"-id={identity_path}", f"{_LISTEN}{multiaddr_of(host, port)}", "-dhtServer", "-autonat"]
     arguments += ["-connManager", "-idleTimeout=30s"]  # it ends itself if we do not connect within this
-    if not is_loopback(host):
+    if upnp and not is_loopback(host):
         arguments.append("-natPortMap")  # asks the router (UPnP, NAT-PMP) to let others in
     if public:
         arguments.append(_PUBLIC)

@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 from importlib.util import find_spec, module_from_spec
-from random import Random
+from random import SystemRandom
 from types import ModuleType
 from typing import Any
 
@@ -83,6 +83,7 @@ with warnings.catch_warnings():
     from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
     from hivemind.proto import p2pd_pb2
+    from hivemind.utils.auth import AuthorizerBase
     from hivemind.utils.logging import use_hivemind_log_handler
     from hivemind.utils.multiaddr import Multiaddr
     from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
@@ -91,8 +92,8 @@ with warnings.catch_warnings():
 
 for _module in ("hivemind.dht.routing", "hivemind.dht.node"):
     # They draw ids from the program's own generator, which it may have seeded: other draws for the program
-    # then, and equal ids for peers that all seed alike.
-    vars(sys.modules[_module])["random"] = Random()
+    # then, and equal ids for peers that all seed alike. A generator of our own would be copied by a fork.
+    vars(sys.modules[_module])["random"] = SystemRandom()
 use_hivemind_log_handler("nowhere")
 logging.addLevelName(logging.WARNING, "WARNING")
 logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "ERROR").upper())
@@ -111,7 +112,7 @@ def quiet_stream_ends(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) 
 
 
 __all__ = [
-    "DHTID", "P2P", "DHTNode", "DHTRecord", "DictionaryDHTValue", "MSGPackSerializer", "Multiaddr",
-    "MultiaddrError", "P2PDaemonError", "PeerID", "RecordValidatorBase", "StreamInfo", "ValueWithExpiration",
-    "get_dht_time", "p2pd_pb2", "quiet_stream_ends", "read_pbmsg_safe", "write_pbmsg",
+    "DHTID", "P2P", "AuthorizerBase", "DHTNode", "DHTRecord", "DictionaryDHTValue", "MSGPackSerializer",
+    "Multiaddr", "MultiaddrError", "P2PDaemonError", "PeerID", "RecordValidatorBase", "StreamInfo",
+    "ValueWithExpiration", "get_dht_time", "p2pd_pb2", "quiet_stream_ends", "read_pbmsg_safe", "write_pbmsg",
 ]  # fmt: skip

@@ -95,13 +95,17 @@ async def ask_for_place(p2p: P2P, seed: str, me: PeerId) -> str:
     return f"{seed}/p2p-circuit/p2p/{me}"
 
 
-async def start_relay(identity_path: Path, host: str, port: int, announce_host: str) -> P2P:
+async def start_relay(
+    identity_path: Path, host: str, port: int, announce_host: str, upnp: bool = True
+) -> P2P:
     """``start_p2p`` of a daemon that passes on payload. Of its two relays (see there) the small one wins now
     and then all the same, and nobody would have a place: so that is looked at, but for the last start."""
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     for left in reversed(range(STARTS)):
         async with AsyncExitStack() as stack:
-            p2p = await start_p2p(identity_path, host, port, announce_host=announce_host, public=True)
+            p2p = await start_p2p(
+                identity_path, host, port, announce_host=announce_host, public=True, upnp=upnp
+            )
             stack.push_async_callback(stop_p2p, p2p)
             maddr = f"{multiaddr_of(near, port)}/p2p/{p2p.peer_id.to_base58()}"
             if not left or await _has_place(maddr, near):
@@ -115,7 +119,7 @@ async def _has_place(relay: str, host: str) -> bool:
     with tempfile.TemporaryDirectory(prefix="p2p-co2-relay-") as folder:
         path = Path(folder) / "identity"
         me = Identity.load_or_create(path).peer_id
-        p2p = await start_p2p(path, host)
+        p2p = await start_p2p(path, host, upnp=False)
         try:
             await ask_for_place(p2p, relay, me)
         except TransportError:

@@ -1,0 +1,194 @@
+"""Means that do not hold what was sent: who signs them, what becomes of the round, and of their owner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from p2p_co2.protocol.rounds import Aborted, CheckWanted, Likeness, Offer, PayloadShape, Refused
+from p2p_co2.protocol.rounds.attempt import Attempt, Share
+from p2p_co2.protocol.rounds.ballot import Ballot
+from p2p_co2.protocol.rounds.deadline import Durations
+from p2p_co2.protocol.rounds.exchange import Exchange
+from p2p_co2.protocol.rounds.parts import BlockRange, Rates, divide
+from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
+from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.protocol.wire.identity import PeerId
+from tests.round_network import Network
+
+SHAPE = PayloadShape(8, (16,), weight_cap=4.0)
+
+
+def owner_of(net: Network, job: CheckWanted) -> PeerId:
+    """Who averaged a part, as its BEGIN says."""
+    begins = (message for _, _, message in net.sent if isinstance(message, wire.Begin))
+    begin = next(begin for begin in begins if begin.key.attempt == job.key)
+    return PeerId(begin.parts[job.part].owner)
+
+
+def accused(net: Network) -> dict[PeerId, list[PeerId]]:
+    """By peer, whose means it takes no more."""
+    found: dict[PeerId, list[PeerId]] = {}
+    for name, event in net.events:
+        if isinstance(event, Refused):
+            assert event.reason == "bad mean"
+            found.setdefault(name, []).append(event.peer)
+    return found
+
+
+def test_an_owner_whose_means_are_not_what_was_sent_costs_a_round_and_averages_no_more() -> None:
+    net = Network(4, shape=SHAPE)
+    liar = net.names[1]
+    net.finds_itself = lambda peer, job: owner_of(net, job) != liar
+    net.offer_all()
+    net.run_until_settled()
+    honest = [name for name in net.names if name != liar]
+    for name in honest:
+        ending = net.endings()[name]
+        assert isinstance(ending, Aborted)
+        assert f"find their work in the mean of {liar[-6:]}" in ending.reason
+        assert accused(net)[name] == [liar]  # told once
+    begins = [message for _, _, message in net.sent if isinstance(message, wire.Begin)]
+    assert liar in {part.owner for part in begins[-1].parts}
+    net.sent.clear()
+    net.offer_all()
+    net.run(20.0)  # its READY is waited for in vain: it asks itself to coordinate
+    assert net.committed().keys() >= set(honest)
+    begins = [message for _, _, message in net.sent if isinstance(message, wire.Begin)]
+    assert {part.owner for part in begins[-1].parts} <= set(honest)
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_one_that_refuses_what_the_others_find_is_outvoted_and_takes_their_mean(count: int) -> None:
+    net = Network(count, shape=SHAPE)
+    doubter = net.names[0]
+    owner = net.names[1]
+    net.finds_itself = lambda peer, job: peer != doubter or owner_of(net, job) != owner
+    net.offer_all()
+    net.run(3.0)
+    committed = net.committed()
+    assert committed.keys() == set(net.names)
+    assert len({bytes(event.mean) for event in committed.values()}) == 1
+    for event in committed.values():
+        votes = wire.Decision.FromString(event.decision).votes
+        assert 0 not in {vote.member for vote in votes}
+    assert accused(net) == {}
+
+
+def test_who_was_not_counted_has_no_say_and_without_a_defence_nobody_looks() -> None:
+    for shape, looks in ((SHAPE, True), (PayloadShape(8, (16,)), False)):
+        net = Network(4, shape=shape)
+        net.offer_all()
+        net.run_until_settled()
+        checks = [(name, event) for name, event in net.events if isinstance(event, CheckWanted)]
+        assert bool(checks) is looks
+        for name, job in checks:
+            assert owner_of(net, job) != name
+            assert len(job.mine) == len(job.mean)
+
+
+def test_who_would_refuse_most_owners_is_odd_itself() -> None:
+    net = Network(4, shape=SHAPE)
+    odd = net.names[0]
+    net.finds_itself = lambda peer, job: peer != odd
+    net.offer_all()
+    net.run(3.0)
+    assert net.committed().keys() == set(net.names)
+    results = [message for source, _, message in net.sent if isinstance(message, wire.Result)]
+    assert results
+    assert not any(result.refused for result in results)
+
+
+@pytest.mark.parametrize(
+    ("weights", "counted", "likeness", "is_refused"),
+    [
+        ((1, 1, 1, 1), {}, (0.5, 0.7), False),
+        ((1, 1, 1, 1), {}, (-0.1, 0.7), False),  # slices may point anywhere
+        ((1, 1, 1, 1), {}, (-0.5, 0.7), True),  # flipped
+        ((1, 1, 1, 1), {}, (0.5, 7.0), True),  # ten times as long
+        ((1, 1, 1, 1), {}, (0.1, 7.0), False),  # our slice is next to nothing there
+        ((1, 4, 4, 4), {}, (0.5, 7.0), False),  # a slow peer's slice is short
+        ((1, 4, 4, 4), {}, (-0.5, 7.0), True),
+        ((1, 1, 1, 1e6), {}, (0.5, 7.0), True),  # a boast makes nobody slow
+        ((1, 1, 1, 1), {0: 0.2}, (-0.5, 0.7), False),  # ours was long, and is not counted as it was
+        ((1, 1, 1, 1), {0: 0.2, 1: 0.2}, (-0.5, 0.7), False),
+        ((1, 1, 1, 1), {0: 0.2, 1: 0.2, 2: 0.2}, None, True),  # most are cut: no rule does that
+        ((1, 1, 1, 1), {0: 0.0}, None, False),  # it was late, or forgotten
+    ],
+)
+def test_which_mean_is_refused(
+    weights: Sequence[float], counted: dict[int, float], likeness: tuple[float, float] | None,
+    is_refused: bool,
+) -> None:  # fmt: skip
+    peers = [PeerId(f"p{index}") for index in range(4)]
+    shares = {peer: Share(float(weight), 0) for peer, weight in zip(peers, weights, strict=True)}
+    ranges = tuple(BlockRange(4 * part, 4 * part + 4) for part in range(4))
+    attempt = Attempt(
+        0, 1, bytes(16), shares, ranges, tuple(peers), (frozenset(peers),) * 4, bytes(32), peers[1], 1.0, 1.0,
+        4, 4.0,
+    )  # fmt: skip
+    swarm, outlet = Swarm(peers[0], SHAPE), Outlet(peers[0])
+    offer = Offer(0, 1, 0, bytes(32), bytes(128), 1.0)
+    exchange = Exchange(offer, attempt, swarm, outlet, observed=Durations(), now=0.0)
+    for part, owner in enumerate(peers[1:], 1):
+        listed = [
+            (peer, counted.get(index, 1.0) * attempt.weights[peer] if part == 3 else attempt.weights[peer])
+            for index, peer in enumerate(peers)
+        ]
+        contributors = [wire.Contributor(peer=peer, weight=weight) for peer, weight in listed if weight]
+        mean = wire.Mean(key=attempt.key(), part=part, total=32, data=bytes(32), contributors=contributors)
+        assert exchange.mean_came(mean, owner, 1.0)
+    jobs = [event for event in outlet.events if isinstance(event, CheckWanted)]
+    assert exchange.is_checked is not bool(jobs)
+    for job in jobs:
+        exchange.checked(job, Likeness(*likeness) if job.part == 3 and likeness else Likeness(0.5, 0.7))
+    assert exchange.is_checked
+    assert exchange.refused == ({(3, 0)} if is_refused else set())
+
+
+def refusals(members: int, by: Sequence[int]) -> Ballot:
+    """Of so many members, ``by`` refuse the mean of the first one."""
+    peers = [PeerId(f"p{index:02}") for index in range(members)]
+    attempt = Attempt(
+        0, 1, bytes(16), {peer: Share(1.0, 0) for peer in peers}, (BlockRange(0, 4),), (peers[0],),
+        (frozenset(peers),), bytes(32), peers[0], 1.0, 1.0, members, 4.0,
+    )  # fmt: skip
+    ballot = Ballot(attempt, lambda peer, why: None)
+    for index in by:
+        message = wire.Result(key=attempt.key(), refused=[wire.LostPart(part=0, generation=0)])
+        ballot.hear(message, peers[index])
+    return ballot
+
+
+@pytest.mark.parametrize(
+    ("members", "by", "is_caught"),
+    [
+        (2, [1], True),  # nobody else could tell
+        (3, [1], False),
+        (3, [1, 2], True),
+        (4, [1], False),
+        (8, [1, 2], False),  # as many liars as may be take nobody's role
+        (8, [1, 2, 3], True),
+        (8, [0, 1, 2], False),  # nobody bears witness against itself
+    ],
+)
+def test_more_than_a_third_of_the_members_take_an_owners_role(
+    members: int, by: list[int], is_caught: bool
+) -> None:
+    assert (refusals(members, by).caught().keys() == {"p00"}) is is_caught
+
+
+def test_those_that_refuse_are_not_waited_for() -> None:
+    others = [PeerId(f"p{index:02}") for index in range(4)]
+    assert refusals(4, [1]).may_commit(others)
+    assert not refusals(4, [1, 2]).may_commit(others[1:])
+
+
+@pytest.mark.parametrize("members", [3, 4, 7, 8])
+def test_who_lied_about_a_mean_is_given_no_part_as_long_as_the_others_can_own_it_all(members: int) -> None:
+    peers = [PeerId(f"p{index:02}") for index in range(members)]
+    for liars in range(members + 1):
+        rates = {peer: Rates(1e6, 0.0, float(index >= liars)) for index, peer in enumerate(peers)}
+        owners = set(divide(1000, 68, rates, (0, 1), 0.0).owners)
+        assert owners == (set(peers[liars:]) if 2 * liars <= members else set(peers))
