@@ -9,7 +9,8 @@ a peer lingers as a donor while anybody that it hears has more to offer, holds a
 
 Law: conclusions rest on heartbeats of live peers alone, and the position on the lower median of those whose
 word counts (``rounds.voters``): of three, one liar moves nothing. Nor is it further than the commits of this
-peer's state bear out (``BORNE_OUT_ROUNDS``). They are plain values, replaced whole: other threads may read them at any time.
+peer's state bear out (``BORNE_OUT_ROUNDS``). They are plain values, replaced whole: other threads may read
+them at any time.
 """
 
 from __future__ import annotations

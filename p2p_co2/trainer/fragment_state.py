@@ -267,9 +267,9 @@ class FragmentState:
         self, round_: int, base_version: int, encoded: Buffer, parts: Sequence[PartWeights]
     ) -> Outcome:
         """Take the outer step of an agreed mean: its bytes, which nobody changes, and who is in it.
-        ``base_version``: the group's, as ``agreed_base`` has it; where live parameters meet each mean at once,
-        no gradient is late, whatever it says. Raises ``LocalProtocolError`` if ``round_`` is not the next
-        version."""
+        ``base_version``: the group's, as ``agreed_base`` has it; where live parameters meet each mean at
+        once, no gradient is late, whatever it says. Raises ``LocalProtocolError`` if ``round_`` is not the
+        next version."""
         if round_ != self.state.version + 1:
             raise LocalProtocolError(f"round {round_} cannot follow version {self.state.version}")
         offset = self.departure.offset

@@ -243,9 +243,8 @@ class FragmentRounds:
         self._replay(now)
 
     def _leaves_out(self, attempt: Attempt) -> bool:
-        """Whether another coordinator leaves out more than a third of the voters, of those whose work is in the
-        round before. Of one that is left out for the third time in a row we believe that
-        it is late."""
+        """Whether another coordinator leaves out more than a third of the voters, of those whose work is in
+        the round before. Of one that is left out for the third time in a row we believe that it is late."""
         newest, swarm = self.history.newest_commit(), self._swarm
         if attempt.coordinator == swarm.me or newest is None or newest[1].key.round != attempt.round - 1:
             return False
