@@ -201,9 +201,10 @@ class ExchangedModel:
         """Its parameters were not finite: running statistics that are not either begin anew, too."""
         self._merged = None
         for module in self._plan.model.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-                if not all(bool(one.isfinite().all()) for one in module.buffers(recurse=False)):
-                    module.reset_running_stats()
+            buffers = list(module.buffers(recurse=False))
+            is_bad = not all(bool(one.isfinite().all()) for one in buffers)
+            if is_bad and isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+                module.reset_running_stats()
 
     def forget_optimizer(self, fragment: int) -> None:
         """Drop the inner optimizer's state of a fragment whose parameters were not finite: its moments are
