@@ -30,8 +30,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import p2p_co2 as co2
+from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.errors import ConfigError, TicketError
 from p2p_co2.recipes.optimizers import Optimizers
+from p2p_co2.swarm import joining
 from p2p_co2.swarm.counting import BatchCounter, batch_tokens
 from p2p_co2.swarm.data import Fetching, PeerOrder, Stopped, passes, reseed, warn_of_a_stream
 from p2p_co2.telemetry.events import PeerStarted, Progress
@@ -146,6 +148,103 @@ def test_a_drop_in_that_has_left_holds_its_model_no_longer(monkeypatch: pytest.M
     del optimizer
     gc.collect()
     assert left() is None
+
+
+class Told:
+    """A peer that takes down the steps it is told of."""
+
+    inner_steps, position = 0, 0.0
+
+    def __init__(self, *_given: Any, **_options: Any) -> None:
+        self.steps = list[tuple[Any, float]]()
+
+    def step(self, tokens: Any, loss: Any) -> bool:
+        self.steps.append((tokens, float(loss)))
+        return True
+
+
+def scaled_steps(optimizer: torch.optim.Optimizer, model: nn.Module, scaler: Any, step: Any) -> None:
+    """The second of three steps is skipped."""
+    for scale in (1.0, float("inf"), 2.0):
+        loss = model(torch.ones(2, 4)).sum() * scale
+        scaler.scale(loss).backward()
+        step(loss)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_that_the_scaler_skips_is_told_as_one_of_no_tokens(fused: bool) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1)
+    peer: Any = Told()
+    swarm = co2.Swarm(peer, model, optimizer, scaler)
+    scaled_steps(optimizer, model, scaler, lambda loss: swarm.step(loss, tokens=8))
+    assert [tokens for tokens, _ in peer.steps] == [8, 0, 8]
+
+
+@pytest.mark.parametrize("unscaled", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_drop_in_tells_no_tokens_of_a_step_that_the_scaler_skips(
+    monkeypatch: pytest.MonkeyPatch, fused: bool, unscaled: bool
+) -> None:
+    peer: Any = Told()
+    monkeypatch.setattr(
+        "p2p_co2.swarm.optimizer.join", lambda model, inner, **_given: co2.Swarm(peer, model, inner)
+    )
+    model, plain = small_model(), small_model()
+    optimizer = co2.Optimizer(torch.optim.SGD(model.parameters(), 0.01, fused=fused), model)
+    reference = torch.optim.SGD(plain.parameters(), 0.01)
+    for mine, net in ((optimizer, model), (reference, plain)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+
+        def step(_loss: Any, mine: Any = mine, scaler: Any = scaler) -> None:
+            if unscaled:
+                scaler.unscale_(mine)
+            scaler.step(mine)
+            scaler.update()
+
+        scaled_steps(mine, net, scaler, step)
+    assert [tokens for tokens, _ in peer.steps] == [8, 0, 8]
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    optimizer._call_off()
+
+
+def test_an_exchange_after_micro_steps_tells_their_loss() -> None:
+    peer: Any = Told()
+    swarm = co2.Swarm(peer, small_model(), unittest.mock.Mock())
+    swarm.add(8, 1.0)
+    swarm.add(8, 3.0)
+    swarm.exchange()
+    swarm.add(8, 1.0)
+    swarm.exchange(8, torch.tensor(5.0))
+    swarm.exchange()
+    assert peer.steps[:2] == [(16, 2.0), (16, 3.0)]
+    assert peer.steps[2][0] == 0
+
+
+def test_an_own_loop_is_told_where_it_is_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    hear = joining._progress_printer(RunConfig(clock=ClockConfig(mode="time", round_s=60.0, rounds=30)))
+    known: dict[str, Any] = {
+        "peer": "me", "phase": "training", "inner_steps": 1, "tokens": 1, "tokens_per_s": 1.0, "wall_s": 1.0,
+        "up_bytes": 0, "down_bytes": 0, "versions": (1,), "train_s": 49.0, "exposed_s": 1.0,
+    }  # fmt: skip
+    for at in (100.0, 105.0, 111.0):
+        hear(Progress(at=at, position=28.5, loss=2.25 if at == 100.0 else float("nan"), **known))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "round 28.5 of 30, 1:30 left, 98% of the time training, loss 2.25",
+        "round 28.5 of 30, 1:30 left, 98% of the time training",
+    ]
+
+
+def test_what_the_user_can_mend_ends_a_program_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for error in (ConfigError("join", "run", "is no ticket"), KeyError("a bug")):
+        joining._end_in_one_line(type(error), error, None)
+    one, *rest = capsys.readouterr().err.splitlines()
+    assert one == "ConfigError: join: run: is no ticket"
+    assert rest == ["KeyError: 'a bug'"]
 
 
 # ---- data

@@ -17,7 +17,7 @@ import torch
 
 from p2p_co2.config import ClockConfig
 from p2p_co2.digest import digest_of_chunks
-from p2p_co2.errors import DigestMismatch, RemoteProtocolError
+from p2p_co2.errors import ConfigError, DigestMismatch, RemoteProtocolError
 from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
 from p2p_co2.protocol.rounds import Offer
@@ -552,6 +552,103 @@ def test_parameters_that_are_not_finite_are_reset_to_the_agreed_ones() -> None:
     assert outcome.merge is not None
     assert outcome.merge.keep == 0.0
     assert "not finite" in outcome.trouble
+
+
+def told(bench: Bench) -> list[str]:
+    """What a person is told, from now on."""
+    heard = list[str]()
+    bench.exchanged._warn = heard.append
+    return heard
+
+
+@pytest.mark.parametrize("rule", ["keep", "blend", "co2", "eager"])
+def test_one_nan_resets_all_fragments_at_one_moment_and_is_told_once(rule: str) -> None:
+    bench = Bench(rule=rule)
+    heard, agreed = told(bench), [state.params.clone() for state in bench.ledger.states()]
+    bench.step(2)
+    assert [offer.fragment for offer in bench.wire.offers] == [1]  # it is in flight, and stays so
+    for _ in range(2):
+        bench.optimizer.state[bench.model.weight] = {"exp_avg": bench.model.weight.detach()}
+        with torch.no_grad():
+            bench.model.weight[0, 0] = math.nan
+            bench.model.bias.fill_(math.nan)
+        for _ in range(4):
+            bench.sync.after_step(10, 1.0)
+            bench.ledger.agreed()
+        assert all(torch.equal(bench.exchanged.live.snapshot(at), agreed[at]) for at in range(2))
+        assert not bench.optimizer.state
+    assert len([text for text in heard if "not finite" in text]) == 1
+    bench.commit(1)
+    bench.sync.after_step(10, 1.0)
+    new = bench.ledger.states()[1]
+    assert bench.sync.versions == [0, 1]
+    if rule in ("keep", "blend"):
+        assert torch.allclose(bench.exchanged.live.snapshot(1), new.params)
+
+
+def test_a_copy_in_the_optimizers_state_moves_with_its_parameter() -> None:
+    bench = Bench()
+    weight, state = bench.model.weight, bench.optimizer.state
+    bench.step(2)
+    for one in bench.model.parameters():
+        master = one.detach().double() + 1e-9  # a copy of another precision
+        state[one] = {"master": master, "moment": torch.full_like(one, 0.01), "step": torch.tensor(3.0)}
+    before = weight.detach().clone()
+    bench.commit(1)
+    bench.sync.after_step(10, 1.0)
+    assert not torch.equal(weight, before)
+    for one in bench.model.parameters():
+        assert torch.allclose(state[one]["master"], one.double(), atol=1e-6)
+        assert torch.equal(state[one]["moment"], torch.full_like(one, 0.01))
+        assert state[one]["step"] == 3.0
+    with bench.exchanged.live.set_aside():
+        bench.exchanged.live.load_(0, torch.zeros_like(bench.exchanged.live.snapshot(0)))
+    assert torch.allclose(state[weight]["master"], weight.double(), atol=1e-6)
+
+
+@pytest.mark.parametrize("is_undone", [True, False])
+def test_merges_that_do_not_last_a_step_are_told_by_name(is_undone: bool) -> None:
+    bench = Bench()
+    heard = told(bench)
+    for _ in range(12):
+        bench.step()
+        hidden = [one.detach().clone() for one in bench.model.parameters()]
+        if bench.wire.offers:
+            bench.commit(bench.wire.offers.pop().fragment)
+        bench.sync.after_step(10, 1.0)
+        for one, copy in zip(bench.model.parameters(), hidden, strict=True):
+            if is_undone:
+                one.data.copy_(copy)
+    assert [text for text in heard if "weight" in text and "AdamW" in text] == heard
+    assert len(heard) == is_undone
+
+
+def test_a_parameter_that_is_frozen_is_told_only_when_nothing_trains_it_for_a_round(bench: Bench) -> None:
+    weight, look = bench.model.weight, bench.exchanged.look
+    weight.requires_grad_(False)
+    for position in (0.0, 0.9, 1.8, 2.7):
+        look(position)
+        with torch.no_grad():
+            weight.add_(1e-3)
+    look(3.6)
+    look(4.5)
+    weight.requires_grad_(True)
+    look(4.9)
+    weight.requires_grad_(False)
+    look(5.0)
+    look(5.9)
+    with pytest.raises(ConfigError, match="weight: was frozen"):
+        look(6.0)
+
+
+def test_steps_of_no_tokens_are_told_when_there_were_ten(bench: Bench) -> None:
+    heard = told(bench)
+    for tokens in (0, 5, *[0] * 9):
+        bench.sync.after_step(tokens, math.nan)
+    assert not heard
+    for _ in range(20):
+        bench.sync.after_step(0, math.nan)
+    assert len(heard) == 1
 
 
 def test_the_worker_is_one_thread_and_close_ends_it() -> None:

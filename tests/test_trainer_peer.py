@@ -7,9 +7,12 @@ refused with the parameter's name and the cure before the network is used."""
 from __future__ import annotations
 
 import copy
+import errno
 import math
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,12 +27,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.lr_scheduler import LinearLR
 
 from p2p_co2.config import PeerConfig, PipelineConfig, RunConfig, read_peer_config
-from p2p_co2.errors import ConfigError, LocalProtocolError, P2PCo2Error
+from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError, P2PCo2Error
 from p2p_co2.node.network import Held
 from p2p_co2.peer_options import listening, peer_config
 from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.folder import load
+from p2p_co2.tensors.pretrained import write_pretrained
 from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import Connection, connect, join
 from p2p_co2.trainer.exchanged_model import check_model
@@ -288,15 +292,78 @@ def test_a_measurement_sees_the_agreed_parameters_and_leaves_the_live_ones_as_th
     lone.peer.leave()
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_an_evaluation_changes_beside_the_model_is_put_back(lone: Lone, fails: bool) -> None:
+    lone.model.train()
+    lone.model[1].eval()
+    draw = torch.get_rng_state()
+
+    def held_out(model: nn.Module) -> float:
+        model.eval()
+        torch.set_grad_enabled(False)
+        torch.manual_seed(5)
+        return 1.0 / (not fails)
+
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        lone.peer.measure_agreed(held_out)
+    assert [module.training for module in lone.model.modules()] == [True, True, False, True]
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), draw)
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_told_when_all_else_is_done(
+    lone: Lone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise EnvironmentFault("no space left on device")
+
+    monkeypatch.setattr(lone.peer._saver, "save", full)
+    lone.peer.leave()
+    assert lone.wire.ended_with
+    assert lone.peer.state_dict()
+    kinds = [kind for kind, _ in lone.wire.events]
+    assert kinds[-2:] == [ev.PeerFinished, ev.Warned]
+    assert "no space left" in lone.wire.events[-1][1]["text"]
+
+
+def test_sigterm_asks_a_loop_to_end_unless_the_program_handles_it(lone: Lone) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with lone.peer:
+            assert lone.train()
+            signal.raise_signal(signal.SIGTERM)
+            assert not lone.train()
+        assert load(lone.folder / "checkpoint").inner_steps == 2
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with lone.peer:
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Counting(nn.Linear):
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(3)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        assert state == 3
+
+
+def test_what_modules_keep_beside_their_tensors_is_in_the_state(tmp_path: Path) -> None:
+    model = nn.Sequential(Counting(4, 4))
+    lone = Lone(tmp_path, model, sgd(model))
+    model.load_state_dict(lone.peer.state_dict())
+    lone.peer.leave()
+    write_pretrained(model, lone.peer.state_dict(), tmp_path / "out")
+
+
 # ---- a model that changes after join
 
 
 def unfreeze(lone: Lone) -> None:
     lone.model[0].requires_grad_(True)
-
-
-def freeze(lone: Lone) -> None:
-    lone.model[2].weight.requires_grad_(False)
 
 
 def add_adapter(lone: Lone) -> None:
@@ -339,7 +406,6 @@ def train_another(lone: Lone) -> None:
 
 CHANGES: list[tuple[Callable[[Lone], None], str]] = [
     (unfreeze, "0.weight: is trained, and was not when this peer joined"),
-    (freeze, "2.weight: was frozen after join"),
     (add_adapter, "2.adapter: is trained, and was not when this peer joined"),
     (resize, r"2.weight: was float32 \(4, 6\) in join and is float32 \(5, 6\)"),
     (regrow, r"2.weight: was float32 \(4, 6\) in join and is float32 \(5, 6\)"),
@@ -496,6 +562,20 @@ def test_a_callback_that_fails_ends_the_training_and_not_only_a_line_of_a_log(tm
         thread.on_event(ev.Warned(at=0.0, peer=me, text="something"))
     with pytest.raises(ValueError, match="disk is full"):
         thread.check()
+    thread.close()
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO, errno.ENOSPC])
+def test_a_callback_whose_terminal_is_gone_ends_nothing(tmp_path: Path, number: int) -> None:
+    def on_event(event: ev.Event) -> None:
+        raise OSError(number, "nobody reads it")
+
+    me = Identity.load_or_create(tmp_path / "identity").peer_id
+    thread = NetworkThread(
+        Ticket(bytes(32), me, (f"/ip4/127.0.0.1/tcp/1/p2p/{me}",)), PeerConfig(folder=tmp_path), on_event
+    )
+    thread.on_event(ev.Warned(at=0.0, peer=me, text="something"))
+    thread.check()
     thread.close()
 
 

@@ -228,12 +228,10 @@ class Synchroniser:
     def _apply(self, outcome: Outcome) -> None:
         fragment, is_newer = outcome.fragment, outcome.version > self.versions[outcome.fragment]
         sent = self.account.meet(fragment, outcome.version, outcome.ends_offer)
-        if outcome.merge is not None and outcome.merge.keep == 0.0:
-            self._model.live.load_(fragment, outcome.merge.addend)
-            if outcome.report is None:
-                self._model.forget_optimizer(fragment)
-        elif outcome.merge is not None:
+        if outcome.merge is not None:
             self._model.merge_(fragment, outcome.merge)
+            if outcome.merge.keep == 0.0 and outcome.report is None:
+                self._model.forget_optimizer(fragment)
         if outcome.trouble == NOT_FINITE:
             self._model.begin_anew()
             self._model.warn_once(NOT_FINITE)
