@@ -42,6 +42,9 @@ class CountingModel:
     def look(self) -> None:
         """Nobody exchanges its parameters."""
 
+    def look_back(self) -> None:
+        """A merge cannot be undone here."""
+
     def take_computing_s(self) -> float:
         return 0.0
 
