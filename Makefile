@@ -2,7 +2,7 @@
 #   make demo              a whole swarm on this machine      (DEMO_ARGS="--peers 3 --seconds 60")
 #   make test              all tests, by two workers          (TEST_ARGS="tests/test_codec.py -x" TEST_WORKERS=0)
 #   make check             ruff, mypy, and the documentation's site
-#   make install           only sets up .venv                 (PIP_ARGS="--extra-index-url ..." for another torch build)
+#   make install           only sets up .venv, for a demo     (PIP_ARGS="--extra-index-url ..." for another torch build)
 #   make proto             wire schema to Python
 #   make docs              the reference pages in docs/ from the code
 #   make screenshots       every page of the board, light, dark and phone, into runs/screenshots (needs Chromium)
@@ -23,11 +23,20 @@ PYTHON ?= $(shell for wanted in \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ALL := $(VENV)/.installed-all
 DEMO_ARGS ?=
 TEST_ARGS ?=
 TEST_WORKERS ?= 2
 PIP_ARGS ?=
 SCREENSHOT_ARGS ?=
+
+# Installs us with these extras, and says what it is at: every ten seconds how far it has come, too.
+COMMA := ,
+pip = @( while :; do sleep 10 >/dev/null 2>&1; echo "    $$SECONDS s, $$(du -sm $(VENV) | cut -f1) MB in $(VENV)"; done ) & \
+	ticking=$$!; trap "kill $$ticking" EXIT; \
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) -c constraints.txt -e '.[$(1)]' \
+		| awk '/^Collecting /{print "  " $$2; fflush()} /Downloading .*(MB|GB)/{print "    " $$(NF-1), $$NF; fflush()} \
+			/^Installing collected/{print "Installing ..."; fflush()}'
 
 .PHONY: gone help install demo test check format proto docs screenshots clean
 
@@ -55,36 +64,39 @@ $(STAMP): pyproject.toml setup.py constraints.txt p2p_co2/tensors/codec/passes.c
 		echo "error: $(VENV) has no pip, and ensurepip does not bring it (above): make clean install" >&2; exit 2; }
 	@echo "Setting up $(VENV) with $$($(BIN)/python --version) of $$($(BIN)/python -c 'import sys; print(sys.base_prefix)'), \
 	once (torch is large: some minutes on a slow line)."
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) -c constraints.txt -e '.[all,dev]' \
-		| awk '/^Collecting /{print "  " $$2; fflush()} /Downloading .*(MB|GB)/{print "    " $$(NF-1), $$NF; fflush()} \
-			/^Installing collected/{print "Installing ..."; fflush()}'
+	$(call pip,board$(COMMA)plot)
 	@# Where processes may not write bytecode each would compile all again: half a second of processor time.
 	@$(BIN)/python -m compileall -q p2p_co2 peers bootstrap monitoring
 	@touch $(STAMP)
 
+$(ALL): $(STAMP)
+	@echo "Adding what the tests and the other extras need, once."
+	$(call pip,all$(COMMA)dev)
+	@touch $(ALL)
+
 demo: $(STAMP)
 	@$(BIN)/p2p-co2 demo $(DEMO_ARGS)
 
-test: $(STAMP)
+test: $(ALL)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) $(TEST_ARGS)
 
-check: $(STAMP)
+check: $(ALL)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-format: $(STAMP)
+format: $(ALL)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-proto: $(STAMP)
+proto: $(ALL)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. p2p_co2/protocol/wire/messages.proto
 
-docs: $(STAMP)
+docs: $(ALL)
 	$(BIN)/python -m tests.reference_pages
 
-screenshots: $(STAMP)
+screenshots: $(ALL)
 	$(BIN)/python -m tests.screenshots $(SCREENSHOT_ARGS)
 
 clean:

@@ -9,6 +9,9 @@ setup(
             ["p2p_co2/tensors/codec/passes.c"],
             extra_compile_args=["-O3", "-std=c11", "-ffp-contract=off"],
             optional=True,  # without it torch's operations serve, slower; passes.py
+            py_limited_api=True,
         )
-    ]
+    ],
+    # Loaded by ctypes, it knows nothing of Python: one wheel serves 3.11 and all that come after it.
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

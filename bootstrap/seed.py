@@ -102,7 +102,8 @@ def serve_run(
     with full_disk_named(folder):
         lock = FolderLock(folder)  # held until this process ends
         try:
-            if run is not None:
+            me = Identity.load_or_create(folder / "identity").peer_id
+            if run is not None and (given is None or given.run_key == me):  # else it has its own
                 run = salted(run, folder, say)
             asyncio.run(_until_stopped(Seed(replace(options, folder=folder), run, given, say, invite)))
         finally:

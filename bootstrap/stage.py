@@ -60,13 +60,15 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """What a watcher cannot know from events. Losses in the recipe's unit, None if not measured; ``deaths``:
+    """What a watcher cannot know from events. Losses in the recipe's unit, None if not measured: on what
+    peers measure while they train, and ``loss_whole`` at the end on all that nobody trains on. ``deaths``:
     last words of those that died by themselves; ``killed``: names of the peers that need not have finished;
     ``notes``: what else the reader should know, a sentence each. Of a rehearsal ``traffic``: samples of the
     lines' counters, empty on loopback; ``forwarded``: the packet forwarder's own account."""
 
     loss_start: float | None
     loss_end: float | None
+    loss_whole: float | None
     expected_peers: int
     deaths: tuple[str, ...]
     software: dict[str, str]
@@ -143,8 +145,8 @@ def require_peers(peers: int, stages: int) -> None:
 def prepare(
     config: RunConfig, folder: Path, *, is_judged: bool = False, text: Path | None = None
 ) -> tuple[RunConfig, float | None]:
-    """(the run with its recipe's digest, the held-out loss before the first step, None if the recipe has
-    none). ``text``: what all peers train on, if not Python's own. Writes ``run.toml``. Raises
+    """(the run with its recipe's digest, the held-out loss before the first step as peers measure it, None if
+    the recipe has none). ``text``: what all peers train on, if not Python's own. Writes ``run.toml``. Raises
     ``ConfigError``, for a recipe without held-out loss too if the run ``is_judged`` by it."""
     import torch
 
@@ -162,7 +164,8 @@ def prepare(
         problem = "the demo judges a run by its held-out loss; give the recipe one"
         raise ConfigError(config.recipe, "held_out", problem)
     (folder / "run.toml").write_text(write_toml(config), encoding="utf-8")
-    return config, recipe.held_out(recipe.whole_model(config)) if recipe.held_out else None
+    measure = recipe.glance or recipe.held_out
+    return config, measure(recipe.whole_model(config)) if measure else None
 
 
 def _own_data(text: Path | None) -> dict[str, str]:
@@ -277,15 +280,18 @@ class Stage:
         from p2p_co2.trained import Trained
 
         merge_journals([tail.path for tail in self._tails.values()], self._folder / "events.jsonl")
-        loss_end, text = None, ""
+        loss_end, loss_whole, text = None, None, ""
         if self._has_checkpoint():
             trained = Trained.load(self._folder / "checkpoint", self._own_recipe, self._data)
-            loss_end = trained.held_out_loss() if trained.recipe.held_out else None
-            if trained.recipe.generate and prompt[0]:
+            recipe = trained.recipe
+            loss_end = measure(recipe.model) if (measure := recipe.glance or recipe.held_out) else None
+            loss_whole = recipe.held_out(recipe.model) if recipe.held_out and recipe.glance else None
+            if recipe.generate and prompt[0]:
                 text = trained.sample(*prompt, self._config.seed)
         end = RunEnd(
-            loss_start=loss_start, loss_end=loss_end, text=text, expected_peers=len(self.peers),
-            deaths=tuple(self._deaths.values()), software=software_versions(), **more,
+            loss_start=loss_start, loss_end=loss_end, loss_whole=loss_whole, text=text,
+            expected_peers=len(self.peers), deaths=tuple(self._deaths.values()),
+            software=software_versions(), **more,
         )  # fmt: skip
         return self._watch.finish(end)
 

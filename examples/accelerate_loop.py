@@ -4,8 +4,8 @@ over. Accumulation, bf16, clipping and the scheduler are accelerate's, as ever.
     p2p-co2 seed examples/own_loop.toml            # prints a ticket
     python examples/accelerate_loop.py TICKET      # in as many terminals, on as many machines, as you like
 
-Needs ``pip install "p2p-co2[transformers]"``. An outer step falls between two updates, never between the
-micro-steps of one.
+Needs ``pip install '.[transformers]'`` in a clone of p2p-co2. An outer step falls between two updates, never
+between the micro-steps of one.
 """
 
 from __future__ import annotations

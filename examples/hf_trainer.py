@@ -3,9 +3,9 @@
     p2p-co2 seed examples/own_loop.toml            # prints a ticket
     python examples/hf_trainer.py TICKET           # in as many terminals, on as many machines, as you like
 
-Needs ``pip install "p2p-co2[transformers]"``. When the run is over the Trainer stops, and its model holds
-what all peers have agreed on. Nothing is downloaded: the model is made from a config, and the tokenizer is
-trained here. Peers need the same tokenizer: in a run of your own, send its files with the ticket.
+Needs ``pip install '.[transformers]'`` in a clone of p2p-co2. When the run is over the Trainer stops, and its
+model holds what all peers have agreed on. Nothing is downloaded: the model is made from a config, and the
+tokenizer is trained here. Peers need the same one: in a run of your own, send its files with the ticket.
 """
 
 from __future__ import annotations

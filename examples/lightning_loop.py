@@ -3,8 +3,8 @@
     p2p-co2 seed examples/own_loop.toml            # prints a ticket
     python examples/lightning_loop.py TICKET       # in as many terminals, on as many machines, as you like
 
-Needs ``pip install "p2p-co2[lightning]"``. Each peer goes through the data in an order of its own. When the
-run is over the trainer stops, and the module holds what all peers have agreed on.
+Needs ``pip install '.[lightning]'`` in a clone of p2p-co2. Each peer goes through the data in an order of its
+own. When the run is over the trainer stops, and the module holds what all peers have agreed on.
 """
 
 from __future__ import annotations

@@ -90,24 +90,32 @@ def column(name: str) -> int:
     return MEASURES.index(name) + 1
 
 
+HELD_OUT, WHOLE = "agreed parameters, held-out", "the last on all held-out data"
+
+
 def loss(
-    palette: Palette, rows: Series, agreed: Series = (), *, over_tokens: bool = False,
+    palette: Palette, rows: Series, agreed: Series = (), whole: Series = (), *, over_tokens: bool = False,
     look: Look = AS_MEASURED, marks: Sequence[Happening] = (),
 ) -> Options:  # fmt: skip
-    """Mean training loss and the held-out loss of the agreed parameters, both as rows of ``History.series``,
-    over time or over the swarm's tokens. ``marks``: who came and went, newest first, over time only."""
+    """Mean training loss and the held-out loss of the agreed parameters, as rows of ``History.series``, over
+    time or over the swarm's tokens. ``whole``: the last on more data than peers measure it on; ``marks``: who
+    came and went, newest first, over time only."""
     place, across = column("loss"), _axis(palette, "time")
-    training, held_out = _points(rows, place), [[row[0] * 1000, _known(row[place])] for row in agreed]
+    training = _points(rows, place)
+    held_out, last = ([[row[0] * 1000, _known(row[place])] for row in found] for found in (agreed, whole))
     if over_tokens:
         across, at = _axis(palette, "value", "tokens, all peers", scale=True), column("tokens")
-        training, held_out = ([[row[at], _known(row[place])] for row in found] for found in (rows, agreed))
+        training, held_out, last = (
+            [[row[at], _known(row[place])] for row in found] for found in (rows, agreed, whole)
+        )
     up = _axis(palette, "value", scale=True, splitNumber=4)
     if look.log:
         up = _axis(palette, "log", logBase=2)
         training, held_out = _above_zero(training), _above_zero(held_out)
     thin = {"width": 1.5, "color": ORANGE, "opacity": 0.8}
     options = _base(palette, "Loss", across, up, [
-        _line("agreed parameters, held-out", held_out, BLUE, showSymbol=True, symbolSize=7),
+        _line(HELD_OUT, held_out, BLUE, showSymbol=True, symbolSize=7),
+        *([_line(WHOLE, last, PURPLE, showSymbol=True, symbol="diamond", symbolSize=10)] if last else []),
         *_smoothed("training, mean of the peers", training, ORANGE, look.smooth, lineStyle=thin),
         *([] if over_tokens else [_marks(palette, rows, marks, labelled=True)]),
     ])  # fmt: skip

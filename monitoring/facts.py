@@ -59,11 +59,12 @@ EXPOSED_SHARE = 0.05
 """Of a peer's wall time; the aim of the whole house is 1 %."""
 SKIPPED_SHARE, MIN_SENDS = 0.2, 5
 """Of the sends of late that were due: below, or among fewer, a skipped one is nothing to act on."""
+LINE_SHARE = 0.5
+"""Of a line's cap or rate; with less traffic over some seconds it is not the line that holds rounds up."""
 BAD, ODD = "bad", "odd"
 _UPDATE = "its owner should install the organiser's version"
 _ADVICE = {
     "round_aborted": (BAD, "its work goes into the next one; if that goes on, look at the peer it names"),
-    "contribution_capped": (ODD, "a fast peer's lead is bounded (weight_cap): all is well if it is one"),
     "message_refused": (ODD, _UPDATE),
     "warned": (ODD, "its own terminal or log says more"),
 }
@@ -84,8 +85,8 @@ class RunState(StrEnum):
     ``OVER``: its rounds are made, which a seed knows too, and nobody trains; or every peer has finished or
     left; or its journals ended.
     ``LOST``: the reader cannot reach the run, or of the peers that were there none is online.
-    ``ALONE``: one peer at most is online and not paused, in a run of one stage; whom the reader's own peer
-    has a link to, and nobody has heard yet, is taken for one at work.
+    ``ALONE``: all that are online are paused; or all but one, in a run of one stage; whom the reader's own
+    peer has a link to, and nobody has heard yet, is taken for one at work.
     ``DEGRADED``: training goes on, and something bad (``Trouble.severity``) began in the last ``RECENT_S``;
     or a stage has no replica; or none of a fragment's exchanges has committed for ``OVERDUE_ROUNDS``.
     ``HEALTHY``: none of these. A run of which nobody has been heard yet has no state.
@@ -304,6 +305,11 @@ class SwarmFacts(_Frozen):
     def has_figures(self) -> bool:
         """Whether any peer was heard itself; else sums over the peers say nothing of the run."""
         return any(peer.last_seen_at is not None for peer in self.peers)
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the run was over before anybody was heard."""
+        return self.state == RunState.OVER and not self.has_figures
 
     @property
     def how(self) -> str:
@@ -534,7 +540,7 @@ def run_state(
     own = known.view.peers.get(known.me) if any(peer.peer == known.me for peer in online) else None
     unheard = own.open_links.keys() - {peer.peer for peer in heard} if own is not None else set()
     at_work_now = len(at_work) + len(unheard)
-    who = f"only {plain(at_work[0].label, 40)} is" if at_work else "nobody is"
+    name = plain(at_work[0].label, 40) if at_work else "one other peer"
     bad = [stage.trouble for stage in stages if stage.is_empty]
     bad += [one.words for one in wrong if one.severity == BAD and known.now - one.since_at <= RECENT_S]
     if (quiet_s := _overdue_s(known, peers)) > 0:
@@ -544,8 +550,9 @@ def run_state(
         (known.state.phase == "lost", RunState.LOST, plain(known.state.words, 240)),
         (not heard, "", ""),
         (not online, RunState.LOST, "of the peers that were there none is online"),
+        (not at_work_now, RunState.ALONE, "all peers online are paused; it goes on when one resumes"),
         (at_work_now < 2 and known.stages == 1, RunState.ALONE,
-         f"{who} at work, so nothing is exchanged; {INVITE}"),
+         f"only {name} is at work, so nothing is exchanged; {INVITE}"),
         (bool(bad), RunState.DEGRADED, next(iter(bad), "")),
         (True, RunState.HEALTHY, f"{at_work_now} peers are at work, and nothing bad happened of late"),
     )  # fmt: skip
@@ -612,7 +619,7 @@ def _peer_facts(known: Known, peer: PeerView) -> PeerFacts:
         answer_s=sighting.round_trip_s, tokens=totals.tokens,
         tokens_counted=counted / fragments if counted is not None and fragments else None,
         share_counted=(counted or 0.0) / of if (of := known.counted.get(peer.stage, 0.0)) else None,
-        tokens_per_s=peer.progress.tokens_per_s if online else 0.0, loss=peer.loss,
+        tokens_per_s=peer.progress.tokens_per_s if online and state != "paused" else 0.0, loss=peer.loss,
         inner_steps=totals.inner_steps, position=peer.progress.position, versions=peer.versions,
         staleness_mean=mean_of(peer.staleness), sync_delay_steps_mean=mean_of(peer.tally.sync_delay_steps),
         utilisation=peer.utilisation, wall_s=totals.wall_s, exposed_s=totals.exposed_s,
@@ -835,7 +842,7 @@ def troubles(
             for one in stages
             if (told_at := one.trouble_since_at) is not None
         ]
-    found += _skipped(known)
+    found += _skipped(known, peers)
     found += _of_events(known)
     first = {one.trouble for one in stages}  # without a stage nobody trains
     found.sort(key=lambda one: (one.severity != BAD, one.words not in first, -one.since_at, one.words))
@@ -871,11 +878,11 @@ def _of_training(peer: PeerFacts, leading: int) -> Iterator[tuple[str, str]]:
     if peer.versions and behind >= BEHIND_ROUNDS:
         advice = "it fetches them; if that lasts, look at its line with p2p-co2 plan"
         yield f"{name} is {behind:.0f} rounds behind the foremost peer", advice
-    microbatches = peer.pipeline.waiting_share if peer.pipeline is not None else None  # waits for no round
-    idle = 1 - peer.utilisation - (microbatches or 0.0) if peer.utilisation is not None else 0.0
-    if peer.exposed_s > 5.0 and idle > EXPOSED_SHARE:
+    if peer.exposed_s > max(5.0, EXPOSED_SHARE * peer.wall_s):
         share = percent(peer.exposed_s / (peer.exposed_s + peer.hidden_s))
-        what = f"{name} spends {percent(idle)} of its time waiting"
+        what = (
+            f"{name} spends {percent(peer.exposed_s / max(peer.wall_s, peer.exposed_s))} of its time waiting"
+        )
         what += f" ({share} of its communication is not hidden)"
         yield what, "p2p-co2 plan says what rounds its line bears"
     cap, needed = peer.upload_cap_bytes_per_s, peer.needed_bytes_per_s
@@ -899,8 +906,9 @@ def _alone(known: Known, peers: Sequence[PeerFacts]) -> list[Trouble]:
     return [_trouble(here[0].peer, BAD, what, INVITE, since_at)]
 
 
-def _skipped(known: Known) -> list[Trouble]:
-    """One line for all skipped sends of late, if there are many among those that were due."""
+def _skipped(known: Known, peers: Sequence[PeerFacts]) -> list[Trouble]:
+    """One line for all skipped sends of late, if there are many among those that were due. A line is at fault
+    only where its traffic is near its cap, or near the rate at which it was seen to send."""
     recent = [
         (peer.peer, at, why)
         for peer in known.view.peers.values()
@@ -915,8 +923,22 @@ def _skipped(known: Known) -> list[Trouble]:
     of = ", ".join([*(plain(known.label(peer), 24) for peer, _ in by_peer[:4]), "..."][: len(by_peer)])
     share = percent(len(skipped) / len(recent))
     what = f"{share} of the sends of late were skipped ({of}): {plain(reason, 100)}"
-    advice = "the lines are too slow for these rounds: p2p-co2 plan says which they bear"
+    advice = "the lines" if _is_a_line_full(peers) else "no line is full, so the machines"
+    advice += " are too slow for these rounds: p2p-co2 plan says which they bear"
     return [_trouble("", ODD, what, advice, max(at for _, at, _ in skipped))]
+
+
+def _is_a_line_full(peers: Sequence[PeerFacts]) -> bool:
+    """Whether one moves much of its cap, or of the best rate seen on any of its links, either way."""
+    best: dict[tuple[str, str], float] = {}
+    for peer in peers:
+        for link in peer.links:
+            for end in ((peer.peer, "up"), (link.other, "down")):
+                best[end] = max(best.get(end, 0.0), link.bytes_per_s or 0.0)
+    ways = [(peer.up_bytes_per_s, best.get((peer.peer, "up"))) for peer in peers]
+    ways += [(peer.down_bytes_per_s, best.get((peer.peer, "down"))) for peer in peers]
+    ways += [(peer.up_bytes_per_s, peer.upload_cap_bytes_per_s) for peer in peers]
+    return any(moved and rate and moved >= LINE_SHARE * rate for moved, rate in ways)
 
 
 def _of_events(known: Known) -> list[Trouble]:
@@ -925,6 +947,8 @@ def _of_events(known: Known) -> list[Trouble]:
     for event in known.view.notable:
         if event.kind not in _ADVICE or known.now - event.at > RECENT_S:
             continue
+        if isinstance(event, ev.RoundAborted) and known.view.round_of(event).commits:
+            continue  # an attempt of one member, and the others have made that exchange
         about = next(filter(None, (getattr(event, name, "") for name in ("reason", "text", "other"))), "")
         key, words = describe(event, known.labels, known.view.stage_of(event))
         alike.setdefault((event.kind, about), {})[key] = event, words
@@ -933,6 +957,5 @@ def _of_events(known: Known) -> list[Trouble]:
         event, what = list(told.values())[-1]
         severity, advice = _ADVICE[kind]
         what += f" ({len(told) - 1} more of late)" if len(told) > 1 else ""
-        peer = event.other if isinstance(event, ev.ContributionCapped) else event.peer
-        found.append(_trouble(peer, severity, what, advice, event.at))
+        found.append(_trouble(event.peer, severity, what, advice, event.at))
     return found

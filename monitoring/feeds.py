@@ -98,6 +98,8 @@ class JournalFeed(Feed):
             ends = isinstance(event, PeerFinished)
             starts = isinstance(event, PeerStarted)
             self._open[event.peer] = not ends and (starts or self._open.get(event.peer, False))
+        if len(self._open) == 1 and (self._folder / "lock").exists():  # a peer's own folder
+            self.me = next(iter(self._open))
         for path in self._tails if news.events else ():
             with contextlib.suppress(OSError):  # a peer's folder was cleared away while the others write
                 self._grew_at = max(self._grew_at, path.stat().st_mtime)

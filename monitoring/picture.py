@@ -15,9 +15,14 @@ from monitoring.words import figure
 
 
 def draw_loss(
-    path: Path, facts: SwarmFacts, rows: charts.Series, agreed: charts.Series, staleness: Counter[int]
+    path: Path,
+    facts: SwarmFacts,
+    rows: charts.Series,
+    agreed: charts.Series,
+    whole: charts.Series,
+    staleness: Counter[int],
 ) -> None:
-    """Write it (PNG, 1400 x 560). ``rows``, ``agreed``: series of the history. Raises ``OSError``."""
+    """Write it (PNG, 1400 x 560); the series are those of ``charts.loss``. Raises ``OSError``."""
     picture = Figure(figsize=(14, 5.6), dpi=100)
     FigureCanvasAgg(picture)
     picture.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
@@ -25,7 +30,8 @@ def draw_loss(
     start, place = min((row[0] for row in (*rows, *agreed)), default=0.0), charts.column("loss")
     for found, colour, style, name in (
         (rows, charts.ORANGE, "-", "training, mean of the peers"),
-        (agreed, charts.BLUE, "o", "agreed parameters, held-out"),
+        (agreed, charts.BLUE, "o", charts.HELD_OUT),
+        (whole, charts.PURPLE, "D", charts.WHOLE),
     ):
         if found:
             minutes, loss = [(row[0] - start) / 60 for row in found], [row[place] for row in found]

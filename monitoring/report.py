@@ -57,10 +57,11 @@ import(url).then(module => {
 """
 
 
-def write_report(folder: Path, summary: str = "", agreed: Agreed = ()) -> list[str]:
+def write_report(folder: Path, summary: str = "", agreed: Agreed = (), whole: Agreed = ()) -> list[str]:
     """Write ``report.html`` and ``loss.png`` of the run whose journals lie in ``folder`` into it.
-    ``summary``: it in words. Returns a sentence for each of the two that an extra is missing for. Raises
-    ``EnvironmentFault`` if they cannot be written or there is no such folder."""
+    ``summary``: it in words; ``whole``: as ``agreed``, on all of the held-out data. Returns a sentence for
+    each of the two that an extra is missing for. Raises ``EnvironmentFault`` if they cannot be written or
+    there is no such folder."""
     extras = {"report.html": missing("board"), "loss.png": missing("plot")}
     model, history = Model(JournalFeed(folder)), History(None)
     try:
@@ -68,12 +69,14 @@ def write_report(folder: Path, summary: str = "", agreed: Agreed = ()) -> list[s
         facts, span = model.facts(), history.span()
         rows, measured = history.series(SWARM, *span), history.series(AGREED, *span)
         blank = dict.fromkeys(MEASURES, math.nan)
-        measured += [(at, *{**blank, "tokens": tokens, "loss": loss}.values()) for at, tokens, loss in agreed]
-        measured.sort()
+        measured, last = (
+            sorted([*rows, *((at, *{**blank, "tokens": n, "loss": loss}.values()) for at, n, loss in added)])
+            for rows, added in ((measured, agreed), ((), whole))
+        )
         if not extras["report.html"]:
             themes = {"light": charts.LIGHT, "dark": charts.DARK}
             marks = history.happenings(charts.MAX_MARKS, kinds=tuple(charts.MARKED))
-            options = {theme: _charts(themes[theme], model, rows, measured, marks) for theme in themes}
+            options = {theme: _charts(themes[theme], model, rows, measured, last, marks) for theme in themes}
             start, happened = model.view.started_at or 0.0, reversed(history.happenings(MAX_LINES))
             news = "\n".join(f"{clock(line.at - start):>8}  {line.words}" for line in happened)
             page = _page(facts, options, {"Summary": summary, f"What happened, the newest {MAX_LINES}": news})
@@ -81,7 +84,7 @@ def write_report(folder: Path, summary: str = "", agreed: Agreed = ()) -> list[s
         if not extras["loss.png"]:
             from monitoring.picture import draw_loss
 
-            draw_loss(folder / "loss.png", facts, rows, measured, model.view.staleness)
+            draw_loss(folder / "loss.png", facts, rows, measured, last, model.view.staleness)
     except OSError as error:
         raise EnvironmentFault(f"cannot write the report in {folder}: {error.strerror}") from None
     finally:
@@ -90,13 +93,13 @@ def write_report(folder: Path, summary: str = "", agreed: Agreed = ()) -> list[s
 
 
 def _charts(
-    palette: charts.Palette, model: Model, rows: charts.Series, agreed: charts.Series,
+    palette: charts.Palette, model: Model, rows: charts.Series, agreed: charts.Series, whole: charts.Series,
     marks: Sequence[Happening],
 ) -> dict[str, charts.Options]:  # fmt: skip
     facts = model.facts()
     return {
-        "loss": charts.loss(palette, rows, agreed, marks=marks),
-        "over_tokens": charts.loss(palette, rows, agreed, over_tokens=True),
+        "loss": charts.loss(palette, rows, agreed, whole, marks=marks),
+        "over_tokens": charts.loss(palette, rows, agreed, whole, over_tokens=True),
         "rounds": charts.rounds(palette, facts.rounds, facts.fragments, len(facts.stages)),
         "staleness": charts.staleness_of(palette, model.view, bool(facts.stages)),
         **{

@@ -1,7 +1,7 @@
 """Figures for tools that people use already: TensorBoard and Weights & Biases, each an extra.
 
-    pip install 'p2p-co2[tensorboard]'     p2p-co2 metrics TICKET --tensorboard FOLDER
-    pip install 'p2p-co2[wandb]'           p2p-co2 metrics TICKET --wandb PROJECT
+    pip install '.[tensorboard]'     p2p-co2 metrics TICKET --tensorboard FOLDER
+    pip install '.[wandb]'           p2p-co2 metrics TICKET --wandb PROJECT
 
 Law: a sink is a reader: it gets the swarm's facts as often as a history has samples, and can change nothing.
 The step of every figure is the swarm's tokens, so runs of any speed lie on one axis.

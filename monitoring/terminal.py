@@ -194,10 +194,12 @@ def _peers_there(facts: SwarmFacts) -> str:
 
 def frame(facts: SwarmFacts, width: int, height: int, *, news: Words = ()) -> RenderableType:
     """One screen of ``width`` times ``height`` cells; ``news``: (at, words), oldest first."""
-    if not facts.peers_known:
+    if facts.is_past or not facts.peers_known:
         head = {"connecting": "Looking for the swarm", "lost": "The swarm is out of reach"}
-        text = head.get(facts.connection, "Nobody is training right now")
-        return Group(Text(text, style="bold"), Text(plain(facts.connection_words, 400), style="dim"))
+        text = (
+            "The run is over" if facts.is_past else head.get(facts.connection, "Nobody is training right now")
+        )
+        return Group(Text(text, style="bold"), Text(plain(facts.how, 400), style="dim"))
     styles = {"bad": "red", "odd": "yellow"}
     wrong = [
         Text(f"! {plain(one.words, 300)}", style=styles[one.severity], overflow="fold")
@@ -366,9 +368,10 @@ def _summary_table(summary: dict[str, Any]) -> Table:
     carriers = ", ".join(f"{times} {plain(carrier, 20)}" for carrier, times in summary["carriers"].items())
     stages = [(f"stage {one['stage']}", _stage_summary(one)) for one in summary.get("stages", ())]
     with_hops = ", with hops" if stages else ""
-    losses = f"{figure(loss['start'], 4)} to {figure(loss['end'], 4)} {loss['unit']}"
+    losses = f"{figure(loss['start'], 4)} to {figure(loss['end'], 4)} {loss['unit']}".strip()
+    losses += f" ({figure(loss['whole'], 4)} on all of the held-out data)" if loss["whole"] else ""
     rows: list[tuple[str, str | Text]] = [
-        ("held-out loss, agreed parameters", losses.strip()),
+        ("held-out loss, agreed parameters", losses),
         ("same digest of the agreed state", equal),
         ("peers, parameters", f"{summary['peers']} peers, {figure(summary['parameters'])} parameters"),
         ("not finished", ", ".join(missing[:8]) or "nobody"),

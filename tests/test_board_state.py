@@ -58,8 +58,26 @@ def test_who_rests_does_not_keep_another_company() -> None:
     told = told_of("ada", "bob")
     told.progress("bob", 2, loss=2.0, phase="paused")
     assert told.at(3).state == RunState.ALONE
+    told.progress("ada", 3, loss=2.0, phase="paused")
+    assert "all peers online are paused" in told.at(4).state_words
+    told.progress("ada", 4, loss=2.0)
     told.progress("bob", 4, loss=2.0)
     assert told.at(5).state == RunState.HEALTHY
+
+
+def test_a_run_with_a_peer_that_rests_is_healthy_and_the_peer_makes_no_tokens() -> None:
+    """Its attempt at an exchange ended as it went to rest, and the others made that exchange."""
+    told = told_of("ada", "bob", "eve")
+    told.progress("eve", 2, loss=2.0, phase="paused")
+    gave_up = ev.RoundAborted(at=START + 2, peer="eve", fragment=0, round=3, reason="version 3 is agreed")
+    told.events.append(gave_up)
+    for peer in ("ada", "bob"):
+        told.commit(peer, 2, 3, size=2)
+    facts = told.at(3)
+    assert (facts.state, facts.troubles, facts.rounds_aborted) == (RunState.HEALTHY, (), 0)
+    assert [peer.tokens_per_s > 0 for peer in facts.peers] == [True, True, False]
+    told.events.append(dataclasses.replace(gave_up, round=9))
+    assert told.at(3.5).state == RunState.DEGRADED  # nobody made that one
 
 
 def test_whom_the_readers_own_peer_reaches_is_company_before_it_is_heard() -> None:

@@ -9,6 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,22 @@ def test_a_finding_is_a_line_and_its_advice_another() -> None:
     assert "\x1b" not in shown
     assert shown.count("\n") == 1
     assert shown.endswith("-> free?some")
+
+
+def test_another_package_with_a_name_of_ours_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert machine.names_of_others() == []
+    for name, brings in (
+        ("p2p-co2", "peers"), ("a-monitor", "monitoring"), ("peers", "peers"), ("torch", "torch/peers"),
+    ):  # fmt: skip
+        about = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (about / "RECORD").write_text(f"x.py,sha256=0,1\n{brings}/__init__.py,sha256=0,1\n")
+    monkeypatch.setattr(machine, "distributions", lambda: metadata.distributions(path=[str(tmp_path)]))
+    assert machine.names_of_others() == ["a-monitor", "peers"]
+    found = {finding.name: finding for finding in machine.look_at_machine(PeerConfig())}
+    assert found["packages"].state == LIMITED
+    assert "a-monitor, peers" in found["packages"].measured
 
 
 # ---- kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -23,12 +24,27 @@ def test_the_extras_are_those_of_the_project_and_all_is_all_of_them() -> None:
     assert set(everything.removeprefix("p2p-co2[").removesuffix("]").split(",")) == extras.LIBRARIES.keys()
 
 
+def test_nobody_is_told_to_ask_the_index_for_a_name_that_is_not_ours() -> None:
+    kinds, asked = {".py", ".md", ".toml", ".txt", ".service", ".yml", ".json", ""}, []
+    for path in ROOT.rglob("*"):
+        place = path.relative_to(ROOT)
+        if place.parts[0].startswith(".") or place.parts[0] in {"shared", "runs", "build", "site"}:
+            continue
+        if path.is_file() and path.suffix in kinds and place.parts != ("docs", "LOG.md"):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            asked += [str(place)] * bool(re.search(r"pipx? install (-\S+ )*['\"]?p2p[-_]co2", text))
+    assert not asked
+
+
 def test_what_is_missing_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not extras.missing("board")
     extras.require("board", "the board")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    assert extras.missing("board") == "needs an extra: pip install 'p2p-co2[board]'"
-    with pytest.raises(EnvironmentFault, match=r"^the board needs an extra: pip install 'p2p-co2\[board\]'$"):
+    assert extras.missing("board") == "needs an extra: pip install '.[board]' in a clone of p2p-co2"
+    with pytest.raises(
+        EnvironmentFault,
+        match=r"^the board needs an extra: pip install '\.\[board\]' in a clone of p2p-co2$",
+    ):
         extras.require("board", "the board")
 
 
@@ -59,10 +75,10 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("command", "line"),
     [
-        (["board", "."], "the board needs an extra: pip install 'p2p-co2[board]'"),
+        (["board", "."], "the board needs an extra: pip install '.[board]' in a clone of p2p-co2"),
         (
             ["plan", "examples/run.toml", "--step-s", "1", "--parameters", "9", "--plot", "it.png"],
-            "--plot needs an extra: pip install 'p2p-co2[plot]'",
+            "--plot needs an extra: pip install '.[plot]' in a clone of p2p-co2",
         ),
     ],
 )

@@ -238,7 +238,9 @@ def test_without_the_library_one_line_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.delitem(sys.modules, "p2p_co2.integrations.transformers")
     with pytest.raises(EnvironmentFault) as told:
         importlib.import_module("p2p_co2.integrations.transformers")
-    assert str(told.value) == "SwarmCallback needs an extra: pip install 'p2p-co2[transformers]'"
+    assert (
+        str(told.value) == "SwarmCallback needs an extra: pip install '.[transformers]' in a clone of p2p-co2"
+    )
 
 
 # ---- accelerate

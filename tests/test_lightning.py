@@ -106,7 +106,7 @@ def test_without_the_library_one_line_says_what_to_install() -> None:
         text=True,
         check=False,
     )
-    assert "pip install 'p2p-co2[lightning]'" in told.stdout, told.stderr
+    assert "pip install '.[lightning]'" in told.stdout, told.stderr
 
 
 def test_an_option_that_there_is_not_is_refused_at_once() -> None:

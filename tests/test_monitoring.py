@@ -32,7 +32,7 @@ def test_the_figures_of_a_run_of_two() -> None:
     assert summary["peers"] == 2
     assert summary["processes"] == {"ada": 11, "bob": 12}
     assert (summary["parameters"], summary["tokens"], summary["wall_s"]) == (1000, 12_000, 22.0)
-    assert summary["loss"] == {"start": 5.5, "end": 2.25, "unit": "nats per token"}
+    assert summary["loss"] == {"start": 5.5, "end": 2.25, "whole": 2.5, "unit": "nats per token"}
     assert (summary["rounds"]["committed"], summary["rounds"]["aborted"]) == (6, 1)
     assert summary["rounds"]["abort_reasons"] == {"the owner of part 1 was lost": 1}
     assert summary["rounds"]["duration_s"] == {"mean": 0.5, "max": 0.5}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -53,6 +54,12 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: tuple[Path, Path]) -> N
     assert any(name.endswith("/licenses/LICENSE") for name in others)
 
 
+def test_one_wheel_serves_every_python_that_is_supported(wheel: tuple[Path, Path]) -> None:
+    assert wheel[0].name.endswith("-cp311-abi3-linux_x86_64.whl")
+    built_for = [name for name in zipfile.ZipFile(wheel[0]).namelist() if name.endswith(".so")]
+    assert built_for == ["p2p_co2/tensors/codec/_native.abi3.so"] * bool(shutil.which("cc"))
+
+
 def test_the_sdist_has_what_the_documents_name(wheel: tuple[Path, Path]) -> None:
     with tarfile.open(wheel[1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -67,9 +74,14 @@ def test_the_sdist_has_what_the_documents_name(wheel: tuple[Path, Path]) -> None
 
 def test_a_demo_in_an_empty_folder_without_any_extra(programs: Path, tmp_path: Path) -> None:
     said = run([str(programs / "p2p-co2"), "demo", "--seconds", "8", "--peers", "2"], tmp_path)
-    assert said.count("board: needs an extra: pip install 'p2p-co2[board]'") == 1
-    assert said.count("note: no report.html: it needs an extra: pip install 'p2p-co2[board]'") == 1
-    assert said.count("note: no loss.png: it needs an extra: pip install 'p2p-co2[plot]'") == 1
+    assert said.count("board: needs an extra: pip install '.[board]' in a clone of p2p-co2") == 1
+    assert (
+        said.count("note: no report.html: it needs an extra: pip install '.[board]' in a clone of p2p-co2")
+        == 1
+    )
+    assert (
+        said.count("note: no loss.png: it needs an extra: pip install '.[plot]' in a clone of p2p-co2") == 1
+    )
     assert said.count("\ndevice: ") == 1
     (folder,) = (tmp_path / "runs").iterdir()
     summary = json.loads((folder / "summary.json").read_text())
@@ -97,7 +109,10 @@ def test_seed_join_and_watch_without_any_extra(programs: Path, tmp_path: Path) -
             watch.wait_for("[12] of 2 peers")
             for peer in (one, two):
                 assert peer.ends() == 0, peer.said()
-                assert peer.said().count("board: needs an extra: pip install 'p2p-co2[board]'") == 1
+                assert (
+                    peer.said().count("board: needs an extra: pip install '.[board]' in a clone of p2p-co2")
+                    == 1
+                )
                 assert peer.said().startswith("device: ")
                 assert "agreed state" in peer.said()
             watch.wait_for("Over: 0 of 2 peers")
@@ -110,5 +125,5 @@ def test_what_needs_an_extra_says_which(programs: Path, tmp_path: Path) -> None:
         [str(programs / "p2p-co2"), "board", str(tmp_path)],
         cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    line = "error: the board needs an extra: pip install 'p2p-co2[board]'\n"
+    line = "error: the board needs an extra: pip install '.[board]' in a clone of p2p-co2\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", line)

@@ -111,9 +111,9 @@ def test_who_would_refuse_most_owners_is_odd_itself() -> None:
         ((1, 4, 4, 4), {}, (0.5, 7.0), False),  # a slow peer's slice is short
         ((1, 4, 4, 4), {}, (-0.5, 7.0), True),
         ((1, 1, 1, 1e6), {}, (0.5, 7.0), True),  # a boast makes nobody slow
-        ((1, 1, 1, 1), {0: 0.3}, (-0.5, 0.7), False),  # ours was long, and is not counted as it was
-        ((1, 1, 1, 1), {0: 0.3, 1: 0.3}, (-0.5, 0.7), False),
-        ((1, 1, 1, 1), {0: 0.3, 1: 0.3, 2: 0.3}, None, True),  # most are cut: no rule does that
+        ((1, 1, 1, 1), {0: 0.2}, (-0.5, 0.7), False),  # ours was long, and is not counted as it was
+        ((1, 1, 1, 1), {0: 0.2, 1: 0.2}, (-0.5, 0.7), False),
+        ((1, 1, 1, 1), {0: 0.2, 1: 0.2, 2: 0.2}, None, True),  # most are cut: no rule does that
         ((1, 1, 1, 1), {0: 0.0}, None, False),  # it was late, or forgotten
     ],
 )

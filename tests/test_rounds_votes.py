@@ -6,10 +6,12 @@ from __future__ import annotations
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.protocol.rounds import Committed, PeerView
+from p2p_co2.node.ledger import LATEST_BASE, agreed_base
+from p2p_co2.protocol.rounds import Committed, Distrusted, PayloadShape, PeerView
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
-from tests.round_network import Network
+from tests.round_machine import coordinator_of
+from tests.round_network import Network, contributors_of
 
 
 class Haunted(Network):
@@ -87,3 +89,88 @@ def test_newcomers_that_are_ready_and_send_nothing_are_no_quorum() -> None:
         assert any(set(event.group) & silent for event in made) or round_ > 2
         for name in silent:
             net.set_state(name, 0, *net.peers[net.honest[0]].states[0])
+
+
+# ---- groups
+
+
+def _leave_out(net: Network, coordinator: PeerId, left: list[PeerId]) -> None:
+    """The coordinator takes no notice of some READYs."""
+    net.on_send = lambda source, to, message: (
+        not (isinstance(message, wire.Ready) and to == coordinator and source in left)
+    )
+
+
+def test_a_coordinator_that_leaves_out_who_is_there_forms_no_group() -> None:
+    net = Network(5)
+    for round_ in (1, 2):
+        net.offer_all(round_=round_)
+        net.run(20.0)
+    liar = coordinator_of(net, 3)
+    left = [name for name in net.names if name != liar][:2]
+    _leave_out(net, liar, left)
+    for round_ in range(3, 8):
+        net.offer_all(round_=round_)
+        net.run(60.0)
+        net.check_agreement(round_)
+        group = next(iter(net.committed(round_).values())).group
+        assert {*left} <= {*group}, round_
+
+
+def test_who_is_there_and_never_ready_stops_the_others_twice_at_most() -> None:
+    net = Network(5)
+    for round_ in (1, 2):
+        net.offer_all(round_=round_)
+        net.run(20.0)
+    ready = net.names[:3]
+    for round_ in range(3, 9):
+        for _ in range(3 if round_ == 3 else 1):
+            for name in ready if not net.committed(round_) else ():
+                net.offer(name, round_)
+            net.run(100.0)
+        assert len(net.committed(round_)) == 3, round_
+        for name in net.names[3:]:
+            net.set_state(name, 0, *net.peers[ready[0]].states[0])
+        net.tell_everybody()
+
+
+# ---- time
+
+
+def test_who_sends_its_slices_at_the_last_moment_is_named_and_waited_for_no_longer() -> None:
+    net, took_s = Network(4, shape=PayloadShape(8, (64,))), list[float]()
+    late = net.names[2]
+
+    def slowly(source: PeerId, to: PeerId, message: Message) -> bool:
+        if source != late or not isinstance(message, wire.Part):
+            return True
+        net.at(net.now + 1.9, lambda: net.deliver(source, to, message))
+        return False
+
+    net.on_send = slowly
+    for round_ in range(1, 13):
+        net.offer_all(round_=round_)
+        net.run(30.0)
+        net.check_agreement(round_)
+        took_s.append(max(event.duration_s - event.begun_s for event in net.committed(round_).values()))
+    assert max(took_s[:2]) > 1.9
+    assert max(took_s[2:]) < 1.0
+    named = {event.peer for _, event in net.events if isinstance(event, Distrusted)}
+    assert named == {late}
+    assert "since its slices come too late" in str(net.events)
+    net.on_send = lambda source, to, message: True
+    for round_ in (13, 14):
+        net.offer_all(round_=round_)
+        net.run(30.0)
+    assert all(late in part for part in contributors_of(net.committed(14)[net.names[0]]))
+
+
+# ---- what the others claim
+
+
+def test_one_claim_of_an_old_base_sets_no_gap_penalty_for_all() -> None:
+    honest = [(9, 4.0), (9, 4.0), (8, 3.0)]
+    assert agreed_base(honest, 10) == 9
+    assert agreed_base([*honest, (0, 4.0)], 10) == 9
+    assert agreed_base([(9, 1.0), (8, 1.0)], 10) == 8  # the lower one
+    assert agreed_base([(0, 1e15), *honest], 10) == 9 - LATEST_BASE  # whatever it claims to weigh

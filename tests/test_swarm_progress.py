@@ -246,3 +246,28 @@ def test_conclusions_are_drawn_sooner_among_few_and_seldom_for_who_waits_for_tim
     place.state.show(DONE)
     place.conclude()
     assert place.progress.conclude_at() - place.now == 0.25
+
+
+def test_a_told_position_that_no_commit_bears_out_moves_the_clock_little() -> None:
+    """Two of four that say "round 10^9" ended a run of 100 rounds at its sixth."""
+    place = Place(6, 6, rounds=100)
+    place.state.show(LocalProgress(Status.TRAINING, 6.2, place.now))
+    for peer, position in ((OTHER, 6.5), (NEWCOMER, 1e9), (PeerId("another"), 1e9)):
+        place.say(peer, Status(phase=Status.TRAINING, versions=(6, 6), position=position))
+    assert place.progress.swarm_position is not None
+    assert place.progress.swarm_position[0] < 16
+    place.state.counts = lambda peer: peer == OTHER  # whose work was in a mean
+    for _ in range(3):
+        place.conclude()
+    assert place.progress.swarm_position[0] == pytest.approx(6.5 + 0.25 * 5, abs=1.0)
+
+
+def test_what_is_borne_out_is_the_same_moment_of_a_round_and_an_end_is_believed() -> None:
+    place = Place(80, 79, rounds=100)
+    place.say(OTHER, Status(phase=Status.DRAINING, versions=(80, 79), position=100.0))
+    assert place.progress.swarm_position is not None
+    assert place.progress.swarm_position[0] == 100.0
+    place = Place(8, 8, rounds=100)
+    place.say(OTHER, Status(phase=Status.DRAINING, versions=(8, 8), position=60.75))
+    assert place.progress.swarm_position is not None
+    assert place.progress.swarm_position[0] == 17.75

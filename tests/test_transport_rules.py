@@ -350,6 +350,10 @@ def test_an_address_is_dialled_once_a_minute_until_a_peer_answers_there() -> Non
         assert due(named, now) == [named[1]]
     assert due(named[:2], 61.0) == named[:2]
     assert due([], 61.0) == []
+    one, other, relayed = (f"{DIRECT}/p2p/{rest}" for rest in ("a", "b", "r/p2p-circuit/p2p/c"))
+    assert due([one, other, relayed], 61.0) == [one]  # one place
+    dials.answered(relayed)
+    assert due([one, other, relayed], 61.0) == [one, other, relayed]
 
 
 async def test_records_of_nobody_have_a_third_machine_dialled_a_few_times() -> None:

@@ -47,6 +47,7 @@ def end_of(killed: tuple[str, ...] = (), deaths: tuple[str, ...] = (), peers: in
     return RunEnd(
         loss_start=FACTS.loss_start,
         loss_end=FACTS.loss_end,
+        loss_whole=FACTS.loss_whole,
         text="def generated():",
         expected_peers=peers,
         killed=killed,
@@ -69,7 +70,7 @@ def test_a_good_run_leaves_its_summary_and_its_picture(
     assert watched(tmp_path, events, end_of()) == []
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["peers"] == 2
-    assert (summary["loss"]["start"], summary["loss"]["end"]) == (5.5, 2.25)
+    assert [summary["loss"][key] for key in ("start", "end", "whole")] == [5.5, 2.25, 2.5]
     assert summary["rounds"]["committed"] == 6
     assert summary["digests_equal"] is True
     picture = imread(tmp_path / "loss.png")

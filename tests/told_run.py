@@ -25,6 +25,7 @@ FACTS = RunFacts(
     config=RunConfig(name="demo", fragments=2),
     loss_start=5.5,
     loss_end=2.25,
+    loss_whole=2.5,
     expected_peers=2,
     software={"torch": "2"},
 )

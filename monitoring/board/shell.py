@@ -53,6 +53,7 @@ _NOTHING = {
         "organiser.",
     ),
     "ended": ("Nothing was written", "The journals of this folder hold no event."),
+    "over": ("The run is over", "Its peers had left before this board looked."),
 }
 """The page while there is no peer to show."""
 
@@ -329,7 +330,7 @@ class Frame:
         facts = self.model.facts()
         self._header.set(facts)
         self._set_banner(facts)
-        if not facts.peers_known and (self._needs_peers or self.model.known.run is None):
+        if (facts.is_past or not facts.peers_known) and (self._needs_peers or self.model.known.run is None):
             self._show_nothing(facts)
             return
         if self._page is None:
@@ -394,16 +395,17 @@ class Frame:
     def _show_nothing(self, facts: SwarmFacts) -> None:
         """Say why there is no swarm to show."""
         kind = "empty" if facts.connection == "connected" else facts.connection
-        if self._instead == kind + facts.connection_words:
+        kind = "over" if facts.is_past else kind
+        if self._instead == kind + facts.how:
             return
-        self._instead, self._page = kind + facts.connection_words, None
+        self._instead, self._page = kind + facts.how, None
         self._body.clear()
         big, small = _NOTHING.get(kind, ("Nothing to show", ""))
         with self._body, block("b-empty").props(f"data-testid=nothing-{kind}"):
             block("b-pulse" if kind == "connecting" else "b-ring")
             text("b-big", big, tag="h2")
             text("b-sub", small)
-            text("b-sub", plain(facts.connection_words, 400)).style("margin-top:10px")
+            text("b-sub", plain(facts.how, 400)).style("margin-top:10px")
 
     def _toggle_dark(self) -> None:
         self._dark.value = self.palette is not DARK

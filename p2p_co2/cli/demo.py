@@ -98,20 +98,21 @@ class RunWatch:
         self.close()
         facts = RunFacts(
             config=self._config, loss_start=end.loss_start, loss_end=end.loss_end,
-            expected_peers=end.expected_peers, software=end.software, text=end.text,
+            loss_whole=end.loss_whole, expected_peers=end.expected_peers, software=end.software,
+            text=end.text,
         )  # fmt: skip
         summary = summarise(self._view, facts)
         if self._emulation:
             summary |= self._of_lines(end)
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        ends = (
-            (self._view.started_at, 0, end.loss_start),
-            (self._view.last_at, summary["tokens"], end.loss_end),
+        first, last = (self._view.started_at, 0), (self._view.last_at, summary["tokens"])
+        agreed, whole = (
+            [(at, tokens, loss) for (at, tokens), loss in ends if at is not None and loss is not None]
+            for ends in (((first, end.loss_start), (last, end.loss_end)), ((last, end.loss_whole),))
         )
-        agreed = [(at, tokens, loss) for at, tokens, loss in ends if at is not None and loss is not None]
         words = Console(file=io.StringIO(), width=120, record=True)
         print_summary(summary, words)
-        left_out = write_report(self._folder, words.export_text(), agreed)
+        left_out = write_report(self._folder, words.export_text(), agreed, whole)
         print_summary(summary, self._console)
         if self._emulation:
             self._say(exchange_words(summary["exchanges"]))

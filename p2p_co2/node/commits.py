@@ -68,7 +68,8 @@ class CommitHandler:
             case said.Refused():
                 do.refuse(event.peer, event.reason, event.detail)
             case said.Distrusted():
-                text = f"peer {event.peer} is {event.reason} (for {event.lasts_s:.0f} s)"
+                lasts = f" (for {event.lasts_s:.0f} s)" if event.lasts_s else ""
+                text = f"peer {event.peer} is {event.reason}{lasts}"
                 do.report(ev.Warned, text=text)
 
     def _fell_behind(

@@ -3,14 +3,19 @@ thread."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from p2p_co2.errors import LocalProtocolError
 from p2p_co2.protocol.rounds.certificate import Derived
 from p2p_co2.protocol.rounds.events import Likeness
 from p2p_co2.protocol.wire.messages_pb2 import Outcome
 from p2p_co2.system.memory import Buffer, Joined
+
+LATEST_BASE = 2
+"""Rounds that a mean counts as late at most, whatever its members claim: honest gradients are one late where
+live parameters meet a mean at the next schedule point."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,21 @@ def weights_of(outcome: Outcome) -> tuple[PartWeights, ...]:
 
 def agreed_mean(outcome: Outcome, mean: Buffer) -> AgreedMean:
     """What a checked, committed outcome says about ``mean``, the encoded mean of the whole fragment."""
-    key, base_version = outcome.key, min(member.base_version for member in outcome.members)
+    key = outcome.key
+    base_version = agreed_base([(one.base_version, one.weight) for one in outcome.members], key.round)
     return AgreedMean(key.fragment, key.round, base_version, outcome.state_digest, mean, weights_of(outcome))
+
+
+def agreed_base(said: Iterable[tuple[int, float]], round_: int) -> int:
+    """The version that a mean counts as measured from, of ``said`` (version, weight): the lower median by
+    weight, at most ``LATEST_BASE`` rounds late. So no single claim sets the gap penalty of all."""
+    ordered = sorted(said)
+    half, passed = sum(weight for _, weight in ordered) / 2, 0.0
+    for version, weight in ordered:
+        passed += weight
+        if passed >= half:
+            return max(version, round_ - 1 - LATEST_BASE)
+    raise LocalProtocolError("a mean without members")
 
 
 @dataclass(frozen=True)

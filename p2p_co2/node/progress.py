@@ -7,8 +7,10 @@
 At the end each has offered the rest of its work in last rounds, for which all live peers gather longer. Then
 a peer lingers as a donor while anybody that it hears has more to offer, holds anything else, or joins.
 
-Law: conclusions rest on heartbeats of live peers alone, and the position on their lower median: of three, one
-liar moves nothing. They are plain values, replaced whole: other threads may read them at any time.
+Law: conclusions rest on heartbeats of live peers alone, and the position on the lower median of those whose
+word counts (``rounds.voters``): of three, one liar moves nothing. Nor is it further than the commits of this
+peer's state bear out (``BORNE_OUT_ROUNDS``). They are plain values, replaced whole: other threads may read
+them at any time.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from p2p_co2.protocol.wire.messages_pb2 import Status
 CONCLUDED_EVERY_S, CONCLUDED_PEERS_PER_S = 0.25, 200.0
 """Conclusions that wait for others are drawn so often at most: among many there is always news. Among few
 more often, since at the end of a run all stand still until they know of each other that all agree."""
+BORNE_OUT_SHARE, BORNE_OUT_ROUNDS = 1.25, 8.0
+"""Others are believed to be at so many times this peer's version, and so many rounds, at most, or where it is
+itself: rounds also pass without a commit. What is beyond counts as the same moment of an earlier round."""
 LISTENED_S = 12.0
 """A peer that came when the run was over, and has not yet heard the DHT or all whom it lists, takes whom it
 heard first for all there are only after this: as long as ``trainer.connection`` listens to them."""
@@ -152,7 +157,14 @@ class SwarmProgress:
             [heard[peer] for peer in list(heard) if self._state.counts(peer)], now, times.rounds_per_s
         )
         near = sorted(near + times.elsewhere(now))
-        self.swarm_position = (near[(len(near) - 1) // 2], at) if near else None
+        self.swarm_position = (self._borne_out(near[(len(near) - 1) // 2]), at) if near else None
+
+    def _borne_out(self, position: float) -> float:
+        most = max(self.writer.position(), BORNE_OUT_SHARE * max(self._state.held[0]) + BORNE_OUT_ROUNDS)
+        if position <= most:
+            return position
+        self._placed_at = -math.inf  # it may be soon, by the state that comes
+        return max(0.0, math.floor(most) - 1 + position % 1.0)
 
     def _may_hear_more(self, now: float) -> bool:
         """Whether others may be where we cannot see them: this peer came a moment ago, or most others went

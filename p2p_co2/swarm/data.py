@@ -292,10 +292,10 @@ class Fetching:
                 found = what()  # or it raises as in a plain loop
                 self._is_needed = False
                 told = (
-                    f"until_done reads the data in the loop's own thread, for in another it failed: {error!r}"
+                    f"until_done reads the data in the loop's thread, since in another it failed: {error!r}"
                 )
-                where = "while the data stalls, this peer stands still, and does not end with the run"
-                warnings.warn(f"{told}; {where}; {_CURE}", stacklevel=4)
+                price = "while the data stalls, this peer stands still, and does not end with the run"
+                warnings.warn(f"{told}; {price}; {_CURE}", stacklevel=4)
             elif error is not None:
                 if "thread" in str(error):
                     error.add_note("until_done fetches in a thread of its own; " + _CURE)

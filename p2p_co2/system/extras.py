@@ -1,10 +1,12 @@
-"""Parts that are installed only where somebody wants them: ``pip install 'p2p-co2[board]'``.
+"""Parts that are installed only where somebody wants them: ``pip install '.[board]'`` in a
+clone of p2p-co2.
 
     if words := missing("board"):
-        say(f"board: {words}")          # board: needs an extra: pip install 'p2p-co2[board]'
+        say(f"board: {words}")          # board: needs an extra: pip install ...
     require("plot", "--plot")           # or raises, with such a line
 
-Looks for the libraries without importing them. The names are those of ``pyproject.toml``.
+Looks for the libraries without importing them. The names are those of ``pyproject.toml``. p2p-co2 is not
+published: whoever takes its name on the index of packages could run code on those who are told to ask for it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ LIBRARIES = {
 def missing(extra: str) -> str:
     """ "" if all libraries of ``extra`` are installed, else what to do, as the end of a sentence."""
     is_there = all(_is_there(library) for library in LIBRARIES[extra])
-    return "" if is_there else f"needs an extra: pip install 'p2p-co2[{extra}]'"
+    return "" if is_there else f"needs an extra: pip install '.[{extra}]' in a clone of p2p-co2"
 
 
 def require(extra: str, what: str) -> None:

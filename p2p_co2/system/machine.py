@@ -5,6 +5,7 @@ Sources: proc(5), the kernel's cgroup-v2.rst and cgroup-v1/memory.rst.
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,12 +29,10 @@ def available_memory_bytes() -> float:
 
 
 def _file_bytes(table: Path) -> int:
-    """What the page cache of a control group holds."""
-    if not table.exists():
-        return 0
-    said = dict(line.split() for line in table.read_text(encoding="ascii").splitlines())
-    groups_below = "total_" if "total_inactive_file" in said else ""  # version 1 counts them apart
-    return sum(int(said.get(f"{groups_below}{name}_file", 0)) for name in ("inactive", "active"))
+    """What the page cache of a control group holds, in version 1 with the groups below it."""
+    lines = table.read_text(encoding="ascii") if table.exists() else ""
+    found = [re.findall(rf"^{of}(?:in)?active_file (\d+)$", lines, re.MULTILINE) for of in ("total_", "")]
+    return sum(map(int, found[0] or found[1]))
 
 
 def cpu_quota() -> float:

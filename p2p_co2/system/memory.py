@@ -201,17 +201,7 @@ def return_holes(now: float | None = None) -> bool:
     return True
 
 
-def large_buffer(size_bytes: int) -> memoryview:
+def large_buffer(size_bytes: int, once: bool = False) -> memoryview:
     """Writable memory that holds anything. If it is large, its pages are used again once nothing refers to
-    it."""
-    if size_bytes < POOLED_BYTES:
-        return memoryview(bytearray(size_bytes))
-    return _pool.take(size_bytes)
-
-
-def buffer_once(size_bytes: int) -> memoryview:
-    """``large_buffer`` whose pages are not kept: for what is not needed round after round, and of a size that
-    nothing else has."""
-    if size_bytes < POOLED_BYTES:
-        return memoryview(bytearray(size_bytes))
-    return _pool.take(size_bytes, once=True)
+    it. Not with ``once``: for what is not needed round after round, and of a size that nothing else has."""
+    return memoryview(bytearray(size_bytes)) if size_bytes < POOLED_BYTES else _pool.take(size_bytes, once)

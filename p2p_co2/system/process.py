@@ -91,6 +91,9 @@ def run_program(module: str) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+OUR_PACKAGES = ("p2p_co2", "peers", "bootstrap", "monitoring")
+
+
 def own_packages_first() -> None:
     """Have our packages found before others of their names, which ``PYTHONPATH`` may hold."""
     if _OwnPackages not in sys.meta_path:
@@ -102,8 +105,7 @@ class _OwnPackages:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        ours = {"p2p_co2", "peers", "bootstrap", "monitoring"}
-        return PathFinder.find_spec(name, [str(_ROOT)]) if name in ours else None
+        return PathFinder.find_spec(name, [str(_ROOT)]) if name in OUR_PACKAGES else None
 
 
 class HasDescriptor(Protocol):

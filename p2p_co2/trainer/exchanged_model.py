@@ -193,7 +193,7 @@ class ExchangedModel:
             state, apart, size = self._plan.optimizer.state, 0.0, 0.0
             for parameter, *_ in self._joined.values():
                 one = state[parameter].get(key) if parameter in state else None
-                if parameter.numel() > 1 and _is_like(one, parameter):
+                if isinstance(one, Tensor) and parameter.numel() > 1 and _is_like(one, parameter):
                     ours = _some_of(parameter)
                     apart += float((_some_of(one) - ours).square().sum())
                     size += float(ours.square().sum())
@@ -204,8 +204,9 @@ class ExchangedModel:
         """Its parameters were not finite: running statistics that are not either begin anew, too."""
         self._merged = None
         for module in self._plan.model.modules():
-            is_one = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
-            if is_one and not all(bool(one.isfinite().all()) for one in module.buffers(recurse=False)):
+            buffers = list(module.buffers(recurse=False))
+            is_bad = not all(bool(one.isfinite().all()) for one in buffers)
+            if is_bad and isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
                 module.reset_running_stats()
 
     def forget_optimizer(self, fragment: int) -> None:

@@ -267,8 +267,9 @@ class FragmentState:
         self, round_: int, base_version: int, encoded: Buffer, parts: Sequence[PartWeights]
     ) -> Outcome:
         """Take the outer step of an agreed mean: its bytes, which nobody changes, and who is in it.
-        ``base_version``: the oldest in the group. Raises ``LocalProtocolError`` if ``round_`` is not the next
-        version."""
+        ``base_version``: the group's, as ``agreed_base`` has it; where live parameters meet each mean at
+        once, no gradient is late, whatever it says. Raises ``LocalProtocolError`` if ``round_`` is not the
+        next version."""
         if round_ != self.state.version + 1:
             raise LocalProtocolError(f"round {round_} cannot follow version {self.state.version}")
         offset = self.departure.offset
@@ -286,7 +287,8 @@ class FragmentState:
         try:
             # In the old memory where nobody needs it: "keep" and "blend" need the old parameters.
             reuse = "" if self._readers else "all" if self._run.outer.is_delayed else "momentum"
-            base_version, largest = min(base_version, old.version), mean.largest()
+            base_version = min(base_version, old.version) if self._run.outer.is_delayed else old.version
+            largest = mean.largest()
             new, report = outer.step(
                 self._run.outer, old, mean, base_version, largest=largest, reuse=reuse, new=large_tensor
             )

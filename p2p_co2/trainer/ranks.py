@@ -51,11 +51,6 @@ _CURE = (
     "peer goes on from its last checkpoint"
 )
 
-_WAITING = (
-    "warning: rank {} of {} has come to join, and waits for the others: all ranks of a torchrun group call "
-    "join, not rank 0 alone"
-)
-
 
 class Call(IntEnum):
     """What all ranks call at the same time. A rank that ends with an error says ``FAILED``."""
@@ -104,7 +99,8 @@ class Ranks:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        words = _WAITING.format(self.rank, self.size)
+        here = f"rank {self.rank} of {self.size} has come to join, and waits for the others"
+        words = f"warning: {here}: all ranks of a torchrun group call join, not rank 0 alone"
         tell = threading.Timer(SILENCE_FLOOR_S, print, (words,), {"file": sys.stderr})
         tell.daemon = True
         tell.start()

@@ -11,19 +11,21 @@ import errno
 import importlib
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence, Set
+from importlib.metadata import distributions
 from pathlib import Path
 
 from p2p_co2.config import OWN_LOOP, PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.system.accelerators import Gpus, Maker, gpus_here
 from p2p_co2.system.machine import available_memory_bytes, cpu_quota, field_of
-from p2p_co2.system.process import require_supported_platform
+from p2p_co2.system.process import OUR_PACKAGES, require_supported_platform
 from peers.doctor.findings import Finding, MeasuredLink, State
 
 BASE_BYTES = 450e6
@@ -40,6 +42,9 @@ def look_at_machine(config: PeerConfig, root: Path = Path("/")) -> Iterator[Find
     """All checks of this machine, one by one; under a second after torch is imported. ``root``: where the
     kernel shows its GPUs."""
     yield check_platform()
+    if names := names_of_others():
+        advice = "install p2p-co2 in an environment of its own"
+        yield Finding("packages", State.LIMITED, f"files of ours may be those of {', '.join(names)}", advice)
     torch = check_torch()
     yield torch
     if torch.state == State.OK:
@@ -66,6 +71,14 @@ def check_platform() -> Finding:
     except EnvironmentFault as error:
         return Finding("platform", State.CANNOT, here, str(error))
     return Finding("platform", State.OK, here)
+
+
+def names_of_others() -> list[str]:
+    """Distributions of this environment that bring a package of a name of ours: the last installed has
+    overwritten the other's files."""
+    ours = re.compile(rf"^({'|'.join(OUR_PACKAGES)})/__init__\.py,", re.MULTILINE)
+    found = {one.name for one in distributions() if ours.search(one.read_text("RECORD") or "")}
+    return sorted(found - {"p2p-co2"})
 
 
 def check_torch() -> Finding:

@@ -163,10 +163,11 @@ class Dials:
         names some and none is due."""
         has_due = not addresses
         for one in list(dict.fromkeys(addresses))[:MAX_DIALLED]:
-            free_at = self._free_at.get(one, 0.0)
+            place = one.partition("/p2p/")[0]  # whoever is said to be there, or behind it
+            free_at = self._free_at.get(place, 0.0)
             if free_at <= now:
                 has_due = True
-                self._free_at[one] = free_at if free_at < 0 else now + MESSAGE_TIMEOUT_S
+                self._free_at[place] = free_at if free_at < 0 else now + MESSAGE_TIMEOUT_S
                 if len(self._free_at) > MAX_DIALLED * MAX_PEERS:
                     del self._free_at[next(iter(self._free_at))]
                 yield one
@@ -175,7 +176,7 @@ class Dials:
 
     def answered(self, address: str) -> None:
         """A peer of ours is there."""
-        self._free_at[address] = -1.0
+        self._free_at[address.partition("/p2p/")[0]] = -1.0
 
 
 class Line(Protocol):

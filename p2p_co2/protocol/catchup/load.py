@@ -29,7 +29,7 @@ from p2p_co2.protocol.catchup.manifest import Content, check_chunk, check_manife
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
-from p2p_co2.system.memory import buffer_once
+from p2p_co2.system.memory import large_buffer
 
 MOST_AT_ONCE = 8
 """Donors asked for one goal, and small states that are loaded."""
@@ -90,7 +90,7 @@ class Chunks:
 
     def __init__(self, promise: Promised) -> None:
         self.content, self.manifest = promise
-        self.data = buffer_once(self.manifest.total_bytes)
+        self.data = large_buffer(self.manifest.total_bytes, once=True)
         self.missing = set(range(len(self.manifest.chunk_digests)))
         self.pending = deque(sorted(self.missing))
         self.gave: Counter[PeerId] = Counter()

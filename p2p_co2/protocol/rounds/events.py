@@ -244,7 +244,8 @@ class Refused:
 
 @dataclass(frozen=True)
 class Distrusted:
-    """What ``peer`` says of rounds counts less for ``lasts_s`` seconds. ``reason``: how and why, in words."""
+    """What ``peer`` says of rounds counts less for ``lasts_s`` seconds (0: until it does better).
+    ``reason``: how and why, in words."""
 
     peer: PeerId
     reason: str

@@ -10,9 +10,10 @@ under way, and is sent once more only when it must be lost, since it would make 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import chain
 from statistics import median_high
+from typing import TypeVar
 
 from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
@@ -35,12 +36,28 @@ from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Mean, Part, PartOutcome
 from p2p_co2.system.memory import Buffer, large_buffer
 
+_Place = TypeVar("_Place", bound=Hashable)
 LEAST_COSINE = 0.2
-"""A mean that holds a slice points its way: between honest ones -0.31 was the least of 38,000, 0.5 the
-median. One that points the other way by more than this is refused."""
+"""A mean that holds a slice points its way: of 38,000 honest ones the least was -0.31, the median 0.5. One
+that points the other way by more than this is refused."""
 LONGEST = 3.0
 """Nor is a mean that points its way so many times as long. Honest ones were 1.9 times as long at most, beside
 no peer of twice the work."""
+
+
+def may_be_true(likeness: Likeness, is_slow: bool = False) -> bool:
+    """Whether a mean may hold our slice. What is next to nothing beside the mean tells no length."""
+    is_long = not is_slow and likeness.cosine > LEAST_COSINE and likeness.length > LONGEST
+    return likeness.cosine >= -LEAST_COSINE and not is_long
+
+
+def refused_of(found: Mapping[_Place, tuple[PeerId, bool]]) -> set[_Place]:
+    """Which means a member refuses. ``found``: of those that it looked at, and of its own, who averaged it
+    and whether it may be true. If most owners seem to lie, it is more likely its own slice that is odd."""
+    owners = {owner for owner, _ in found.values()}
+    liars = {owner for owner, is_good in found.values() if not is_good}
+    bad = {place for place, (_, is_good) in found.items() if not is_good}
+    return bad if 2 * len(liars) <= len(owners) else set()
 
 
 class PartState:
@@ -212,11 +229,11 @@ class Exchange:
         return True
 
     def _check(self, part: int) -> None:
-        """Have a mean looked at, where the run has a defence and our slice counts in it with half of its
-        weight or more. No honest owner lets most slices count for less: all but the long ones count whole."""
+        """Have a mean looked at, where the run has a defence and our slice counts in it with a quarter of
+        its weight or more. No honest owner lets most slices count for less: only those unlike most do."""
         state, weights = self.parts[part], self.attempt.weights
         counted = dict(state.contributors or ())
-        cut = {peer for peer, weight in counted.items() if 2 * weight < weights[peer]}
+        cut = {peer for peer, weight in counted.items() if 4 * weight < weights[peer]}
         if not self.attempt.weight_cap or self._swarm.me not in counted:
             return
         if 2 * len(cut) > len(counted):
@@ -229,22 +246,15 @@ class Exchange:
     def checked(self, job: CheckWanted, likeness: Likeness) -> None:
         """What a mean is like. What is long for a slow member need not be so for the others."""
         state, shares = self.parts[job.part], self.attempt.shares
-        usual = median_high([share.weight for share in shares.values()])
-        is_slow = 2 * shares[self._swarm.me].weight < usual
-        is_long = not is_slow and likeness.cosine > LEAST_COSINE and likeness.length > LONGEST
+        is_slow = 2 * shares[self._swarm.me].weight < median_high([one.weight for one in shares.values()])
         if state.generation == job.generation:
             self._unchecked.discard(job.part)
-            is_good = likeness.cosine >= -LEAST_COSINE and not is_long
-            self._found[job.part, job.generation] = state.owner, is_good
+            self._found[job.part, job.generation] = state.owner, may_be_true(likeness, is_slow)
 
     @property
     def refused(self) -> set[tuple[int, int]]:
-        """The (part, generation) in whose mean our slice is not what it should be. If it is so with most
-        owners, it is more likely our slice that is unlike the others'."""
-        owners = {owner for owner, _ in self._found.values()}
-        liars = {owner for owner, is_good in self._found.values() if not is_good}
-        bad = {place for place, (_, is_good) in self._found.items() if not is_good}
-        return bad if 2 * len(liars) <= len(owners) else set()
+        """The (part, generation) in whose mean our slice is not what it should be."""
+        return refused_of(self._found)
 
     @property
     def is_whole(self) -> bool:

@@ -16,7 +16,7 @@ from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome
 
 
 @Derived
-def _workers(outcome: Outcome) -> frozenset[str]:
+def workers_of(outcome: Outcome) -> frozenset[str]:
     """Whose slices are in a committed mean."""
     return frozenset(one.peer for part in outcome.parts for one in part.contributors)
 
@@ -100,7 +100,7 @@ class History:
         self._note_workers()
 
     def _note_workers(self) -> None:
-        self.workers = frozenset[str]().union(*(_workers(one) for _, one in self._commits.values()))
+        self.workers = frozenset[str]().union(*(workers_of(one) for _, one in self._commits.values()))
 
     @property
     def is_full(self) -> bool:

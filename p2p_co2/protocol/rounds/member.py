@@ -85,9 +85,7 @@ class Member:
         self._ballot.hear(message, sender)
         for owner, times in self._ballot.caught().items():
             if owner != self._swarm.me and self._swarm.repute.lied(owner):
-                found = (
-                    f"{times} of {len(self.attempt.shares)} members do not find their work in a mean of its"
-                )
+                found = f"{times} of {len(self.attempt.shares)} members do not find their work in its mean"
                 self._outlet.emit(Refused(owner, "bad mean", f"{found}; it averages no more in this run"))
 
     def mean_came(self, now: float) -> None:

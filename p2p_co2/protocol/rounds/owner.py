@@ -11,19 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import lru_cache
+from statistics import median_low
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.assembly import Assembly, pieces
 from p2p_co2.protocol.rounds.attempt import Attempt
-from p2p_co2.protocol.rounds.deadline import Durations
-from p2p_co2.protocol.rounds.events import ReduceJob, ReduceWanted, Slice
+from p2p_co2.protocol.rounds.deadline import SAFETY, Durations
+from p2p_co2.protocol.rounds.events import Distrusted, ReduceJob, ReduceWanted, Slice
+from p2p_co2.protocol.rounds.repute import LATE
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire.envelope import with_data
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Contributor, Mean, Part
 from p2p_co2.system.memory import Buffer
 
+SLOW = "not waited for here any more, since its slices come too late, until they are in time again"
 Contributors = tuple[tuple[PeerId, float], ...]
 
 
@@ -45,7 +48,8 @@ class Room:
 
 class Arrivals:
     """What an owner sees of one attempt, over all parts of its own: a peer was in time if all that it was to
-    send was, and the wait was as long as the longest."""
+    send was, and the wait was as long as the longest of those in time. One that sends at the last moment,
+    each time, is as late as one that misses it: else it alone would say how long all exchanges take."""
 
     def __init__(self, attempt: Attempt, swarm: Swarm, observed: Durations, parts: Collection[int]) -> None:
         self._attempt, self._swarm, self._observed = attempt, swarm, observed
@@ -63,8 +67,11 @@ class Arrivals:
             self._swarm.slices.came(peer)
 
     def missed(self, peer: PeerId) -> None:
-        """A slice was waited for in vain."""
+        """A slice was waited for in vain, or so long that it is as bad."""
+        was_awaited = self._swarm.slices.is_awaited(peer)
         self._swarm.slices.missed(peer, self._attempt.id)
+        if was_awaited and not self._swarm.slices.is_awaited(peer):
+            self._swarm.repute.emit(Distrusted(peer, SLOW, 0.0))
 
     def closed(self, part: int, waited_s: float) -> None:
         """Nothing more is waited for in ``part``."""
@@ -92,6 +99,8 @@ class PartJob:
         self._began_at = now
         self._due_at = now + attempt.parts_within_s
         self._whole: dict[PeerId, Buffer] = {swarm.me: own_slice}
+        self._came_s: dict[PeerId, float] = {}
+        """How long after BEGIN a slice of another was whole."""
         self._transfers: dict[PeerId, Assembly] = {}
 
     @property
@@ -110,7 +119,7 @@ class PartJob:
         if sender not in self.attempt.senders[self.part]:
             return False  # more than it was asked for
         if self.job is not None or self.is_done:
-            if message.offset + len(message.data) == message.total and now < self._due_at:
+            if message.offset + len(message.data) == message.total and self._is_fair(now):
                 self._arrivals.came(sender, self.part)  # it was not waited for, but would have been in time
             return False  # too late for this round; the sender did nothing wrong
         transfer = self._transfers.get(sender) or self._begun(sender)
@@ -119,6 +128,7 @@ class PartJob:
         is_new = transfer.add(message.offset, message.total, message.data)
         if is_new and transfer.whole is not None:
             self._whole[sender] = transfer.whole
+            self._came_s[sender] = now - self._began_at
             self.check(now)
         return is_new
 
@@ -142,15 +152,25 @@ class PartJob:
         missing = [peer for peer in absent if self._swarm.is_live(peer) and habit.is_awaited(peer)]
         if missing and now < self._due_at:
             return
-        for peer in self._whole:
+        late = {peer for peer, came_s in self._came_s.items() if not self._is_fair(self._began_at + came_s)}
+        for peer in self._whole.keys() - late:
             self._arrivals.came(peer, self.part)
-        for peer in missing:
+        for peer in sorted(late.union(missing)):
             self._arrivals.missed(peer)
         # A slice that missed the deadline took longer than we know: count twice the wait so that it can grow.
-        waited_s = 2 * self.attempt.parts_within_s if missing else now - self._began_at
+        in_time_s = max((at_s for peer, at_s in self._came_s.items() if peer not in late), default=0.0)
+        waited_s = 2 * self.attempt.parts_within_s if missing else in_time_s
         self._arrivals.closed(self.part, waited_s)
         self._transfers.clear()
         self._ask()
+
+    def _is_fair(self, at: float) -> bool:
+        """Whether a slice that is whole then is in time for its own sake: within what links were planned to
+        take, or a few times what the middle one of the others took, or what costs nobody anything."""
+        usual_s = LATE * median_low(self._came_s.values() or [0.0])
+        cheap_s = max(bounds.CHEAP_S, bounds.CHEAP_SHARE * self._swarm.shape.round_s)
+        fair_s = max(usual_s, cheap_s, self.attempt.parts_within_s / SAFETY)
+        return at < self._due_at and at - self._began_at <= fair_s
 
     def _ask(self) -> None:
         weights = self.attempt.weights

@@ -169,8 +169,8 @@ def _address(data: Buffer | Tensor) -> int:
 
 
 def libraries() -> list[Path]:
-    """What installation built: none where there was no compiler."""
-    built = [Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES]
+    """What installation built, that for all Pythons first: none where there was no compiler."""
+    built = [Path(__file__).with_name(f"_native{suffix}") for suffix in reversed(EXTENSION_SUFFIXES)]
     return [library for library in built if library.exists()]
 
 

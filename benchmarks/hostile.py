@@ -1,0 +1,322 @@
+"""What lying peers cost the others: in a laboratory, and as real processes.
+
+Each case is a line of ``CASES``: who is there, how fast, and what the last of them do. The laboratory is that
+of ``defence_tax``: rounds in which everybody is, with the product's weights, rule, codec, outer step, and its
+law about means that do not hold what was sent. A round that too few sign is not made; its work waits for the
+next one. In processes the liars run the product with one function changed.
+
+    python benchmarks/hostile.py [--cases owner boast ...] [--rounds 30] [--seeds 1] [--processes]
+
+Reported for each case: held-out loss over that of the same honest peers alone, less 1; rounds of a fragment
+that came to nothing; of a hundred liars' parts how many were refused, and the honest parts that were; the
+share of the first peer's work that counts, of what the weight cap allows. JSON.
+
+Price: the laboratory knows no late or lost message. A process is one run of one seed, and says little of a
+per cent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from defence_tax import Averaged, Together
+from loss_model import CONTEXT, FRAGMENTS, Windows, flatten, held_out_loss, learning_rate, unflatten_
+
+from p2p_co2.config import ClockConfig, PeerConfig, RunConfig
+from p2p_co2.protocol.rounds import Likeness
+from p2p_co2.protocol.rounds.attempt import Share, capped, is_quorum
+from p2p_co2.protocol.rounds.exchange import may_be_true, refused_of
+from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.recipes import load_recipe, recipe_digest
+from p2p_co2.recipes.corpus import embedded_corpus
+from p2p_co2.system.memory import Buffer
+from p2p_co2.telemetry.events import MessageRefused, RoundAborted, RoundCommitted
+from p2p_co2.telemetry.journal import Journal
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.aggregation import Mean, centred_mean, compare, reduce_slices
+from p2p_co2.tensors.codec import Codec
+from p2p_co2.trained import Trained
+from p2p_co2.trainer import connect, worker
+from p2p_co2.trainer.fragment_state import FragmentState
+from tests.swarms import ROOT, Swarm
+
+Figures = dict[str, Any]
+END_BOUND_S = 3600.0
+
+
+class Case(NamedTuple):
+    """``every``: inner steps of the fastest peer for one of each; the last ``liars`` of them lie. ``mean``,
+    ``change``: what a liar multiplies the means that it makes, and what it learned, with; ``claim``: how
+    many times its work it claims; ``owned``: how many equal shares it averages, as its line claims."""
+
+    every: tuple[int, ...]
+    liars: int = 0
+    mean: float = 1.0
+    change: float = 1.0
+    claim: float = 1.0
+    owned: int = 1
+
+
+CASES = {
+    "owner": Case((1,) * 4, 1, mean=-1.0),
+    "owner of a claimed line": Case((1,) * 8, 1, mean=-1.0, owned=2),
+    "owner ten times": Case((1,) * 4, 1, mean=-10.0),
+    "owner too long": Case((1,) * 4, 1, mean=10.0),
+    "boast": Case((1,) * 4, 1, change=-1.0, claim=1e6),
+    "boast of three": Case((1,) * 8, 3, change=-1.0, claim=1e6),
+    "fast": Case((1, 8, 8, 8, 8)),
+    "uneven": Case((1, 1, 8, 8)),
+    "equal": Case((1,) * 8),
+}
+
+
+# ---- the laboratory
+
+
+class Attacked(Averaged):
+    """One fragment of a swarm in which the last peers lie. ``liars``: owners that were found out."""
+
+    def __init__(self, run: RunConfig, names: Sequence[str], groups: Sequence[Together], case: Case) -> None:
+        super().__init__(run, names, groups[0].params)
+        self._case, self.counts = case, Counter[str]()
+        self.peers = [PeerId(f"{peer:02}") for peer in range(len(case.every))]
+        self.caught: set[PeerId] = set()
+
+    @cached_property
+    def _lying(self) -> set[PeerId]:
+        return set(self.peers[len(self.peers) - self._case.liars :])
+
+    def _owners(self, round_: int) -> list[PeerId]:
+        """Of as many parts as there are peers."""
+        trusted = [peer for peer in self.peers if peer not in self.caught]
+        claimed = [peer for peer in trusted if peer in self._lying for _ in range(self._case.owned)]
+        honest = [peer for peer in trusted if peer not in self._lying]
+        left = len(self.peers) - len(claimed)
+        return [*(honest[(round_ + part) % len(honest)] for part in range(left)), *claimed]
+
+    def average(self, groups: Sequence[Together], tokens: Sequence[float]) -> None:
+        case, codec, round_ = self._case, self._codec, self.state.version + 1
+        claims = [
+            amount * (case.claim if peer in self._lying else 1.0)
+            for peer, amount in zip(self.peers, tokens, strict=True)
+        ]
+        shares = {peer: Share(claim, 0) for peer, claim in zip(self.peers, claims, strict=True)}
+        weights = capped(shares, self._run.weight_cap)
+        offers: dict[PeerId, memoryview] = {}
+        for group in groups:
+            for index, live in zip(group.peers, flatten(group.params, self._names), strict=True):
+                peer = self.peers[index]
+                gradient = (self.state.params - live) * (case.change if peer in self._lying else 1.0)
+                offers[peer] = memoryview(codec.encode(gradient).numpy())
+        owners, size = self._owners(round_), len(offers[self.peers[0]])
+        part_bytes = -(-size // codec.block_bytes // len(owners)) * codec.block_bytes
+        means, found = bytearray(), {peer: dict[int, tuple[PeerId, bool]]() for peer in self.peers}
+        usual = statistics.median_high(claims)
+        for part, start in enumerate(range(0, size, part_bytes)):
+            owner = owners[part]
+            slices = [(peer, weights[peer], one[start : start + part_bytes]) for peer, one in offers.items()]
+            mean = reduce_slices(centred_mean, codec, slices)
+            encoded = scaled(codec, mean.encoded, case.mean) if owner in self._lying else mean.encoded
+            means += encoded
+            for (peer, asked, data), counted in zip(slices, mean.weights, strict=True):
+                if peer == owner:
+                    found[peer][part] = owner, True
+                elif 4 * counted >= asked:
+                    is_slow = 2 * shares[peer].weight < usual
+                    found[peer][part] = (
+                        owner, may_be_true(Likeness(*compare(codec, data, encoded)), is_slow),
+                    )  # fmt: skip
+                if peer == self.peers[0]:
+                    self.counts["counted"] += round(1e6 * counted / asked)
+                    self.counts["asked"] += 10**6
+        if self._is_signed(found, owners):
+            mean_values = codec.decode(torch.frombuffer(means, dtype=torch.uint8))
+            mean_values = mean_values[: self.state.params.numel()]
+            self.state, _ = outer.step(self._run.outer, self.state, mean_values, self.state.version)
+            for group in groups:
+                unflatten_(group.params, self._names, self.state.params.expand(len(group.peers), -1))
+
+    def _is_signed(self, found: dict[PeerId, dict[int, tuple[PeerId, bool]]], owners: list[PeerId]) -> bool:
+        """Whether a quorum signs; who lied to more than a third averages no more."""
+        refused = {peer: refused_of(looked) for peer, looked in found.items() if peer not in self._lying}
+        accused = Counter(owner for parts in refused.values() for owner in {owners[part] for part in parts})
+        for peer, looked in found.items():
+            for part, (owner, _) in looked.items():
+                if peer not in self._lying and owner != peer:
+                    who = "liars'" if owner in self._lying and self._case.mean != 1.0 else "honest"
+                    self.counts[f"{who} parts"] += 1
+                    self.counts[f"{who} parts refused"] += part in refused[peer]
+        self.caught |= {owner for owner, times in accused.items() if 3 * times > len(self.peers)}
+        signers = [peer for peer in self.peers if not refused.get(peer)]
+        is_signed = is_quorum(signers, len(self.peers), self.peers[-1])  # a liar coordinates
+        self.counts["rounds lost"] += not is_signed
+        return is_signed
+
+
+def scaled(codec: Codec, mean: Buffer, times: float) -> memoryview:
+    """An encoded mean, multiplied."""
+    values = torch.empty(len(mean) // codec.block_bytes * codec.block_values)
+    codec.admit(mean, values)
+    return memoryview(codec.encode(values * times).numpy())
+
+
+def train(case: Case, rounds: int, steps: int, seed: int) -> tuple[float, Counter[str]]:
+    """Held-out loss of the agreed parameters, and what was counted on the way."""
+    torch.set_num_threads(1)
+    run, corpus, every = RunConfig(), embedded_corpus(), case.every
+    groups = [
+        Together(seed, [peer for peer, one in enumerate(every) if one == speed], speed)
+        for speed in sorted(set(every))
+    ]
+    names = [[name for name, _, _ in fragment] for fragment in FRAGMENTS]
+    fragments = [Attacked(run, some, groups, case) for some in names]
+    for fragment in fragments[1:]:
+        fragment.caught = fragments[0].caught  # a peer remembers for all fragments
+    windows = Windows(corpus, seed, rounds * steps, 8)  # the same for honest peers without the liars
+    for round_ in range(rounds):
+        done = [0] * len(every)
+        for step in range(round_ * steps, (round_ + 1) * steps):
+            batch, lr = windows.step(step), learning_rate(step, rounds * steps)
+            for group in groups:
+                if (step + 1) % group.every == 0:
+                    group.step(batch, lr)
+                    for peer in group.peers:
+                        done[peer] += 1
+        for fragment in fragments:
+            fragment.average(groups, [float(CONTEXT * count) for count in done])
+    return held_out_loss(groups[0].params, corpus), sum((one.counts for one in fragments), Counter())
+
+
+def in_laboratory(case: Case, options: argparse.Namespace) -> Figures:
+    over, total = [], Counter[str]()
+    for seed in range(options.seeds):
+        loss, counts = train(case, options.rounds, options.steps, seed)
+        total += counts
+        honest = Case(case.every[: len(case.every) - case.liars])
+        clean = train(honest, options.rounds, options.steps, seed)[0] if case.liars else loss
+        over.append((loss, clean))
+    return {
+        "loss": [round(loss, 4) for loss, _ in over],
+        "over_clean": round(statistics.median(loss / clean - 1 for loss, clean in over), 4),
+        "first_peer_counted": round(total.pop("counted") / total.pop("asked"), 4),
+        **total,
+    }
+
+
+# ---- processes
+
+
+def in_processes(case: Case, options: argparse.Namespace) -> Figures:
+    """The built-in recipe by inner steps: a loss depends on the machine only where a peer is late."""
+    run = RunConfig(
+        name="hostile",
+        recipe="byte-gpt",
+        recipe_digest=recipe_digest("byte-gpt", {}),
+        clock=ClockConfig(mode="steps", inner_steps_per_round=options.steps, rounds=options.rounds),
+    )
+    names = [f"peer{number}" for number in range(len(case.every))]
+    with tempfile.TemporaryDirectory() as folder:
+        swarm = Swarm(Path(folder), run)
+        try:
+            for number, name in enumerate(names):
+                liar = case if number >= len(names) - case.liars else Case(())
+                script, place = str(ROOT / "benchmarks" / "hostile.py"), str(Path(folder) / name)
+                told = [swarm.ticket, place, str(len(names)), str(number), json.dumps(liar[2:5])]
+                swarm.start(name, [sys.executable, script, "--worker", *told])
+            swarm.wait(*names[: len(names) - case.liars], bound_s=END_BOUND_S)
+            loss = Trained.load(Path(folder) / names[0] / "checkpoint").held_out_loss()
+            events = swarm.events(names[0])
+        finally:
+            swarm.close()
+    named = Counter(event.other[-6:] for event in events if isinstance(event, MessageRefused))
+    kinds = Counter(type(event) for event in events)
+    return {
+        "loss": round(loss, 4), "means": kinds[RoundCommitted], "rounds lost": kinds[RoundAborted],
+        "named": dict(named),
+    }  # fmt: skip
+
+
+def lie(mean: float, change: float) -> None:
+    """Have this process lie about means and about what it learned."""
+    reduce, offer = worker.reduce_slices, FragmentState.offer
+
+    def false_mean(rule: Any, codec: Codec, slices: Any) -> Mean:
+        true = reduce(rule, codec, slices)
+        return Mean(scaled(codec, true.encoded, mean), true.weights)
+
+    def false_offer(self: FragmentState, snapshot: torch.Tensor, *told: Any) -> Any:
+        start = self.state.params
+        return offer(self, start + change * (snapshot - start), *told)
+
+    worker.reduce_slices = false_mean  # type: ignore[attr-defined]
+    FragmentState.offer = false_offer  # type: ignore[method-assign]
+
+
+def work(ticket: str, place: str, peers: str, number: str, lies: str) -> None:
+    """One peer: the recipe's loop through the library's front door."""
+    torch.set_num_threads(1)
+    mean, change, claim = json.loads(lies)
+    if (mean, change) != (1.0, 1.0):
+        lie(mean, change)
+    recipe, folder = load_recipe("byte-gpt", {}, seed=0), Path(place)
+    model, optimizer = recipe.model, recipe.optimizer(recipe.model.parameters())
+    config = PeerConfig(
+        folder=folder, min_peers=int(peers), carrier="grpc", checkpoint_every_s=1e6, board=False
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    with Journal(folder / "events.jsonl") as journal:
+        peer = connect(ticket, config, journal.write).start(
+            model, optimizer, learning_rate=recipe.learning_rate
+        )
+        signal.signal(signal.SIGINT, lambda *_: peer.stop())
+        with peer:
+            for batch in recipe.batches(1000 + int(number), recipe.default_batch):
+                loss = recipe.loss(model, batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                if not peer.step(tokens=int(recipe.tokens(batch) * claim), loss=loss.detach()):
+                    break
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=40, help="inner steps in a round, a multiple of 8")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--processes", action="store_true", help="as real processes, not in the laboratory")
+    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(*options.worker)
+        return
+    play = in_processes if options.processes else in_laboratory
+    cases = {}
+    for name in options.cases:
+        cases[name] = play(CASES[name], options)
+        print(name, json.dumps(cases[name]), file=sys.stderr)
+    job = {key: getattr(options, key) for key in ("rounds", "steps", "seeds", "processes")}
+    machine = {"cpus": os.cpu_count(), "load_1_min": os.getloadavg()[0]}
+    print(json.dumps({"at": time.strftime("%F %R"), **machine, **job, **cases}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
