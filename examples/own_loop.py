@@ -1,5 +1,6 @@
 """Train in your own loop: any ``torch.nn.Module``, any inner ``torch.optim`` optimizer, five lines for the
-swarm.
+swarm. This is the lower layer, a ``Peer``; ``co2.join(model, optimizer, run=TICKET)`` gives the upper one,
+with ``swarm.step`` and ``swarm.until_done`` (docs/how-to/training-loops.md).
 
     p2p-co2 seed examples/own_loop.toml            # prints a ticket
     python examples/own_loop.py TICKET             # in as many terminals, on as many machines, as you like

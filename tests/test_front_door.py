@@ -159,7 +159,7 @@ class Told:
         self.steps = list[tuple[Any, float]]()
 
     def step(self, tokens: Any, loss: Any) -> bool:
-        self.steps.append((tokens, float(loss)))
+        self.steps.append((tokens, float(torch.as_tensor(loss).detach())))
         return True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,20 @@ def test_batches_that_run_out_in_the_middle_of_a_step_end_it_untaken() -> None:
     before = weights(model)
     assert step.take(iter(torch.randn(2, 5, 4))) is None
     assert torch.equal(weights(model), before)
+
+
+def test_a_recipes_list_of_optimizers_steps_as_one() -> None:
+    def several(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        weight, bias = parameters
+        return [torch.optim.Muon([weight], lr=0.1), torch.optim.AdamW([bias], lr=0.1)]
+
+    model = nn.Linear(4, 2)
+    before = [one.detach().clone() for one in model.parameters()]
+    recipe = Recipe(model, lambda seed, batch: iter([]), squares, tokens=len, optimizer=several)
+    optimizer = recipe.optimizer(model.parameters())
+    assert len(optimizer.param_groups) == 2
+    InnerStep(recipe, model, optimizer).take(iter([torch.randn(3, 4)]))
+    assert not any(torch.equal(now, was) for now, was in zip(model.parameters(), before, strict=True))
 
 
 def test_gradients_are_clipped_once_all_are_summed() -> None:

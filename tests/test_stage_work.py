@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from p2p_co2.errors import ConfigError
 from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, Work
-from p2p_co2.protocol.pipeline.machine import Do
+from p2p_co2.protocol.pipeline.machine import Do, Phase
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.protocol.wire.messages_pb2 import Backward
 from p2p_co2.recipes.stages import Stages
@@ -253,3 +254,24 @@ def test_a_batch_of_another_shape_is_told_where_it_is_read(part: Any) -> None:
         first.compute(Work(Do.FORWARD, Key(1, 2)))
     with pytest.raises(ConfigError, match="batches: have run out"):
         first.compute(Work(Do.FORWARD, Key(1, 3)))
+
+
+def test_a_stage_that_makes_nan_refuses_itself_and_charges_nobody() -> None:
+    stages = byte_stages(2)
+    crossings = crossings_of(stages)
+    first = StageWork(stages, stages.build(0, 0), 0, crossings, iter(microbatches(0, 9)))
+    last = StageWork(stages, stages.build(0, 1), 1, crossings)
+    payload = first.compute(Work(Do.FORWARD, Key(1, 1))).payload
+    assert payload is not None
+    assert not last.compute(Work(Do.FORWARD, Key(1, 1), bytes(payload), sender=PeerId("p0"))).refused
+    with torch.no_grad():
+        next(last.replica.module.parameters()).fill_(math.nan)
+    done = last.compute(Work(Do.FORWARD, Key(1, 2), bytes(payload), sender=PeerId("p0")))
+    assert isinstance(done.refused, ValueError)
+    assert last.is_between_steps
+    assert all(one.grad is None for one in last.replica.module.parameters())
+    machine = Pipeline(Place(PeerId("p1"), 1, 1, 2), Sizes(M, 2, 4, len(payload), [], b"", 60.0))
+    machine._held[Key(1, 2)] = SimpleNamespace(phase=Phase.COMPUTING, sender=PeerId("p0"))  # type: ignore[assignment]
+    machine._drop = lambda key, why: None  # type: ignore[method-assign]
+    machine.failed(Key(1, 2), done.refused)
+    assert machine.next_event() is None

@@ -71,6 +71,12 @@ def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return AdamW(parameters)
 
 
+def _made_one(make: Callable[[Iterable[nn.Parameter]], Any], parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """What ``make`` makes; a list of optimizers as one."""
+    made = make(parameters)
+    return Optimizers(made) if isinstance(made, list | tuple) else made  # type: ignore[no-any-return]
+
+
 def warm_up(position: float, rounds: float = WARMUP_ROUNDS) -> float:
     """Factor of the learning rate at ``position`` (rounds since the run began): 0.1, rising to 1 after
     ``rounds``."""
@@ -87,8 +93,9 @@ class Recipe:
     run began, the same for a newcomer. ``held_out(model)``: loss on data that nobody trains on;
     ``glance(model)``: the same on a small slice, always the same one, to be looked at while training goes on
     (None: ``held_out``).
-    ``generate(model, prompt, length, seed)``: text. ``default_batch``: sequences per inner step where a peer
-    sets none.
+    ``optimizer(parameters)``: the inner optimizer, or a list of several (Muon for matrices, AdamW for the
+    rest). ``generate(model, prompt, length, seed)``: text. ``default_batch``: sequences per inner step where
+    a peer sets none.
 
     ``stages``: the model cut into stages, or a function of their number; None cannot be cut. In a run with
     stages ``model`` is an outline on torch's meta device, since a peer builds only its own stage.
@@ -107,7 +114,7 @@ class Recipe:
     batches: Callable[[int, int], Iterator[Any]]
     loss: Callable[[nn.Module, Any], Tensor]
     tokens: Callable[[Any], int] = first_tensor_numel
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = default_optimizer
+    optimizer: Callable[[Iterable[nn.Parameter]], Any] = default_optimizer
     learning_rate: Callable[[float], float] = warm_up
     held_out: Callable[[nn.Module], float] | None = None
     glance: Callable[[nn.Module], float] | None = None
@@ -118,6 +125,9 @@ class Recipe:
     accumulate: int = 1
     max_grad_norm: float | None = None
     autocast: Literal["bf16", "fp16"] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "optimizer", partial(_made_one, self.optimizer))
 
     @property
     def tokenizer_paths(self) -> list[Path]:
