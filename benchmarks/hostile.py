@@ -40,7 +40,7 @@ from loss_model import CONTEXT, FRAGMENTS, Windows, flatten, held_out_loss, lear
 from p2p_co2.config import ClockConfig, PeerConfig, RunConfig
 from p2p_co2.protocol.rounds import Likeness
 from p2p_co2.protocol.rounds.attempt import Share, capped, is_quorum
-from p2p_co2.protocol.rounds.exchange import may_be_true, refused_of
+from p2p_co2.protocol.rounds.exchange import Findings, may_be_true
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.recipes import load_recipe, recipe_digest
 from p2p_co2.recipes.corpus import embedded_corpus
@@ -153,7 +153,9 @@ class Attacked(Averaged):
 
     def _is_signed(self, found: dict[PeerId, dict[int, tuple[PeerId, bool]]], owners: list[PeerId]) -> bool:
         """Whether a quorum signs; who lied to more than a third averages no more."""
-        refused = {peer: refused_of(looked) for peer, looked in found.items() if peer not in self._lying}
+        refused = {
+            peer: Findings(looked).refused for peer, looked in found.items() if peer not in self._lying
+        }
         accused = Counter(owner for parts in refused.values() for owner in {owners[part] for part in parts})
         for peer, looked in found.items():
             for part, (owner, _) in looked.items():

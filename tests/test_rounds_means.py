@@ -140,11 +140,11 @@ def test_which_mean_is_refused(
         mean = wire.Mean(key=attempt.key(), part=part, total=32, data=bytes(32), contributors=contributors)
         assert exchange.mean_came(mean, owner, 1.0)
     jobs = [event for event in outlet.events if isinstance(event, CheckWanted)]
-    assert exchange.is_checked is not bool(jobs)
+    assert exchange.findings.is_done is not bool(jobs)
     for job in jobs:
         exchange.checked(job, Likeness(*likeness) if job.part == 3 and likeness else Likeness(0.5, 0.7))
-    assert exchange.is_checked
-    assert exchange.refused == ({(3, 0)} if is_refused else set())
+    assert exchange.findings.is_done
+    assert exchange.findings.refused == ({(3, 0)} if is_refused else set())
 
 
 def refusals(members: int, by: Sequence[int]) -> Ballot:

@@ -209,12 +209,6 @@ class Peer:
                 sync.position = position  # though no step brings it there; one that is under way counts
         return not (sync.stopped or over)
 
-    def heal(self) -> None:
-        """Take over the agreed parameters if the live ones are not finite, between two steps."""
-        if not all(bool(shard(one).isfinite().all()) for one in self._plan.model.parameters()):
-            self._ledger.reset()
-            self._sync.take_outcomes()
-
     def stop(self) -> None:
         """Ask the loop to end: the next ``step`` returns False. Safe in a signal handler."""
         self._sync.stopped = True
@@ -374,6 +368,13 @@ class Peer:
         if kind is not None:
             self.stop()
         self.leave("" if kind is None else f"{kind.__name__} in the training loop")
+
+
+def heal(peer: Peer) -> None:
+    """Have a peer take over the agreed parameters if its live ones are not finite, between two steps."""
+    if not all(bool(shard(one).isfinite().all()) for one in peer._plan.model.parameters()):
+        peer._ledger.reset()
+        peer._sync.take_outcomes()
 
 
 def _minute_of_the_day() -> int:

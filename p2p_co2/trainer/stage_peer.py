@@ -31,7 +31,7 @@ from p2p_co2.recipes.inner_step import clip_
 from p2p_co2.recipes.sizes import StageSize
 from p2p_co2.system.machine import available_memory_bytes
 from p2p_co2.trainer.network_thread import PipelineView
-from p2p_co2.trainer.peer import Peer
+from p2p_co2.trainer.peer import Peer, heal
 from p2p_co2.trainer.stage_work import Crossings, Done, StageWork
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
 
@@ -181,7 +181,7 @@ class StagePeer:
         self._busy_s += time.monotonic() - began_at
         if isinstance(done.refused, ValueError) and self._work.is_between_steps:
             for group in self._groups:
-                group.peer.heal()
+                heal(group.peer)
         is_counted = work.do is Do.BACKWARD or self._place.is_last
         self._pipeline.node.handed.counted += is_counted and not done.refused
 

@@ -10,7 +10,7 @@ under way, and is sent once more only when it must be lost, since it would make 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from itertools import chain
 from statistics import median_high
 from typing import TypeVar
@@ -51,13 +51,23 @@ def may_be_true(likeness: Likeness, is_slow: bool = False) -> bool:
     return likeness.cosine >= -LEAST_COSINE and not is_long
 
 
-def refused_of(found: Mapping[_Place, tuple[PeerId, bool]]) -> set[_Place]:
-    """Which means a member refuses. ``found``: of those that it looked at, and of its own, who averaged it
-    and whether it may be true. If most owners seem to lie, it is more likely its own slice that is odd."""
-    owners = {owner for owner, _ in found.values()}
-    liars = {owner for owner, is_good in found.values() if not is_good}
-    bad = {place for place, (_, is_good) in found.items() if not is_good}
-    return bad if 2 * len(liars) <= len(owners) else set()
+class Findings(dict[_Place, tuple[PeerId, bool | None]]):
+    """Of the means that a member looks at: who averaged each, and whether it may be true; None until it was
+    looked at."""
+
+    @property
+    def is_done(self) -> bool:
+        return all(is_good is not None for _, is_good in self.values())
+
+    @property
+    def refused(self) -> set[_Place]:
+        """In whose mean our slice is not what it should be. If most owners seem to lie, it is more likely the
+        member's own slice that is odd."""
+        found = {place: one for place, one in self.items() if one[1] is not None}
+        owners = {owner for owner, _ in found.values()}
+        liars = {owner for owner, is_good in found.values() if not is_good}
+        bad = {place for place, (_, is_good) in found.items() if not is_good}
+        return bad if 2 * len(liars) <= len(owners) else set()
 
 
 class PartState:
@@ -105,10 +115,8 @@ class Exchange:
         ]
         self._missing = set(range(len(self.parts)))
         """Parts whose mean is not held."""
-        self._unchecked: set[int] = set()
-        """Parts whose mean is held, and is looked at for our slice."""
-        self._found: dict[tuple[int, int], tuple[PeerId, bool]] = {}
-        """By (part, generation) whose mean was looked at: its owner, and whether it may be true."""
+        self.findings = Findings[tuple[int, int]]()
+        """By (part, generation)."""
         self._jobs: dict[int, PartJob] = {}
         self._here_at: dict[int, float] = {}
         """When a part's mean was here, from its first owner."""
@@ -181,7 +189,7 @@ class Exchange:
         if mine is not None and mine.is_answered_by(job):
             self.parts_at = now
             state.contributors = mine.reduced(job, mean, state.place)
-            self._found[job.part, job.generation] = state.owner, True
+            self.findings[job.part, job.generation] = state.owner, True
             state.is_held = True
             self._missing.discard(job.part)
 
@@ -237,9 +245,9 @@ class Exchange:
         if not self.attempt.weight_cap or self._swarm.me not in counted:
             return
         if 2 * len(cut) > len(counted):
-            self._found[part, state.generation] = state.owner, False
+            self.findings[part, state.generation] = state.owner, False
         elif self._swarm.me not in cut:
-            self._unchecked.add(part)
+            self.findings[part, state.generation] = state.owner, None
             place = self.attempt.id, self.attempt.fragment, part, state.generation
             self._outlet.emit(CheckWanted(*place, self._slice(part, self._payload), state.place))
 
@@ -248,22 +256,11 @@ class Exchange:
         state, shares = self.parts[job.part], self.attempt.shares
         is_slow = 2 * shares[self._swarm.me].weight < median_high([one.weight for one in shares.values()])
         if state.generation == job.generation:
-            self._unchecked.discard(job.part)
-            self._found[job.part, job.generation] = state.owner, may_be_true(likeness, is_slow)
-
-    @property
-    def refused(self) -> set[tuple[int, int]]:
-        """The (part, generation) in whose mean our slice is not what it should be."""
-        return refused_of(self._found)
+            self.findings[job.part, job.generation] = state.owner, may_be_true(likeness, is_slow)
 
     @property
     def is_whole(self) -> bool:
         return not self._missing
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether each mean that came was looked at for our slice."""
-        return not self._unchecked
 
     def owners_of_missing(self) -> set[PeerId]:
         return {self.parts[part].source for part in self._missing}

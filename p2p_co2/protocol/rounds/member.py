@@ -107,7 +107,7 @@ class Member:
         if self.phase is Phase.EXCHANGING:
             if not self.exchange.is_whole:
                 self._tell_lost(now)
-            elif self.exchange.is_checked:
+            elif self.exchange.findings.is_done:
                 self._sign(now)
         if self._settle_lost(now):
             self._tell_lost(now)
@@ -128,7 +128,7 @@ class Member:
         parts = [state.outcome(self.attempt, part) for part, state in enumerate(self.exchange.parts)]
         self._outcome = outcome_of(self.attempt, self._run, parts)
         self.certificate = self._ballot.certificate(self._outcome)
-        if self.certificate is None and self.exchange.refused:
+        if self.certificate is None and self.exchange.findings.refused:
             self._tell(self._result(now), now)
         elif self.certificate is None:
             signature = self._identity.sign(DECISION_CONTEXT, self._outcome)
@@ -140,7 +140,9 @@ class Member:
 
     def _result(self, now: float, digest: bytes = b"", signature: bytes = b"") -> Result:
         lost = [LostPart(part=part, generation=number) for part, number in sorted(self.exchange.lost(now))]
-        refused = [LostPart(part=part, generation=number) for part, number in sorted(self.exchange.refused)]
+        refused = [
+            LostPart(part=part, generation=number) for part, number in sorted(self.exchange.findings.refused)
+        ]
         return Result(
             key=self.attempt.key(), lost=lost, digest=digest, signature=signature, refused=refused
         )  # fmt: skip

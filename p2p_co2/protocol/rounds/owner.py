@@ -97,11 +97,14 @@ class PartJob:
         self.is_done = False
         self._swarm, self._outlet, self._arrivals = swarm, outlet, arrivals
         self._began_at = now
-        self._due_at = now + attempt.parts_within_s
         self._whole: dict[PeerId, Buffer] = {swarm.me: own_slice}
         self._came_s: dict[PeerId, float] = {}
         """How long after BEGIN a slice of another was whole."""
         self._transfers: dict[PeerId, Assembly] = {}
+
+    @property
+    def _due_at(self) -> float:
+        return self._began_at + self.attempt.parts_within_s
 
     @property
     def _size_bytes(self) -> int:
