@@ -35,8 +35,7 @@ COMMA := ,
 pip = @( while :; do sleep 10 >/dev/null 2>&1; echo "    $$SECONDS s, $$(du -sm $(VENV) | cut -f1) MB in $(VENV)"; done ) & \
 	ticking=$$!; trap "kill $$ticking" EXIT; \
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) -c constraints.txt -e '.[$(1)]' \
-		| awk '/^Collecting /{print "  " $$2; fflush()} /Downloading .*(MB|GB)/{print "    " $$(NF-1), $$NF; fflush()} \
-			/^Installing collected/{print "Installing ..."; fflush()}'
+		| sed -un 's/^Collecting \([^ ]*\).*/  \1/p; s/.*Downloading .*\(([^)]*[MG]B)\).*/    \1/p; s/^Installing collected.*/Installing .../p'
 
 .PHONY: gone help install demo test check format proto docs screenshots clean
 

@@ -29,7 +29,7 @@ from p2p_co2.protocol.reports import ASKS_PER_S
 from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState, Sighting
-from p2p_co2.telemetry.view import PeerView, RoundView, SwarmView, mean_of
+from p2p_co2.telemetry.view import PeerView, RoundView, SwarmView, mean_of, numbered
 
 STATES = (
     "starting", "joining", "behind", "training", "draining", "paused", "finished", "left", "gone", "silent",
@@ -930,14 +930,13 @@ def _skipped(known: Known, peers: Sequence[PeerFacts]) -> list[Trouble]:
 
 def _is_a_line_full(peers: Sequence[PeerFacts]) -> bool:
     """Whether one moves much of its cap, or of the best rate seen on any of its links, either way."""
-    best: dict[tuple[str, str], float] = {}
-    for peer in peers:
-        for link in peer.links:
-            for end in ((peer.peer, "up"), (link.other, "down")):
-                best[end] = max(best.get(end, 0.0), link.bytes_per_s or 0.0)
-    ways = [(peer.up_bytes_per_s, best.get((peer.peer, "up"))) for peer in peers]
-    ways += [(peer.down_bytes_per_s, best.get((peer.peer, "down"))) for peer in peers]
-    ways += [(peer.up_bytes_per_s, peer.upload_cap_bytes_per_s) for peer in peers]
+    up, down = Counter[str](), Counter[str]()
+    for sender, link in ((one.peer, link) for one in peers for link in one.links):
+        up[sender] = max(up[sender], int(link.bytes_per_s or 0))
+        down[link.other] = max(down[link.other], int(link.bytes_per_s or 0))
+    ways = [(one.up_bytes_per_s, up[one.peer]) for one in peers]
+    ways += [(one.down_bytes_per_s, down[one.peer]) for one in peers]
+    ways += [(one.up_bytes_per_s, int(one.upload_cap_bytes_per_s or 0)) for one in peers]
     return any(moved and rate and moved >= LINE_SHARE * rate for moved, rate in ways)
 
 
@@ -947,8 +946,10 @@ def _of_events(known: Known) -> list[Trouble]:
     for event in known.view.notable:
         if event.kind not in _ADVICE or known.now - event.at > RECENT_S:
             continue
-        if isinstance(event, ev.RoundAborted) and known.view.round_of(event).commits:
-            continue  # an attempt of one member, and the others have made that exchange
+        if isinstance(event, ev.RoundAborted):
+            place = numbered(known.view.stage_of(event) or 0, event.fragment)
+            if (made := known.view.rounds.get((place, event.round))) is not None and made.commits:
+                continue  # an attempt of one member, and the others have made that exchange
         about = next(filter(None, (getattr(event, name, "") for name in ("reason", "text", "other"))), "")
         key, words = describe(event, known.labels, known.view.stage_of(event))
         alike.setdefault((event.kind, about), {})[key] = event, words

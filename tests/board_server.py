@@ -2,7 +2,7 @@
 
 KIND: a number of peers; ``own`` (six peers, and the page is one's own); ``stages`` (four stages, the last
 without a replica since half-way); ``evil`` (a peer that says all that the checks let pass); ``connecting``,
-``empty``, ``gone`` or ``lost`` (states of having nothing, or nothing new, to show).
+``empty``, ``over``, ``gone`` or ``lost`` (states of having nothing, or nothing new, to show).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ STATES = {
     "connecting": FeedState("connecting", "looking for a seed of the run"),
     "empty": FeedState("connected", "the seed answers, but no peer is listed: nobody trains now"),
     "lost": FeedState("lost", "no seed can be reached; is this machine online, and the organiser's seed up?"),
+    "over": FeedState("ended", "the run ended at round 1000", 1000.0),
     "gone": FeedState("lost", "no seed can be reached; is this machine online, and the organiser's seed up?"),
 }
 

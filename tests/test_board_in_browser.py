@@ -251,6 +251,7 @@ def test_a_hostile_peer_is_shown_as_text_and_breaks_no_page() -> None:
     [
         ("connecting", "connecting", "Looking for the swarm"),
         ("empty", "empty", "Nobody is training right now"),
+        ("over", "over", "The run is over"),
         ("gone", "lost", "The swarm is out of reach"),
     ],
 )

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from monitoring.facts import OVERDUE_ROUNDS, RECENT_S, SILENT_AFTER_S, RunState, SwarmFacts, swarm_facts
+from monitoring.feeds import JournalFeed
 from monitoring.model import Model
 from monitoring.status import lines_of
+from monitoring.terminal import frame, line
 from p2p_co2.config import ClockConfig
 from p2p_co2.node.reporting import nobody_answers
 from p2p_co2.protocol.wire.messages_pb2 import RunPosition
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState, Sighting
-from tests.event_samples import started
+from p2p_co2.telemetry.journal import Journal
+from tests.event_samples import progress, started
 from tests.made_swarm import MadeFeed, MadeSwarm, step
 from tests.told_feed import RUN, START, Told
 
@@ -181,6 +187,11 @@ def test_a_run_that_ended_before_the_reader_came_is_over_where_the_seed_says_it_
         assert (facts.state, facts.position, facts.progress, facts.troubles) == (RunState.OVER, 60.0, 1.0, ())
         assert "ended at round 60 of 60; " in facts.state_words
         assert "p2p-co2 model FOLDER --out DIR" in facts.state_words
+        console = Console(width=100, file=io.StringIO(), record=True)
+        console.print(frame(facts, 100, 30))
+        for shown in (line(facts), console.export_text()):
+            assert "ended at round 60 of 60; " in shown
+            assert "tokens" not in shown
         assert lines_of(facts)[1:] == []  # figures of peers that were never heard say nothing of the run
     told = Told()
     told.state = nobody_answers(0, 0, RunPosition(position=12.3), RUN.clock.rounds)
@@ -275,3 +286,19 @@ def test_a_readers_own_peer_is_named_with_its_newest_exchange() -> None:
 def test_an_observer_has_no_peer_of_its_own() -> None:
     facts = told_of("ada", "bob").at(2)
     assert (facts.me, facts.my_exchange) == ("", None)
+
+
+def test_a_peers_own_folder_is_seen_as_its_own_and_is_over_when_it_has_ended(tmp_path: Path) -> None:
+    """The others wrote no line in it, and its links are company enough."""
+    (tmp_path / "lock").touch()
+    with Journal(tmp_path / "events.jsonl") as journal:
+        journal.write(started("ada", START, "ada"))
+        journal.write(ev.LinkOpened(at=START + 1, peer="ada", other="bob", carrier="grpc"))
+        journal.write(dataclasses.replace(progress("ada", START + 2, loss=2.0), phase="training"))
+        model = Model(JournalFeed(tmp_path))
+        step(model, START + 3)
+        assert (model.facts().state, model.facts().me) == (RunState.HEALTHY, "ada")
+        end = ev.PeerFinished(at=START + 4, peer="ada", reason="the run is over", digest="d", versions=(1,))
+        journal.write(end)
+    step(model, START + 5)
+    assert model.facts().state == RunState.OVER

@@ -106,7 +106,7 @@ def test_a_variable_of_join_or_seed_means_nothing_to_another_command() -> None:
         for option in command.params:
             if isinstance(option.envvar, str):
                 variables.setdefault(option.envvar, set()).add(name)
-    assert variables.pop("P2P_CO2_OBSERVER_FOLDER") == {"status", "watch", "board", "metrics", "export"}
+    assert variables.pop("P2P_CO2_OBSERVER_FOLDER") == {"status", "watch", "board", "metrics"}
     assert all(names <= {"join", "seed", "doctor"} for names in variables.values())
     assert variables["P2P_CO2_FOLDER"] == {"join", "seed", "doctor"}
     assert variables["P2P_CO2_HOURS"] == variables["P2P_CO2_BOARD_PORT"] == {"join"}

@@ -73,7 +73,6 @@ COMMANDS = {name: run for group in GROUPS.values() for name, (run, _) in group.i
 for _group, _commands in GROUPS.items():
     for _name, (_run, _short) in _commands.items():
         add(app, _group, _name, _short, _run)
-add(app, "Look", "export", "Former name of metrics.", views.export, hidden=True)
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "p2p-co2") -> int:

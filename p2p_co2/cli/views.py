@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -145,13 +143,6 @@ def metrics(
     sinks = open_sinks(tensorboard, wandb)
     feed, _ = _feed(source, folder, "metrics")
     raise typer.Exit(export_feed(feed, sinks, seconds))
-
-
-@wraps(metrics)
-def export(**given: Any) -> None:
-    """Former name of `metrics`."""
-    print("export is called metrics now; this name goes in the next version", file=sys.stderr)
-    metrics(**given)
 
 
 def _feed(source: str, folder: Path | None, command: str) -> tuple[Feed, Path | None]:

@@ -39,8 +39,14 @@ class CountingModel:
         self._work, self._met = work, list(versions)
         self.live = self
 
-    def look(self) -> None:
+    def look(self, position: float) -> None:
         """Nobody exchanges its parameters."""
+
+    def look_back(self) -> None:
+        """Nobody puts back what a merge changed."""
+
+    def warn_once(self, text: str) -> None:
+        """Nobody reads it."""
 
     def take_computing_s(self) -> float:
         return 0.0

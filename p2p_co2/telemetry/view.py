@@ -421,11 +421,6 @@ class SwarmView:
             bisect.insort(self.notable, event, key=lambda one: (one.at, one.peer))
             del self.notable[:-MAX_NOTABLE]
 
-    def round_of(self, event: ev.RoundAborted) -> RoundView:
-        """What is known of its round; nothing if that is long past."""
-        key = numbered(self.stage_of(event) or 0, event.fragment), event.round
-        return self.rounds.get(key) or RoundView(event.fragment, event.round)
-
     def _peer(self, peer: str) -> PeerView:
         if peer not in self.peers:
             self.peers[peer] = PeerView(peer)

@@ -100,8 +100,6 @@ def divide(
     nothing; ``assumed``: what an unknown line carries where nobody's is known; bytes per second."""
     members = sorted(rates)
     payload_bytes = blocks * block_bytes
-    if 2 * sum(rate.owning > 0 for rate in rates.values()) < len(members):  # too few to own it all
-        rates = {peer: rate._replace(owning=1.0) for peer, rate in rates.items()}
     credible = _credible([rates[peer].upload for peer in members], own_upload, assumed)
     uploads = [rate / payload_bytes for rate in credible]
     links = [_link(rates[peer], upload, payload_bytes) for peer, upload in zip(members, uploads, strict=True)]
