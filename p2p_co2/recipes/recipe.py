@@ -74,7 +74,7 @@ def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
 def _made_one(make: Callable[[Iterable[nn.Parameter]], Any], parameters: Iterable[nn.Parameter]) -> Optimizer:
     """What ``make`` makes; a list of optimizers as one."""
     made = make(parameters)
-    return Optimizers(made) if isinstance(made, list | tuple) else made  # type: ignore[no-any-return]
+    return Optimizers(made) if isinstance(made, list | tuple) else made
 
 
 def warm_up(position: float, rounds: float = WARMUP_ROUNDS) -> float:
