@@ -275,13 +275,13 @@ def test_the_readme_is_short_and_so_are_its_sentences() -> None:
     assert not long_ones(text)
 
 
-def test_from_a_clone_to_a_first_round_in_five_commands() -> None:
-    """As the README's first block has them; the network apart."""
+def test_from_a_clone_to_a_first_round_in_two_commands() -> None:
+    """As the README's first block has them: the second one sets all up by itself."""
     shell = next(code for language, code, _ in blocks(README) if language == "bash")
     lines = shell.splitlines()
     assert lines[0].startswith("git clone ")
-    assert lines[-1] == "p2p-co2 demo"
-    assert len(lines) <= 5
+    assert lines[1] == "make demo"
+    assert len(lines) <= 3
 
 
 def test_the_pages_have_few_long_sentences() -> None:
