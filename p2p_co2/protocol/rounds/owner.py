@@ -172,7 +172,7 @@ class PartJob:
         take, or a few times what the middle one of the others took, or what costs nobody anything."""
         usual_s = LATE * median_low(self._came_s.values() or [0.0])
         cheap_s = max(bounds.CHEAP_S, bounds.CHEAP_SHARE * self._swarm.shape.round_s)
-        fair_s = max(usual_s, cheap_s, self.attempt.parts_within_s / SAFETY)
+        fair_s = max(usual_s, cheap_s, LATE * self.attempt.parts_within_s / SAFETY)
         return at < self._due_at and at - self._began_at <= fair_s
 
     def _ask(self) -> None:
