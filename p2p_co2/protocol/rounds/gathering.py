@@ -76,10 +76,11 @@ class Roster:
 
     def live_count(self, group: list[PeerId]) -> int:
         """Of how many peers a quorum of ``group`` must sign. One more where half of them do not decide by
-        hash."""
+        hash, and of two where others train beside them: nobody believes a commit with one signature."""
         live = {*self.live(), *self._here()} if len(group) == 2 else set(self.live())
         count = len({*live, *group})
-        if count % 2 == 0 and not self._decides(live):
+        are_seen = count == 2 < len(self._swarm.working_on(self.fragment))
+        if count % 2 == 0 and (are_seen or not self._decides(live)):
             count += 1
         return min(count, 2 * len(group))  # of two that work, among others that are done: both
 
@@ -234,7 +235,7 @@ class Gathering:
         is_complete = self._is_complete(moved)
         if not self._is_overdue and not is_complete:
             return False
-        if now >= self.give_up_at or self.roster.is_late(self.roster.agreeing()[1], now):
+        if now >= self.give_up_at or (is_complete and self.roster.is_late(self.roster.agreeing()[1], now)):
             return True  # to ask those that have made it
         if not self.shortage(now):
             return is_complete or now >= self._grace_until
