@@ -264,7 +264,8 @@ class CatchupController:
                 target = self._targets.get(goal.fragment)
                 is_round = goal.what == goals.ROUND and bool(goal.donors)
                 if is_round and target is not None and target.why is not Why.LAST:
-                    self._fetch_next(goal.fragment, whole=True)
+                    is_here = goal.version <= self._state.agreed[goal.fragment].version  # our own bytes came
+                    self._fetch_next(goal.fragment, whole=not is_here)
                 else:
                     self._give_up(goal.fragment, event.reason)
 
