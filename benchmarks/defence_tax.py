@@ -113,29 +113,39 @@ class Averaged:
             unflatten_(group.params, self._names, self.state.params.expand(len(group.peers), -1))
 
 
-def train(rounds: int, steps: int, case: tuple[int, str, float]) -> float:
-    """Held-out loss of the agreed parameters. ``case``: (seed, name of the speeds, weight cap)."""
-    seed, speeds, cap = case
-    torch.set_num_threads(1)
-    run, corpus, every = RunConfig(weight_cap=cap), embedded_corpus(), SPEEDS[speeds]
-    groups = [
-        Together(seed, [peer for peer, one in enumerate(every) if one == speed], speed)
-        for speed in sorted(set(every))
+def by_speed(seed: int, every: Sequence[int]) -> list[Together]:
+    """``every``: by peer, inner steps of the fastest for one of its own."""
+    speeds = sorted(set(every))
+    return [
+        Together(seed, [peer for peer, one in enumerate(every) if one == speed], speed) for speed in speeds
     ]
-    names = [[name for name, _, _ in fragment] for fragment in FRAGMENTS]
-    fragments = [Averaged(run, some, groups[0].params) for some in names]
-    windows = Windows(corpus, seed, rounds * steps, len(every))
+
+
+def play(
+    groups: Sequence[Together], fragments: Sequence[Averaged], windows: Windows, rounds: int, steps: int
+) -> None:
+    """Rounds of ``steps`` inner steps of the fastest peers, after each of which everybody averages."""
+    every = {peer: group.every for group in groups for peer in group.peers}
+    tokens = [float(CONTEXT * (steps // every[peer])) for peer in sorted(every)]
     for round_ in range(rounds):
-        done = [0] * len(every)
         for step in range(round_ * steps, (round_ + 1) * steps):
             batch, lr = windows.step(step), learning_rate(step, rounds * steps)
             for group in groups:
                 if (step + 1) % group.every == 0:
                     group.step(batch, lr)
-                    for peer in group.peers:
-                        done[peer] += 1
         for fragment in fragments:
-            fragment.average(groups, [float(CONTEXT * count) for count in done])
+            fragment.average(groups, tokens)
+
+
+def train(rounds: int, steps: int, case: tuple[int, str, float]) -> float:
+    """Held-out loss of the agreed parameters. ``case``: (seed, name of the speeds, weight cap)."""
+    seed, speeds, cap = case
+    torch.set_num_threads(1)
+    run, corpus = RunConfig(weight_cap=cap), embedded_corpus()
+    groups = by_speed(seed, SPEEDS[speeds])
+    names = [[name for name, _, _ in fragment] for fragment in FRAGMENTS]
+    fragments = [Averaged(run, some, groups[0].params) for some in names]
+    play(groups, fragments, Windows(corpus, seed, rounds * steps, len(SPEEDS[speeds])), rounds, steps)
     return held_out_loss(groups[0].params, corpus)
 
 

@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from defence_tax import Averaged, Together
-from loss_model import CONTEXT, FRAGMENTS, Windows, flatten, held_out_loss, learning_rate, unflatten_
+from defence_tax import Averaged, Together, by_speed, play
+from loss_model import FRAGMENTS, Windows, flatten, held_out_loss, unflatten_
 
 from p2p_co2.config import ClockConfig, PeerConfig, RunConfig
 from p2p_co2.protocol.rounds import Likeness
@@ -180,27 +180,13 @@ def scaled(codec: Codec, mean: Buffer, times: float) -> memoryview:
 def train(case: Case, rounds: int, steps: int, seed: int) -> tuple[float, Counter[str]]:
     """Held-out loss of the agreed parameters, and what was counted on the way."""
     torch.set_num_threads(1)
-    run, corpus, every = RunConfig(), embedded_corpus(), case.every
-    groups = [
-        Together(seed, [peer for peer, one in enumerate(every) if one == speed], speed)
-        for speed in sorted(set(every))
-    ]
+    run, corpus = RunConfig(), embedded_corpus()
+    groups = by_speed(seed, case.every)
     names = [[name for name, _, _ in fragment] for fragment in FRAGMENTS]
     fragments = [Attacked(run, some, groups, case) for some in names]
     for fragment in fragments[1:]:
         fragment.caught = fragments[0].caught  # a peer remembers for all fragments
-    windows = Windows(corpus, seed, rounds * steps, 8)  # the same for honest peers without the liars
-    for round_ in range(rounds):
-        done = [0] * len(every)
-        for step in range(round_ * steps, (round_ + 1) * steps):
-            batch, lr = windows.step(step), learning_rate(step, rounds * steps)
-            for group in groups:
-                if (step + 1) % group.every == 0:
-                    group.step(batch, lr)
-                    for peer in group.peers:
-                        done[peer] += 1
-        for fragment in fragments:
-            fragment.average(groups, [float(CONTEXT * count) for count in done])
+    play(groups, fragments, Windows(corpus, seed, rounds * steps, 8), rounds, steps)  # the same without liars
     return held_out_loss(groups[0].params, corpus), sum((one.counts for one in fragments), Counter())
 
 
