@@ -141,12 +141,15 @@ def _end_in_one_line(kind: type[BaseException], error: BaseException, trace: Tra
 
 def _progress_printer(run: RunConfig) -> EventSink:
     """What prints warnings, and a line each ten seconds of where this peer is."""
-    told_at, clock = 0.0, run.clock
+    told_at, clock = math.inf, run.clock
 
     def hear(event: Event) -> None:
         nonlocal told_at
         connection.print_warnings(event)
-        if not isinstance(event, Progress) or 0.0 <= event.at - told_at < 10.0:
+        if not isinstance(event, Progress):
+            return
+        told_at = min(told_at, event.at)  # the first of them begins the ten seconds
+        if event.at - told_at < 10.0:
             return
         told_at, words = event.at, f"round {event.position:.1f}"
         if clock.rounds:
