@@ -338,7 +338,7 @@ def test_a_mean_travels_in_finer_pieces_than_the_slices_before_it() -> None:
     swarm, outlet = Swarm(me, PayloadShape(8, (16,))), Outlet(me)
     swarm.set_live({me: PeerView(upload_bytes_per_s=1e6), other: PeerView()})
     mean = random.Random(0).randbytes(256 << 10)
-    send_mean(attempt, 0, 0, mean, (), swarm=swarm, outlet=outlet)
+    send_mean(attempt, wire.SignedMean(), (), mean, swarm=swarm, outlet=outlet)
     sent = [wire.Mean.FromString(message.SerializeToString()) for _, message in outlet.messages]
     assert [message.offset for message in sent] == list(range(0, len(mean), 64 << 10))
     assert b"".join(message.data for message in sent) == mean

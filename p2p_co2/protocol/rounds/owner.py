@@ -23,7 +23,7 @@ from p2p_co2.protocol.rounds.repute import LATE
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire.envelope import with_data
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Contributor, Mean, Part
+from p2p_co2.protocol.wire.messages_pb2 import Contributor, Mean, Part, SignedMean
 from p2p_co2.system.memory import Buffer
 
 SLOW = "not waited for here any more, since its slices come too late, until they are in time again"
@@ -215,23 +215,17 @@ class PartJob:
         self._ask()
 
     def reduced(self, job: ReduceJob, mean: Buffer, place: memoryview) -> Contributors:
-        """Put the encoded mean to its ``place`` and send it to all other members from there; returns the
-        contributors."""
+        """Put the encoded mean to its ``place``; returns the contributors."""
         if len(mean) != self._size_bytes:
             raise LocalProtocolError(
                 f"the mean of part {self.part} has {len(mean)} bytes, not {self._size_bytes}"
             )
-        contributors = tuple((piece.peer, piece.weight) for piece in job.slices)
         place[:] = mean
-        send_mean(
-            self.attempt, self.part, self.generation, place, contributors,
-            swarm=self._swarm, outlet=self._outlet,
-        )  # fmt: skip
         self.is_done = True
         self._whole.clear()
         self.give_up()
         self.job = None
-        return contributors
+        return tuple((piece.peer, piece.weight) for piece in job.slices)
 
 
 @lru_cache(2 * bounds.KEEP_DECISIONS)
@@ -241,16 +235,16 @@ def list_contributors(contributors: Contributors) -> list[Contributor]:
 
 
 def send_mean(
-    attempt: Attempt, part: int, generation: int, mean: Buffer, contributors: Contributors, *,
+    attempt: Attempt, seal: SignedMean, contributors: Collection[Contributor], mean: Buffer, *,
     swarm: Swarm, outlet: Outlet, to: Collection[PeerId] = (),
 ) -> None:  # fmt: skip
     """The encoded mean of a part, in pieces, to all other members, or ``to`` others."""
-    listed = list_contributors(contributors)
     others = to or [peer for peer in attempt.shares if peer != outlet.me]
     for offset, data in pieces(memoryview(mean), swarm.piece_bytes(others)):
         head = Mean(
-            key=attempt.key(), part=part, generation=generation, offset=offset, total=len(mean),
-            contributors=[] if offset else listed,
+            key=attempt.key(), part=seal.part, generation=seal.generation, offset=offset,
+            total=len(mean), contributors=[] if offset else contributors,
+            signature=b"" if offset else seal.signature,
         )  # fmt: skip
         message = with_data(head, data)
         for peer in others:
