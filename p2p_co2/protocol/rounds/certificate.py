@@ -15,7 +15,6 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import (
@@ -60,27 +59,17 @@ class Seals:
     def __init__(self, identity: Identity, run: bytes, attempt: Attempt) -> None:
         self._identity, self._run, self._attempt = identity, run, attempt
 
-    def _content(self, part: int, generation: int, said: bytes) -> bytes:
-        return self._run + self._attempt.id + pack("<II", part, generation) + said
+    def _content(self, mean: SignedMean) -> bytes:
+        return self._run + self._attempt.id + pack("<II", mean.part, mean.generation) + mean.digest
 
-    def seal(
-        self, part: int, generation: int, outcome: PartOutcome, signature: bytes | None = None
-    ) -> SignedMean:
-        """A mean with its owner's ``signature``, which is checked; with ours for None."""
-        said = digest(outcome.SerializeToString(deterministic=True))
-        mean = SignedMean(part=part, generation=generation, digest=said, signature=signature or b"")
-        if signature is None:
-            mean.signature = self._identity.sign(MEAN_CONTEXT, self._content(part, generation, said))
-        else:
-            self.check(mean)
-        return mean
+    def sign(self, mean: SignedMean) -> None:
+        mean.signature = self._identity.sign(MEAN_CONTEXT, self._content(mean))
 
     def check(self, mean: SignedMean) -> None:
         """Raise ``RemoteProtocolError`` unless the owner of that part in that generation signed it."""
         check_digest(mean.digest)
         owner = self._attempt.heir(mean.part, mean.generation)
-        content = self._content(mean.part, mean.generation, mean.digest)
-        check_signature(owner, MEAN_CONTEXT, content, mean.signature)
+        check_signature(owner, MEAN_CONTEXT, self._content(mean), mean.signature)
 
 
 def open_decision(decision: Decision, run: bytes, shape: PayloadShape) -> Outcome:

@@ -11,7 +11,8 @@ line slower.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
+from functools import lru_cache
 from itertools import chain
 from statistics import median_high
 from typing import TypeVar
@@ -24,18 +25,11 @@ from p2p_co2.protocol.rounds.attempt import Attempt, read_contributors
 from p2p_co2.protocol.rounds.certificate import Seals
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import CheckWanted, Likeness, Offer, ReduceJob
-from p2p_co2.protocol.rounds.owner import (
-    Arrivals,
-    Contributors,
-    PartJob,
-    Room,
-    list_contributors,
-    send_mean,
-)
+from p2p_co2.protocol.rounds.owner import Arrivals, Contributors, PartJob, Room
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire.envelope import with_data
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Mean, Part, PartOutcome, SignedMean
+from p2p_co2.protocol.wire.messages_pb2 import Contributor, Mean, Part, PartOutcome, SignedMean
 from p2p_co2.system.memory import Buffer, large_buffer
 
 _Place = TypeVar("_Place", bound=Hashable)
@@ -70,6 +64,12 @@ class Findings(dict[_Place, tuple[PeerId, bool | None]]):
         liars = {owner for owner, is_good in found.values() if not is_good}
         bad = {place for place, (_, is_good) in found.items() if not is_good}
         return bad if 2 * len(liars) <= len(owners) else set()
+
+
+@lru_cache(2 * bounds.KEEP_DECISIONS)
+def list_contributors(contributors: Contributors) -> list[Contributor]:
+    """As messages name them, never written to: nearly always all parts of a round have one list."""
+    return [Contributor(peer=peer, weight=weight) for peer, weight in contributors]
 
 
 class PartState:
@@ -108,7 +108,26 @@ class PartState:
         start, stop = attempt.ranges[part]
         listed, named = list_contributors(contributors), digest(self.place)
         outcome = PartOutcome(start_block=start, stop_block=stop, digest=named, contributors=listed)
-        self.seal, self.outcome = seals.seal(part, self.generation, outcome, signature), outcome
+        said = digest(outcome.SerializeToString(deterministic=True))
+        seal = SignedMean(part=part, generation=self.generation, digest=said, signature=signature)
+        if signature is None:
+            seals.sign(seal)
+        else:
+            seals.check(seal)
+        self.outcome, self.seal = outcome, seal
+
+    def send(self, attempt: Attempt, swarm: Swarm, outlet: Outlet, to: Collection[PeerId] = ()) -> None:
+        """The mean that we hold, in pieces, to all other members, or ``to`` others."""
+        others = to or [peer for peer in attempt.shares if peer != outlet.me]
+        for offset, data in pieces(self.place, swarm.piece_bytes(others)):
+            head = Mean(
+                key=attempt.key(), part=self.seal.part, generation=self.generation, offset=offset,
+                total=len(self.place), contributors=[] if offset else self.outcome.contributors,
+                signature=b"" if offset else self.seal.signature,
+            )  # fmt: skip
+            message = with_data(head, data)
+            for peer in others:
+                outlet.send(peer, message)
 
 
 class Exchange:
@@ -203,10 +222,7 @@ class Exchange:
             self.parts_at = now
             contributors = mine.reduced(job, mean, state.place)
             state.hold(job.part, self.attempt, self.seals, contributors)
-            send_mean(
-                self.attempt, state.seal, state.outcome.contributors, state.place, swarm=self._swarm,
-                outlet=self._outlet,
-            )  # fmt: skip
+            state.send(self.attempt, self._swarm, self._outlet)
             self.findings[job.part, job.generation] = state.owner, True
 
     def refused_slice(self, job: ReduceJob, peer: PeerId) -> bool:
@@ -343,10 +359,7 @@ class Exchange:
         to = [peer for peer in lacking if now >= state.again_at.get(peer, first_at)]
         state.again_at.update((peer, now + lost_after_s) for peer in to)
         if to:
-            send_mean(
-                self.attempt, state.seal, state.outcome.contributors, state.place, swarm=self._swarm,
-                outlet=self._outlet, to=to,
-            )  # fmt: skip
+            state.send(self.attempt, self._swarm, self._outlet, to)
 
     def _hand_on(self, part: int, now: float) -> None:
         old = self._jobs.pop(part, None)
