@@ -39,13 +39,13 @@ from loss_model import FRAGMENTS, Windows, flatten, held_out_loss, unflatten_
 
 from p2p_co2.config import ClockConfig, PeerConfig, RunConfig
 from p2p_co2.protocol.rounds import Likeness
-from p2p_co2.protocol.rounds.attempt import Share, capped, is_quorum
-from p2p_co2.protocol.rounds.exchange import Findings, may_be_true
+from p2p_co2.protocol.rounds.attempt import Attempt, Share, capped, is_quorum
+from p2p_co2.protocol.rounds.exchange import Findings, PartState, may_be_true
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.recipes import load_recipe, recipe_digest
 from p2p_co2.recipes.corpus import embedded_corpus
 from p2p_co2.system.memory import Buffer
-from p2p_co2.telemetry.events import MessageRefused, RoundAborted, RoundCommitted
+from p2p_co2.telemetry.events import MessageRefused, RoundAborted, RoundCommitted, Warned
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import Mean, centred_mean, compare, reduce_slices
@@ -57,12 +57,15 @@ from tests.swarms import ROOT, Swarm
 
 Figures = dict[str, Any]
 END_BOUND_S = 3600.0
+LIED = "averages no more"
+"""In the warning of a peer that an owner lied."""
 
 
 class Case(NamedTuple):
     """``every``: inner steps of the fastest peer for one of each; the last ``liars`` of them lie. ``mean``,
     ``change``: what a liar multiplies the means that it makes, and what it learned, with; ``claim``: how
-    many times its work it claims; ``owned``: how many equal shares it averages, as its line claims."""
+    many times its work it claims; ``owned``: how many equal shares it averages, as its line claims;
+    ``two_faced``: whether it sends each peer another mean, and signs them all."""
 
     every: tuple[int, ...]
     liars: int = 0
@@ -70,6 +73,7 @@ class Case(NamedTuple):
     change: float = 1.0
     claim: float = 1.0
     owned: int = 1
+    two_faced: bool = False
 
 
 CASES = {
@@ -77,6 +81,7 @@ CASES = {
     "owner of a claimed line": Case((1,) * 8, 1, mean=-1.0, owned=2),
     "owner ten times": Case((1,) * 4, 1, mean=-10.0),
     "owner too long": Case((1,) * 4, 1, mean=10.0),
+    "owner with two faces": Case((1,) * 4, 1, two_faced=True),
     "boast": Case((1,) * 4, 1, change=-1.0, claim=1e6),
     "boast of three": Case((1,) * 8, 3, change=-1.0, claim=1e6),
     "fast": Case((1, 8, 8, 8, 8)),
@@ -165,7 +170,9 @@ class Attacked(Averaged):
                     self.counts[f"{who} parts refused"] += part in refused[peer]
         self.caught |= {owner for owner, times in accused.items() if 3 * times > len(self.peers)}
         signers = [peer for peer in self.peers if not refused.get(peer)]
-        is_signed = is_quorum(signers, len(self.peers), self.peers[-1])  # a liar coordinates
+        proved = self._lying.intersection(owners) if self._case.two_faced else set[PeerId]()
+        self.caught |= proved
+        is_signed = not proved and is_quorum(signers, len(self.peers), self.peers[-1])  # a liar coordinates
         self.counts["rounds lost"] += not is_signed
         return is_signed
 
@@ -224,7 +231,13 @@ def in_processes(case: Case, options: argparse.Namespace) -> Figures:
             for number, name in enumerate(names):
                 liar = case if number >= len(names) - case.liars else Case(())
                 script, place = str(ROOT / "benchmarks" / "hostile.py"), str(Path(folder) / name)
-                told = [swarm.ticket, place, str(len(names)), str(number), json.dumps(liar[2:5])]
+                told = [
+                    swarm.ticket,
+                    place,
+                    str(len(names)),
+                    str(number),
+                    json.dumps([*liar[2:5], liar.two_faced]),
+                ]
                 swarm.start(name, [sys.executable, script, "--worker", *told])
             swarm.wait(*names[: len(names) - case.liars], bound_s=END_BOUND_S)
             loss = Trained.load(Path(folder) / names[0] / "checkpoint").held_out_loss()
@@ -232,11 +245,33 @@ def in_processes(case: Case, options: argparse.Namespace) -> Figures:
         finally:
             swarm.close()
     named = Counter(event.other[-6:] for event in events if isinstance(event, MessageRefused))
+    named.update(
+        event.text.split()[1][-6:] for event in events if isinstance(event, Warned) and LIED in event.text
+    )
     kinds = Counter(type(event) for event in events)
     return {
         "loss": round(loss, 4), "means": kinds[RoundCommitted], "rounds lost": kinds[RoundAborted],
         "named": dict(named),
     }  # fmt: skip
+
+
+def lie_to_each() -> None:
+    """Have this process send each peer another mean, well signed."""
+    hold, send = PartState.hold, PartState.send
+    held: dict[int, tuple[Any, ...]] = {}
+
+    def hold_and_know(self: PartState, *told: Any) -> None:
+        hold(self, *told)
+        held[id(self)] = told
+
+    def send_others(self: PartState, attempt: Attempt, swarm: Any, outlet: Any, to: Any = ()) -> None:
+        for number, peer in enumerate(to or [peer for peer in attempt.shares if peer != outlet.me]):
+            other = PartState(self.owner, self.generation, memoryview(bytearray(self.place)), 0.0)
+            other.place[-1] ^= number
+            hold(other, *held[id(self)][:4])
+            send(other, attempt, swarm, outlet, [peer])
+
+    PartState.hold, PartState.send = hold_and_know, send_others  # type: ignore[method-assign]
 
 
 def lie(mean: float, change: float) -> None:
@@ -258,7 +293,9 @@ def lie(mean: float, change: float) -> None:
 def work(ticket: str, place: str, peers: str, number: str, lies: str) -> None:
     """One peer: the recipe's loop through the library's front door."""
     torch.set_num_threads(1)
-    mean, change, claim = json.loads(lies)
+    mean, change, claim, two_faced = json.loads(lies)
+    if two_faced:
+        lie_to_each()
     if (mean, change) != (1.0, 1.0):
         lie(mean, change)
     recipe, folder = load_recipe("byte-gpt", {}, seed=0), Path(place)

@@ -23,7 +23,7 @@ from p2p_co2.protocol.rounds import (
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import Identity, PeerId
-from tests.certificates import certify
+from tests.certificates import certify, signed_mean
 from tests.round_machine import DIGEST, SHAPE, begun_member, drain, offer_of, one_machine
 from tests.round_network import RUN, Network, contributors_of, make_identity
 
@@ -113,6 +113,8 @@ def whole(machine: Rounds, begin: wire.Begin, coordinator: PeerId, other: PeerId
     machine.receive(begin, coordinator, 0.5)
     mean = wire.Mean(key=begin.key, part=1, total=64, data=bytes(64))
     mean.contributors.extend(wire.Contributor(peer=member.peer, weight=2.0) for member in begin.members)
+    owner = next(identity for identity in map(make_identity, range(3)) if identity.peer_id == other)
+    mean.signature = signed_mean(mean, (8, 16), owner, RUN).signature
     machine.receive(mean, other, 0.6)
     for peer in (coordinator, other):
         machine.receive(wire.Part(key=begin.key, part=0, total=64, data=bytes(64)), peer, 0.7)

@@ -16,6 +16,7 @@ from p2p_co2.protocol.rounds import Aborted, ReduceWanted
 from p2p_co2.protocol.rounds.assembly import ReorderBuffer
 from p2p_co2.protocol.rounds.attempt import seal_begin
 from p2p_co2.protocol.wire import messages_pb2 as wire
+from tests.certificates import signed_mean
 from tests.round_machine import DIGEST, begun_key, begun_member, drain, one_machine, part_of, refusal
 from tests.round_network import RUN, make_identity
 
@@ -203,8 +204,12 @@ def test_forged_means_and_results() -> None:
     machine.receive(begin, first, 0.5)
     good = wire.Contributor(peer=other, weight=2.0)
 
+    owner = next(identity for identity in map(make_identity, range(3)) if identity.peer_id == other)
+
     def mean(*contributors: wire.Contributor) -> wire.Mean:
-        return wire.Mean(key=begin.key, part=1, total=64, data=bytes(64), contributors=contributors)
+        whole = wire.Mean(key=begin.key, part=1, total=64, data=bytes(64), contributors=contributors)
+        whole.signature = signed_mean(whole, (8, 16), owner, RUN).signature
+        return whole
 
     assert not machine.receive(mean(good), first, 0.6)  # nobody passes on what its owner can send
     assert refusal(machine, mean(), other) == "wrong contributors"

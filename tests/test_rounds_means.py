@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
+from google.protobuf.message import Message
 
-from p2p_co2.protocol.rounds import Aborted, CheckWanted, Likeness, Offer, PayloadShape, Refused
+from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.protocol.rounds import (
+    Aborted,
+    CheckWanted,
+    Likeness,
+    Offer,
+    OutcomeWithoutBytes,
+    PayloadShape,
+    Refused,
+    Rounds,
+)
 from p2p_co2.protocol.rounds.attempt import Attempt, Share
 from p2p_co2.protocol.rounds.ballot import Ballot
+from p2p_co2.protocol.rounds.certificate import Seals
 from p2p_co2.protocol.rounds.deadline import Durations
+from p2p_co2.protocol.rounds.events import Distrusted
 from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.rounds.parts import BlockRange, Rates, divide
+from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
-from tests.round_network import Network
+from tests.certificates import signed_mean
+from tests.round_network import RUN, Network, make_identity
 
 SHAPE = PayloadShape(8, (16,), weight_cap=4.0)
+IDENTITIES = sorted(map(make_identity, range(4)), key=lambda identity: identity.peer_id)
 
 
 def owner_of(net: Network, job: CheckWanted) -> PeerId:
@@ -121,7 +137,7 @@ def test_which_mean_is_refused(
     weights: Sequence[float], counted: dict[int, float], likeness: tuple[float, float] | None,
     is_refused: bool,
 ) -> None:  # fmt: skip
-    peers = [PeerId(f"p{index}") for index in range(4)]
+    peers = [identity.peer_id for identity in IDENTITIES]
     shares = {peer: Share(float(weight), 0) for peer, weight in zip(peers, weights, strict=True)}
     ranges = tuple(BlockRange(4 * part, 4 * part + 4) for part in range(4))
     attempt = Attempt(
@@ -130,7 +146,8 @@ def test_which_mean_is_refused(
     )  # fmt: skip
     swarm, outlet = Swarm(peers[0], SHAPE), Outlet(peers[0])
     offer = Offer(0, 1, 0, bytes(32), bytes(128), 1.0)
-    exchange = Exchange(offer, attempt, swarm, outlet, observed=Durations(), now=0.0)
+    seals = Seals(IDENTITIES[0], RUN, attempt)
+    exchange = Exchange(offer, attempt, swarm, outlet, seals=seals, observed=Durations(), now=0.0)
     for part, owner in enumerate(peers[1:], 1):
         listed = [
             (peer, counted.get(index, 1.0) * attempt.weights[peer] if part == 3 else attempt.weights[peer])
@@ -138,6 +155,7 @@ def test_which_mean_is_refused(
         ]
         contributors = [wire.Contributor(peer=peer, weight=weight) for peer, weight in listed if weight]
         mean = wire.Mean(key=attempt.key(), part=part, total=32, data=bytes(32), contributors=contributors)
+        mean.signature = signed_mean(mean, ranges[part], IDENTITIES[part], RUN).signature
         assert exchange.mean_came(mean, owner, 1.0)
     jobs = [event for event in outlet.events if isinstance(event, CheckWanted)]
     assert exchange.findings.is_done is not bool(jobs)
@@ -154,7 +172,7 @@ def refusals(members: int, by: Sequence[int]) -> Ballot:
         0, 1, bytes(16), {peer: Share(1.0, 0) for peer in peers}, (BlockRange(0, 4),), (peers[0],),
         (frozenset(peers),), bytes(32), peers[0], 1.0, 1.0, members, 4.0,
     )  # fmt: skip
-    ballot = Ballot(attempt, lambda peer, why: None)
+    ballot = Ballot(attempt, Seals(IDENTITIES[0], RUN, attempt), lambda peer, why: None)
     for index in by:
         message = wire.Result(key=attempt.key(), refused=[wire.LostPart(part=0, generation=0)])
         ballot.hear(message, peers[index])
@@ -192,3 +210,216 @@ def test_who_lied_about_a_mean_is_given_no_part_as_long_as_the_others_can_own_it
         rates = {peer: Rates(1e6, 0.0, float(index >= liars)) for index, peer in enumerate(peers)}
         owners = set(divide(1000, 68, rates, (0, 1), 0.0).owners)
         assert owners == (set(peers[liars:]) if 2 * liars <= members else set(peers))
+
+
+# ---- different means for different members
+
+
+def changed_means(net: Network, owner: PeerId, change: Callable[[wire.Mean, PeerId], bool]) -> None:
+    """Have ``owner`` send its means as ``change(mean, receiver)`` leaves them; if it says so, signed anew."""
+
+    def on_send(source: PeerId, to: PeerId, message: Message) -> bool:
+        if source != owner or not isinstance(message, wire.Mean):
+            return True
+        mean = wire.Mean.FromString(message.SerializeToString())
+        if change(mean, to):
+            begins = (begin for _, _, begin in net.sent if isinstance(begin, wire.Begin))
+            (*_, spec) = (begin.parts[mean.part] for begin in begins if begin.key == mean.key)
+            blocks = spec.start_block, spec.stop_block
+            mean.signature = signed_mean(mean, blocks, net.peers[owner].identity, RUN).signature
+        net.at(net.now + 0.01, lambda: net.deliver(source, to, mean))
+        return False
+
+    net.on_send = on_send
+
+
+def lie_to_each(net: Network, owner: PeerId) -> None:
+    def change(mean: wire.Mean, to: PeerId) -> bool:
+        mean.data = bytes([net.names.index(to)]) * len(mean.data)
+        return True
+
+    changed_means(net, owner, change)
+
+
+def distrusted(net: Network, by: PeerId) -> list[PeerId]:
+    return [event.peer for name, event in net.events if name == by and isinstance(event, Distrusted)]
+
+
+def begins_of(net: Network) -> list[tuple[PeerId, wire.Begin]]:
+    return [(source, message) for source, _, message in net.sent if isinstance(message, wire.Begin)]
+
+
+def next_round_commits_without(net: Network, liars: Sequence[PeerId]) -> None:
+    net.sent.clear()
+    net.offer_all()
+    net.run(20.0)  # a liar's READY is waited for in vain: it asks itself to coordinate
+    honest = set(net.names) - set(liars)
+    assert net.committed().keys() >= honest
+    source, begin = begins_of(net)[-1]
+    assert {part.owner for part in begin.parts} <= honest
+    assert source in honest
+
+
+@pytest.mark.parametrize("count", [3, 4, 8])
+def test_an_owner_that_sends_two_contents_is_proved_to_lie_and_nobody_else_is_blamed(count: int) -> None:
+    net = Network(count, shape=SHAPE)
+    first, *others = coordination_order(net.names, 0, 1)
+    liars = others[: 1 if count < 8 else 3]
+    honest = [name for name in net.names if name not in liars]
+    for number, liar in enumerate(liars, 1):  # from the second time on its coordinator would be passed over
+        lie_to_each(net, liar)
+        net.sent.clear()
+        net.offer_all()
+        net.run(5.0)
+        assert net.committed() == {}
+        assert begins_of(net)[-1][0] == first
+        for name in honest:
+            ending = net.endings()[name]
+            assert isinstance(ending, Aborted)
+            assert "signed the same mean" in ending.reason
+            assert distrusted(net, name) == liars[:number]  # told once
+    net.on_send = lambda source, to, message: True
+    next_round_commits_without(net, liars)
+    assert all("two different means" in e.reason for _, e in net.events if isinstance(e, Distrusted))
+    assert net.refused == []
+
+
+def test_an_owner_that_lies_and_coordinates_is_asked_last() -> None:
+    net = Network(4, shape=SHAPE)
+    liar = coordination_order(net.names, 0, 1)[0]
+    lie_to_each(net, liar)
+    net.offer_all()
+    net.run(5.0)
+    assert begins_of(net)[-1][0] == liar
+    assert all(distrusted(net, name) == [liar] for name in net.names if name != liar)
+    next_round_commits_without(net, [liar])
+
+
+def test_two_halves_that_an_owner_tells_different_things() -> None:
+    net = Network(8, shape=SHAPE)
+    liar = coordination_order(net.names, 0, 1)[1]
+
+    def change(mean: wire.Mean, to: PeerId) -> bool:
+        mean.data = bytes([net.names.index(to) % 2]) * len(mean.data)
+        return True
+
+    changed_means(net, liar, change)
+    net.offer_all()
+    net.run_until_settled()
+    assert all(distrusted(net, name) == [liar] for name in net.names if name != liar)
+    next_round_commits_without(net, [liar])
+
+
+def test_who_takes_a_known_liar_in_again_has_no_excuse() -> None:
+    net = Network(4, shape=SHAPE)
+    first, liar, *others = coordination_order(net.names, 0, 1)
+    lie_to_each(net, liar)
+    for turn in range(3):
+        assert all(distrusted(net, name) == [liar] * bool(turn) for name in others)
+        for name in (first, liar):  # they act as if they knew of nothing
+            net.peers[name].machine = Rounds(net.peers[name].identity, RUN, SHAPE)
+            net.set_state(name, 0, *net.peers[name].states[0])
+        net.tell_everybody()
+        net.offer_all()
+        net.run(5.0)
+        assert net.committed() == {}
+    assert all(distrusted(net, name) == [liar, first] for name in others)
+
+
+def test_nothing_more_is_said_where_all_votes_agree() -> None:
+    net = Network(4, shape=SHAPE)
+    net.offer_all()
+    net.run_until_settled()
+    assert net.committed().keys() == set(net.names)
+    assert not any(message.means for _, _, message in net.sent if isinstance(message, wire.Result))
+
+
+@pytest.mark.parametrize("signature", [b"", bytes(64), b"short"])
+def test_a_mean_with_a_wrong_signature_is_not_taken(signature: bytes) -> None:
+    net = Network(4, shape=SHAPE)
+    first, liar, victim, _ = coordination_order(net.names, 0, 1)
+
+    def change(mean: wire.Mean, to: PeerId) -> bool:
+        if to == victim and not mean.offset:
+            mean.signature = signature
+        return False
+
+    changed_means(net, liar, change)
+    net.offer_all()
+    net.run_until_settled(2.0)
+    assert net.committed().keys() == set(net.names) - {victim}
+    assert isinstance(net.endings()[victim], OutcomeWithoutBytes)  # it is not waited for any longer
+    assert {(to, source, error.reason) for to, source, error in net.refused} == {
+        (victim, liar, "wrong signature")
+    }
+    assert distrusted(net, victim) == [liar]
+    assert distrusted(net, first) == []
+
+
+def test_the_part_of_an_owner_whose_signatures_are_all_wrong_goes_to_the_next() -> None:
+    net = Network(4, shape=SHAPE)
+    liar = coordination_order(net.names, 0, 1)[1]
+
+    def change(mean: wire.Mean, to: PeerId) -> bool:
+        mean.data = bytes([net.names.index(to)]) * len(mean.data)
+        return False
+
+    changed_means(net, liar, change)
+    net.offer_all()
+    net.run_until_settled()
+    honest = [name for name in net.names if name != liar]
+    assert all(distrusted(net, name) == [liar] for name in honest)
+    assert net.committed().keys() == set(honest)
+
+
+def told(*means: wire.SignedMean) -> wire.Result:
+    return wire.Result(gave_up=True, means=means)
+
+
+def test_only_two_means_that_one_owner_signed_for_one_part_of_one_attempt_prove_a_lie() -> None:
+    peers = [identity.peer_id for identity in IDENTITIES]
+    ranges = (BlockRange(0, 8), BlockRange(8, 16))
+    attempt = Attempt(
+        0, 1, bytes(16), {peer: Share(1.0, 0) for peer in peers}, ranges, (peers[1], peers[2]),
+        (frozenset(peers),) * 2, bytes(32), peers[0], 1.0, 1.0, 4, 4.0,
+    )  # fmt: skip
+    ballot = Ballot(attempt, Seals(IDENTITIES[0], RUN, attempt), lambda peer, why: None)
+
+    def signed(
+        data: bytes,
+        by: int = 1,
+        part: int = 0,
+        generation: int = 0,
+        key: bytes = attempt.id,
+        run: bytes = RUN,
+    ) -> wire.SignedMean:
+        mean = wire.Mean(key=wire.RoundKey(attempt=key), part=part, generation=generation, data=data)
+        return signed_mean(mean, ranges[part], IDENTITIES[by], run)
+
+    ballot.hear(told(signed(b"one"), signed(b"other", by=2, part=1)), peers[3])
+    ballot.hear(told(signed(b"one")), peers[2])  # the same
+    heir = peers.index(attempt.heir(0, 1))
+    ballot.hear(told(signed(b"an heir's", by=heir, generation=1)), peers[2])
+    short = signed(b"two")
+    short.digest = short.digest[:31]
+    moved = signed(b"two")
+    moved.part = 1
+    for mean, reason in (
+        (signed(b"two", by=3), "wrong signature"),  # by the teller itself
+        (signed(b"two", key=b"another attempt!"), "wrong signature"),
+        (signed(b"two", run=bytes(32)), "wrong signature"),
+        (moved, "wrong signature"),
+        (signed(b"two", generation=1), "wrong signature"),  # that is its heir's
+        (short, "wrong digest length"),
+        (wire.SignedMean(part=2), "wrong parts"),
+        (wire.SignedMean(generation=4), "wrong parts"),
+    ):
+        with pytest.raises(RemoteProtocolError) as caught:
+            ballot.hear(told(mean), peers[3])
+        assert caught.value.reason == reason
+    with pytest.raises(RemoteProtocolError, match="wrong parts"):
+        ballot.hear(told(*[signed(b"one")] * 9), peers[3])
+    assert ballot.two_faced == set()
+    assert peers[3] in ballot.gave_up
+    ballot.hear(told(signed(b"two")), peers[3])
+    assert ballot.two_faced == {peers[1]}

@@ -20,7 +20,7 @@ from p2p_co2.protocol.rounds.assembly import (
     pieces,
 )
 from p2p_co2.protocol.rounds.attempt import Attempt, Share, read_senders, write_senders
-from p2p_co2.protocol.rounds.owner import send_mean
+from p2p_co2.protocol.rounds.exchange import PartState
 from p2p_co2.protocol.rounds.parts import (
     FINEST_BYTES,
     PIPELINED_BYTES,
@@ -338,7 +338,7 @@ def test_a_mean_travels_in_finer_pieces_than_the_slices_before_it() -> None:
     swarm, outlet = Swarm(me, PayloadShape(8, (16,))), Outlet(me)
     swarm.set_live({me: PeerView(upload_bytes_per_s=1e6), other: PeerView()})
     mean = random.Random(0).randbytes(256 << 10)
-    send_mean(attempt, 0, 0, mean, (), swarm=swarm, outlet=outlet)
+    PartState(me, 0, memoryview(bytearray(mean)), 0.0).send(attempt, swarm, outlet)
     sent = [wire.Mean.FromString(message.SerializeToString()) for _, message in outlet.messages]
     assert [message.offset for message in sent] == list(range(0, len(mean), 64 << 10))
     assert b"".join(message.data for message in sent) == mean

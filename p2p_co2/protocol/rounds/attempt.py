@@ -70,6 +70,8 @@ class Attempt:
     def heir(self, part: int, generation: int) -> PeerId:
         """Who averages a part if its owner and the heirs before are lost: the next owner by rank, since BEGIN
         gave parts to those whose links can carry them, then the other members."""
+        if not generation:
+            return self.owners[part]
         owners = [peer for peer in self.ranked if peer in self.owners]
         first = owners.index(self.owners[part])
         order = owners[first:] + owners[:first] + [peer for peer in self.ranked if peer not in self.owners]

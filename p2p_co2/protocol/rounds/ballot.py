@@ -14,32 +14,35 @@ from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import Attempt
-from p2p_co2.protocol.rounds.certificate import check_signature
+from p2p_co2.protocol.rounds.certificate import DECISION_CONTEXT, Seals, check_signature
 from p2p_co2.protocol.rounds.swarm import named
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Decision, Result, Vote
+from p2p_co2.protocol.wire.messages_pb2 import Decision, LostPart, Result, SignedMean, Vote
 
 SIGNATURE_BYTES = 64
 
 
 class Ballot:
     """``refuse(peer, detail)`` hears of a signature that does not hold. ``gave_up``: members that make no
-    certificate of this attempt any more; ``lost``: by member, the (part, generation) whose mean it lacks."""
+    certificate of this attempt any more; ``lost``: by member, the (part, generation) whose mean it lacks;
+    ``two_faced``: owners that signed two means of one part."""
 
-    def __init__(self, attempt: Attempt, refuse: Callable[[PeerId, str], None]) -> None:
-        self._attempt, self._refuse = attempt, refuse
+    def __init__(self, attempt: Attempt, seals: Seals, refuse: Callable[[PeerId, str], None]) -> None:
+        self._attempt, self._seals, self._refuse = attempt, seals, refuse
         self._votes: dict[PeerId, tuple[bytes, bytes]] = {}
         self._counts: Counter[bytes] = Counter()
         self.gave_up: set[PeerId] = set()
         self.lost: dict[PeerId, frozenset[tuple[int, int]]] = {}
         self._refused: dict[PeerId, frozenset[tuple[int, int]]] = {}
+        self._means: dict[tuple[int, int], bytes] = {}
+        self.two_faced: set[PeerId] = set()
 
     def hear(self, message: Result, sender: PeerId) -> None:
         """A member's RESULT. Raises ``RemoteProtocolError``."""
         if sender not in self._attempt.shares:
             raise RemoteProtocolError("not a member", "RESULT")
         parts = len(self._attempt.ranges)
-        told = (*message.lost, *message.refused)
+        told: list[LostPart | SignedMean] = [*message.lost, *message.refused, *message.means]
         if len(told) > parts * (1 + bounds.MAX_GENERATION) or any(
             one.part >= parts or one.generation > bounds.MAX_GENERATION for one in told
         ):
@@ -58,6 +61,18 @@ class Ballot:
                 self._counts[message.digest] += 1
             elif self._votes[sender] != vote:
                 raise RemoteProtocolError("two votes", "it signed two outcomes of one attempt")
+        for mean in message.means:  # whoever tells of it: nobody can sign another's
+            place = mean.part, mean.generation
+            owner = self._attempt.heir(*place)
+            if owner not in self.two_faced and self._means.get(place) != mean.digest:
+                self._seals.check(mean)
+                if self._means.setdefault(place, mean.digest) != mean.digest:
+                    self.two_faced.add(owner)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether some members did not get what others did, as it seems."""
+        return len(self._counts) > 1 or bool(self._refused)
 
     @property
     def is_quiet(self) -> bool:
@@ -102,7 +117,7 @@ class Ballot:
             if self._votes.get(peer, (b"", b""))[0] != voted:
                 continue
             try:
-                check_signature(peer, outcome, self._votes[peer][1])
+                check_signature(peer, DECISION_CONTEXT, outcome, self._votes[peer][1])
             except RemoteProtocolError as error:
                 del self._votes[peer]
                 self._counts[voted] -= 1

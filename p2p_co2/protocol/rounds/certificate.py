@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import lru_cache
+from struct import pack
 from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -29,11 +30,11 @@ from p2p_co2.protocol.rounds.attempt import (
 from p2p_co2.protocol.rounds.events import PayloadShape
 from p2p_co2.protocol.rounds.parts import BlockRange, covers
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.wire.identity import PeerId, verify
+from p2p_co2.protocol.wire.identity import Identity, PeerId, verify
 from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_MESSAGE_BYTES, MAX_PEER_ID
-from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, PartOutcome
+from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, PartOutcome, SignedMean
 
-DECISION_CONTEXT = b"p2p-co2 decision"
+DECISION_CONTEXT, MEAN_CONTEXT = b"p2p-co2 decision", b"p2p-co2 mean"
 TELLERS = 2
 _T = TypeVar("_T")
 
@@ -47,10 +48,28 @@ def outcome_of(attempt: Attempt, run: bytes, parts: Collection[PartOutcome]) -> 
     return outcome.SerializeToString(deterministic=True)
 
 
-@lru_cache(4 * MAX_MEMBERS)
-def check_signature(peer: str, outcome: bytes, signature: bytes) -> None:
-    """Raise ``RemoteProtocolError`` unless ``peer`` signed this outcome. Peers of one process share it."""
-    verify(peer, DECISION_CONTEXT, outcome, signature)
+check_signature = lru_cache(4 * MAX_MEMBERS)(verify)
+"""Peers of one process share it."""
+
+
+class Seals:
+    """Owners' signatures under the means of one attempt. An owner signs one mean of a part in a generation,
+    so two that differ prove to anybody that it lied. They are of no use in another attempt or run."""
+
+    def __init__(self, identity: Identity, run: bytes, attempt: Attempt) -> None:
+        self._identity, self._run, self._attempt = identity, run, attempt
+
+    def _content(self, mean: SignedMean) -> bytes:
+        return self._run + self._attempt.id + pack("<II", mean.part, mean.generation) + mean.digest
+
+    def sign(self, mean: SignedMean) -> None:
+        mean.signature = self._identity.sign(MEAN_CONTEXT, self._content(mean))
+
+    def check(self, mean: SignedMean) -> None:
+        """Raise ``RemoteProtocolError`` unless the owner of that part in that generation signed it."""
+        check_digest(mean.digest)
+        owner = self._attempt.heir(mean.part, mean.generation)
+        check_signature(owner, MEAN_CONTEXT, self._content(mean), mean.signature)
 
 
 def open_decision(decision: Decision, run: bytes, shape: PayloadShape) -> Outcome:
@@ -88,7 +107,7 @@ def check_certificate(content: bytes, votes: Collection[tuple[int, bytes]], run:
     if not is_quorum(signers.keys(), outcome.live, outcome.coordinator):
         raise RemoteProtocolError("no quorum", f"{len(signers)} signatures of {outcome.live} peers")
     for peer, signature in signers.items():
-        check_signature(peer, content, signature)
+        check_signature(peer, DECISION_CONTEXT, content, signature)
     return outcome
 
 

@@ -1,16 +1,18 @@
 """The bytes of one attempt at one member: its slices go to owners, owners' means come back.
 
-Laws: a mean counts only from the part's owner in its generation, or from a member that passes on what a lost
-owner had sent it; the payload is cut with views, never copied whole. Where an owner is lost, no leader says
-who comes next: once all live members say that they lack its mean, the next by rank takes the part
-(``Attempt.heir``), and all send it their slices. As long as one of them holds the mean, that one passes it
-on, the first by rank of those that do not say that they lack it. An owner that holds it has sent it: that is
-under way, and is sent once more only when it must be lost, since it would make a slow line slower.
+Laws: a mean counts only with the signature of the part's owner in its generation, from that owner, or from a
+member that passes on what a lost owner had sent it; the payload is cut with views, never copied whole. Where
+an owner is lost, no leader says who comes next: once all live members say that they lack its mean, the next
+by rank takes the part (``Attempt.heir``), and all send it their slices. As long as one of them holds the
+mean, that one passes it on, the first by rank of those that do not say that they lack it. An owner that holds
+it has sent it: that is under way, and is sent once more only when it must be lost, since it would make a slow
+line slower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
+from functools import lru_cache
 from itertools import chain
 from statistics import median_high
 from typing import TypeVar
@@ -20,20 +22,14 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.assembly import Assembly, pieces
 from p2p_co2.protocol.rounds.attempt import Attempt, read_contributors
+from p2p_co2.protocol.rounds.certificate import Seals
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import CheckWanted, Likeness, Offer, ReduceJob
-from p2p_co2.protocol.rounds.owner import (
-    Arrivals,
-    Contributors,
-    PartJob,
-    Room,
-    list_contributors,
-    send_mean,
-)
+from p2p_co2.protocol.rounds.owner import Arrivals, Contributors, PartJob, Room
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire.envelope import with_data
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Mean, Part, PartOutcome
+from p2p_co2.protocol.wire.messages_pb2 import Contributor, Mean, Part, PartOutcome, SignedMean
 from p2p_co2.system.memory import Buffer, large_buffer
 
 _Place = TypeVar("_Place", bound=Hashable)
@@ -70,18 +66,33 @@ class Findings(dict[_Place, tuple[PeerId, bool | None]]):
         return bad if 2 * len(liars) <= len(owners) else set()
 
 
+@lru_cache(2 * bounds.KEEP_DECISIONS)
+def list_contributors(contributors: Contributors) -> list[Contributor]:
+    """As messages name them, never written to: nearly always all parts of a round have one list."""
+    return [Contributor(peer=peer, weight=weight) for peer, weight in contributors]
+
+
 class PartState:
     """What a member knows of one part of the mean. ``place``: where its bytes go; ``source``: who sends
     them."""
 
     def __init__(self, owner: PeerId, generation: int, place: memoryview, due_at: float) -> None:
-        self.owner = self.source = owner
-        self.generation, self.place, self.due_at = generation, place, due_at
-        self.transfer = Assembly(len(place), place)
-        self.contributors: Contributors | None = None
-        self.is_held = False
+        self.owner, self.generation, self.place, self.due_at = owner, generation, place, due_at
+        self.outcome, self.seal = PartOutcome(), SignedMean()
+        """What an outcome says of it, and its owner's signature, once its mean is held."""
         self.again_at: dict[PeerId, float] = {}
         """When its mean, which was passed on to a peer, must have come or be lost."""
+        self.expect(owner)
+
+    @property
+    def is_held(self) -> bool:
+        return bool(self.outcome.digest)
+
+    def expect(self, source: PeerId) -> None:
+        """All of it, from ``source``."""
+        self.source, self.transfer = source, Assembly(len(self.place), self.place)
+        self.head: tuple[Contributors, bytes] | None = None
+        """What the first piece says: the contributors, and the owner's signature."""
 
     def is_lost(self, swarm: Swarm, now: float) -> bool:
         """Whether its owner is late, or went: one that is back at once is another process."""
@@ -89,21 +100,44 @@ class PartState:
             self.due_at = min(self.due_at, now)
         return not self.is_held and now >= self.due_at
 
-    def outcome(self, attempt: Attempt, part: int) -> PartOutcome:
-        """What an outcome says of it, once its mean is held."""
-        assert self.contributors is not None
+    def hold(
+        self, part: int, attempt: Attempt, seals: Seals, contributors: Contributors,
+        signature: bytes | None = None,
+    ) -> None:  # fmt: skip
+        """Its mean is whole, and we made it if there is no ``signature``. Raises ``RemoteProtocolError``."""
         start, stop = attempt.ranges[part]
-        listed = list_contributors(self.contributors)
-        return PartOutcome(start_block=start, stop_block=stop, digest=digest(self.place), contributors=listed)
+        listed, named = list_contributors(contributors), digest(self.place)
+        outcome = PartOutcome(start_block=start, stop_block=stop, digest=named, contributors=listed)
+        said = digest(outcome.SerializeToString(deterministic=True))
+        seal = SignedMean(part=part, generation=self.generation, digest=said, signature=signature)
+        if signature is None:
+            seals.sign(seal)
+        else:
+            seals.check(seal)
+        self.outcome, self.seal = outcome, seal
+
+    def send(self, attempt: Attempt, swarm: Swarm, outlet: Outlet, to: Collection[PeerId] = ()) -> None:
+        """The mean that we hold, in pieces, to all other members, or ``to`` others."""
+        others = to or [peer for peer in attempt.shares if peer != outlet.me]
+        for offset, data in pieces(self.place, swarm.piece_bytes(others)):
+            head = Mean(
+                key=attempt.key(), part=self.seal.part, generation=self.generation, offset=offset,
+                total=len(self.place), contributors=[] if offset else self.outcome.contributors,
+                signature=b"" if offset else self.seal.signature,
+            )  # fmt: skip
+            message = with_data(head, data)
+            for peer in others:
+                outlet.send(peer, message)
 
 
 class Exchange:
     """Of one member. ``parts_at``: when our own parts were averaged."""
 
     def __init__(
-        self, offer: Offer, attempt: Attempt, swarm: Swarm, outlet: Outlet, *, observed: Durations, now: float
-    ) -> None:
-        self.attempt, self.parts_at = attempt, now
+        self, offer: Offer, attempt: Attempt, swarm: Swarm, outlet: Outlet, *, seals: Seals,
+        observed: Durations, now: float,
+    ) -> None:  # fmt: skip
+        self.attempt, self.seals, self.parts_at = attempt, seals, now
         self._began_at = self._slices_at = now
         """When the last piece of a slice came."""
         self._swarm, self._outlet, self._observed = swarm, outlet, observed
@@ -113,8 +147,6 @@ class Exchange:
             PartState(owner, 0, self._slice(part, self.mean), now + 2 * attempt.parts_within_s)
             for part, owner in enumerate(attempt.owners)
         ]
-        self._missing = set(range(len(self.parts)))
-        """Parts whose mean is not held."""
         self.findings = Findings[tuple[int, int]]()
         """By (part, generation)."""
         self._jobs: dict[int, PartJob] = {}
@@ -188,10 +220,10 @@ class Exchange:
         mine, state = self._jobs.get(job.part), self.parts[job.part]
         if mine is not None and mine.is_answered_by(job):
             self.parts_at = now
-            state.contributors = mine.reduced(job, mean, state.place)
+            contributors = mine.reduced(job, mean, state.place)
+            state.hold(job.part, self.attempt, self.seals, contributors)
+            state.send(self.attempt, self._swarm, self._outlet)
             self.findings[job.part, job.generation] = state.owner, True
-            state.is_held = True
-            self._missing.discard(job.part)
 
     def refused_slice(self, job: ReduceJob, peer: PeerId) -> bool:
         """Drop a slice from an open job; False if the job is not open any more."""
@@ -213,13 +245,18 @@ class Exchange:
         if message.offset == 0:
             weights = self.attempt.weights
             contributors = read_contributors(message.contributors, weights, not self.attempt.weight_cap)
-            if state.contributors is not None and state.contributors != contributors:
-                raise RemoteProtocolError("conflicting duplicate", "other contributors")
-            state.contributors = contributors
+            if state.head not in (None, (contributors, message.signature)):
+                raise RemoteProtocolError("conflicting duplicate", "other contributors or signature")
+            state.head = contributors, message.signature
         is_new = state.transfer.add(message.offset, message.total, message.data)
-        if is_new and state.transfer.whole is not None and state.contributors is not None:
-            state.is_held = True
-            self._missing.discard(message.part)
+        if is_new and state.transfer.whole is not None and state.head is not None:
+            try:
+                state.hold(message.part, self.attempt, self.seals, *state.head)
+            except RemoteProtocolError:  # were it taken, votes would differ and nothing prove by whose fault
+                state.expect(state.owner)
+                state.due_at = min(state.due_at, now)
+                self._swarm.repute.lied(sender, "it sent a mean with a wrong signature")
+                raise
             self._check(message.part)
             if not state.generation and sender == state.owner:
                 self._here_at[message.part] = now
@@ -232,15 +269,14 @@ class Exchange:
         is_ours = state.owner == self._swarm.me  # its slices are being averaged in place
         if is_ours or not state.is_lost(self._swarm, now) or state.source != state.owner:
             return False
-        state.source, state.contributors = sender, None
-        state.transfer = Assembly(len(state.place), state.place)
+        state.expect(sender)
         return True
 
     def _check(self, part: int) -> None:
         """Have a mean looked at, where the run has a defence and our slice counts in it with a quarter of
         its weight or more. No honest owner lets most slices count for less: only those unlike most do."""
         state, weights = self.parts[part], self.attempt.weights
-        counted = dict(state.contributors or ())
+        counted = dict(state.head[0] if state.head else ())
         cut = {peer for peer, weight in counted.items() if 4 * weight < weights[peer]}
         if not self.attempt.weight_cap or self._swarm.me not in counted:
             return
@@ -260,10 +296,10 @@ class Exchange:
 
     @property
     def is_whole(self) -> bool:
-        return not self._missing
+        return all(state.is_held for state in self.parts)
 
     def owners_of_missing(self) -> set[PeerId]:
-        return {self.parts[part].source for part in self._missing}
+        return {state.source for state in self.parts if not state.is_held}
 
     @property
     def brings_means(self) -> bool:
@@ -301,11 +337,16 @@ class Exchange:
             if generation != state.generation:
                 continue
             lacking = [peer for peer in live if (part, generation) in lost[peer]]
-            holders = [peer for peer in live if peer not in lacking]
+            has_lied = self._swarm.repute.has_lied  # it says that it holds what it sends to nobody
+            holders = [peer for peer in live if peer not in lacking and not has_lied(peer)]
             if not holders and generation < bounds.MAX_GENERATION and state.is_lost(self._swarm, now):
                 self._hand_on(part, now)
                 handed_on = True
-            elif state.is_held and self._swarm.me == (state.owner if state.owner in holders else holders[0]):
+            elif (
+                holders
+                and state.is_held
+                and self._swarm.me == (state.owner if state.owner in holders else holders[0])
+            ):
                 self._pass_on(part, state, lacking, now)
         return handed_on
 
@@ -317,11 +358,8 @@ class Exchange:
         first_at = self._began_at + lost_after_s if state.owner == self._swarm.me else now
         to = [peer for peer in lacking if now >= state.again_at.get(peer, first_at)]
         state.again_at.update((peer, now + lost_after_s) for peer in to)
-        if to and state.contributors is not None:
-            send_mean(
-                self.attempt, part, state.generation, state.place, state.contributors,
-                swarm=self._swarm, outlet=self._outlet, to=to,
-            )  # fmt: skip
+        if to:
+            state.send(self.attempt, self._swarm, self._outlet, to)
 
     def _hand_on(self, part: int, now: float) -> None:
         old = self._jobs.pop(part, None)
@@ -331,7 +369,6 @@ class Exchange:
         due_at = now + 2 * self.attempt.parts_within_s
         owner = self.attempt.heir(part, generation)
         self.parts[part] = PartState(owner, generation, self.parts[part].place, due_at)
-        self._missing.add(part)
         if owner == self._swarm.me:
             self._own(part, Arrivals(self.attempt, self._swarm, self._observed, [part]), now)
         elif self._swarm.me in self.attempt.senders[part]:
@@ -348,7 +385,7 @@ class Exchange:
     def get_timer(self, told: frozenset[tuple[int, int]]) -> float | None:
         """When an owner waits no longer, or the next mean is late that was not ``told`` to be lost."""
         times = [due_at for job in self._jobs.values() if (due_at := job.get_timer()) is not None]
-        missing = ((part, self.parts[part]) for part in self._missing)
+        missing = ((part, state) for part, state in enumerate(self.parts) if not state.is_held)
         times += [state.due_at for part, state in missing if (part, state.generation) not in told]
         return min(times, default=None)
 

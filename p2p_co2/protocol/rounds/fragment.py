@@ -16,7 +16,7 @@ from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.protocol.rounds.asking import Asking
 from p2p_co2.protocol.rounds.assembly import Piece, ReorderBuffer
 from p2p_co2.protocol.rounds.attempt import Attempt, check_behind, check_duration, read_begin
-from p2p_co2.protocol.rounds.certificate import open_decision, signers_of, tellers_of
+from p2p_co2.protocol.rounds.certificate import Seals, open_decision, signers_of, tellers_of
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Aborted, Doubted, FellBehind, Offer, Refused
@@ -192,7 +192,8 @@ class FragmentRounds:
             if member is not None:
                 member.exchange.note_duration(member.begun_at, now)
                 coordinator, fragment = member.attempt.coordinator, member.attempt.fragment
-                self._swarm.failed(coordinator, fragment, "its rounds came to nothing", now)
+                if not member.had_a_liar:
+                    self._swarm.failed(coordinator, fragment, "its rounds came to nothing", now)
             self._abort(role.failure, is_over=True)
             return True
         return False
@@ -233,7 +234,10 @@ class FragmentRounds:
         if not attempt.is_alone:
             self.history.join(attempt.round, attempt.id, offer.offer_id)
         self.on_begun()
-        exchange = Exchange(offer, attempt, self._swarm, self._outlet, observed=self._observed, now=now)
+        exchange = Exchange(
+            offer, attempt, self._swarm, self._outlet, seals=Seals(self._identity, self._run, attempt),
+            observed=self._observed, now=now,
+        )  # fmt: skip
         self.member = Member(
             offer, attempt, exchange, identity=self._identity, run=self._run, swarm=self._swarm,
             outlet=self._outlet, now=now,

@@ -61,7 +61,10 @@ class Member:
         self.certificate: Decision | None = None
         self.begun_at = self.means_at = now
         self._identity, self._run, self._swarm, self._outlet = identity, run, swarm, outlet
-        self._ballot = Ballot(attempt, lambda peer, why: outlet.emit(Refused(peer, "bad signature", why)))
+        self._ballot = Ballot(
+            attempt, exchange.seals, lambda peer, why: outlet.emit(Refused(peer, "bad signature", why))
+        )
+        self._trusted = [peer for peer in attempt.shares if not swarm.repute.has_lied(peer)]
         self._outcome = b""
         self._told: Result | None = None
         self._ends_at = now + attempt.result_within_s + bounds.GRACE_S
@@ -87,6 +90,14 @@ class Member:
             if owner != self._swarm.me and self._swarm.repute.lied(owner):
                 found = f"{times} of {len(self.attempt.shares)} members do not find their work in its mean"
                 self._outlet.emit(Refused(owner, "bad mean", f"{found}; it averages no more in this run"))
+        for owner in self._ballot.two_faced - {self._swarm.me}:
+            self._swarm.repute.lied(owner, "it signed two different means of one part")
+
+    @property
+    def had_a_liar(self) -> bool:
+        """Whether a member was found to lie that was trusted as the attempt began: no fault of who formed
+        it. Who takes a known liar in again has no such excuse."""
+        return any(map(self._swarm.repute.has_lied, self._trusted))
 
     def mean_came(self, now: float) -> None:
         """A piece of a mean is in its place."""
@@ -125,7 +136,7 @@ class Member:
         """Vote, unless the votes that were heard are enough: whoever heard fewer asks. Where our slice is not
         in a mean that should hold it, say so instead: others may outvote us."""
         self.phase, self.means_at = Phase.SIGNED, now
-        parts = [state.outcome(self.attempt, part) for part, state in enumerate(self.exchange.parts)]
+        parts = [state.outcome for state in self.exchange.parts]
         self._outcome = outcome_of(self.attempt, self._run, parts)
         self.certificate = self._ballot.certificate(self._outcome)
         if self.certificate is None and self.exchange.findings.refused:
@@ -176,12 +187,15 @@ class Member:
         return handed_on
 
     def leave(self, reason: str, now: float) -> None:
-        """Give the attempt up: it is over once all live members have."""
+        """Give the attempt up: it is over once all live members have. Where votes differ, each says which
+        signed means it holds: so all have them before they begin again."""
         if self.phase is Phase.LEAVING:
             return
         self.phase, self.reason = Phase.LEAVING, reason[:MAX_STRING]
         self._ends_at = now + self.attempt.result_within_s + 2 * bounds.GRACE_S
-        self._tell(Result(key=self.attempt.key(), gave_up=True), now)
+        held = [state.seal for state in self.exchange.parts if state.is_held]
+        means = held if self._ballot.is_split else []
+        self._tell(Result(key=self.attempt.key(), gave_up=True, means=means), now)
         self.check(now)
 
     # ---- the outcome
@@ -202,17 +216,19 @@ class Member:
 
     def may_complete(self, outcome: Outcome) -> bool:
         """Whether all that was committed can still come: what we hold is part of it, and the owners of the
-        rest live."""
-        held = zip(self.exchange.parts, outcome.parts, strict=True)
-        fits = all(not state.is_held or digest(state.place) == part.digest for state, part in held)
-        return fits and all(map(self._swarm.is_live, self.exchange.owners_of_missing()))
+        rest live and are not known to lie."""
+        owners = self.exchange.owners_of_missing()
+        is_open = all(self._swarm.is_live(o) and not self._swarm.repute.has_lied(o) for o in owners)
+        return is_open and self._fits(outcome)
 
     def agreed_mean(self, outcome: Outcome) -> memoryview | None:
         """The whole fragment's mean if ours is what was committed, else None."""
-        if not self.exchange.is_whole:
-            return None
+        return self.exchange.mean if self.exchange.is_whole and self._fits(outcome) else None
+
+    def _fits(self, outcome: Outcome) -> bool:
+        """Whether all means that we hold are in it."""
         held = zip(self.exchange.parts, outcome.parts, strict=True)
-        return self.exchange.mean if all(digest(s.place) == p.digest for s, p in held) else None
+        return all(not state.is_held or state.outcome.digest == part.digest for state, part in held)
 
     # ---- time and the swarm
 

@@ -10,20 +10,18 @@ the mean is made it lies where that will.
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import lru_cache
 from statistics import median_low
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
-from p2p_co2.protocol.rounds.assembly import Assembly, pieces
+from p2p_co2.protocol.rounds.assembly import Assembly
 from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.deadline import SAFETY, Durations
 from p2p_co2.protocol.rounds.events import Distrusted, ReduceJob, ReduceWanted, Slice
 from p2p_co2.protocol.rounds.repute import LATE
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
-from p2p_co2.protocol.wire.envelope import with_data
 from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Contributor, Mean, Part
+from p2p_co2.protocol.wire.messages_pb2 import Part
 from p2p_co2.system.memory import Buffer
 
 SLOW = "not waited for here any more, since its slices come too late, until they are in time again"
@@ -215,43 +213,14 @@ class PartJob:
         self._ask()
 
     def reduced(self, job: ReduceJob, mean: Buffer, place: memoryview) -> Contributors:
-        """Put the encoded mean to its ``place`` and send it to all other members from there; returns the
-        contributors."""
+        """Put the encoded mean to its ``place``; returns the contributors."""
         if len(mean) != self._size_bytes:
             raise LocalProtocolError(
                 f"the mean of part {self.part} has {len(mean)} bytes, not {self._size_bytes}"
             )
-        contributors = tuple((piece.peer, piece.weight) for piece in job.slices)
         place[:] = mean
-        send_mean(
-            self.attempt, self.part, self.generation, place, contributors,
-            swarm=self._swarm, outlet=self._outlet,
-        )  # fmt: skip
         self.is_done = True
         self._whole.clear()
         self.give_up()
         self.job = None
-        return contributors
-
-
-@lru_cache(2 * bounds.KEEP_DECISIONS)
-def list_contributors(contributors: Contributors) -> list[Contributor]:
-    """As messages name them, never written to: nearly always all parts of a round have one list."""
-    return [Contributor(peer=peer, weight=weight) for peer, weight in contributors]
-
-
-def send_mean(
-    attempt: Attempt, part: int, generation: int, mean: Buffer, contributors: Contributors, *,
-    swarm: Swarm, outlet: Outlet, to: Collection[PeerId] = (),
-) -> None:  # fmt: skip
-    """The encoded mean of a part, in pieces, to all other members, or ``to`` others."""
-    listed = list_contributors(contributors)
-    others = to or [peer for peer in attempt.shares if peer != outlet.me]
-    for offset, data in pieces(memoryview(mean), swarm.piece_bytes(others)):
-        head = Mean(
-            key=attempt.key(), part=part, generation=generation, offset=offset, total=len(mean),
-            contributors=[] if offset else listed,
-        )  # fmt: skip
-        message = with_data(head, data)
-        for peer in others:
-            outlet.send(peer, message)
+        return tuple((piece.peer, piece.weight) for piece in job.slices)

@@ -58,11 +58,13 @@ class Repute:
         """A round that it coordinated was committed."""
         self._failed.pop((peer, fragment), None)
 
-    def lied(self, owner: PeerId) -> bool:
+    def lied(self, owner: PeerId, how: str = "") -> bool:
         """Its means are not what was sent: in this run it averages no more where this peer divides, and is
-        asked last to coordinate. Whether that is new."""
+        asked last to coordinate. Whether that is new; ``how`` is told then."""
         is_new = not self.has_lied(owner)
         self._keep((owner, AVERAGING), 1, inf)
+        if is_new and how:
+            self.emit(Distrusted(owner, f"asked last, and averages no more in this run, since {how}", 0.0))
         return is_new
 
     def has_lied(self, owner: PeerId) -> bool:

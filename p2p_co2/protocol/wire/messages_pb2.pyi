@@ -264,7 +264,7 @@ class Contributor(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class Mean(_message.Message):
-    __slots__ = ("key", "part", "generation", "offset", "total", "data", "contributors")
+    __slots__ = ("key", "part", "generation", "offset", "total", "data", "contributors", "signature")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +272,7 @@ class Mean(_message.Message):
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     key: RoundKey
     part: int
     generation: int
@@ -279,7 +280,8 @@ class Mean(_message.Message):
     total: int
     data: bytes
     contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., part: _Optional[int] = ..., generation: _Optional[int] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., part: _Optional[int] = ..., generation: _Optional[int] = ..., offset: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class PartOutcome(_message.Message):
     __slots__ = ("start_block", "stop_block", "digest", "contributors")
@@ -301,8 +303,20 @@ class LostPart(_message.Message):
     generation: int
     def __init__(self, part: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
+class SignedMean(_message.Message):
+    __slots__ = ("part", "generation", "digest", "signature")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    generation: int
+    digest: bytes
+    signature: bytes
+    def __init__(self, part: _Optional[int] = ..., generation: _Optional[int] = ..., digest: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
 class Result(_message.Message):
-    __slots__ = ("key", "digest", "signature", "lost", "gave_up", "again", "refused")
+    __slots__ = ("key", "digest", "signature", "lost", "gave_up", "again", "refused", "means")
     KEY_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +324,7 @@ class Result(_message.Message):
     GAVE_UP_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    MEANS_FIELD_NUMBER: _ClassVar[int]
     key: RoundKey
     digest: bytes
     signature: bytes
@@ -317,7 +332,8 @@ class Result(_message.Message):
     gave_up: bool
     again: bool
     refused: _containers.RepeatedCompositeFieldContainer[LostPart]
-    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., digest: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., lost: _Optional[_Iterable[_Union[LostPart, _Mapping]]] = ..., gave_up: _Optional[bool] = ..., again: _Optional[bool] = ..., refused: _Optional[_Iterable[_Union[LostPart, _Mapping]]] = ...) -> None: ...
+    means: _containers.RepeatedCompositeFieldContainer[SignedMean]
+    def __init__(self, key: _Optional[_Union[RoundKey, _Mapping]] = ..., digest: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., lost: _Optional[_Iterable[_Union[LostPart, _Mapping]]] = ..., gave_up: _Optional[bool] = ..., again: _Optional[bool] = ..., refused: _Optional[_Iterable[_Union[LostPart, _Mapping]]] = ..., means: _Optional[_Iterable[_Union[SignedMean, _Mapping]]] = ...) -> None: ...
 
 class Outcome(_message.Message):
     __slots__ = ("key", "run", "coordinator", "state_digest", "members", "parts", "live")
