@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import p2p_co2 as co2
-from p2p_co2.telemetry.events import Event
+from p2p_co2.telemetry.events import Event, Progress
 
 PEER = int(os.environ["P2P_CO2_PEER"])
 
@@ -93,7 +93,9 @@ def by_optimizer(plain: Tied, model: Any, events: list[Event]) -> tuple[co2.Swar
         scheduler.step()
         optimizer.zero_grad()
         time.sleep(0.005)
-    return optimizer.swarm, [steps]
+    progress = next(event for event in reversed(events) if isinstance(event, Progress))
+    made = int(optimizer.state[plain.embed.weight]["step"])
+    return optimizer.swarm, [steps, made, progress.inner_steps, progress.tokens]
 
 
 class Stalls(IterableDataset[Tensor]):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pytest
-from selenium.common.exceptions import StaleElementReferenceException
+from selenium.common.exceptions import ElementNotInteractableException, StaleElementReferenceException
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -34,6 +34,7 @@ return charts.map(chart => [chart.getAttribute('role'), chart.getAttribute('aria
 """
 LOSS = "getElement(parseInt(document.querySelector('[data-testid=chart-loss]').id.slice(1))).chart"
 SPAN = f"return {LOSS}.getModel().getComponent('xAxis').axis.scale.getExtent()"
+PAINTED = "return performance.getEntriesByType('paint').length > 0"
 ZOOM = f"{LOSS}.dispatchAction({{type: 'dataZoom', dataZoomIndex: 0, startValue: START, endValue: END}})"
 
 
@@ -59,14 +60,22 @@ def until(check: Callable[[], object], bound_s: float = 60.0) -> None:
         time.sleep(0.2)
 
 
-def in_one_go(act: Callable[[], T]) -> T:
-    """A page may draw an element anew between it is found and used: then it is found again."""
-    for _ in range(20):
+def in_one_go(act: Callable[[], T], bound_s: float = 20.0) -> T:
+    """A page may draw an element anew between it is found and used, or not have it ready yet: then it is
+    found again, for so long."""
+    ends_at = time.monotonic() + bound_s
+    while True:
         try:
             return act()
-        except StaleElementReferenceException:
-            continue
-    return act()
+        except (StaleElementReferenceException, ElementNotInteractableException):
+            if time.monotonic() > ends_at:
+                raise
+            time.sleep(0.05)
+
+
+def is_shown(driver: WebDriver, selector: str) -> bool:
+    """Asked of the element, since one that is hidden has its text, too."""
+    return in_one_go(lambda: driver.find_element(By.CSS_SELECTOR, selector).is_displayed())
 
 
 @pytest.mark.parametrize(("kind", "mode"), [*(("own", mode) for mode in MODES), ("stages", "light")])
@@ -96,16 +105,19 @@ def test_words_are_explained_and_rows_opened_by_keyboard() -> None:
     with board(["-m", "tests.board_server", "own"]) as address, browser() as driver:
         driver.get(f"{address}peers")
         wait_for(driver, "peers-table")
+        until(lambda: driver.execute_script(PAINTED))  # before, a browser drops what is typed
         heading = "//th[contains(., 'Staleness')]"
         title = in_one_go(lambda: driver.find_element(By.XPATH, heading).get_attribute("title"))
         assert GLOSSARY["staleness"] in str(title)
-        ask = "[data-testid=ask]"
+        ask, words = "[data-testid=ask]", "[data-testid=words]"
+        own = "[data-testid=peers-table] tr.b-mine a"
+        assert not is_shown(driver, words)
         in_one_go(lambda: driver.find_element(By.CSS_SELECTOR, ask).send_keys(Keys.ENTER))
-        until(lambda: all(means in text_of(driver, "words") for means in GLOSSARY.values()))
+        until(lambda: is_shown(driver, words))
+        assert all(means in text_of(driver, "words") for means in GLOSSARY.values())
         assert violations(driver) == []
-        driver.switch_to.active_element.send_keys(Keys.ESCAPE)
-        words, own = "[data-testid=words]", "[data-testid=peers-table] tr.b-mine a"
-        until(lambda: not in_one_go(lambda: driver.find_element(By.CSS_SELECTOR, words).is_displayed()))
+        in_one_go(lambda: driver.switch_to.active_element.send_keys(Keys.ESCAPE))
+        until(lambda: not is_shown(driver, words))  # while they are, nothing else takes a key
         assert in_one_go(lambda: driver.find_element(By.CSS_SELECTOR, own).text) == "peer-2"  # its own page
         in_one_go(lambda: driver.find_element(By.CSS_SELECTOR, own).send_keys(Keys.ENTER))
         assert wait_for(driver, "peer-title") == "peer-2"

@@ -561,7 +561,11 @@ def test_the_drop_in_steps_under_autocast_and_a_scaler_and_leaves_when_the_run_i
     peers = run_peers(local_swarm(peers=2, rounds=4), "optimizer")
     assert peers[0]["digest"] == peers[1]["digest"]
     for peer in peers:
-        assert peer["steps"] == peer["met"][0] - 1  # one step was skipped by the scaler
+        steps, made, told_steps, told_tokens = peer["met"]
+        assert peer["steps"] == steps  # also the one that the scaler skipped: the clock goes on with it
+        assert made == steps - 1
+        assert told_steps > 3
+        assert told_tokens == (told_steps - 1) * 8 * 7  # that one was of no tokens
         assert peer["agreed"] < 2.5
 
 

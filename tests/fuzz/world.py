@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import random
 import selectors
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import cache
 from typing import Any, cast
@@ -322,10 +322,17 @@ class World:
 
 
 def run_virtual(work: Awaitable[None]) -> None:
-    """Run a coroutine to its end on virtual time."""
+    """Run a coroutine to its end on virtual time; when it fails, what it had begun ends, too."""
     loop = VirtualLoop()
     try:
         loop.run_until_complete(work)
     finally:
+        loop.run_until_complete(_end(asyncio.all_tasks(loop)))  # else a later test that collects them fails
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
+
+
+async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
