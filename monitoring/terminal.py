@@ -110,7 +110,7 @@ class LiveTerminal:
         self._expected_s, self._picture = expected_s, picture or WholeSwarm()
         self.started_at = time.time()
         self._trains_since: float | None = None
-        self._next_at = 0.0
+        self._next_at, self._said = 0.0, ""
         is_live = self._console.is_terminal
         self._live = Live(console=self._console, auto_refresh=False, screen=screen) if is_live else None
 
@@ -124,20 +124,24 @@ class LiveTerminal:
             self._live.stop()
 
     def show(self, known: Known, *, now: bool = False) -> None:
-        """Draw what is known at ``known.now``, if a frame is due, or ``now``."""
+        """Draw what is known at ``known.now``, if a frame is due, or ``now``. That moment stands once a run
+        is over: from then on a line that differs from the last one is due."""
         if self._trains_since is None and known.view.totals.inner_steps:
             self._trains_since = known.now
-        if known.now < self._next_at and not now:
+        is_due = now or known.now >= self._next_at
+        if not (is_due or known.is_over):
             return
-        self._next_at = known.now + (FRAME_S if self._live else PLAIN_EVERY_S)
         facts, console = swarm_facts(known), self._console
+        said = self._picture.line(known, facts)
+        if not is_due and said == self._said:
+            return
+        self._next_at, self._said = known.now + (FRAME_S if self._live else PLAIN_EVERY_S), said
         if self._live:
             told = news(known.view, NEWS_LINES)
             picture = self._picture.frame(known, facts, console.width, console.height, told)
             self._live.update(Group(picture, Text(self._times(known.now))), refresh=True)
         else:
-            text = f"[{self._times(known.now)}] {self._picture.line(known, facts)}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            console.print(f"[{self._times(known.now)}] {said}", markup=False, highlight=False, soft_wrap=True)
 
     def _times(self, now: float) -> str:
         elapsed = clock(now - self.started_at)

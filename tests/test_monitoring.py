@@ -185,6 +185,16 @@ def test_without_a_terminal_there_is_a_plain_line_every_ten_seconds() -> None:
     assert "loss 2.055 (training), 12,000 tokens, 0 tokens/s, exchanges 6 committed 1 aborted" in lines[0]
 
 
+def test_that_a_run_is_over_is_told_at_once_and_once() -> None:
+    stream = io.StringIO()
+    with LiveTerminal(Console(file=stream, width=300)) as live:
+        for is_over in (False, False, True, True):  # its time stands from then on
+            live.show(Known(swarm(finish=is_over), live.started_at + 3.0, is_over=is_over))
+    first, last = stream.getvalue().splitlines()
+    assert "Over: " in last
+    assert "Over: " not in first
+
+
 def test_on_a_terminal_the_table_is_drawn_and_left_standing() -> None:
     stream = io.StringIO()
     shown(Console(file=stream, width=120, height=40, force_terminal=True), {0.0: False, 1.0: True}, None)

@@ -19,8 +19,9 @@ RUN = """
 recipe_options = { layers = 1, width = 32, heads = 2, batch = 2 }
 [clock]
 round_s = 3.0
-rounds = 3
+rounds = 5
 """
+"""It lasts longer than the ten seconds between two lines of ``watch``."""
 
 
 @pytest.fixture(scope="module", name="wheel")
