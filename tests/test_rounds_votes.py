@@ -8,10 +8,11 @@ from google.protobuf.message import Message
 
 from p2p_co2.node.ledger import LATEST_BASE, agreed_base
 from p2p_co2.protocol.rounds import Committed, Distrusted, PayloadShape, PeerView
+from p2p_co2.protocol.rounds.attempt import seal_begin
 from p2p_co2.protocol.wire import messages_pb2 as wire
 from p2p_co2.protocol.wire.identity import PeerId
 from tests.round_machine import coordinator_of
-from tests.round_network import Network, contributors_of
+from tests.round_network import Network, contributors_of, make_identity
 
 
 class Haunted(Network):
@@ -94,27 +95,55 @@ def test_newcomers_that_are_ready_and_send_nothing_are_no_quorum() -> None:
 # ---- groups
 
 
-def _leave_out(net: Network, coordinator: PeerId, left: list[PeerId]) -> None:
-    """The coordinator takes no notice of some READYs."""
-    net.on_send = lambda source, to, message: (
-        not (isinstance(message, wire.Ready) and to == coordinator and source in left)
-    )
-
-
-def test_a_coordinator_that_leaves_out_who_is_there_forms_no_group() -> None:
-    net = Network(5)
+def test_a_group_of_names_that_nobody_knows_is_joined_by_nobody() -> None:
+    net = Network(4)
     for round_ in (1, 2):
         net.offer_all(round_=round_)
         net.run(20.0)
-    liar = coordinator_of(net, 3)
-    left = [name for name in net.names if name != liar][:2]
-    _leave_out(net, liar, left)
-    for round_ in range(3, 8):
-        net.offer_all(round_=round_)
-        net.run(60.0)
-        net.check_agreement(round_)
-        group = next(iter(net.committed(round_).values())).group
-        assert {*left} <= {*group}, round_
+    liar, strangers = coordinator_of(net, 3), [make_identity(100 + number).peer_id for number in range(6)]
+
+    def with_strangers(source: PeerId, to: PeerId, message: Message) -> bool:
+        if source != liar or not isinstance(message, wire.Begin) or message.live > len(net.names):
+            return True
+        forged = wire.Begin.FromString(message.SerializeToString())
+        forged.members.extend(wire.Member(peer=peer, weight=1.0) for peer in strangers)
+        forged.members.sort(key=lambda member: member.peer)
+        forged.live = len(forged.members)
+        for part, owner in zip(forged.parts, strangers, strict=False):
+            part.owner = owner
+        seal_begin(forged, liar)
+        net.at(net.now + 0.01, lambda: net.deliver(source, to, forged))
+        return False
+
+    net.on_send = with_strangers
+    honest = [name for name in net.names if name != liar]
+    net.offer_all(round_=3)
+    net.run(60.0)
+    net.check_agreement(3)
+    made = net.committed(3)
+    assert made.keys() >= set(honest)
+    assert not any({*event.group} & {*strangers} for event in made.values())
+    gave_up = {source for source, _, one in net.sent if isinstance(one, wire.Result) and one.gave_up}
+    assert gave_up >= set(honest)
+
+
+def test_a_group_that_is_given_no_time_still_exchanges() -> None:
+    net = Network(4)
+    liar = coordinator_of(net, 1)
+
+    def no_time(source: PeerId, to: PeerId, message: Message) -> bool:
+        if isinstance(message, wire.Begin) and source == liar and message.parts_within_s:
+            message.parts_within_s = message.result_within_s = 0.0
+            net.at(net.now + 0.01, lambda: net.deliver(source, to, message))
+            return False
+        return True
+
+    net.on_send = no_time
+    net.offer_all()
+    net.run(20.0)
+    assert net.committed().keys() == {*net.names}
+    for event in net.committed().values():
+        assert all(len(part) == 4 for part in contributors_of(event))
 
 
 def test_who_is_there_and_never_ready_stops_the_others_twice_at_most() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from p2p_co2.errors import LocalProtocolError
-from p2p_co2.protocol.rounds.certificate import Derived
+from p2p_co2.protocol.rounds.certificate import Derived, counted_weights
 from p2p_co2.protocol.rounds.events import Likeness
 from p2p_co2.protocol.wire.messages_pb2 import Outcome
 from p2p_co2.system.memory import Buffer, Joined
@@ -67,13 +67,15 @@ def weights_of(outcome: Outcome) -> tuple[PartWeights, ...]:
 def agreed_mean(outcome: Outcome, mean: Buffer) -> AgreedMean:
     """What a checked, committed outcome says about ``mean``, the encoded mean of the whole fragment."""
     key = outcome.key
-    base_version = agreed_base([(one.base_version, one.weight) for one in outcome.members], key.round)
+    counted = counted_weights(outcome)
+    said = [(one.base_version, counted[one.peer]) for one in outcome.members if one.peer in counted]
+    base_version = agreed_base(said, key.round)
     return AgreedMean(key.fragment, key.round, base_version, outcome.state_digest, mean, weights_of(outcome))
 
 
 def agreed_base(said: Iterable[tuple[int, float]], round_: int) -> int:
-    """The version that a mean counts as measured from, of ``said`` (version, weight): the lower median by
-    weight, at most ``LATEST_BASE`` rounds late. So no single claim sets the gap penalty of all."""
+    """The version that a mean counts as measured from, of ``said`` (version, weight that counted): the lower
+    median by weight, at most ``LATEST_BASE`` rounds late. So no single claim sets the gap penalty of all."""
     ordered = sorted(said)
     half, passed = sum(weight for _, weight in ordered) / 2, 0.0
     for version, weight in ordered:

@@ -80,15 +80,16 @@ class Ballot:
         few = len(self._counts) <= 1 and 2 * len(self._votes) < self._attempt.live
         return few and not self.gave_up and not self._refused and not any(self.lost.values())
 
-    def caught(self) -> Counter[PeerId]:
-        """Owners of means that more than a third of the members refuse, and how many do: as many liars as
-        there may be take nobody's role."""
+    def caught(self, voters: Collection[PeerId]) -> Counter[PeerId]:
+        """Owners of means that more than half of the other ``voters`` among the members refuse, and how many
+        do: fewer liars than that take nobody's role."""
         owners = (
             {self._attempt.heir(part, generation) for part, generation in refused} - {peer}
             for peer, refused in self._refused.items()
+            if peer in voters
         )
-        accused = Counter(chain.from_iterable(owners))
-        return Counter({who: n for who, n in accused.items() if 3 * n > len(self._attempt.shares)})
+        accused, size = Counter(chain.from_iterable(owners)), len(self._attempt.shares.keys() & set(voters))
+        return Counter({who: n for who, n in accused.items() if 2 * n > size - (who in voters)})
 
     def _of(self, outcome: bytes) -> list[PeerId]:
         return [peer for peer, (voted, _) in self._votes.items() if voted == outcome]

@@ -213,8 +213,8 @@ class Coordination:
             self._outlet.send(peer, begin)
 
     def clamped(self, attempt: Attempt) -> Attempt:
-        """``attempt`` with no more time than a few times what we would have given it: a coordinator that
-        lies may say half an hour."""
+        """``attempt`` with a quarter to sixteen times of the time that we would have given it: a coordinator
+        that lies may say half an hour, or none at all."""
         place = attempt.fragment, attempt.round
         views = {peer: self._swarm.live.get(peer, PeerView()) for peer in attempt.shares}
         rates = {
@@ -222,8 +222,11 @@ class Coordination:
         }
         transfer_s = divided(self._swarm, self.cadences[place[0]], place, rates).transfer_s
         mine_s = parts_deadline_s(transfer_s, self.observed[place[0]], self._swarm.shape.parts_cap_s)
-        parts_s = min(attempt.parts_within_s, SAFETY * SAFETY * mine_s)
-        result_s = min(attempt.result_within_s, 2 * SAFETY * SAFETY * mine_s + bounds.GRACE_S)
+        least_s, most_s = mine_s / SAFETY, SAFETY * SAFETY * mine_s
+        parts_s = min(max(attempt.parts_within_s, least_s), most_s)
+        result_s = min(
+            max(attempt.result_within_s, 2 * least_s + bounds.GRACE_S), 2 * most_s + bounds.GRACE_S
+        )
         return replace(attempt, parts_within_s=parts_s, result_within_s=result_s)
 
     def held(self) -> dict[str, tuple[int, int]]:

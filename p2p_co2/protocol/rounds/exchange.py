@@ -11,7 +11,7 @@ line slower.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
 from statistics import median_high
@@ -21,7 +21,7 @@ from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.assembly import Assembly, pieces
-from p2p_co2.protocol.rounds.attempt import Attempt, read_contributors
+from p2p_co2.protocol.rounds.attempt import Attempt, Share, read_contributors
 from p2p_co2.protocol.rounds.certificate import Seals
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import CheckWanted, Likeness, Offer, ReduceJob
@@ -37,14 +37,19 @@ LEAST_COSINE = 0.2
 """A mean that holds a slice points its way: of 38,000 honest ones the least was -0.31, the median 0.5. One
 that points the other way by more than this is refused."""
 LONGEST = 3.0
-"""Nor is a mean that points its way so many times as long. Honest ones were 1.9 times as long at most, beside
-no peer of twice the work."""
+"""Nor is a mean so many times as long. Honest ones were 1.9 times as long at most, beside no peer of twice
+the work."""
 
 
-def may_be_true(likeness: Likeness, is_slow: bool = False) -> bool:
-    """Whether a mean may hold our slice. What is next to nothing beside the mean tells no length."""
-    is_long = not is_slow and likeness.cosine > LEAST_COSINE and likeness.length > LONGEST
-    return likeness.cosine >= -LEAST_COSINE and not is_long
+def may_be_true(likeness: Likeness) -> bool:
+    """Whether a mean may hold our slice."""
+    return likeness.cosine >= -LEAST_COSINE and likeness.length <= LONGEST
+
+
+def has_a_say(peer: PeerId, shares: Mapping[PeerId, Share]) -> bool:
+    """Whether it made at least three quarters of the median work. An honest mean may point away from the
+    slice of a slower one: with half of the work one in a hundred did."""
+    return 4 * shares[peer].weight >= 3 * median_high([share.weight for share in shares.values()])
 
 
 class Findings(dict[_Place, tuple[PeerId, bool | None]]):
@@ -273,26 +278,25 @@ class Exchange:
         return True
 
     def _check(self, part: int) -> None:
-        """Have a mean looked at, where the run has a defence and our slice counts in it with a quarter of
-        its weight or more. No honest owner lets most slices count for less: only those unlike most do."""
+        """Have a mean looked at, where the run has a defence and we have a say. No honest owner lets most
+        slices count for less than a quarter: only those unlike most do, and they do not look."""
         state, weights = self.parts[part], self.attempt.weights
         counted = dict(state.head[0] if state.head else ())
         cut = {peer for peer, weight in counted.items() if 4 * weight < weights[peer]}
-        if not self.attempt.weight_cap or self._swarm.me not in counted:
+        if not self.attempt.weight_cap or self._swarm.me not in self.attempt.senders[part]:
             return
         if 2 * len(cut) > len(counted):
             self.findings[part, state.generation] = state.owner, False
-        elif self._swarm.me not in cut:
+        elif self._swarm.me not in cut and has_a_say(self._swarm.me, self.attempt.shares):
             self.findings[part, state.generation] = state.owner, None
             place = self.attempt.id, self.attempt.fragment, part, state.generation
             self._outlet.emit(CheckWanted(*place, self._slice(part, self._payload), state.place))
 
     def checked(self, job: CheckWanted, likeness: Likeness) -> None:
-        """What a mean is like. What is long for a slow member need not be so for the others."""
-        state, shares = self.parts[job.part], self.attempt.shares
-        is_slow = 2 * shares[self._swarm.me].weight < median_high([one.weight for one in shares.values()])
+        """What a mean is like."""
+        state = self.parts[job.part]
         if state.generation == job.generation:
-            self.findings[job.part, job.generation] = state.owner, may_be_true(likeness, is_slow)
+            self.findings[job.part, job.generation] = state.owner, may_be_true(likeness)
 
     @property
     def is_whole(self) -> bool:

@@ -21,7 +21,7 @@ from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Aborted, Doubted, FellBehind, Offer, Refused
 from p2p_co2.protocol.rounds.exchange import Exchange
-from p2p_co2.protocol.rounds.history import History, is_in_all, workers_of
+from p2p_co2.protocol.rounds.history import History, is_in_all
 from p2p_co2.protocol.rounds.member import Completion, Member, without_bytes
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.protocol.wire import messages_pb2 as wire
@@ -223,9 +223,9 @@ class FragmentRounds:
         if not asking.is_taken_in(attempt, self._withdrawn):
             self._decline(attempt)
             return
-        if self._leaves_out(attempt):
-            self._decline(attempt)
-            asking.mistrust(sender, "it leaves out peers that are there", now)
+        if not attempt.is_quorum(self._swarm.known(attempt.shares)):
+            self._decline(attempt)  # names are free
+            asking.mistrust(sender, "most of its group never worked here", now)
             return
         attempt = self._coordination.clamped(attempt)  # not before: it costs more than all else
         if attempt.coordinator != asking.asked[-1]:
@@ -245,24 +245,6 @@ class FragmentRounds:
         exchange.start(now)
         self.member.check(now)
         self._replay(now)
-
-    def _leaves_out(self, attempt: Attempt) -> bool:
-        """Whether another coordinator leaves out more than a third of the voters, of those whose work is in
-        the round before. Of one that is left out for the third time in a row we believe that it is late."""
-        newest, swarm = self.history.newest_commit(), self._swarm
-        if attempt.coordinator == swarm.me or newest is None or newest[1].key.round != attempt.round - 1:
-            return False
-        voting, left = swarm.voting_on(attempt.fragment), 0
-        for peer in voting:
-            if peer in attempt.shares:
-                swarm.voters.seen.came(peer)
-            elif (
-                peer in workers_of(newest[1])
-                and (swarm.version_of(peer, attempt.fragment) or 0) < attempt.round
-            ):
-                left += swarm.voters.seen.is_awaited(peer) and not swarm.is_missed(peer)
-                swarm.voters.seen.missed(peer, attempt.id)
-        return 3 * left > len(voting)
 
     def _decline(self, attempt: Attempt) -> None:
         """Take no part in an attempt that counts on us."""

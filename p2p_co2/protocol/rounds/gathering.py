@@ -79,7 +79,7 @@ class Roster:
         hash, and of two where others train beside them: nobody believes a commit with one signature."""
         live = {*self.live(), *self._here()} if len(group) == 2 else set(self.live())
         count = len({*live, *group})
-        are_seen = count == 2 < len(self._swarm.working_on(self.fragment))
+        are_seen = len(self._voting(group)) == count == 2 < len(self._swarm.working_on(self.fragment))
         if count % 2 == 0 and (are_seen or not self._decides(live)):
             count += 1
         return min(count, 2 * len(group))  # of two that work, among others that are done: both

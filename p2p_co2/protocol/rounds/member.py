@@ -86,7 +86,7 @@ class Member:
 
     def _hear(self, message: Result, sender: PeerId) -> None:
         self._ballot.hear(message, sender)
-        for owner, times in self._ballot.caught().items():
+        for owner, times in self._ballot.caught(self._swarm.voters.all()).items():
             if owner != self._swarm.me and self._swarm.repute.lied(owner):
                 found = f"{times} of {len(self.attempt.shares)} members do not find their work in its mean"
                 self._outlet.emit(Refused(owner, "bad mean", f"{found}; it averages no more in this run"))

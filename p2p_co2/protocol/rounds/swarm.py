@@ -9,7 +9,7 @@ training unless it is told otherwise.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from google.protobuf.message import Message
 
@@ -98,6 +98,11 @@ class Swarm:
         others = {*self.voting_on(fragment), *made_it} - {self.me}
         is_of_many = 2 * len(signed) >= len(members) and len(signed) >= min(2, len(others))
         return is_of_many and 2 * len(signed) > len(signers) and 2 * len(made_it) > len(others)
+
+    def known(self, members: Iterable[PeerId]) -> list[PeerId]:
+        """Those of a group that are live, and had a vote since this peer was started, and this peer."""
+        live, counts = self.live, self.voters.counts
+        return [peer for peer in members if peer == self.me or (peer in live and counts(peer))]
 
     def refused(self, coordinator: PeerId, fragment: int, why: str, now: float) -> None:
         """A coordinator begins no round; at the end of a run that is nobody's fault."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from p2p_co2.protocol.rounds.deadline import Punctuality
 from p2p_co2.protocol.rounds.events import PeerView
 from p2p_co2.protocol.rounds.history import History
 from p2p_co2.protocol.wire.identity import PeerId
@@ -19,20 +18,17 @@ from p2p_co2.protocol.wire.limits import MAX_PEERS
 
 class Voters:
     """``histories``: by fragment, who has worked of late. ``met``: who has had a vote since this peer was
-    started, the last ``MAX_PEERS``: what they hold counts though they were cut off for long. ``seen``: who is
-    in groups that others form."""
+    started, the last ``MAX_PEERS``: what they hold counts though they were cut off for long."""
 
     def __init__(self, me: PeerId) -> None:
         self.histories: Sequence[History] = ()
         self.met: dict[PeerId, None] = {}
-        self.seen = Punctuality()
         self._me, self._live = me, dict[PeerId, PeerView]()
         self._known: tuple[object, Collection[PeerId]] = None, ()
         """What ``all`` was asked of last, and said."""
 
     def set_live(self, live: dict[PeerId, PeerView]) -> None:
         self._live, self._known = live, (None, ())
-        self.seen.keep(live)
 
     def all(self) -> Collection[PeerId]:
         """Of the live peers that train."""
@@ -47,8 +43,8 @@ class Voters:
         found = [peer for peer in training if peer in workers]
         if not is_full or not set(found) - {self._me}:
             found += [peer for peer, view in training.items() if view.counted and peer not in found]
-        if workers or not found:
-            self.met |= dict.fromkeys(found or self._live)
+        if workers:
+            self.met |= dict.fromkeys(found)
             for oldest in list(self.met)[:-MAX_PEERS]:
                 del self.met[oldest]
         return frozenset(found or training)
