@@ -230,7 +230,9 @@ def test_sampling_keeps_the_prompt_and_repeats_with_its_seed() -> None:
     ("options", "message"),
     [
         ({"layer": 3}, "unknown option; byte-gpt knows batch, context, heads, layers"),
-        ({"layers": 0}, "whole number of at least 1"),
+        ({"layers": 0}, "whole number from 1 to 65536"),
+        ({"context": 10**12}, "whole number from 1 to 65536"),
+        ({"layers": 65536, "width": 65536}, r"the model alone needs .* GB"),
         ({"layers": True}, "whole number"),
         ({"learning_rate": -1.0}, "positive number"),
         ({"optimizer": "sgd"}, "adamw or muon"),
@@ -240,7 +242,7 @@ def test_sampling_keeps_the_prompt_and_repeats_with_its_seed() -> None:
             {"tokens": "ids.bin", "vocab_size": 300},
             "names no file of a volunteer; .* joins with --tokens PATH",
         ),
-        ({"vocab_size": 70000}, "at most 65536"),
+        ({"vocab_size": 70000}, "from 1 to 65536"),
     ],
 )
 def test_bad_option_is_refused_with_what_would_be_right(

@@ -110,6 +110,16 @@ class ByteGPT(_Body):
         return F.linear(_norm(self._through_blocks(self._embed(tokens))), self.embedding.weight)
 
 
+def numel_of(shape: Shape) -> int:
+    """Values of the model's parameters, counted without making it."""
+    with torch.device("meta"):
+        one, two = (
+            sum(parameter.numel() for parameter in ByteGPT(shape._replace(layers=layers)).parameters())
+            for layers in (1, 2)
+        )
+    return one + (shape.layers - 1) * (two - one)
+
+
 class ByteGPTStage(_Body):
     """A stage of the same model: blocks ``start`` to ``stop``, all of them for the stages' whole. The first
     takes token ids int64 [B, T] and embeds them; the last makes logits [B, T, vocab_size], by a head of its

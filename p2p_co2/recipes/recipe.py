@@ -27,12 +27,13 @@ from torch.optim import AdamW, Optimizer
 
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, byte_gpt_stages, next_token_loss, sample_text
+from p2p_co2.recipes.byte_gpt import ByteGPT, Shape, byte_gpt_stages, next_token_loss, numel_of, sample_text
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus, option_error, text_corpus, token_corpus
 from p2p_co2.recipes.drawing import drawn_from
 from p2p_co2.recipes.helpers import Helper, helpers_of, serve
 from p2p_co2.recipes.optimizers import Optimizers
 from p2p_co2.recipes.stages import Stages
+from p2p_co2.system.machine import available_memory_bytes
 
 BYTE_GPT = "byte-gpt"
 DATA = "data"
@@ -54,6 +55,8 @@ _OTHER_OPTIONS = {
     "learning_rate": 0.0,  # the optimizer's
     "warmup_rounds": WARMUP_ROUNDS,
 }
+_LARGEST = 65536
+"""Of a whole number among them: token ids are uint16."""
 TEXT, TOKENS = "text", "tokens"
 _OWN_AFFAIR = {TEXT: "--text", TOKENS: "--tokens", DATA: "--data"}
 """What a peer names itself, with its option of ``join``: never an option in a run file."""
@@ -235,7 +238,7 @@ def recipe_digest(name: str, options: Options, code: Code | None = None) -> str:
     if name == OWN_LOOP:
         return hashlib.sha256(b"own loop").hexdigest()
     if name == BYTE_GPT:
-        shape = _check_options(options)[0]
+        shape = check_options(options)[0]
         parts = [b"built-in", name.encode(), str(BYTE_GPT_VERSION).encode(), _canonical(shape._asdict())]
     else:
         _refuse_own_affair(name, options)
@@ -252,7 +255,7 @@ def check_stages(run: RunConfig) -> None:
     user's file."""
     count = run.pipeline.stages
     if run.recipe == BYTE_GPT and count > 1:
-        byte_gpt_stages(_check_options(run.recipe_options)[0], count)
+        byte_gpt_stages(check_options(run.recipe_options)[0], count)
     if run.recipe == OWN_LOOP and count > 1:
         problem = (
             f"is {count}, but a program of one's own has a whole model; set stages = 1, or give a recipe"
@@ -313,7 +316,11 @@ def load_measuring_recipe(run: RunConfig, own: str = "", data: Mapping[str, str]
 
 
 def _byte_gpt(options: Options, stages: int, is_tied: bool, data: Mapping[str, str]) -> Recipe:
-    shape, settings = _check_options(options)
+    shape, settings = check_options(options)
+    needs, free = 4 * (numel_of(shape) // stages + shape.context * shape.width), available_memory_bytes()
+    if needs > free:
+        problem = f"the model alone needs {needs / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free here"
+        raise option_error("layers", problem)
     text, tokens = data.get(TEXT, ""), data.get(TOKENS, "")
     if text and tokens:
         raise ConfigError.of_option("--tokens", "give either text or tokens, not both")
@@ -407,12 +414,13 @@ def _adamw(learning_rate: float, parameters: Iterable[nn.Parameter]) -> Optimize
 def _refuse_own_affair(name: str, options: Options) -> None:
     """Raises ``ConfigError`` for options of a run file that a peer alone may give."""
     for key, option in _OWN_AFFAIR.items():
-        if key in options and (name == BYTE_GPT or key == DATA):
+        if key in options and (name == BYTE_GPT or key == DATA or isinstance(options[key], str)):
             problem = "a run file names no file of a volunteer; leave it out, and each peer joins with"
             raise ConfigError(f"recipe {name}", f"recipe_options.{key}", f"{problem} {option} PATH")
 
 
-def _check_options(options: Options) -> tuple[Shape, dict[str, Any]]:
+def check_options(options: Options) -> tuple[Shape, dict[str, Any]]:
+    """Of the built-in recipe: what decides its parameters, and the rest. Raises ``ConfigError``."""
     _refuse_own_affair(BYTE_GPT, options)
     for key, value in options.items():
         if key not in _SHAPE_OPTIONS and key not in _OTHER_OPTIONS:
@@ -425,8 +433,8 @@ def _check_options(options: Options) -> tuple[Shape, dict[str, Any]]:
             is_number = not isinstance(value, bool | str) and 0 <= value < float("inf")
             if not is_number or (value == 0 and key == "learning_rate"):
                 raise option_error(key, f"must be a positive number, got {value!r}")
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise option_error(key, f"must be a whole number of at least 1, got {value!r}")
+        elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+            raise option_error(key, f"must be a whole number from 1 to {_LARGEST}, got {value!r}")
     shape = Shape(**{key: int(options.get(key, default)) for key, default in _SHAPE_OPTIONS.items()})
     settings = {key: options.get(key, default) for key, default in _OTHER_OPTIONS.items()}
     _check_shape(shape)
@@ -437,8 +445,6 @@ def _check_shape(shape: Shape) -> None:
     if shape.width % (2 * shape.heads):
         problem = f"width {shape.width} must be a multiple of 2 * heads ({2 * shape.heads})"
         raise option_error("heads", problem)
-    if shape.vocab_size > 65536:
-        raise option_error("vocab_size", f"token ids are uint16, so at most 65536, got {shape.vocab_size}")
 
 
 # The user's own recipe

@@ -247,18 +247,13 @@ def gigabytes(size_bytes: float) -> str:
 
 
 def parameters_of(run: RunConfig) -> int | None:
-    """Values of the built-in recipe's model, counted without making it; None for others. Imports torch."""
-    import torch
-
+    """Values of the built-in recipe's model, counted without making it; None for others. Imports torch.
+    Raises ``ConfigError``."""
     from p2p_co2.recipes import BYTE_GPT
-    from p2p_co2.recipes.byte_gpt import ByteGPT, Shape
+    from p2p_co2.recipes.byte_gpt import numel_of
+    from p2p_co2.recipes.recipe import check_options
 
-    if run.recipe != BYTE_GPT:
-        return None
-    shape = {key: int(value) for key, value in run.recipe_options.items() if key in Shape._fields}
-    with torch.device("meta"):
-        model = ByteGPT(Shape(**shape))
-    return sum(parameter.numel() for parameter in model.parameters())
+    return numel_of(check_options(run.recipe_options)[0]) if run.recipe == BYTE_GPT else None
 
 
 def look_at_needs(run: RunConfig, config: PeerConfig, peers: int, link: MeasuredLink) -> Iterator[Finding]:
@@ -266,7 +261,11 @@ def look_at_needs(run: RunConfig, config: PeerConfig, peers: int, link: Measured
     from p2p_co2.planning.exchange import Link
     from p2p_co2.planning.forecast import even_fragments, forecast, setting_of
 
-    parameters = parameters_of(run)
+    try:
+        parameters = parameters_of(run)
+    except ConfigError as error:
+        yield Finding("this run", State.CANNOT, str(error), "tell the organiser")
+        return
     if parameters is None:
         whose = f"own recipe {run.recipe}"
         advice = "ask the organiser for the recipe's file and plan with it: p2p-co2 plan RUN.toml"
