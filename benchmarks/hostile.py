@@ -40,7 +40,7 @@ from loss_model import FRAGMENTS, Windows, flatten, held_out_loss, unflatten_
 from p2p_co2.config import ClockConfig, PeerConfig, RunConfig
 from p2p_co2.protocol.rounds import Likeness
 from p2p_co2.protocol.rounds.attempt import Attempt, Share, capped, is_quorum
-from p2p_co2.protocol.rounds.exchange import Findings, PartState, may_be_true
+from p2p_co2.protocol.rounds.exchange import Findings, PartState, has_a_say, may_be_true
 from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.recipes import load_recipe, recipe_digest
 from p2p_co2.recipes.corpus import embedded_corpus
@@ -65,7 +65,8 @@ class Case(NamedTuple):
     """``every``: inner steps of the fastest peer for one of each; the last ``liars`` of them lie. ``mean``,
     ``change``: what a liar multiplies the means that it makes, and what it learned, with; ``claim``: how
     many times its work it claims; ``owned``: how many equal shares it averages, as its line claims;
-    ``two_faced``: whether it sends each peer another mean, and signs them all."""
+    ``two_faced``: whether it sends each peer another mean, and signs them all; ``narrow``: whether, in its
+    turns to coordinate, it takes in a bare majority (what the others learned is lost here)."""
 
     every: tuple[int, ...]
     liars: int = 0
@@ -74,6 +75,7 @@ class Case(NamedTuple):
     claim: float = 1.0
     owned: int = 1
     two_faced: bool = False
+    narrow: bool = False
 
 
 CASES = {
@@ -84,6 +86,7 @@ CASES = {
     "owner with two faces": Case((1,) * 4, 1, two_faced=True),
     "boast": Case((1,) * 4, 1, change=-1.0, claim=1e6),
     "boast of three": Case((1,) * 8, 3, change=-1.0, claim=1e6),
+    "narrow groups": Case((1,) * 8, 1, change=-1.0, claim=1e6, narrow=True),
     "fast": Case((1, 8, 8, 8, 8)),
     "uneven": Case((1, 1, 8, 8)),
     "equal": Case((1,) * 8),
@@ -114,24 +117,32 @@ class Attacked(Averaged):
         left = len(self.peers) - len(claimed)
         return [*(honest[(round_ + part) % len(honest)] for part in range(left)), *claimed]
 
+    def _members(self, round_: int) -> list[PeerId]:
+        """All peers; of a narrow group the liars and as many others, another time others, as they need."""
+        count = len(self.peers)
+        if not self._case.narrow or round_ % count:
+            return self.peers
+        honest = [peer for peer in self.peers if peer not in self._lying]
+        first, needed = round_ // count, count // 2 + 1 - len(self._lying)
+        return sorted([*self._lying, *(honest[(first + more) % len(honest)] for more in range(needed))])
+
     def average(self, groups: Sequence[Together], tokens: Sequence[float]) -> None:
         case, codec, round_ = self._case, self._codec, self.state.version + 1
-        claims = [
-            amount * (case.claim if peer in self._lying else 1.0)
-            for peer, amount in zip(self.peers, tokens, strict=True)
-        ]
-        shares = {peer: Share(claim, 0) for peer, claim in zip(self.peers, claims, strict=True)}
+        done, members = dict(zip(self.peers, tokens, strict=True)), self._members(round_)
+        shares = {
+            peer: Share(done[peer] * (case.claim if peer in self._lying else 1.0), 0) for peer in members
+        }
         weights = capped(shares, self._run.weight_cap)
         offers: dict[PeerId, memoryview] = {}
         for group in groups:
             for index, live in zip(group.peers, flatten(group.params, self._names), strict=True):
                 peer = self.peers[index]
                 gradient = (self.state.params - live) * (case.change if peer in self._lying else 1.0)
-                offers[peer] = memoryview(codec.encode(gradient).numpy())
-        owners, size = self._owners(round_), len(offers[self.peers[0]])
+                if peer in shares:
+                    offers[peer] = memoryview(codec.encode(gradient).numpy())
+        owners, size = self._owners(round_), len(offers[members[-1]])
         part_bytes = -(-size // codec.block_bytes // len(owners)) * codec.block_bytes
-        means, found = bytearray(), {peer: dict[int, tuple[PeerId, bool]]() for peer in self.peers}
-        usual = statistics.median_high(claims)
+        means, found = bytearray(), {peer: dict[int, tuple[PeerId, bool]]() for peer in members}
         for part, start in enumerate(range(0, size, part_bytes)):
             owner = owners[part]
             slices = [(peer, weights[peer], one[start : start + part_bytes]) for peer, one in offers.items()]
@@ -141,11 +152,8 @@ class Attacked(Averaged):
             for (peer, asked, data), counted in zip(slices, mean.weights, strict=True):
                 if peer == owner:
                     found[peer][part] = owner, True
-                elif 4 * counted >= asked:
-                    is_slow = 2 * shares[peer].weight < usual
-                    found[peer][part] = (
-                        owner, may_be_true(Likeness(*compare(codec, data, encoded)), is_slow),
-                    )  # fmt: skip
+                elif 4 * counted >= asked and has_a_say(peer, shares):
+                    found[peer][part] = owner, may_be_true(Likeness(*compare(codec, data, encoded)))
                 if peer == self.peers[0]:
                     self.counts["counted"] += round(1e6 * counted / asked)
                     self.counts["asked"] += 10**6
@@ -157,7 +165,7 @@ class Attacked(Averaged):
                 unflatten_(group.params, self._names, self.state.params.expand(len(group.peers), -1))
 
     def _is_signed(self, found: dict[PeerId, dict[int, tuple[PeerId, bool]]], owners: list[PeerId]) -> bool:
-        """Whether a quorum signs; who lied to more than a third averages no more."""
+        """Whether a quorum signs; who lied to more than half of the others averages no more."""
         refused = {
             peer: Findings(looked).refused for peer, looked in found.items() if peer not in self._lying
         }
@@ -168,8 +176,8 @@ class Attacked(Averaged):
                     who = "liars'" if owner in self._lying and self._case.mean != 1.0 else "honest"
                     self.counts[f"{who} parts"] += 1
                     self.counts[f"{who} parts refused"] += part in refused[peer]
-        self.caught |= {owner for owner, times in accused.items() if 3 * times > len(self.peers)}
-        signers = [peer for peer in self.peers if not refused.get(peer)]
+        self.caught |= {owner for owner, times in accused.items() if 2 * times > len(found) - 1}
+        signers = [peer for peer in found if not refused.get(peer)]
         proved = self._lying.intersection(owners) if self._case.two_faced else set[PeerId]()
         self.caught |= proved
         is_signed = not proved and is_quorum(signers, len(self.peers), self.peers[-1])  # a liar coordinates
