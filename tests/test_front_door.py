@@ -172,15 +172,15 @@ def scaled_steps(optimizer: torch.optim.Optimizer, model: nn.Module, scaler: Any
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_step_that_the_scaler_skips_is_told_as_one_of_no_tokens(fused: bool) -> None:
+@pytest.mark.parametrize(("fused", "enabled"), [(True, True), (False, True), (False, False)])
+def test_a_step_that_the_scaler_skips_is_told_as_one_of_no_tokens(fused: bool, enabled: bool) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1, enabled=enabled)
     peer: Any = Told()
     swarm = co2.Swarm(peer, model, optimizer, scaler)
     scaled_steps(optimizer, model, scaler, lambda loss: swarm.step(loss, tokens=8))
-    assert [tokens for tokens, _ in peer.steps] == [8, 0, 8]
+    assert [tokens for tokens, _ in peer.steps] == [8, 0 if enabled else 8, 8]
 
 
 @pytest.mark.parametrize("unscaled", [True, False])
