@@ -454,6 +454,21 @@ def test_a_dataset_of_one_thread_that_is_met_later_says_whose_thread_it_was() ->
     assert "until_done" in told.value.__notes__[0]
 
 
+def test_a_passing_fault_of_a_stream_does_not_end_its_thread() -> None:
+    threads = list[str]()
+
+    class Flaky:
+        def __iter__(self) -> Iterator[int]:
+            threads.append(threading.current_thread().name)
+            if len(threads) == 1:
+                raise OSError("the connection was reset")
+            yield 7
+
+    with warnings.catch_warnings(action="error"):
+        assert list(islice(passes(Flaky(), seed_of, lambda _: True), 2)) == [7, 7]
+    assert threads == ["p2p-co2 data", threading.current_thread().name, "p2p-co2 data"]
+
+
 def test_what_a_dataset_cannot_read_is_not_blamed_on_a_thread() -> None:
     class Broken:
         def __iter__(self) -> Iterator[int]:
