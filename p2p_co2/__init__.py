@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 
 TYPE_CHECKING = False  # as ``typing`` has it, which takes milliseconds to import
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # gRPC starts its threads anew in each forked child, as a DataLoader's workers are, to go on with connections
 # that are the parent's: they end the child by a segmentation fault now and then.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+if sys.stderr is None:  # closed before the start: hivemind asks it things, and ``print`` takes stdout for it
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
 
 __version__ = "0.1.0"
 __all__ = [

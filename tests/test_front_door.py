@@ -172,15 +172,15 @@ def scaled_steps(optimizer: torch.optim.Optimizer, model: nn.Module, scaler: Any
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_step_that_the_scaler_skips_is_told_as_one_of_no_tokens(fused: bool) -> None:
+@pytest.mark.parametrize(("fused", "enabled"), [(True, True), (False, True), (False, False)])
+def test_a_step_that_the_scaler_skips_is_told_as_one_of_no_tokens(fused: bool, enabled: bool) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1, enabled=enabled)
     peer: Any = Told()
     swarm = co2.Swarm(peer, model, optimizer, scaler)
     scaled_steps(optimizer, model, scaler, lambda loss: swarm.step(loss, tokens=8))
-    assert [tokens for tokens, _ in peer.steps] == [8, 0, 8]
+    assert [tokens for tokens, _ in peer.steps] == [8, 0 if enabled else 8, 8]
 
 
 @pytest.mark.parametrize("unscaled", [True, False])
@@ -452,6 +452,21 @@ def test_a_dataset_of_one_thread_that_is_met_later_says_whose_thread_it_was() ->
     with pytest.raises(sqlite3.ProgrammingError) as told:
         list(islice(passes(loader, seed_of, lambda _: True), 20))
     assert "until_done" in told.value.__notes__[0]
+
+
+def test_a_passing_fault_of_a_stream_does_not_end_its_thread() -> None:
+    threads = list[str]()
+
+    class Flaky:
+        def __iter__(self) -> Iterator[int]:
+            threads.append(threading.current_thread().name)
+            if len(threads) == 1:
+                raise OSError("the connection was reset")
+            yield 7
+
+    with warnings.catch_warnings(action="error"):
+        assert list(islice(passes(Flaky(), seed_of, lambda _: True), 2)) == [7, 7]
+    assert threads == ["p2p-co2 data", threading.current_thread().name, "p2p-co2 data"]
 
 
 def test_what_a_dataset_cannot_read_is_not_blamed_on_a_thread() -> None:

@@ -458,7 +458,8 @@ def test_the_model_is_counted_and_its_step_measured(run_file: Path) -> None:
 def test_a_step_is_the_quickest_tenth_and_no_figure_where_times_say_nothing() -> None:
     assert quickest([3.0, 1.0, 1.1, 1.2, 1.3]) == 1.0
     assert quickest([9.0, *(1.0 + 0.01 * turn for turn in range(20))]) == pytest.approx(1.02)
-    for times_s in ([3.55, 0.08], [1.0] * 4, [0.08, 3.5, 3.6, 3.7, 3.8]):
+    assert quickest([22.0, 40.0]) == 22.0
+    for times_s in ([3.55, 0.08], [1.0] * 4, [0.08, 3.5, 3.6, 3.7, 3.8], [55.0, 6.0], [75.0]):
         with pytest.raises(EnvironmentFault, match=r"not measurable now \(.*give --step-s"):
             quickest(times_s)
 

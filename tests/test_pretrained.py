@@ -86,6 +86,13 @@ def test_any_module_goes_out_in_its_own_names_and_dtypes_with_tied_ones_once(tmp
     assert not (path.parent / "config.json").exists()
 
 
+def test_a_parameter_named_nearly_like_extra_state_goes_out(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    model.my_extra_state = nn.Parameter(torch.ones(3))
+    write_pretrained(model, dict(model.named_parameters()), tmp_path / "out")
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"weight", "bias", "my_extra_state"}
+
+
 def test_a_dict_of_settings_becomes_the_config(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     model.config = {"model_type": "line", "width": 2}  # type: ignore[assignment]

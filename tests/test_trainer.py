@@ -565,6 +565,7 @@ def told(bench: Bench) -> list[str]:
 def test_one_nan_resets_all_fragments_at_one_moment_and_is_told_once(rule: str) -> None:
     bench = Bench(rule=rule)
     heard, agreed = told(bench), [state.params.clone() for state in bench.ledger.states()]
+    bench.model.register_buffer("scales", torch.zeros(2).to(torch.float8_e4m3fn))  # not to be looked at
     bench.step(2)
     assert [offer.fragment for offer in bench.wire.offers] == [1]  # it is in flight, and stays so
     for _ in range(2):
@@ -593,6 +594,7 @@ def test_a_copy_in_the_optimizers_state_moves_with_its_parameter() -> None:
     for one in bench.model.parameters():
         master = one.detach().double() + 1e-9  # a copy of another precision
         state[one] = {"master": master, "moment": torch.full_like(one, 0.01), "step": torch.tensor(3.0)}
+        state[one]["momentum_buffer"] = one.detach().clone()  # as with much weight decay
     before = weight.detach().clone()
     bench.commit(1)
     bench.sync.after_step(10, 1.0)
@@ -601,6 +603,7 @@ def test_a_copy_in_the_optimizers_state_moves_with_its_parameter() -> None:
         assert torch.allclose(state[one]["master"], one.double(), atol=1e-6)
         assert torch.equal(state[one]["moment"], torch.full_like(one, 0.01))
         assert state[one]["step"] == 3.0
+    assert torch.equal(state[weight]["momentum_buffer"], before)
     with bench.exchanged.live.set_aside():
         bench.exchanged.live.load_(0, torch.zeros_like(bench.exchanged.live.snapshot(0)))
     assert torch.allclose(state[weight]["master"], weight.double(), atol=1e-6)
@@ -641,6 +644,20 @@ def test_a_parameter_that_is_frozen_is_told_only_when_nothing_trains_it_for_a_ro
     look(5.9)
     with pytest.raises(ConfigError, match="weight: was frozen"):
         look(6.0)
+
+
+def test_a_frozen_parameter_without_a_gradient_is_not_told_where_others_are_trained(bench: Bench) -> None:
+    """A critic's last bias has none in a Wasserstein loss."""
+    weight, look = bench.model.weight, bench.exchanged.look
+    bench.model.requires_grad_(False)
+    for position in (0.0, 0.9, 1.8, 2.7):
+        look(position)
+        with torch.no_grad():
+            weight.add_(1e-3)
+    look(2.8)
+    look(3.7)
+    with pytest.raises(ConfigError, match="was frozen"):
+        look(3.8)
 
 
 def test_steps_of_no_tokens_are_told_when_there_were_ten(bench: Bench) -> None:

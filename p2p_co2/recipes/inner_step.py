@@ -28,7 +28,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def was_skipped(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """Whether the ``scaler.step`` that was just made left the parameters as they were: asked before
     ``update``. Of its scale nothing can be told, which may be 0 or stay."""
-    return any(bool(found) for found in scaler._found_inf_per_device(optimizer).values())
+    return scaler.is_enabled() and any(map(bool, scaler._found_inf_per_device(optimizer).values()))
 
 
 class Taken(NamedTuple):

@@ -252,7 +252,8 @@ class Fetching:
     loop. A context manager.
 
     What only the caller's thread may use (sqlite3's connections, signal handlers, thread-locals) fails in
-    that thread and not in the caller's. From then on all is fetched there, which is warned of."""
+    that thread, by an error that names threads, and not in the caller's. From then on all is fetched there,
+    which is warned of."""
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
@@ -290,12 +291,11 @@ class Fetching:
                 continue
             if error is not None and is_repeatable:
                 found = what()  # or it raises as in a plain loop
-                self._is_needed = False
-                told = (
-                    f"until_done reads the data in the loop's thread, since in another it failed: {error!r}"
-                )
-                price = "while the data stalls, this peer stands still, and does not end with the run"
-                warnings.warn(f"{told}; {price}; {_CURE}", stacklevel=4)
+                if "thread" in str(error):  # else it was a passing fault of the source
+                    self._is_needed = False
+                    told = f"until_done reads the data in the loop's thread, in another it failed: {error!r}"
+                    price = "while the data stalls, this peer stands still, and does not end with the run"
+                    warnings.warn(f"{told}; {price}; {_CURE}", stacklevel=4)
             elif error is not None:
                 if "thread" in str(error):
                     error.add_note("until_done fetches in a thread of its own; " + _CURE)

@@ -101,9 +101,9 @@ class Swarm:
         if self.done:
             return False
         if self._losses:
-            is_told = isinstance(loss, Tensor) or not math.isnan(loss)  # NaN: no loss but the micro-steps'
-            self.add(tokens, loss if is_told else sum(self._losses) / len(self._losses))
-            tokens, loss = self._tokens, sum(self._losses) / len(self._losses)
+            if isinstance(loss, Tensor) or not math.isnan(loss):  # NaN: no loss but the micro-steps'
+                self.add(0, loss)
+            tokens, loss = self._tokens + tokens, sum(self._losses) / len(self._losses)
             self.forget()
         self.done = not self.peer.step(tokens, loss)
         if not self.done:

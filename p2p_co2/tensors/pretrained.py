@@ -51,7 +51,7 @@ def write_pretrained(
     not there; ``EnvironmentFault`` if the disk refuses. Price: one copy of the parameters that are no fp32.
     """
     inner = unwrapped(model)
-    full = {name: one for name, one in full_state(inner, state).items() if not name.endswith(_EXTRA)}
+    full = {name: one for name, one in full_state(inner, state).items() if not _is_extra(name)}
     copies = [file for path in beside for file in _files_of(path)]
     with written_whole(folder) as place:
         if not saves_itself(inner):
@@ -94,6 +94,10 @@ def written_whole(folder: Path) -> Iterator[Path]:
         if is_new:
             with suppress(OSError):  # it holds the model
                 folder.rmdir()
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA
 
 
 def saves_itself(model: nn.Module) -> bool:
@@ -152,7 +156,7 @@ def full_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tenso
     modules keep beside their tensors (``get_extra_state``), which is this machine's own."""
     own = {**named_parameters(model), **named_buffers(model, persistent=True)}
     shared = shared_names(model)
-    if strangers := [name for name in state if name not in {*own, *shared} and not name.endswith(_EXTRA)]:
+    if strangers := [name for name in state if name not in {*own, *shared} and not _is_extra(name)]:
         raise ConfigError("model", strangers[0], "is in the trained state, but not in this model")
     full = dict[str, Tensor]()
     for name, tensor in own.items():

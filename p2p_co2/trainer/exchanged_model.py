@@ -29,6 +29,7 @@ from p2p_co2.trainer.ranked_parameters import Group, RankedParameters
 
 EXCHANGED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ASKED_OF_AN_OPTIMIZER = ("param_groups", "state", "state_dict", "load_state_dict")
+_MOMENTS = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq"})
 _FROM_THE_START = (
     "a run exchanges the same parameters from join to its end: set this up before join, on every peer"
 )
@@ -90,7 +91,8 @@ class ExchangedModel:
     def look(self, position: float) -> None:
         """Raise ``ConfigError`` if the model has other parameters than those that are exchanged. Reads no
         values; as long as nothing changes it costs a glance at each module. One that is frozen for part of an
-        iteration is still trained: only if its values stay for a round, up to ``position``, is it told."""
+        iteration is still trained: it is told only if all that is frozen stays for a round, up to
+        ``position``."""
         if (glance := self._glance()) == self._seen:
             self._frozen.clear()
             return
@@ -111,13 +113,14 @@ class ExchangedModel:
         return found
 
     def _stays_frozen(self, name: str, parameter: Tensor, position: float) -> bool:
-        values = _some_of(parameter)
-        since, seen = self._frozen.get(name, (position, values))
-        self._frozen[name] = since if torch.equal(seen, values) else position, values
-        return position >= self._frozen[name][0] + 1
+        since, _ = self._frozen.setdefault(name, (position, _some_of(parameter)))
+        return position >= since + 1
 
     def _check(self, position: float) -> None:
         parameters = named_parameters(self._plan.model)
+        frozen = ((self._joined[name][0], seen) for name, (_, seen) in self._frozen.items())
+        if not all(torch.equal(_some_of(one), seen) for one, seen in frozen):
+            self._frozen.clear()  # one whose gradient is 0 stays where the others are trained
         for name, (joined, shape, dtype) in self._joined.items():
             now = parameters.get(name)
             if now is None:
@@ -187,8 +190,8 @@ class ExchangedModel:
         return [shard(one).detach() for key, one in like if self._is_copy(key)]
 
     def _is_copy(self, key: str) -> bool:
-        """Whether entry ``key`` of the inner optimizer's states lies near the parameters, over all of them:
-        no moment of gradients does."""
+        """Whether entry ``key`` of the inner optimizer's states lies near the parameters, over all of them,
+        and is no moment of gradients by its name: with much weight decay those lie near them, too."""
         if key not in self._copied:
             state, apart, size = self._plan.optimizer.state, 0.0, 0.0
             for parameter, *_ in self._joined.values():
@@ -197,16 +200,16 @@ class ExchangedModel:
                     ours = _some_of(parameter)
                     apart += float((_some_of(one) - ours).square().sum())
                     size += float(ours.square().sum())
-            self._copied[key] = apart < 0.25 * size
+            self._copied[key] = apart < 0.25 * size and key not in _MOMENTS
         return self._copied[key]
 
     def begin_anew(self) -> None:
         """Its parameters were not finite: running statistics that are not either begin anew, too."""
         self._merged = None
         for module in self._plan.model.modules():
-            buffers = list(module.buffers(recurse=False))
-            is_bad = not all(bool(one.isfinite().all()) for one in buffers)
-            if is_bad and isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            if not isinstance(module, nn.modules.batchnorm._NormBase) or not module.track_running_stats:
+                continue  # others' buffers may be of dtypes that cannot be asked
+            if not all(bool(one.isfinite().all()) for one in module.buffers(recurse=False)):
                 module.reset_running_stats()
 
     def forget_optimizer(self, fragment: int) -> None:

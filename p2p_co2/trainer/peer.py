@@ -25,7 +25,7 @@ from p2p_co2.tensors.checkpoint.agreed import swarm_digest
 from p2p_co2.tensors.names import unwrapped
 from p2p_co2.tensors.pretrained import full_state
 from p2p_co2.tensors.sharding import shard
-from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
+from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan, trained_parameters
 from p2p_co2.trainer.figures import loss_of, tokens_of
 from p2p_co2.trainer.rates import Rates
 from p2p_co2.trainer.saver import Saver
@@ -372,7 +372,7 @@ class Peer:
 
 def heal(peer: Peer) -> None:
     """Have a peer take over the agreed parameters if its live ones are not finite, between two steps."""
-    if not all(bool(shard(one).isfinite().all()) for one in peer._plan.model.parameters()):
+    if not all(bool(shard(one).isfinite().all()) for one in trained_parameters(peer._plan.model).values()):
         peer._ledger.reset()
         peer._sync.take_outcomes()
 

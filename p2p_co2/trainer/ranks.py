@@ -19,7 +19,6 @@ the same error. Price: a step takes one exchange of words; a follower waits for 
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -41,6 +40,7 @@ from p2p_co2.errors import (
     TransportError,
 )
 from p2p_co2.protocol.heartbeat import HEARTBEAT_S, SILENCE_FLOOR_S
+from p2p_co2.system.process import say
 
 WORD = 8
 _WORDS, _CONTENT, _NOTHING = 0, 1, 2
@@ -101,7 +101,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         here = f"rank {self.rank} of {self.size} has come to join, and waits for the others"
         words = f"warning: {here}: all ranks of a torchrun group call join, not rank 0 alone"
-        tell = threading.Timer(SILENCE_FLOOR_S, print, (words,), {"file": sys.stderr})
+        tell = threading.Timer(SILENCE_FLOOR_S, say, (words,))
         tell.daemon = True
         tell.start()
         try:  # bounded by torch's own time, unlike what is waited for afterwards
