@@ -140,7 +140,7 @@ def test_what_are_no_optimizers_is_refused_by_name() -> None:
 
 
 def test_a_drop_in_that_has_left_holds_its_model_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2p_co2.swarm.optimizer.join", lambda *_given: unittest.mock.Mock())
+    monkeypatch.setattr("p2p_co2.swarm.optimizer.join", lambda *_given: unittest.mock.MagicMock())
     model = small_model()
     optimizer = co2.Optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
     left = weakref.ref(optimizer)
@@ -153,10 +153,13 @@ def test_a_drop_in_that_has_left_holds_its_model_no_longer(monkeypatch: pytest.M
 class Told:
     """A peer that takes down the steps it is told of."""
 
-    inner_steps, position = 0, 0.0
+    inner_steps, position, is_entered = 0, 0.0, False
 
     def __init__(self, *_given: Any, **_options: Any) -> None:
         self.steps = list[tuple[Any, float]]()
+
+    def __enter__(self) -> None:
+        self.is_entered = True
 
     def step(self, tokens: Any, loss: Any) -> bool:
         self.steps.append((tokens, float(torch.as_tensor(loss).detach())))
@@ -206,6 +209,7 @@ def test_the_drop_in_tells_no_tokens_of_a_step_that_the_scaler_skips(
 
         scaled_steps(mine, net, scaler, step)
     assert [tokens for tokens, _ in peer.steps] == [8, 0, 8]
+    assert peer.is_entered  # so that SIGTERM asks
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
     optimizer._call_off()
