@@ -231,15 +231,17 @@ def test_an_exchange_after_micro_steps_tells_their_loss() -> None:
 def test_an_own_loop_is_told_where_it_is_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     hear = joining._progress_printer(RunConfig(clock=ClockConfig(mode="time", round_s=60.0, rounds=30)))
     known: dict[str, Any] = {
-        "peer": "me", "phase": "training", "inner_steps": 1, "tokens": 1, "tokens_per_s": 1.0, "wall_s": 1.0,
+        "peer": "me", "inner_steps": 1, "tokens": 1, "tokens_per_s": 1.0, "wall_s": 1.0,
         "up_bytes": 0, "down_bytes": 0, "versions": (1,), "train_s": 49.0, "exposed_s": 1.0,
     }  # fmt: skip
-    for at in (100.0, 105.0, 111.0, 120.0, 122.0):
+    for at in (100.0, 105.0, 111.0, 120.0, 122.0, 133.0):
+        known |= {"phase": "training" if at < 133.0 else "paused"}
         hear(Progress(at=at, position=28.5, loss=2.25 if at == 111.0 else float("nan"), **known))
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         "round 28.5 of 30, 1:30 left, 98% of the time training, loss 2.25",
         "round 28.5 of 30, 1:30 left, 98% of the time training",
+        "round 28.5 of 30, 1:30 left, resting",
     ]
 
 
