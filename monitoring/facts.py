@@ -307,9 +307,10 @@ class SwarmFacts(_Frozen):
         return any(peer.last_seen_at is not None for peer in self.peers)
 
     @property
-    def is_past(self) -> bool:
-        """Whether the run was over before anybody was heard."""
-        return self.state == RunState.OVER and not self.has_figures
+    def nothing(self) -> str:
+        """Why there is no swarm to show: "over" before anybody was heard, or the connection; else ""."""
+        is_past = self.state == RunState.OVER and not self.has_figures
+        return "over" if is_past else "" if self.peers_known else self.connection
 
     @property
     def how(self) -> str:

@@ -71,7 +71,7 @@ def lines_of(facts: SwarmFacts) -> list[str]:
          f"{figure(peer.tokens_per_s if peer.last_seen_at else None)} tokens/s",
          f"round {figure(peer.position if peer.last_seen_at else None, 1)}")
         for peer in sorted(facts.peers, key=lambda one: (one.peer != facts.me, -(one.share_counted or 0.0)))
-        if (peer.state != "unknown" and not facts.is_past) or peer.last_seen_at or peer.share_counted
+        if (peer.state != "unknown" and facts.nothing != "over") or peer.last_seen_at or peer.share_counted
     ]  # fmt: skip
     widths = [max((len(cell) for cell in column), default=0) for column in zip(*rows, strict=True)]
     for row in rows[:MAX_ROWS]:

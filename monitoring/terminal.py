@@ -30,6 +30,8 @@ _LINES_BESIDE_PEERS = 20
 _STATE_STYLES = {"training": "green", "finished": "cyan", "left": "cyan", "gone": "red", "silent": "red",
                  "unreachable": "red"}  # fmt: skip
 _CONNECTION_STYLES = {"connected": "green", "connecting": "yellow", "ended": "cyan"}
+_NOTHING = {"connecting": "Looking for the swarm", "lost": "The swarm is out of reach",
+            "over": "The run is over"}  # fmt: skip
 _RUN_STYLES = {"Healthy": "green", "Over": "cyan", "Lost": "red"}
 _OUTCOME_STYLES = {"committed": ("■", "blue"), "partial": ("p", "cyan"), "late": ("L", "yellow"),
                    "alone": ("1", "magenta"), "aborted": ("A", "bold red"), "open": ("·", "dim")}  # fmt: skip
@@ -198,11 +200,8 @@ def _peers_there(facts: SwarmFacts) -> str:
 
 def frame(facts: SwarmFacts, width: int, height: int, *, news: Words = ()) -> RenderableType:
     """One screen of ``width`` times ``height`` cells; ``news``: (at, words), oldest first."""
-    if facts.is_past or not facts.peers_known:
-        head = {"connecting": "Looking for the swarm", "lost": "The swarm is out of reach"}
-        text = (
-            "The run is over" if facts.is_past else head.get(facts.connection, "Nobody is training right now")
-        )
+    if facts.nothing:
+        text = _NOTHING.get(facts.nothing, "Nobody is training right now")
         return Group(Text(text, style="bold"), Text(plain(facts.how, 400), style="dim"))
     styles = {"bad": "red", "odd": "yellow"}
     wrong = [

@@ -140,7 +140,7 @@ def test_what_are_no_optimizers_is_refused_by_name() -> None:
 
 
 def test_a_drop_in_that_has_left_holds_its_model_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2p_co2.swarm.optimizer.join", lambda *_given: unittest.mock.Mock())
+    monkeypatch.setattr("p2p_co2.swarm.optimizer.join", lambda *_given: unittest.mock.MagicMock())
     model = small_model()
     optimizer = co2.Optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
     left = weakref.ref(optimizer)
@@ -153,10 +153,13 @@ def test_a_drop_in_that_has_left_holds_its_model_no_longer(monkeypatch: pytest.M
 class Told:
     """A peer that takes down the steps it is told of."""
 
-    inner_steps, position = 0, 0.0
+    inner_steps, position, is_entered = 0, 0.0, False
 
     def __init__(self, *_given: Any, **_options: Any) -> None:
         self.steps = list[tuple[Any, float]]()
+
+    def __enter__(self) -> None:
+        self.is_entered = True
 
     def step(self, tokens: Any, loss: Any) -> bool:
         self.steps.append((tokens, float(torch.as_tensor(loss).detach())))
@@ -206,6 +209,7 @@ def test_the_drop_in_tells_no_tokens_of_a_step_that_the_scaler_skips(
 
         scaled_steps(mine, net, scaler, step)
     assert [tokens for tokens, _ in peer.steps] == [8, 0, 8]
+    assert peer.is_entered  # so that SIGTERM asks
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
     optimizer._call_off()
@@ -227,15 +231,17 @@ def test_an_exchange_after_micro_steps_tells_their_loss() -> None:
 def test_an_own_loop_is_told_where_it_is_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     hear = joining._progress_printer(RunConfig(clock=ClockConfig(mode="time", round_s=60.0, rounds=30)))
     known: dict[str, Any] = {
-        "peer": "me", "phase": "training", "inner_steps": 1, "tokens": 1, "tokens_per_s": 1.0, "wall_s": 1.0,
+        "peer": "me", "inner_steps": 1, "tokens": 1, "tokens_per_s": 1.0, "wall_s": 1.0,
         "up_bytes": 0, "down_bytes": 0, "versions": (1,), "train_s": 49.0, "exposed_s": 1.0,
     }  # fmt: skip
-    for at in (100.0, 105.0, 111.0, 120.0, 122.0):
+    for at in (100.0, 105.0, 111.0, 120.0, 122.0, 133.0):
+        known |= {"phase": "training" if at < 133.0 else "paused"}
         hear(Progress(at=at, position=28.5, loss=2.25 if at == 111.0 else float("nan"), **known))
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         "round 28.5 of 30, 1:30 left, 98% of the time training, loss 2.25",
         "round 28.5 of 30, 1:30 left, 98% of the time training",
+        "round 28.5 of 30, 1:30 left, resting",
     ]
 
 

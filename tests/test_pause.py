@@ -214,6 +214,7 @@ def test_rest_ends_as_the_run_does() -> None:
     def reason() -> str:
         now_s[0] += 0.5
         assert now_s[0] < 10.0, "it rests for ever"
+        assert bench.sync.position >= now_s[0] - 1.0, "it does not say where the run is"
         return "paused by hand"
 
     bench.sync.rest(reason, beat_s=0.0)

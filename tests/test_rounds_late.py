@@ -83,18 +83,17 @@ def test_where_steps_are_long_and_rounds_short_nobody_is_left_out(seed: int, pay
 
 
 @pytest.mark.parametrize(
-    ("seed", "payload_mb", "stall_s", "most"),
-    [(6, 8.0, 3.0, 2), (6, 9.6, 3.0, 2), (6, 9.6, 4.0, 2), (5, 11.0, 1.8, 2)],
+    ("seed", "payload_mb", "stall_s"), [(6, 8.0, 3.0), (6, 9.6, 3.0), (6, 9.6, 4.0), (5, 11.0, 1.8)]
 )
 def test_who_missed_a_round_is_not_ready_just_after_the_others_have_begun_for_good(
-    seed: int, payload_mb: float, stall_s: float, most: int
+    seed: int, payload_mb: float, stall_s: float
 ) -> None:
     """Its replay ends as the others begin the next: they wait for it, and it offers as soon as it has met it,
     not at its next point. It missed up to eleven in a row."""
     marks = contributions(
         rounds=16, left_out=5, stall_s=stall_s, seed=seed, step_s=ROUND_S / 4, payload_mb=payload_mb
     )
-    assert 1 <= max(of.count(".") for of in marks.values()) <= most
+    assert 1 <= max(of.count(".") for of in marks.values()) <= 2
 
 
 # ---- one round

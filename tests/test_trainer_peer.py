@@ -31,6 +31,7 @@ from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError, P2
 from p2p_co2.node.network import Held
 from p2p_co2.peer_options import listening, peer_config
 from p2p_co2.protocol.wire.identity import Identity
+from p2p_co2.swarm import Swarm
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.folder import load
 from p2p_co2.tensors.pretrained import write_pretrained
@@ -339,6 +340,23 @@ def test_sigterm_asks_a_loop_to_end_unless_the_program_handles_it(lone: Lone) ->
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with lone.peer:
             assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_loop_that_goes_on_after_sigterm_leaves_and_has_the_signal_back(lone: Lone) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with Swarm(lone.peer, lone.model, lone.optimizer) as swarm:
+            assert swarm.exchange(8, 1.0)
+            signal.raise_signal(signal.SIGTERM)
+            assert not swarm.exchange(8, 1.0)
+            assert not lone.wire.ended_with
+            assert not swarm.exchange(8, 1.0)
+            assert lone.wire.ended_with
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+            assert load(lone.folder / "checkpoint").inner_steps == 2
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -330,7 +330,7 @@ class Frame:
         facts = self.model.facts()
         self._header.set(facts)
         self._set_banner(facts)
-        if (facts.is_past or not facts.peers_known) and (self._needs_peers or self.model.known.run is None):
+        if facts.nothing and (self._needs_peers or self.model.known.run is None):
             self._show_nothing(facts)
             return
         if self._page is None:
@@ -394,8 +394,7 @@ class Frame:
 
     def _show_nothing(self, facts: SwarmFacts) -> None:
         """Say why there is no swarm to show."""
-        kind = "empty" if facts.connection == "connected" else facts.connection
-        kind = "over" if facts.is_past else kind
+        kind = "empty" if facts.nothing == "connected" else facts.nothing
         if self._instead == kind + facts.how:
             return
         self._instead, self._page = kind + facts.how, None

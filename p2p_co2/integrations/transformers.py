@@ -69,7 +69,7 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
         model, optimizer = given["model"], given["optimizer"]
         inner = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's
         rates = _rates_of(inner)
-        self.swarm = join(model, inner, **self._options)
+        self.swarm = join(model, inner, **self._options).__enter__()  # SIGTERM asks, as in a block
         if not self._schedules:
             _set_rates(inner, rates)  # after a resume they are still the Trainer's
         self._rates = _rates_of(inner)

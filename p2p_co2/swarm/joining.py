@@ -157,7 +157,9 @@ def _progress_printer(run: RunConfig) -> EventSink:
         if clock.rounds and clock.mode == "time":
             left_s = max(0.0, clock.rounds - event.position) * clock.round_s
             words += f", {left_s // 60:.0f}:{left_s % 60:02.0f} left"
-        if (both_s := event.train_s + event.exposed_s) > 0.0:
+        if event.phase == "paused":
+            words += ", resting"
+        elif (both_s := event.train_s + event.exposed_s) > 0.0:
             words += f", {event.train_s / both_s:.0%} of the time training"
         say(words + (f", loss {event.loss:.4g}" if math.isfinite(event.loss) else ""))
 

@@ -40,7 +40,7 @@ class Optimizer(Optimizers):
     ) -> None:  # fmt: skip
         super().__init__(list(inner) if isinstance(inner, list | tuple) else [inner])  # type: ignore[list-item]
         given = self.parts[0] if len(self.parts) == 1 else list(self.parts)
-        self.swarm: Swarm = join(model, given, **options)
+        self.swarm: Swarm = join(model, given, **options).__enter__()  # SIGTERM asks, as in a block
         self._counter = BatchCounter(model)
         self._reported: tuple[int | Tensor, float | Tensor] | None = None
         self._is_fresh = True

@@ -99,6 +99,7 @@ class Swarm:
         run is over. As ``step``, for programs that step the optimizer themselves. A step of no ``tokens``
         weighs next to nothing in the mean; ten in a row are warned of."""
         if self.done:
+            self.leave()  # the loop goes on all the same: nothing may be lost, and signals are its own again
             return False
         if self._losses:
             if isinstance(loss, Tensor) or not math.isnan(loss):  # NaN: no loss but the micro-steps'

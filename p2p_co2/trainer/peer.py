@@ -80,19 +80,15 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
                 module.training = is_training
 
 
-class Asked:
+class Asked(StopSignals):
     """From ``begin`` to ``at_the_end`` the first of these signals calls ``stop``, if the program handles the
     first of them by no way of its own: SIGTERM saves and leaves, as ``p2p-co2 join`` does. In a group Ctrl-C
     does so, too, and torchrun's agent when the group is to end: all ranks stop with the same step."""
 
-    def __init__(self, stop: Callable[[], object], *numbers: signal.Signals) -> None:
-        self._signals, self._first, self._is_entered = StopSignals(stop, *numbers), numbers[0], False
-
     def begin(self) -> None:
-        is_free = signal.getsignal(self._first) in (signal.SIG_DFL, signal.default_int_handler)
-        if is_free and not self._is_entered and threading.current_thread() is threading.main_thread():
-            self._signals.__enter__()
-            self._is_entered = True
+        is_free = signal.getsignal(self._numbers[0]) in (signal.SIG_DFL, signal.default_int_handler)
+        if is_free and not self._before and threading.current_thread() is threading.main_thread():
+            self.__enter__()
 
     @contextmanager
     def at_the_end(self) -> Iterator[None]:
@@ -100,9 +96,8 @@ class Asked:
         try:
             yield
         finally:
-            if self._is_entered and threading.current_thread() is threading.main_thread():
-                self._signals.__exit__()
-                self._is_entered = False
+            if threading.current_thread() is threading.main_thread():
+                self.__exit__()
 
 
 class Peer:

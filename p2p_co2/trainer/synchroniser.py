@@ -293,7 +293,8 @@ class Synchroniser:
         self._report(ev.Paused, reason=why)
         self.report()
         while reason() and not self.stopped:
-            if self.account.is_near_end(self._advance(self._source.now())):
+            self.position = self._advance(self._source.now())
+            if self.account.is_near_end(self.position):
                 self._report(
                     ev.Warned, text="the run is about to end: this peer rests no longer, and ends with it"
                 )
