@@ -100,9 +100,14 @@ class Swarm:
         return is_of_many and 2 * len(signed) > len(signers) and 2 * len(made_it) > len(others)
 
     def known(self, members: Iterable[PeerId]) -> list[PeerId]:
-        """Those of a group that are live, and had a vote since this peer was started, and this peer."""
-        live, counts = self.live, self.voters.counts
-        return [peer for peer in members if peer == self.me or (peer in live and counts(peer))]
+        """Those of a group that are live and have, or had, a vote, and this peer."""
+        live, voters = self.live, self.voters
+        voting = voters.all()
+        return [
+            peer
+            for peer in members
+            if peer == self.me or (peer in live and (peer in voting or voters.counts(peer)))
+        ]
 
     def refused(self, coordinator: PeerId, fragment: int, why: str, now: float) -> None:
         """A coordinator begins no round; at the end of a run that is nobody's fault."""
