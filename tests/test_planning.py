@@ -445,11 +445,11 @@ def links_of(**given: Any) -> tuple[tuple[Link, ...], str]:
 
 
 def test_the_model_is_counted_and_its_step_measured(run_file: Path) -> None:
-    plan = make_plan(PlanOptions(run_file=run_file, threads=1, batch=2))
+    plan = make_plan(PlanOptions(run_file=run_file, threads=1, batch=128))  # steps of others' time slices
     recipe = load_recipe("byte-gpt", plan.run.recipe_options, 0)
     assert plan.setting.parameters == sum(p.numel() for p in recipe.model.parameters())
     assert len(plan.setting.fragments) == 2
-    assert plan.setting.tokens_per_step == 2 * 8
+    assert plan.setting.tokens_per_step == 128 * 8
     assert 0 < plan.setting.step_s < 1
     assert plan.setting.train_bytes > 50e6  # torch alone is more
     assert "quickest tenth" in plan.sources["step"]
