@@ -66,7 +66,8 @@ class Case(NamedTuple):
     ``change``: what a liar multiplies the means that it makes, and what it learned, with; ``claim``: how
     many times its work it claims; ``owned``: how many equal shares it averages, as its line claims;
     ``two_faced``: whether it sends each peer another mean, and signs them all; ``narrow``: whether, in its
-    turns to coordinate, it takes in a bare majority (what the others learned is lost here)."""
+    turns to coordinate, it takes in a bare majority (what the others learned is lost here); ``ghost``:
+    whether it comes after the first exchange, says that it trains, and makes no step (processes alone)."""
 
     every: tuple[int, ...]
     liars: int = 0
@@ -76,6 +77,7 @@ class Case(NamedTuple):
     owned: int = 1
     two_faced: bool = False
     narrow: bool = False
+    ghost: bool = False
 
 
 CASES = {
@@ -87,6 +89,7 @@ CASES = {
     "boast": Case((1,) * 4, 1, change=-1.0, claim=1e6),
     "boast of three": Case((1,) * 8, 3, change=-1.0, claim=1e6),
     "narrow groups": Case((1,) * 8, 1, change=-1.0, claim=1e6, narrow=True),
+    "ghosts": Case((1,) * 6, 3, ghost=True),
     "fast": Case((1, 8, 8, 8, 8)),
     "uneven": Case((1, 1, 8, 8)),
     "equal": Case((1,) * 8),
@@ -239,13 +242,10 @@ def in_processes(case: Case, options: argparse.Namespace) -> Figures:
             for number, name in enumerate(names):
                 liar = case if number >= len(names) - case.liars else Case(())
                 script, place = str(ROOT / "benchmarks" / "hostile.py"), str(Path(folder) / name)
-                told = [
-                    swarm.ticket,
-                    place,
-                    str(len(names)),
-                    str(number),
-                    json.dumps([*liar[2:5], liar.two_faced]),
-                ]
+                least = len(names) - case.liars * case.ghost
+                told = [swarm.ticket, place, str(least), str(number), json.dumps(liar)]
+                if liar.ghost:
+                    swarm.wait_for(names[0], RoundCommitted)
                 swarm.start(name, [sys.executable, script, "--worker", *told])
             swarm.wait(*names[: len(names) - case.liars], bound_s=END_BOUND_S)
             loss = Trained.load(Path(folder) / names[0] / "checkpoint").held_out_loss()
@@ -301,11 +301,11 @@ def lie(mean: float, change: float) -> None:
 def work(ticket: str, place: str, peers: str, number: str, lies: str) -> None:
     """One peer: the recipe's loop through the library's front door."""
     torch.set_num_threads(1)
-    mean, change, claim, two_faced = json.loads(lies)
-    if two_faced:
+    mine = Case(*json.loads(lies))
+    if mine.two_faced:
         lie_to_each()
-    if (mean, change) != (1.0, 1.0):
-        lie(mean, change)
+    if (mine.mean, mine.change) != (1.0, 1.0):
+        lie(mine.mean, mine.change)
     recipe, folder = load_recipe("byte-gpt", {}, seed=0), Path(place)
     model, optimizer = recipe.model, recipe.optimizer(recipe.model.parameters())
     config = PeerConfig(
@@ -318,12 +318,14 @@ def work(ticket: str, place: str, peers: str, number: str, lies: str) -> None:
         )
         signal.signal(signal.SIGINT, lambda *_: peer.stop())
         with peer:
+            while mine.ghost:
+                time.sleep(1.0)
             for batch in recipe.batches(1000 + int(number), recipe.default_batch):
                 loss = recipe.loss(model, batch)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                if not peer.step(tokens=int(recipe.tokens(batch) * claim), loss=loss.detach()):
+                if not peer.step(tokens=int(recipe.tokens(batch) * mine.claim), loss=loss.detach()):
                     break
 
 
@@ -343,7 +345,7 @@ def main() -> None:
         return
     play = in_processes if options.processes else in_laboratory
     cases = {}
-    for name in options.cases:
+    for name in options.cases if options.processes else [n for n in options.cases if not CASES[n].ghost]:
         cases[name] = play(CASES[name], options)
         print(name, json.dumps(cases[name]), file=sys.stderr)
     job = {key: getattr(options, key) for key in ("rounds", "steps", "seeds", "processes")}

@@ -43,8 +43,8 @@ class Voters:
         found = [peer for peer in training if peer in workers]
         if not is_full or not set(found) - {self._me}:
             found += [peer for peer, view in training.items() if view.counted and peer not in found]
-        if workers:
-            self.met |= dict.fromkeys(found)
+        if workers or not found:
+            self.met |= dict.fromkeys(found or self._live)
             for oldest in list(self.met)[:-MAX_PEERS]:
                 del self.met[oldest]
         return frozenset(found or training)
