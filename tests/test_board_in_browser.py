@@ -281,7 +281,11 @@ def test_every_page_says_that_a_stage_has_no_replica() -> None:
         driver.get(f"{address}bandwidth")
         assert "stage 2 and 3" in wait_for(driver, "hops")
         driver.get(f"{address}round/{2 * MAX_FRAGMENTS + 1}/20")
-        assert "stage 2" in driver.page_source
+
+        def has_its_stage() -> None:
+            assert "stage 2" in driver.page_source
+
+        eventually(has_its_stage)
 
 
 @pytest.mark.parametrize("kind", ["6", "stages", "evil"])
