@@ -90,13 +90,13 @@ format: $(ALL)
 	$(BIN)/ruff format .
 
 proto: $(ALL)
-	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. p2p_co2/protocol/wire/messages.proto
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. p2p_co2/wire/messages.proto
 
 docs: $(ALL)
-	$(BIN)/python -m tests.reference_pages
+	$(BIN)/python -m tools.reference_pages
 
 screenshots: $(ALL)
-	$(BIN)/python -m tests.screenshots $(SCREENSHOT_ARGS)
+	$(BIN)/python -m tools.screenshots $(SCREENSHOT_ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

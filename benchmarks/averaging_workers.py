@@ -35,13 +35,14 @@ from p2p_co2.config import (
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.protocol.rounds.exchange import Exchange
-from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.fragments import LiveParameters
 from p2p_co2.ticket import Ticket
-from p2p_co2.trainer import Peer, connect, fragment_state, worker
-from p2p_co2.trainer.kept import Encoded
+from p2p_co2.trainer import Peer, connect
+from p2p_co2.trainer.ledger import fragment_state, worker
+from p2p_co2.trainer.ledger.kept import Encoded
+from p2p_co2.wire.identity import Identity
 
 PEERS, TENSORS = 4, 8
 NOISE = 1e-2

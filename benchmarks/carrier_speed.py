@@ -25,8 +25,8 @@ from p2p_co2.net.transport.base import Carrier
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.net.transport.libp2p.carrier import Libp2pCarrier
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import PeerRecord
 
 RUN = bytes(32)
 

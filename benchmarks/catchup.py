@@ -56,10 +56,10 @@ from p2p_co2.protocol.catchup.goals import (
     DonorRefused,
     Fetched,
 )
-from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
-from p2p_co2.protocol.wire.messages_pb2 import Chunk
 from p2p_co2.telemetry.events import CaughtUp, Event, FragmentApplied
 from p2p_co2.trainer import connect
+from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.wire.messages_pb2 import Chunk
 
 CAP_BYTES_PER_S = 2e6
 SLOW_BYTES_PER_S = 30e3

@@ -48,11 +48,11 @@ from torch import Tensor
 
 from p2p_co2.config import RunConfig
 from p2p_co2.protocol.rounds.attempt import Share, capped
-from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.recipes.corpus import embedded_corpus
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import centred_mean, reduce_slices, weighted_mean
 from p2p_co2.tensors.codec import get_codec
+from p2p_co2.wire.identity import PeerId
 
 SPEEDS = {"equal": (1, 1, 1, 1), "ten times": (1, 1, 10, 10)}
 """Inner steps of the fastest for one of each peer's."""

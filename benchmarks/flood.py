@@ -36,12 +36,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from p2p_co2.config import ClockConfig, CodecConfig, PeerConfig, RunConfig
 from p2p_co2.errors import P2PCo2Error, PeerLost
 from p2p_co2.node.network import Network
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import Envelope, Part, Ping, Ready, RoundKey
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.telemetry.events import MessageRefused, Progress, RoundCommitted
 from p2p_co2.ticket import Ticket
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import Envelope, Part, Ping, Ready, RoundKey
 from tests.swarms import Swarm
 
 HONEST = ("a", "b", "c")

@@ -41,7 +41,6 @@ from p2p_co2.config import ClockConfig, PeerConfig, RunConfig
 from p2p_co2.protocol.rounds import Likeness
 from p2p_co2.protocol.rounds.attempt import Attempt, Share, capped, is_quorum
 from p2p_co2.protocol.rounds.exchange import Findings, PartState, has_a_say, may_be_true
-from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.recipes import load_recipe, recipe_digest
 from p2p_co2.recipes.corpus import embedded_corpus
 from p2p_co2.system.memory import Buffer
@@ -51,8 +50,10 @@ from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import Mean, centred_mean, compare, reduce_slices
 from p2p_co2.tensors.codec import Codec
 from p2p_co2.trained import Trained
-from p2p_co2.trainer import connect, worker
-from p2p_co2.trainer.fragment_state import FragmentState
+from p2p_co2.trainer import connect
+from p2p_co2.trainer.ledger import worker
+from p2p_co2.trainer.ledger.fragment_state import FragmentState
+from p2p_co2.wire.identity import PeerId
 from tests.swarms import ROOT, Swarm
 
 Figures = dict[str, Any]

@@ -48,12 +48,12 @@ from loss_model import (
 )
 
 from p2p_co2.config import ApplyRule, CodecConfig, OuterConfig, RunConfig
-from p2p_co2.node.ledger import PartWeights
+from p2p_co2.protocol.ledger import PartWeights
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import reduce_slices, weighted_mean
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.trainer.fragment_state import FragmentState
+from p2p_co2.trainer.ledger.fragment_state import FragmentState
 
 PEERS, H = 4, 30
 Clip = Literal["none", "elementwise", "rms"]

@@ -54,7 +54,7 @@ from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, Ru
 from p2p_co2.system.memory import _pool, use_one_arena
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer import Peer, connect
-from p2p_co2.trainer.kept import Compact, Encoded, Gradient, Kept, StepChange
+from p2p_co2.trainer.ledger.kept import Compact, Encoded, Gradient, Kept, StepChange
 
 PEERS, LAYERS, ROUNDS, STEPS_PER_ROUND = 2, 4, 4, 8
 TINY_WIDTH = 16

@@ -41,12 +41,12 @@ from loss_table import HeldFragment, Row
 from p2p_co2.protocol.pipeline import Key, Work
 from p2p_co2.protocol.pipeline.machine import WINDOW, Do
 from p2p_co2.protocol.pipeline.routes import shares
-from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.recipes.byte_gpt import ByteGPTStage, Shape, next_token_loss, next_token_sum, stage_edges
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus
 from p2p_co2.recipes.stages import Stages
 from p2p_co2.tensors.stages import Chain
-from p2p_co2.trainer.stage_work import Crossings, Done, StageWork
+from p2p_co2.trainer.stages.work import Crossings, Done, StageWork
+from p2p_co2.wire.identity import PeerId
 
 SHAPE = Shape(layers=4, width=64, heads=4, context=64)
 STEPS = 20

@@ -70,7 +70,7 @@ def mean_step(optimizer: torch.optim.Optimizer, module: nn.Module, tokens: int) 
 def ours(ticket: str, folder: str, stage: str, config: str) -> None:
     """A peer with a stage, until it is interrupted."""
     from p2p_co2.trainer.connection import connect
-    from p2p_co2.trainer.stage_peer import StagePeer
+    from p2p_co2.trainer.stages.peer import StagePeer
 
     torch.set_num_threads(1)
     place = Path(folder)

@@ -22,8 +22,6 @@ from bootstrap.options import SeedOptions
 from bootstrap.run_file import recipe_of
 from p2p_co2.config import OWN_LOOP, RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError, TicketError, TransportError
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES
 from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.system.folders import OLD_SEED, data_home, seed_folder
 from p2p_co2.system.process import (
@@ -34,6 +32,8 @@ from p2p_co2.system.process import (
     require_supported_platform,
 )
 from p2p_co2.ticket import Ticket, is_loopback, is_of_run, is_private, kept_seeds, line_to_join, read_ticket
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_PEERS, MAX_RECORD_BYTES
 
 if TYPE_CHECKING:
     from p2p_co2.net.discovery import Discovery

@@ -26,10 +26,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from monitoring.words import LEFT_PREFIX, clock, describe, loss_unit, percent, plain, size
 from p2p_co2.config import RunConfig
 from p2p_co2.protocol.reports import ASKS_PER_S
-from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState, Sighting
 from p2p_co2.telemetry.view import PeerView, RoundView, SwarmView, mean_of, numbered
+from p2p_co2.wire.limits import MAX_FRAGMENTS
 
 STATES = (
     "starting", "joining", "behind", "training", "draining", "paused", "finished", "left", "gone", "silent",

@@ -18,14 +18,14 @@ from monitoring.history import TIERS
 from p2p_co2.config import RunConfig, read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, TicketError
 from p2p_co2.protocol.reports import Poller
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Relayed
 from p2p_co2.system.process import is_kept
 from p2p_co2.system.socket_activation import MAX_ASKED, receive_relayed, send_relayed
 from p2p_co2.telemetry.events import Event, PeerFinished, PeerStarted
 from p2p_co2.telemetry.feed import Feed, FeedState, News, Sighting
 from p2p_co2.telemetry.journal import Tail
 from p2p_co2.ticket import MAX_TICKET_CHARACTERS, Ticket
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Relayed
 
 MAX_JOURNALS = 1024
 QUIET_S = 15.0

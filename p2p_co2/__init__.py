@@ -16,6 +16,8 @@ import importlib
 import os
 import sys
 
+from p2p_co2.version import __version__
+
 TYPE_CHECKING = False  # as ``typing`` has it, which takes milliseconds to import
 if TYPE_CHECKING:
     from p2p_co2 import integrations
@@ -33,7 +35,6 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 if sys.stderr is None:  # closed before the start: hivemind asks it things, and ``print`` takes stdout for it
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
 
-__version__ = "0.1.0"
 __all__ = [
     "Connection", "Optimizer", "Peer", "PeerConfig", "RunConfig", "Swarm", "__version__", "connect",
     "integrations", "join", "local_swarm", "shard",

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from p2p_co2.codec_specs import SPECS, codec_names
 from p2p_co2.errors import ConfigError, in_our_words
-from p2p_co2.protocol.wire.limits import MAX_STAGES
 from p2p_co2.system.governor import read_hours
+from p2p_co2.wire.limits import MAX_STAGES
 
 ApplyRule = Literal["keep", "co2", "blend", "eager"]
 CarrierName = Literal["auto", "grpc", "libp2p"]

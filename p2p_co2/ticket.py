@@ -24,9 +24,9 @@ import base58
 
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import RemoteProtocolError, TicketError
-from p2p_co2.protocol.wire.identity import PeerId, peer_id_of, public_key_of
-from p2p_co2.protocol.wire.limits import MAX_ADDRESSES
 from p2p_co2.system.process import VARIABLES
+from p2p_co2.wire.identity import PeerId, peer_id_of, public_key_of
+from p2p_co2.wire.limits import MAX_ADDRESSES
 
 PREFIX = "p2pco2-"
 TICKET_VARIABLE = VARIABLES + "TICKET"

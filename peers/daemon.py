@@ -32,7 +32,7 @@ from peers.doctor.machine import look_at_machine
 if TYPE_CHECKING:
     from p2p_co2.recipes import Recipe
     from p2p_co2.trainer import Connection, Peer
-    from p2p_co2.trainer.stage_peer import StagePeer
+    from p2p_co2.trainer.stages.peer import StagePeer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +258,7 @@ def _train(
         return
     from p2p_co2.recipes import InnerStep
     from p2p_co2.trainer.agreed_loss import AgreedLoss
-    from p2p_co2.trainer.stage_peer import data_seed
+    from p2p_co2.trainer.stages.peer import data_seed
 
     model = recipe.model.to(options.config.device)
     optimizer = recipe.optimizer(model.parameters())  # a first one imports much of torch

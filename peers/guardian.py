@@ -33,17 +33,17 @@ from typing import TYPE_CHECKING
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import P2PCo2Error
 from p2p_co2.node.network import RECORD_LIFETIME_S
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.system.machine import available_memory_bytes
 from p2p_co2.system.process import StopSignals, end_with_parent, program
 from p2p_co2.tensors.checkpoint.folder import has_checkpoint
 from p2p_co2.trainer.arrival import CATCH_UP_BOUND_S
 from p2p_co2.trainer.network_thread import CLOSE_BOUND_S
+from p2p_co2.wire.heartbeat import HEARTBEAT_S
 
 if TYPE_CHECKING:
-    from p2p_co2.protocol.wire.identity import PeerId
-    from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
-    from p2p_co2.trainer.stage_peer import StagePeer
+    from p2p_co2.trainer.stages.peer import StagePeer
+    from p2p_co2.wire.identity import PeerId
+    from p2p_co2.wire.messages_pb2 import PeerRecord
 
 GUARDIANS = 2
 KEPT_EVERY_ROUNDS = 10
@@ -251,7 +251,7 @@ def _has_memory() -> bool:
 
 def keep(errand: Errand) -> None:
     """Load the stage's agreed state, and put it in the place of what was kept."""
-    from p2p_co2.trainer.gather import fetch
+    from p2p_co2.trainer.ranks.gather import fetch
 
     fresh = errand.kept.with_suffix(".new")
     shutil.rmtree(fresh, ignore_errors=True)

@@ -28,9 +28,9 @@ from p2p_co2.protocol.catchup.goals import (
     Shape,
 )
 from p2p_co2.protocol.catchup.machine import CatchUp
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
-from p2p_co2.protocol.wire.messages_pb2 import Chunk
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.wire.messages_pb2 import Chunk
 
 RUN = bytes(range(32))
 CHUNKS = 40

@@ -7,8 +7,8 @@ from struct import pack
 from p2p_co2.digest import digest
 from p2p_co2.protocol.rounds import DECISION_CONTEXT
 from p2p_co2.protocol.rounds.certificate import MEAN_CONTEXT
-from p2p_co2.protocol.wire.identity import Identity
-from p2p_co2.protocol.wire.messages_pb2 import Decision, Mean, Outcome, PartOutcome, SignedMean, Vote
+from p2p_co2.wire.identity import Identity
+from p2p_co2.wire.messages_pb2 import Decision, Mean, Outcome, PartOutcome, SignedMean, Vote
 
 
 def certify(outcome: Outcome, *signers: Identity) -> Decision:

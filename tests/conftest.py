@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -98,6 +99,53 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     config.option.loadscopereorder = False
     return Lanes(config, log)
+
+
+_started: list[str] = []
+"""The programs that the test now running has started."""
+
+
+def _hear(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "subprocess.Popen":
+        _started.append(os.path.basename(str(arguments[0])))
+    elif event == "os.fork":
+        _started.append("fork")
+
+
+sys.addaudithook(_hear)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """What a test started stands in its report, for the file of durations."""
+    _started.clear()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    item.user_properties.append(("started", " ".join(_started)))
+    return (yield)
+
+
+_durations: dict[str, list[Any]] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Runs where the session is led: with several workers, once for all of them."""
+    row = _durations.setdefault(report.nodeid, [0.0, ""])
+    row[0] += report.duration
+    row[1] = dict(report.user_properties).get("started", row[1])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """``runs/durations.tsv``: seconds, test, and the programs that it started, the longest first."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not _durations:
+        return
+    rows = sorted(_durations.items(), key=lambda item: -item[1][0])
+    file = ROOT / "runs" / "durations.tsv"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(f"{seconds:.2f}\t{test}\t{started}\n" for test, (seconds, started) in rows))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
-from p2p_co2.protocol.wire.envelope import unsent
+from p2p_co2.wire.envelope import unsent
 
 
 def enveloped(message: Message, head: bytes) -> bytes:

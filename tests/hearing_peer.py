@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from p2p_co2.node.catchup import Agreement
-from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.progress import Conclusions, SwarmProgress
 from p2p_co2.node.state import LocalProgress, PeerState
 from p2p_co2.node.status import StatusWriter, Times
+from p2p_co2.protocol.ledger import AgreedVersion
 from p2p_co2.protocol.membership import Membership
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Leave, Ping, Status
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Leave, Ping, Status
 
 ME, OTHER, NEWCOMER = PeerId("me"), PeerId("other"), PeerId("newcomer")
 DONE = LocalProgress(Status.DRAINING, finished=frozenset({0, 1}))

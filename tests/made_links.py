@@ -12,8 +12,8 @@ from p2p_co2.errors import PeerLost, TransportError
 from p2p_co2.net.transport.base import OnMessage, OnRefused
 from p2p_co2.net.transport.flow import Acknowledged, Seen
 from p2p_co2.node.links import LinkObserver, LinkPool, Uplink
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import PeerRecord
 
 B, C = PeerId("b"), PeerId("c")
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from monitoring.model import Model
 from p2p_co2.config import ClockConfig, PipelineConfig, RunConfig
-from p2p_co2.protocol.wire.identity import PeerId, peer_id_of
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, FeedState, News, Sighting
 from p2p_co2.ticket import Ticket
+from p2p_co2.wire.identity import PeerId, peer_id_of
 from tests.event_samples import aborted, applied, between, committed, progress, started
 
 TOKENS_PER_S = 2400

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
-from p2p_co2.node.ledger import AgreedMean, PartWeights
+from p2p_co2.protocol.ledger import AgreedMean, PartWeights
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.exchanged_model import Plan, check_model
-from p2p_co2.trainer.fragment_state import FragmentState
+from p2p_co2.trainer.ledger.fragment_state import FragmentState
+from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.rates import Rates
 from p2p_co2.trainer.synchroniser import Progressed
-from p2p_co2.trainer.worker import TensorWorker
 from tests.trainer_bench import RecordingWire
 
 STEPS = 4

@@ -12,8 +12,8 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import Offer, PayloadShape, PeerView, Rounds, Stale
 from p2p_co2.protocol.rounds.attempt import seal_begin
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId
 from tests.round_network import RUN, Network, make_identity
 
 DIGEST = hashlib.sha256(b"start").digest()

@@ -34,9 +34,9 @@ from p2p_co2.protocol.rounds import (
     Rounds,
     RoundsEvent,
 )
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
-from p2p_co2.protocol.wire.messages_pb2 import Contributor, Decision, Member, Outcome, RoundKey
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
+from p2p_co2.wire.messages_pb2 import Contributor, Decision, Member, Outcome, RoundKey
 from tests.certificates import certify
 
 RUN = hashlib.sha256(b"a run").digest()

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from p2p_co2.config import PeerConfig
 from p2p_co2.recipes import load_run_recipe
 from p2p_co2.trainer.connection import connect, print_warnings
-from p2p_co2.trainer.stage_peer import StagePeer
+from p2p_co2.trainer.stages.peer import StagePeer
 
 
 def main() -> None:

@@ -22,10 +22,10 @@ from google.protobuf.message import Message
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.node import pump
-from p2p_co2.protocol.wire.envelope import Unsent
 from p2p_co2.telemetry.events import Event, RoundCommitted
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.trainer import connect
+from p2p_co2.wire.envelope import Unsent
 from tests.paced_recipe import Descent
 
 WIDTH = 48

@@ -17,7 +17,6 @@ from torch import Tensor
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.protocol.rounds.attempt import Share, capped
-from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.tensors.aggregation import (
     LONGEST,
     HostileSlice,
@@ -31,6 +30,7 @@ from p2p_co2.tensors.aggregation import (
 )
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.codec.base import CHUNK_BLOCKS, Codec
+from p2p_co2.wire.identity import PeerId
 
 NAMES: tuple[str, ...] = tuple(SPECS)
 LARGEST = torch.finfo(torch.float32).max

@@ -45,11 +45,11 @@ from monitoring.terminal import frame, line, watch_feed
 from monitoring.words import capped_words, news
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
 from p2p_co2.protocol.reports import check_event
-from p2p_co2.protocol.wire.limits import MAX_STRING
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, FeedState, News
 from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, event_line
 from p2p_co2.telemetry.view import MAX_VALUES, recalled
+from p2p_co2.wire.limits import MAX_STRING
 from tests.event_samples import aborted, applied, fold, started
 from tests.made_swarm import MadeFeed, MadeSwarm, add_evil, peer_id, step
 from tests.swarms import ROOT

@@ -16,7 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from monitoring.glossary import GLOSSARY
-from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS
+from p2p_co2.wire.limits import MAX_FRAGMENTS
 from tests.browser import board, browser, errors, missing, text_of, wait_for
 from tests.made_swarm import peer_id
 

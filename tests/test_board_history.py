@@ -19,12 +19,12 @@ from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, Happening,
 from monitoring.model import MAX_PEERS, Model, Recorder
 from p2p_co2.config import read_run_config
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.protocol.wire.messages_pb2 import Relayed
 from p2p_co2.system.process import FolderLock
 from p2p_co2.system.socket_activation import MAX_ASKED, receive_relayed, send_relayed
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import Feed, FeedState, News, Sighting
 from p2p_co2.telemetry.journal import Journal
+from p2p_co2.wire.messages_pb2 import Relayed
 from tests.event_samples import started
 from tests.made_swarm import MadeFeed, MadeSwarm, peer_id, step
 from tests.swarms import ROOT

@@ -21,9 +21,9 @@ from selenium.webdriver.common.by import By
 
 from monitoring.summary import RunFacts, summarise
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.telemetry.events import Progress, RoundCommitted
+from p2p_co2.wire.limits import MAX_FRAGMENTS
 from tests.browser import board, browser, errors, missing, text_of, wait_for
 from tests.event_samples import fold
 from tests.made_swarm import EVIL, peer_id

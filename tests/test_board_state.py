@@ -16,10 +16,10 @@ from monitoring.status import lines_of
 from monitoring.terminal import frame, line
 from p2p_co2.config import ClockConfig
 from p2p_co2.node.reporting import nobody_answers
-from p2p_co2.protocol.wire.messages_pb2 import RunPosition
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.feed import FeedState, Sighting
 from p2p_co2.telemetry.journal import Journal
+from p2p_co2.wire.messages_pb2 import RunPosition
 from tests.event_samples import progress, started
 from tests.made_swarm import MadeFeed, MadeSwarm, step
 from tests.told_feed import RUN, START, Told

@@ -27,9 +27,9 @@ from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.planning.profiles import PROFILES, LinkProfile
-from p2p_co2.protocol.wire.identity import Identity, peer_id_of
 from p2p_co2.system.process import processes_below
 from p2p_co2.ticket import Ticket
+from p2p_co2.wire.identity import Identity, peer_id_of
 from tests.transport_peers import until
 
 # ---- processes

@@ -10,9 +10,9 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.catchup.buffers import MAX_ASKING, Buffers
 from p2p_co2.protocol.catchup.donor import LOADS_S
 from p2p_co2.protocol.catchup.goals import BUFFERS, LEAST_CHUNK_BYTES, Outbox
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch
 from p2p_co2.trainer.model_summary import MOST_BYTES, ModelBuffers
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Chunk, Fetch
 
 A, B, C = (PeerId(name) for name in "ABC")
 

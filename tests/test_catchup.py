@@ -48,13 +48,13 @@ from p2p_co2.protocol.catchup.machine import (
 from p2p_co2.protocol.catchup.manifest import (
     chunk_count,
 )
-from p2p_co2.protocol.wire.identity import (
+from p2p_co2.wire.identity import (
     PeerId,
 )
-from p2p_co2.protocol.wire.limits import (
+from p2p_co2.wire.limits import (
     MAX_DATA_BYTES,
 )
-from p2p_co2.protocol.wire.messages_pb2 import (
+from p2p_co2.wire.messages_pb2 import (
     Chunk,
     Decision,
     Fetch,

@@ -11,13 +11,13 @@ import pytest
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.protocol.catchup import policy
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Mine, Move, Said, Why
-from p2p_co2.protocol.heartbeat import SLOWEST_HEARTBEAT_S
 from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.simnet.oversight import HEAL_ROUNDS
 from p2p_co2.telemetry.events import CaughtUp, Event, RoundCommitted, Warned
+from p2p_co2.wire.heartbeat import SLOWEST_HEARTBEAT_S
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Status
 
 PHASES = {"t": Status.TRAINING, "d": Status.DRAINING, "j": Status.JOINING, "p": Status.PAUSED}
 

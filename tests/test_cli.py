@@ -28,9 +28,9 @@ from p2p_co2.cli.join import JoinWatch
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError, TransportError
 from p2p_co2.peer_options import peer_config
-from p2p_co2.protocol.wire.identity import Identity, peer_id_of
 from p2p_co2.system.process import FolderLock
 from p2p_co2.ticket import Ticket
+from p2p_co2.wire.identity import Identity, peer_id_of
 from peers.daemon import JoinOptions, join_run
 from tests.disks import fill
 

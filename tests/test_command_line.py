@@ -15,8 +15,8 @@ from p2p_co2.cli import main as cli
 from p2p_co2.config import read_peer_config, read_run_config
 from p2p_co2.errors import ConfigError
 from p2p_co2.peer_options import peer_config
-from p2p_co2.protocol.wire.identity import peer_id_of
 from p2p_co2.ticket import Ticket
+from p2p_co2.wire.identity import peer_id_of
 
 ROOT = Path(__file__).resolve().parent.parent
 

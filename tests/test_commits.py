@@ -11,12 +11,13 @@ import pytest
 
 from p2p_co2.digest import digest
 from p2p_co2.node.commits import CommitHandler
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced, SliceRefused, agreed_mean
 from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.state import PAST_KEPT, Effects, PeerState
+from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced, SliceRefused, agreed_mean
 from p2p_co2.protocol.rounds import FellBehind, Offer, PayloadShape, PeerView, ReduceWanted, Refused, Rounds
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import (
+from p2p_co2.telemetry.events import ContributionCapped, RoundAborted
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import (
     Contributor,
     Decision,
     Member,
@@ -24,7 +25,6 @@ from p2p_co2.protocol.wire.messages_pb2 import (
     PartOutcome,
     RoundKey,
 )
-from p2p_co2.telemetry.events import ContributionCapped, RoundAborted
 from tests.certificates import certify
 from tests.round_network import RUN, Network, make_identity
 

@@ -33,8 +33,8 @@ from p2p_co2.net.transport.libp2p.hivemind import (
     PeerID,
     get_dht_time,
 )
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import (
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import (
     HELLO_WINDOW_S,
     MAX_ADDRESSES,
     MAX_FRAGMENTS,
@@ -43,7 +43,7 @@ from p2p_co2.protocol.wire.limits import (
     MAX_STRING,
     PROTOCOL_VERSION,
 )
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
+from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 from tests.transport_peers import PATIENCE_S, free_port, open_daemon
 
 CONFIG = RunConfig(name="test")

@@ -22,9 +22,9 @@ from pydantic import ValidationError
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.swarm.joining import Options
 from p2p_co2.testing import local_swarm
-from tests import house
-from tests.prose import MOST_WORDS, long_ones, sentences, words_of
-from tests.reference_pages import MAKERS, commands, pages
+from tools import house
+from tools.prose import MOST_WORDS, long_ones, sentences, words_of
+from tools.reference_pages import MAKERS, commands, pages
 
 ROOT = house.ROOT
 DOCS = ROOT / "docs"

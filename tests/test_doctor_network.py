@@ -28,9 +28,9 @@ from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.probe import Passed, ProbeServer, judge_clock
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.system.process import program
 from p2p_co2.ticket import Ticket
+from p2p_co2.wire.identity import Identity, PeerId
 from peers.doctor import network
 from peers.doctor.findings import State
 from peers.doctor.network import Outcome, look_at_network, rate_finding, together

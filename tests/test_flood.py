@@ -31,8 +31,8 @@ from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
 from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES
 from p2p_co2.node.router import control_units
 from p2p_co2.protocol.rounds.assembly import piece_bytes
-from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import Envelope, Mean, Ping, RoundKey
+from p2p_co2.wire.limits import MAX_DATA_BYTES, PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import Envelope, Mean, Ping, RoundKey
 from tests.fuzz.world import RUN as RUN_OF_WORLD
 from tests.fuzz.world import Trainer, World
 from tests.test_transport import hello_for

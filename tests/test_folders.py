@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.errors import EnvironmentFault, TicketError
-from p2p_co2.protocol.wire.identity import peer_id_of
 from p2p_co2.system.folders import OLD_PEER, observer_folder, peer_folder, seed_folder
 from p2p_co2.system.process import FolderLock, claim, is_kept
 from p2p_co2.ticket import Ticket, is_of_run, read_ticket
+from p2p_co2.wire.identity import peer_id_of
 
 RUN, OTHER_RUN = bytes(range(32)), bytes(32)
 TICKET = str(Ticket(RUN, peer_id_of(bytes(32)), (f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id_of(bytes(32))}",)))

@@ -62,7 +62,7 @@ def test_a_forked_child_has_neither_the_lock_nor_the_sockets_and_the_parent_keep
 LISTENS_AND_FORKS = """
 import asyncio, os
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
-from p2p_co2.protocol.wire.identity import Identity
+from p2p_co2.wire.identity import Identity
 
 async def main():
     carrier = GrpcCarrier(Identity.generate(), bytes(32), "127.0.0.1", 0)

@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from p2p_co2.config import CodecConfig, OuterConfig, RunConfig
 from p2p_co2.errors import EnvironmentFault
-from p2p_co2.node.ledger import PartWeights
 from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
+from p2p_co2.protocol.ledger import PartWeights
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import reduce_slices, weighted_mean
 from p2p_co2.tensors.checkpoint.agreed import state_bytes, state_digest
 from p2p_co2.tensors.checkpoint.folder import Checkpoint, load, save
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.trainer import kept
-from p2p_co2.trainer.fragment_state import FragmentState, Outcome
+from p2p_co2.trainer.ledger import kept
+from p2p_co2.trainer.ledger.fragment_state import FragmentState, Outcome
 
 PLAIN = OuterConfig(rule="keep", lr=1.0, momentum=0.0, nesterov=False, gap_penalty=False, clip="none")
 BLOCK, RULES = 128, ["keep", "blend", "co2", "eager"]

@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from p2p_co2.protocol.rounds.gathering import behind_message
-from p2p_co2.protocol.wire.envelope import head_of
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.kinds import KINDS as KINDS_OF_ALL
-from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import AskOutcome, Envelope, RoundKey
+from p2p_co2.wire.envelope import head_of
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.kinds import KINDS as KINDS_OF_ALL
+from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import AskOutcome, Envelope, RoundKey
 from tests.envelopes import enveloped
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.play import STRANGER, Game, check_bounds

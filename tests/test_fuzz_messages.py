@@ -26,10 +26,10 @@ from p2p_co2.net.transport.admission import HELLO_CONTEXT, Admission
 from p2p_co2.net.transport.libp2p.relay import read_hop
 from p2p_co2.net.transport.probe import read_answer, read_question
 from p2p_co2.protocol.reports import REPORT_CONTEXT, Responder, open_report
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import unseal
-from p2p_co2.protocol.wire.kinds import KINDS
 from p2p_co2.system.socket_activation import receive_relayed
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import unseal
+from p2p_co2.wire.kinds import KINDS
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.scenes import Scene, examples
 from tests.fuzz.stages import KINDS_BETWEEN, StageGame, examples_between

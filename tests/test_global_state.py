@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 
 from p2p_co2.net.transport.libp2p.hivemind import DHTID
-from tests.house import sources
 from tests.test_architecture import ROOT
+from tools.house import sources
 
 FLOATS = {"empty", "zeros", "ones", "full", "eye", "linspace", "logspace", "scalar_tensor", "empty_strided"}
 WHOLE = {"arange", "tensor", "as_tensor", "asarray", "randint", "randperm"}

@@ -10,8 +10,8 @@ from p2p_co2.config import PeerConfig
 from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.net.transport.grpc_carrier import GrpcCarrier
 from p2p_co2.node.environment import Environment
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import PeerRecord
 from tests.fuzz.world import RUN, Trainer, make_identity
 
 OTHER_GROUP = hashlib.sha256(b"another group of the run").digest()

@@ -21,9 +21,12 @@ from p2p_co2.config import ClockConfig, CodecConfig, PeerConfig, RunConfig
 from p2p_co2.errors import PeerLost
 from p2p_co2.net.transport.base import Link
 from p2p_co2.node.network import Network
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import (
+from p2p_co2.recipes import recipe_digest
+from p2p_co2.telemetry.events import FragmentApplied, MessageRefused, PeerJoined, RoundCommitted
+from p2p_co2.ticket import Ticket
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES, PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import (
     Begin,
     Contributor,
     Decision,
@@ -41,9 +44,6 @@ from p2p_co2.protocol.wire.messages_pb2 import (
     Status,
     Vote,
 )
-from p2p_co2.recipes import recipe_digest
-from p2p_co2.telemetry.events import FragmentApplied, MessageRefused, PeerJoined, RoundCommitted
-from p2p_co2.ticket import Ticket
 from tests.swarms import Swarm, swarm
 
 pytestmark = pytest.mark.swarm

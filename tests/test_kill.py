@@ -13,9 +13,9 @@ import pytest
 
 from p2p_co2.config import ClockConfig, CodecConfig, RunConfig
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.recipes import recipe_digest
 from p2p_co2.telemetry.events import LinkLost, PeerLeft, RoundCommitted
+from p2p_co2.wire.identity import Identity
 from tests.swarms import START_BOUND_S, swarm
 
 pytestmark = pytest.mark.swarm

@@ -44,9 +44,9 @@ from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P, P2PDaemonError
 from p2p_co2.net.transport.libp2p.relay import Places, ask_for_place, start_relay
 from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, framed
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES
-from p2p_co2.protocol.wire.messages_pb2 import CircuitHop, CircuitLimit, PeerRecord
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
+from p2p_co2.wire.messages_pb2 import CircuitHop, CircuitLimit, PeerRecord
 from peers.daemon import what_is_opened
 from tests.transport_peers import PATIENCE_S, RUN, Peer, free_port, open_daemon, open_pair, until
 

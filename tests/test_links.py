@@ -27,9 +27,9 @@ from p2p_co2.node.links import (
     Uplink,
 )
 from p2p_co2.node.meter import FAST_BYTES_PER_S
-from p2p_co2.protocol.wire.envelope import unsent, with_data
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Mean, PeerRecord
+from p2p_co2.wire.envelope import unsent, with_data
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Mean, PeerRecord
 from tests.made_links import B, C, FakeCarrier, Hands, links_over, turns
 from tests.transport_peers import PATIENCE_S, open_pair, until
 

@@ -10,7 +10,7 @@ from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from p2p_co2.protocol.pipeline import Key, Work
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.tensors.stages import Boundary, LowRank
-from p2p_co2.trainer.stage_work import Crossings, StageWork
+from p2p_co2.trainer.stages.work import Crossings, StageWork
 from tests.test_stages import byte_stages, microbatches
 
 SHAPE = (24, 16)

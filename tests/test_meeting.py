@@ -25,8 +25,13 @@ from p2p_co2.protocol.membership import (
     Membership,
 )
 from p2p_co2.protocol.strangers import STRANGER_TOLD_S, OtherModel, Stranger
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import (
+from p2p_co2.telemetry import events as ev
+from p2p_co2.tensors.fragments import plan_fragments
+from p2p_co2.ticket import Ticket
+from p2p_co2.trainer.connection import connect
+from p2p_co2.trainer.model_summary import summarise
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import (
     Leave,
     ModelRow,
     ModelTable,
@@ -34,12 +39,7 @@ from p2p_co2.protocol.wire.messages_pb2 import (
     Ping,
     Status,
 )
-from p2p_co2.protocol.wire.model_table import MAX_TABLE_BYTES, ModelSummary, Row, check_rows
-from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors.fragments import plan_fragments
-from p2p_co2.ticket import Ticket
-from p2p_co2.trainer.connection import connect
-from p2p_co2.trainer.model_summary import summarise
+from p2p_co2.wire.model_table import MAX_TABLE_BYTES, ModelSummary, Row, check_rows
 from tests.test_discovery import CONFIG, DEAD, RECIPE, RUN, open_member
 from tests.test_membership import deliver, drain
 

@@ -9,13 +9,6 @@ import pytest
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol import membership
-from p2p_co2.protocol.heartbeat import (
-    HEARTBEAT_S,
-    MEASURE_EVERY_S,
-    SILENCE_FLOOR_S,
-    SLOWEST_HEARTBEAT_S,
-    TOLD_PER_S,
-)
 from p2p_co2.protocol.membership import (
     CUT_OFF_S,
     NEWS_GATHERED_S,
@@ -24,8 +17,15 @@ from p2p_co2.protocol.membership import (
     Membership,
     positions,
 )
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Leave, Ping, Pong, Status
+from p2p_co2.wire.heartbeat import (
+    HEARTBEAT_S,
+    MEASURE_EVERY_S,
+    SILENCE_FLOOR_S,
+    SLOWEST_HEARTBEAT_S,
+    TOLD_PER_S,
+)
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import Leave, Ping, Pong, Status
 
 A, B, C = (Identity.generate().peer_id for _ in range(3))
 

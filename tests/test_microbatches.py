@@ -11,12 +11,12 @@ from p2p_co2.planning.exchange import link_of
 from p2p_co2.planning.pipeline import StagedSetting, StageLoad, StageMember, forecast_stages
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.pipeline import Key, Pipeline, machine
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Declined, Dropped
 from p2p_co2.simnet import microbatches
 from p2p_co2.simnet.campaign import play_stage_storm
 from p2p_co2.simnet.internet import Noise
 from p2p_co2.simnet.microbatches import Layout, MicrobatchBooks, StagePeer, VirtualStages
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Declined, Dropped
 
 STORMS = 40
 LINE = LinkProfile("line", 800_000_000, 800_000_000, 10.0, 0.0, 0.0, "open")

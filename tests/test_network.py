@@ -20,10 +20,10 @@ from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.node import network as room
 from p2p_co2.node.network import RECORD_LIFETIME_S, Network, RecordBook, lead_nowhere_else, publishable
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_DIALLED, MAX_RECORD_BYTES, MAX_STRING
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.ticket import Ticket
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_DIALLED, MAX_RECORD_BYTES, MAX_STRING
+from p2p_co2.wire.messages_pb2 import PeerRecord
 
 RUN = bytes(range(32))
 DEAD = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.protocol.wire.messages_pb2 import Fetch
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm
 from p2p_co2.simnet.oversight import Oversight
+from p2p_co2.wire.messages_pb2 import Fetch
 
 
 def test_nothing_waits_for_another_turn_to_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from p2p_co2.errors import TransportError
 from p2p_co2.node.reporting import Observer
-from p2p_co2.protocol.wire.identity import peer_id_of
 from p2p_co2.ticket import Ticket
+from p2p_co2.wire.identity import peer_id_of
 from tests.transport_peers import PATIENCE_S
 
 SEED = peer_id_of(bytes(32))

@@ -17,7 +17,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint.agreed import state_bytes
 from p2p_co2.tensors.codec import get_codec, passes
-from p2p_co2.trainer.kept import Encoded
+from p2p_co2.trainer.ledger.kept import Encoded
 
 PLAIN = OuterConfig(rule="keep", lr=1.0, momentum=0.0, nesterov=False, gap_penalty=False, clip="none")
 

@@ -10,7 +10,6 @@ import pytest
 
 from p2p_co2.config import ClockConfig
 from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
-from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry.events import (
     Paused,
     Progress,
@@ -21,6 +20,7 @@ from p2p_co2.telemetry.events import (
     Warned,
 )
 from p2p_co2.trainer.synchroniser import Source
+from p2p_co2.wire.messages_pb2 import Status
 from tests.fuzz.world import STEP_S, Trainer, World, run_virtual
 from tests.trainer_bench import Bench
 

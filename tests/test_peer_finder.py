@@ -20,8 +20,8 @@ from p2p_co2.node.peer_finder import (
     find_every_s,
 )
 from p2p_co2.protocol.membership import Membership
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, Ping, Status
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import PeerRecord, Ping, Status
 
 
 class Net:

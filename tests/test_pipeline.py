@@ -21,8 +21,8 @@ from p2p_co2.protocol.pipeline.machine import (
 from p2p_co2.protocol.pipeline.neighbours import MAX_NEIGHBOURS
 from p2p_co2.protocol.pipeline.routes import shares
 from p2p_co2.protocol.rounds.assembly import PIECE_UNIT_BYTES
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
 
 SIZES = Sizes(8, 4, 8, 1000, (1000, 500), b"b", 60.0)
 

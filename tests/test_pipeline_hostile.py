@@ -14,9 +14,9 @@ from p2p_co2.node.router import USELESS_PAYLOAD_UNITS, useless_units
 from p2p_co2.protocol.pipeline import Key, Work
 from p2p_co2.protocol.pipeline.machine import Do
 from p2p_co2.protocol.pipeline.neighbours import NeighbourPeer
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Dropped, Envelope
-from p2p_co2.trainer.stage_work import Done
+from p2p_co2.trainer.stages.work import Done
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Dropped, Envelope
 from tests.fuzz.stages import MICROBATCHES, StageWorld, Volunteer
 from tests.fuzz.world import run_virtual
 

@@ -50,11 +50,11 @@ from p2p_co2.planning.pipeline import (
 from p2p_co2.planning.profiles import MIX_SHARES, PROFILES, profile_of
 from p2p_co2.planning.simulator import Job, utilisation
 from p2p_co2.protocol.rounds import PayloadShape
-from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import Envelope
 from p2p_co2.recipes import load_recipe
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.trainer.stage_peer import AGREED_COPIES, TRAINED_COPIES
+from p2p_co2.trainer.stages.peer import AGREED_COPIES, TRAINED_COPIES
+from p2p_co2.wire.limits import PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import Envelope
 from tests.envelopes import enveloped
 
 # ---- the arithmetic

@@ -30,8 +30,8 @@ from p2p_co2.net.transport.probe import (
     check_dial_back,
     open_prober,
 )
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Probe, ProbeAnswer
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Probe, ProbeAnswer
 from tests.transport_peers import PATIENCE_S, open_daemon
 
 RUN = hashlib.sha256(b"a run").digest()

@@ -37,9 +37,9 @@ from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.relay import Places
 from p2p_co2.node.links import LinkObserver, LinkPool, Uplink
 from p2p_co2.planning.profiles import PROFILES
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.telemetry.events import LinkOpened
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import PeerRecord
 from tests.swarms import owned
 from tests.transport_peers import until
 

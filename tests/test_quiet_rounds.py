@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.protocol.heartbeat import (
-    LONGEST_HEARTBEAT_S,
-    MEASURED_BEATS,
-    SLOWEST_HEARTBEAT_S,
-    quiet_beat_s,
-)
 from p2p_co2.protocol.membership import (
     QUIET_BEATS_MISSED,
     Left,
     Membership,
 )
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Ping, Pong, Status
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.telemetry.events import PeerLeft
+from p2p_co2.wire.heartbeat import (
+    LONGEST_HEARTBEAT_S,
+    MEASURED_BEATS,
+    SLOWEST_HEARTBEAT_S,
+    quiet_beat_s,
+)
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Ping, Pong, Status
 
 ME, OTHER = PeerId("me"), PeerId("other")
 QUIET_S = 120.0

@@ -33,9 +33,9 @@ from p2p_co2.tensors.checkpoint.folder import load as load_checkpoint
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.sharding import held, trouble_with_cut
 from p2p_co2.testing import local_swarm
-from p2p_co2.trainer import ranks
-from p2p_co2.trainer.ranked_parameters import Division, share_of
-from p2p_co2.trainer.ranks import error_of, text_of
+from p2p_co2.trainer.ranks import words as ranks
+from p2p_co2.trainer.ranks.parameters import Division, share_of
+from p2p_co2.trainer.ranks.words import error_of, text_of
 from tests.swarms import ENVIRONMENT, ROOT, START_BOUND_S, Swarm, swarm
 
 SCRIPT = str(ROOT / "tests" / "ranks_peer.py")

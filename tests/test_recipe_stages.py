@@ -32,7 +32,7 @@ from p2p_co2.tensors.checkpoint.folder import Checkpoint, save
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.tensors.names import named_buffers, named_parameters
 from p2p_co2.trained import Trained
-from p2p_co2.trainer.stage_work import Crossings, StageWork
+from p2p_co2.trainer.stages.work import Crossings, StageWork
 from tests.swarms import ROOT
 
 TINY: dict[str, str | int | float | bool] = {"layers": 4, "width": 32, "heads": 2, "context": 32, "batch": 4}

@@ -8,10 +8,10 @@ import pytest
 
 from p2p_co2.protocol.catchup import history
 from p2p_co2.protocol.rounds import PayloadShape, PeerView, Rounds, exchange
-from p2p_co2.protocol.wire.envelope import opened
-from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.system.memory import large_buffer
 from p2p_co2.trainer.synchroniser import Activity
+from p2p_co2.wire.envelope import opened
+from p2p_co2.wire.identity import PeerId
 from tests.fuzz.world import RUN, World, run_virtual
 from tests.round_machine import begun_member
 from tests.round_network import RUN as RUN_DIGEST

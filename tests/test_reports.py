@@ -29,11 +29,11 @@ from p2p_co2.protocol.reports import (
     open_report,
     read_decision,
 )
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_STAGES
-from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, Report, ReportRequest
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.journal import event_line
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_STAGES
+from p2p_co2.wire.messages_pb2 import Decision, Outcome, Report, ReportRequest
 from tests import event_samples as samples
 from tests.certificates import certify
 from tests.event_samples import fold

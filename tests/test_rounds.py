@@ -24,9 +24,9 @@ from p2p_co2.protocol.rounds import (
 from p2p_co2.protocol.rounds.attempt import seal_begin
 from p2p_co2.protocol.rounds.history import History
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PIECE_BYTES
 from tests.round_machine import DIGEST, begun_member, drain, offer_of, one_machine, part_of
 from tests.round_network import RUN, Faults, Network, contributors_of, make_identity
 

@@ -21,8 +21,8 @@ from p2p_co2.protocol.rounds import (
     open_decision,
 )
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import Identity, PeerId
 from tests.certificates import certify, signed_mean
 from tests.round_machine import DIGEST, SHAPE, begun_member, drain, offer_of, one_machine
 from tests.round_network import RUN, Network, contributors_of, make_identity

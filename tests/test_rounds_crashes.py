@@ -15,8 +15,8 @@ from p2p_co2.protocol.rounds import (
     open_decision,
 )
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId
 from tests.round_network import RUN, Faults, Network
 
 

@@ -24,7 +24,7 @@ from p2p_co2.protocol.rounds.deadline import (
 from p2p_co2.protocol.rounds.owner import Arrivals
 from p2p_co2.protocol.rounds.parts import BlockRange
 from p2p_co2.protocol.rounds.swarm import Swarm
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.wire.identity import PeerId
 from tests.round_machine import DIGEST
 
 # ---- by hand

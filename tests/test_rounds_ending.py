@@ -9,8 +9,8 @@ from google.protobuf.message import Message
 from p2p_co2.protocol.rounds import Aborted, Began, Committed, Doubted, PeerView, Rounds
 from p2p_co2.protocol.rounds import bounds as limits
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId
 from tests.round_machine import DIGEST, SHAPE, begun_member, coordinator_of, drain, offer_of, one_machine
 from tests.round_network import RUN, Network, make_identity
 from tests.test_rounds_certificates import signed

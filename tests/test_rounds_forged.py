@@ -15,7 +15,7 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import Aborted, ReduceWanted
 from p2p_co2.protocol.rounds.assembly import ReorderBuffer
 from p2p_co2.protocol.rounds.attempt import seal_begin
-from p2p_co2.protocol.wire import messages_pb2 as wire
+from p2p_co2.wire import messages_pb2 as wire
 from tests.certificates import signed_mean
 from tests.round_machine import DIGEST, begun_key, begun_member, drain, one_machine, part_of, refusal
 from tests.round_network import RUN, make_identity

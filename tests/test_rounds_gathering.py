@@ -20,8 +20,8 @@ from p2p_co2.protocol.rounds import bounds as limits
 from p2p_co2.protocol.rounds.attempt import seal_begin
 from p2p_co2.protocol.rounds.deadline import GATHER_LEAST_CAP_S
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId
 from tests.round_machine import DIGEST, begun_member, coordinator_of, drain, offer_of, one_machine, refusal
 from tests.round_network import Network, contributors_of, make_identity
 

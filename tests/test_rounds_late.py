@@ -11,10 +11,10 @@ from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.rounds import Aborted, Began, Distrusted, OutcomeWithoutBytes, PayloadShape
 from p2p_co2.protocol.rounds.deadline import MISSES
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.telemetry.events import Event, FragmentApplied
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId
 from tests.round_machine import DIGEST
 from tests.round_network import Network, contributors_of
 

@@ -9,8 +9,8 @@ from p2p_co2.protocol.rounds import Committed, PayloadShape
 from p2p_co2.protocol.rounds.deadline import SAFETY
 from p2p_co2.protocol.rounds.parts import Rates, divide
 from p2p_co2.protocol.rounds.repute import FORGIVING, HARDEST, LATE, LEAST, Lateness
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Begin, Mean
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Begin, Mean
 from tests.round_network import Network, contributors_of
 
 A, B, C, D = (PeerId(name) for name in "abcd")

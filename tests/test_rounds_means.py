@@ -27,8 +27,8 @@ from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.rounds.parts import BlockRange, Rates, divide
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId
 from tests.certificates import signed_mean
 from tests.round_network import RUN, Network, make_identity
 

@@ -11,8 +11,8 @@ from p2p_co2.protocol.rounds.deadline import Cadence, Durations
 from p2p_co2.protocol.rounds.gathering import Gathering, Roster
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.rounds.swarm import Outlet
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId
 from tests.round_machine import DIGEST
 from tests.round_network import Network
 

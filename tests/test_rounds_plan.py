@@ -34,9 +34,9 @@ from p2p_co2.protocol.rounds.parts import (
 )
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, named
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_PIECE_BYTES
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_MEMBERS, MAX_PIECE_BYTES
 from tests.round_machine import DIGEST, offer_of, one_machine
 from tests.round_network import Network, make_identity
 

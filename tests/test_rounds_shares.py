@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from p2p_co2.config import CodecConfig, OuterConfig
-from p2p_co2.node.ledger import PartWeights
+from p2p_co2.protocol.ledger import PartWeights
 from p2p_co2.protocol.rounds import PayloadShape, PeerView, ReduceWanted, bounds
 from p2p_co2.protocol.rounds.assembly import PIECE_UNIT_BYTES
 from p2p_co2.protocol.rounds.attempt import Attempt, Share
@@ -22,8 +22,8 @@ from p2p_co2.protocol.rounds.member import Completion
 from p2p_co2.protocol.rounds.owner import Arrivals, PartJob, Room
 from p2p_co2.protocol.rounds.parts import MOST_OWNED, BlockRange, Rates, divide
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId
 from tests.fuzz import world
 from tests.fuzz.world import STEP_S, Trainer, World, run_virtual
 from tests.round_machine import DIGEST

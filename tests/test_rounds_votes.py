@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 from google.protobuf.message import Message
 
-from p2p_co2.node.ledger import LATEST_BASE, agreed_base
+from p2p_co2.protocol.ledger import LATEST_BASE, agreed_base
 from p2p_co2.protocol.rounds import Committed, Distrusted, PayloadShape, PeerView
 from p2p_co2.protocol.rounds.attempt import seal_begin
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import PeerId
 from tests.round_machine import coordinator_of
 from tests.round_network import Network, contributors_of, make_identity
 

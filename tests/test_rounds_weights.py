@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.node.ledger import weights_of
+from p2p_co2.protocol.ledger import weights_of
 from p2p_co2.protocol.rounds import PayloadShape, claimed_weights, counted_weights, open_decision
 from p2p_co2.protocol.rounds.attempt import Share, capped, read_contributors
 from p2p_co2.protocol.rounds.events import ReduceJob
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Contributor, Decision
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Contributor, Decision
 from tests.round_network import RUN, Network, Peer
 
 CAP = 4.0

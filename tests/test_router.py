@@ -30,11 +30,11 @@ from p2p_co2.node.router import (
     useless_units,
 )
 from p2p_co2.protocol.rounds.assembly import PIECE_UNIT_BYTES
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.envelope import head_of
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
 from p2p_co2.telemetry.events import MessageRefused
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.envelope import head_of
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
 from tests.envelopes import enveloped
 from tests.fuzz.scenes import examples
 from tests.fuzz.stages import KINDS_BETWEEN, StageWorld, examples_between

@@ -16,10 +16,10 @@ from p2p_co2.errors import RUN_OVER, RunOver, TransportError
 from p2p_co2.net.discovery.records import run_position
 from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S
 from p2p_co2.node.reporting import nobody_answers
-from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S
-from p2p_co2.protocol.wire.messages_pb2 import RunPosition
 from p2p_co2.telemetry.events import FragmentApplied, Progress
 from p2p_co2.trainer.arrival import Beginning
+from p2p_co2.wire.limits import HELLO_WINDOW_S
+from p2p_co2.wire.messages_pb2 import RunPosition
 from tests.campaign import RECIPE
 from tests.swarms import START_BOUND_S, Swarm, swarm
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p_co2.config import ClockConfig, OuterConfig, RunConfig
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S
-from p2p_co2.protocol.schedule import (
+from p2p_co2.wire.heartbeat import HEARTBEAT_S
+from p2p_co2.wire.schedule import (
     DISTINCT,
     FIRST_ROUND_BOUND_S,
     FLUSH_CAP_S,

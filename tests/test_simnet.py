@@ -12,16 +12,16 @@ from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
 from p2p_co2.node.links import LinkObserver, Piece
 from p2p_co2.planning.profiles import profile_of
-from p2p_co2.protocol.wire.envelope import Opened
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import Envelope, Part, PeerRecord
 from p2p_co2.simnet import EventLog, Settings, Swarm
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.simnet.internet import KNOCK_EVERY_S, Endpoint, Internet, Parcel, Path, VirtualLinks
 from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime, loop_of
 from p2p_co2.telemetry.events import Event, PeerLeft, RoundCommitted
+from p2p_co2.wire.envelope import Opened
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import Envelope, Part, PeerRecord
 from tests.envelopes import enveloped
 
 ROUND_S = 4.0

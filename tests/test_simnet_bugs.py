@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced
+from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, PartWeights, Reduced
 from p2p_co2.protocol.membership import MAX_PEERS, Membership
 from p2p_co2.protocol.rounds import DECISION_CONTEXT, bounds
 from p2p_co2.protocol.rounds.assembly import ReorderBuffer
@@ -19,8 +19,6 @@ from p2p_co2.protocol.rounds.bounds import KEEP_DECISIONS
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.fragment import FragmentRounds
 from p2p_co2.protocol.rounds.history import History as RoundsHistory
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Outcome
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm, Violation
 from p2p_co2.simnet.campaign import STORM_OFFER_S, storm_settings
 from p2p_co2.simnet.laws import Auditor, Books, Forks, History
@@ -30,6 +28,8 @@ from p2p_co2.simnet.virtual_time import VirtualTime, loop_of
 from p2p_co2.simnet.work import State, Work, add, mean_of, pack, starts, unpack
 from p2p_co2.telemetry.events import FragmentSent
 from p2p_co2.trainer.synchroniser import Synchroniser
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Outcome
 
 ROUND_S = 4.0
 CLOCK = ClockConfig(mode="time", round_s=ROUND_S, rounds=5)

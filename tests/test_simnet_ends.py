@@ -17,12 +17,12 @@ from p2p_co2.node.progress import LACKS
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.protocol.catchup.fetcher import Fetcher
 from p2p_co2.protocol.rounds.owner import SLOW
-from p2p_co2.protocol.schedule import STILL_LOADS
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.simnet import EventLog, Settings, Swarm, process, rendezvous
 from p2p_co2.simnet.internet import VirtualLinks
 from p2p_co2.telemetry.events import CaughtUp, FragmentSent, RoundAborted, TrainingEnded, Warned
 from p2p_co2.trainer import arrival
+from p2p_co2.wire.messages_pb2 import PeerRecord
+from p2p_co2.wire.schedule import STILL_LOADS
 
 SPACE = PROFILES["satellite"]
 LATE = 2

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 
 from p2p_co2.errors import EnvironmentFault, TransportError
-from p2p_co2.protocol.wire.messages_pb2 import Relayed
 from p2p_co2.system.process import processes_below
 from p2p_co2.system.socket_activation import Ask, SocketActivation
+from p2p_co2.wire.messages_pb2 import Relayed
 
 PROGRAM = """
 import sys, socket
 from p2p_co2.system.socket_activation import take_over, send_relayed, receive_relayed
-from p2p_co2.protocol.wire.messages_pb2 import Relayed
+from p2p_co2.wire.messages_pb2 import Relayed
 listener, relay = take_over(int(sys.argv[-2]), int(sys.argv[-1]))
 while True:
     client, _ = listener.accept()
@@ -102,7 +102,7 @@ marker = pathlib.Path(sys.argv[1])
 if not marker.exists():
     marker.touch()
     from p2p_co2.system.socket_activation import send_relayed, take_over
-    from p2p_co2.protocol.wire.messages_pb2 import Relayed
+    from p2p_co2.wire.messages_pb2 import Relayed
     listener, relay = take_over(int(sys.argv[-2]), int(sys.argv[-1]))
     client, _ = listener.accept()
     send_relayed(relay, Relayed(id=3, peer="gone"))

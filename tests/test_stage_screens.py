@@ -25,9 +25,9 @@ from monitoring.summary import RunFacts, summarise, verdict
 from monitoring.terminal import frame, line
 from monitoring.words import news
 from p2p_co2.config import ClockConfig, PipelineConfig, RunConfig
-from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.view import SwarmView, recalled
+from p2p_co2.wire.limits import MAX_FRAGMENTS
 from tests.event_samples import aborted, applied, between, committed, fold, progress, started
 from tests.made_swarm import MadeFeed, MadeSwarm
 from tests.told_run import drawn, printed

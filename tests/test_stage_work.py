@@ -14,11 +14,11 @@ from torch import Tensor
 from p2p_co2.errors import ConfigError
 from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, Work
 from p2p_co2.protocol.pipeline.machine import Do, Phase
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Backward
 from p2p_co2.recipes.stages import Stages
 from p2p_co2.tensors.stages import Chain
-from p2p_co2.trainer.stage_work import Crossings, Done, StageWork
+from p2p_co2.trainer.stages.work import Crossings, Done, StageWork
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Backward
 from tests.test_stages import byte_stages, microbatches
 
 M = 3

@@ -8,9 +8,9 @@ from hearing_peer import ALL_FINISHED, DONE, ME, NEWCOMER, OTHER, Place
 from p2p_co2.node.progress import LACKS, LISTENED_S
 from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.catchup import policy
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS
-from p2p_co2.protocol.wire.messages_pb2 import Status
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_MEMBERS
+from p2p_co2.wire.messages_pb2 import Status
 
 # ---- joins
 

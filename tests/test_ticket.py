@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p_co2.errors import TicketError
-from p2p_co2.protocol.wire.identity import peer_id_of
 from p2p_co2.ticket import MAX_TICKET_CHARACTERS, PREFIX, Ticket
+from p2p_co2.wire.identity import peer_id_of
 
 KEYS = st.binary(min_size=32, max_size=32)
 ADDRESSES = st.one_of(

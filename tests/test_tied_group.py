@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 from p2p_co2.config import CodecConfig, OuterConfig, PipelineConfig, RunConfig
 from p2p_co2.errors import ConfigError
-from p2p_co2.node.ledger import PartWeights
 from p2p_co2.node.node import Node
 from p2p_co2.node.state import LocalProgress, PeerState
+from p2p_co2.protocol.ledger import PartWeights
 from p2p_co2.protocol.pipeline import Sizes
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.recipes import Stages, load_recipe, load_run_recipe, recipe_digest
 from p2p_co2.recipes.byte_gpt import byte_gpt_stages
 from p2p_co2.recipes.stages import TiedTable
@@ -26,9 +24,11 @@ from p2p_co2.tensors import outer
 from p2p_co2.tensors.aggregation import centred
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import plan_fragments
-from p2p_co2.trainer.fragment_state import FragmentState
-from p2p_co2.trainer.gather import gather_folders
+from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.trainer.network_thread import NetworkThread, NodeView
+from p2p_co2.trainer.ranks.gather import gather_folders
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Status
 from tests.fuzz.stages import StageWorld
 from tests.fuzz.world import RUN, run_virtual
 from tests.test_gather import loaded, write

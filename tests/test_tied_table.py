@@ -13,7 +13,7 @@ from p2p_co2.planning.traffic import sent_and_received
 from p2p_co2.recipes.byte_gpt import byte_gpt_stages
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import get_codec
-from p2p_co2.trainer.kept import Encoded
+from p2p_co2.trainer.ledger.kept import Encoded
 from tests.test_stages import SHAPE, Line, microbatches
 
 FP32 = get_codec("fp32")

@@ -18,25 +18,25 @@ import torch
 from p2p_co2.config import ClockConfig
 from p2p_co2.digest import digest_of_chunks
 from p2p_co2.errors import ConfigError, DigestMismatch, RemoteProtocolError
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.protocol.catchup.goals import LEAST_CHUNK_BYTES
+from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, PartWeights, SliceRefused
 from p2p_co2.protocol.rounds import Offer
-from p2p_co2.protocol.schedule import (
+from p2p_co2.telemetry import events as ev
+from p2p_co2.tensors import outer
+from p2p_co2.tensors.checkpoint.agreed import state_bytes, state_digest, state_view
+from p2p_co2.tensors.codec import get_codec
+from p2p_co2.trainer.ledger.fragment_state import FragmentState
+from p2p_co2.trainer.ledger.worker import TensorWorker
+from p2p_co2.trainer.network_thread import NodeView
+from p2p_co2.trainer.synchroniser import SYSTEM
+from p2p_co2.wire.messages_pb2 import Status
+from p2p_co2.wire.schedule import (
     DISTINCT,
     FIRST_ROUND_BOUND_S,
     FLUSH_FLOOR_S,
     SETTLE_S,
     STILL_LOADS,
 )
-from p2p_co2.protocol.wire.messages_pb2 import Status
-from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors import outer
-from p2p_co2.tensors.checkpoint.agreed import state_bytes, state_digest, state_view
-from p2p_co2.tensors.codec import get_codec
-from p2p_co2.trainer.fragment_state import FragmentState
-from p2p_co2.trainer.network_thread import NodeView
-from p2p_co2.trainer.synchroniser import SYSTEM
-from p2p_co2.trainer.worker import TensorWorker
 from tests.test_fragment_state import BLOCK, run_config
 from tests.trainer_bench import LEDGERS, Bench, bench_on_virtual_time
 

@@ -32,9 +32,8 @@ from torch.optim.lr_scheduler import (
 
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights
 from p2p_co2.node.state import PeerState
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, PartWeights
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint import folder as checkpoint
@@ -47,6 +46,7 @@ from p2p_co2.trainer import saver as saver_module
 from p2p_co2.trainer.exchanged_model import Plan
 from p2p_co2.trainer.rates import Rates
 from p2p_co2.trainer.saver import Saver
+from p2p_co2.wire.identity import PeerId
 from tests.trainer_bench import Bench
 
 BLOCK = 128

@@ -30,7 +30,6 @@ from p2p_co2.config import PeerConfig, PipelineConfig, RunConfig, read_peer_conf
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError, P2PCo2Error
 from p2p_co2.node.network import Held
 from p2p_co2.peer_options import listening, peer_config
-from p2p_co2.protocol.wire.identity import Identity
 from p2p_co2.swarm import Swarm
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.folder import load
@@ -42,6 +41,7 @@ from p2p_co2.trainer.figures import mean_loss, tokens_of
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.rates import TWO_SCHEDULES
 from p2p_co2.trainer.synchroniser import Progressed
+from p2p_co2.wire.identity import Identity
 from tests.paced_recipe import Descent
 from tests.peer_bench import NEW, STEPS, Lone, impatient, meet
 

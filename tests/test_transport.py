@@ -34,9 +34,9 @@ from p2p_co2.net.transport.grpc_carrier import (
     fetch_certificate,
     make_certificate,
 )
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S, MAX_MESSAGE_BYTES
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import HELLO_WINDOW_S, MAX_MESSAGE_BYTES
+from p2p_co2.wire.messages_pb2 import PeerRecord
 from tests.transport_peers import BOTH, PATIENCE_S, RUN, Peer, open_pair, open_peer, until
 
 # ---- laws

@@ -35,9 +35,9 @@ from p2p_co2.net.transport.admission import (
 )
 from p2p_co2.net.transport.base import DIALS_AT_ONCE, Carrier, Dials
 from p2p_co2.net.transport.slow import MAX_UNDER_WAY, Line, SlowLine
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S, MAX_DIALLED
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import HELLO_WINDOW_S, MAX_DIALLED
+from p2p_co2.wire.messages_pb2 import PeerRecord
 from tests.test_libp2p import BY_SEED, DIRECT
 from tests.transport_peers import RUN
 

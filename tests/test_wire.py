@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
-from p2p_co2.protocol.wire import limits
-from p2p_co2.protocol.wire.identity import Identity, peer_id_of, public_key_of, unseal, verify
-from p2p_co2.protocol.wire.messages_pb2 import (
+from p2p_co2.wire import limits
+from p2p_co2.wire.identity import Identity, peer_id_of, public_key_of, unseal, verify
+from p2p_co2.wire.messages_pb2 import (
     Contributor,
     Envelope,
     LinkHello,

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds.assembly import ReorderBuffer
-from p2p_co2.protocol.wire import envelope as bulk
-from p2p_co2.protocol.wire.envelope import opened
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.kinds import kind_of
-from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import (
+from p2p_co2.wire import envelope as bulk
+from p2p_co2.wire.envelope import opened
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.kinds import kind_of
+from p2p_co2.wire.limits import PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import (
     Backward,
     Chunk,
     Contributor,

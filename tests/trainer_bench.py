@@ -10,18 +10,18 @@ from typing import Any, cast
 import torch
 
 from p2p_co2.config import ClockConfig, CodecConfig, OuterConfig, PeerConfig, RunConfig
-from p2p_co2.node.ledger import AgreedMean, PartWeights
 from p2p_co2.node.state import LocalProgress
+from p2p_co2.protocol.ledger import AgreedMean, PartWeights
 from p2p_co2.protocol.rounds import Offer
-from p2p_co2.protocol.schedule import Stage
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
-from p2p_co2.trainer.fragment_state import FragmentState
+from p2p_co2.trainer.ledger.fragment_state import FragmentState
+from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S, SYSTEM, Progressed, Source, Synchroniser
-from p2p_co2.trainer.worker import TensorWorker
+from p2p_co2.wire.schedule import Stage
 
 
 class RecordingWire:

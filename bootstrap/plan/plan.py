@@ -22,10 +22,10 @@ from p2p_co2.planning.exchange import Link, link_of
 from p2p_co2.planning.forecast import Forecast, Setting, even_fragments, forecast, setting_of
 from p2p_co2.planning.memory import TRAIN_BYTES, MemoryPlan, Room, plan_memory
 from p2p_co2.planning.profiles import profile_of
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.system.ctrl_c import hand_over, take_back
 from p2p_co2.system.extras import require
 from p2p_co2.system.machine import available_memory_bytes
+from p2p_co2.wire.limits import MAX_MEMBERS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,8 +36,8 @@ from p2p_co2.planning.pipeline import (
     forecast_stages,
     loads_of,
 )
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.system.ctrl_c import hand_over, take_back
+from p2p_co2.wire.limits import MAX_MEMBERS
 
 COPIES = 8
 """Of a stage's parameters: trained, their gradient, two moments, and four for what its group agrees on."""

@@ -25,7 +25,7 @@ from p2p_co2.recipes.stages import Stages
 from p2p_co2.tensors.device import training_device
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.tensors.stages import StageReplica
-from p2p_co2.trainer.stage_work import Crossings
+from p2p_co2.trainer.stages.work import Crossings
 
 LEAST_STEPS = 5
 """From so many on a measure says something; of a minute's two do."""

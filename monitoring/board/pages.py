@@ -25,8 +25,8 @@ from monitoring.facts import (
 )
 from monitoring.history import AGREED, MAX_LINES, SWARM, Happening
 from monitoring.words import ago, clock, date, exchange, figure, links, percent, plain, size
-from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS
 from p2p_co2.telemetry.view import numbered
+from p2p_co2.wire.limits import MAX_FRAGMENTS
 
 
 class SwarmPage(Page):

@@ -126,7 +126,7 @@ def _report(problem: str, status: int, is_a_line_each: bool = False) -> int:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from p2p_co2 import __version__
+        from p2p_co2.version import __version__
 
         print(f"p2p-co2 {__version__}")
         raise typer.Exit

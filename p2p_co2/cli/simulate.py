@@ -25,11 +25,11 @@ from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import read_run_config
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.profiles import profile_of
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS
 from p2p_co2.simnet import Churn, EventLog, Result, Settings, Swarm
 from p2p_co2.simnet.campaign import storm_settings
 from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry.view import SwarmView
+from p2p_co2.wire.limits import MAX_MEMBERS
 
 BLOCKS = 16
 """Simulated blocks per fragment; each stands for its share of the real bytes."""

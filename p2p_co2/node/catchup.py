@@ -14,18 +14,18 @@ from dataclasses import asdict, dataclass
 
 from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, agreed_mean
 from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.state import Effects, PeerState
 from p2p_co2.protocol.catchup import goals, policy
 from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Mine, Move, Said, View, Why
-from p2p_co2.protocol.heartbeat import SLOWEST_HEARTBEAT_S
+from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, agreed_mean
 from p2p_co2.protocol.membership import Membership, PeerInfo
 from p2p_co2.protocol.rounds import PayloadShape, Rounds, open_decision, signers_of
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Status
 from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.heartbeat import SLOWEST_HEARTBEAT_S
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Status
 
 REPLAY_AT_MOST = 8
 """Missed rounds of one fragment that are replayed, if that costs less than half of its whole state."""

@@ -12,15 +12,15 @@ from dataclasses import replace
 from statistics import median_low
 
 from p2p_co2.node.catchup import CatchupController
-from p2p_co2.node.ledger import Ledger, SliceRefused, agreed_mean, weights_of
 from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.state import Effects
+from p2p_co2.protocol.ledger import Ledger, SliceRefused, agreed_mean, weights_of
 from p2p_co2.protocol.rounds import PayloadShape, Rounds, claimed_weights, counted_weights, open_decision
 from p2p_co2.protocol.rounds import events as said
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PEERS
-from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome
 from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PEERS
+from p2p_co2.wire.messages_pb2 import Decision, Outcome
 
 CAPPED_TOLD_S = 60.0
 """That a peer counts for far less than it claims is told so often at most."""

@@ -21,9 +21,9 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.node.links import FindRecord, LinkObserver, LinkPool, LinkTraffic, Piece, Uplink
 from p2p_co2.node.router import Quotas
-from p2p_co2.protocol.wire.envelope import Opened, Unsent, group_of, opened
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
+from p2p_co2.wire.envelope import Opened, Unsent, group_of, opened
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import PeerRecord
 
 
 @dataclass(frozen=True)

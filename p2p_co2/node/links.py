@@ -33,11 +33,11 @@ from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.base import Carrier, Link, refused_for_s
 from p2p_co2.net.transport.flow import Acknowledged
 from p2p_co2.node.meter import LinePace, Pace, UploadMeter
-from p2p_co2.protocol.wire.envelope import Unsent
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.kinds import Kind, Role
-from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, MAX_PEERS
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
+from p2p_co2.wire.envelope import Unsent
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.kinds import Kind, Role
+from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_PEERS
+from p2p_co2.wire.messages_pb2 import PeerRecord
 
 QUEUE_LOOK_S = 0.04
 """How often it is looked at what waits before the line."""

@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from p2p_co2 import __version__
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, TicketError, TransportError
 from p2p_co2.net.discovery import Discovery
@@ -32,12 +31,13 @@ from p2p_co2.net.transport.libp2p.relay import Places
 from p2p_co2.net.transport.probe import ProbeServer, clock_offsets_s, judge_clock
 from p2p_co2.net.transport.slow import Line, SlowLine
 from p2p_co2.peer_options import listening
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_DIALLED, MAX_PEERS, MAX_STRING
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunPosition
 from p2p_co2.system.process import FolderLock
 from p2p_co2.ticket import Ticket, by_peer, is_seed_address, kept_seeds
+from p2p_co2.version import __version__
+from p2p_co2.wire.heartbeat import HEARTBEAT_S
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_DIALLED, MAX_PEERS, MAX_STRING
+from p2p_co2.wire.messages_pb2 import PeerRecord, RunPosition
 
 RECORD_LIFETIME_S = 60.0
 ELSEWHERE = (

@@ -23,7 +23,6 @@ from p2p_co2.net.transport.base import refused_for_s
 from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.commits import CommitHandler
 from p2p_co2.node.environment import Environment, Links
-from p2p_co2.node.ledger import AgreedVersion, Ledger
 from p2p_co2.node.links import LinkObserver
 from p2p_co2.node.outer_state import Offers, OuterState
 from p2p_co2.node.peer_finder import PeerFinder
@@ -34,15 +33,16 @@ from p2p_co2.node.state import Effects, LocalProgress, PeerState
 from p2p_co2.node.status import StatusWriter, SwarmNews, Times
 from p2p_co2.protocol.catchup.goals import Shape, chunk_bytes_of
 from p2p_co2.protocol.catchup.machine import CatchUp
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S, quiet_beat_s
+from p2p_co2.protocol.ledger import AgreedVersion, Ledger
 from p2p_co2.protocol.membership import Joined, Left, Membership
 from p2p_co2.protocol.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.protocol.strangers import OtherModel
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Status
-from p2p_co2.protocol.wire.model_table import ModelSummary
 from p2p_co2.system.clock import ProcessClock
 from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.heartbeat import HEARTBEAT_S, quiet_beat_s
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Status
+from p2p_co2.wire.model_table import ModelSummary
 
 
 class Lifetime:

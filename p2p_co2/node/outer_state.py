@@ -7,14 +7,14 @@ takes in silence where that offer is not in flight.
 
 from __future__ import annotations
 
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Ledger, weights_of
 from p2p_co2.node.state import Effects, PeerState
 from p2p_co2.protocol.catchup.donor import Donor
+from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, Ledger, weights_of
 from p2p_co2.protocol.rounds import Offer, Rounds
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome
 from p2p_co2.system.memory import Buffer
 from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Decision, Outcome
 
 
 class Offers:

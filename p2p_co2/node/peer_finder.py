@@ -18,10 +18,10 @@ from p2p_co2.node.environment import PeerNetwork
 from p2p_co2.node.state import Effects
 from p2p_co2.node.status import StatusWriter
 from p2p_co2.protocol.membership import Membership
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PEERS
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, Status
 from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PEERS
+from p2p_co2.wire.messages_pb2 import PeerRecord, Status
 
 LOOK_S, FIND_PEERS_S = 1.0, 10.0
 """Between two searches of a peer that has just come, and of others."""

@@ -29,15 +29,15 @@ from p2p_co2.node.node import Lifetime
 from p2p_co2.node.pump import Alarm
 from p2p_co2.node.router import Router
 from p2p_co2.node.state import Effects
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.membership import Joined, Membership, positions
 from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, UselessPayload, Work
-from p2p_co2.protocol.wire.envelope import Opened, head_of, unsent
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.kinds import Machine, kind_of
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, Ping, Status
 from p2p_co2.system.clock import ProcessClock
 from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.envelope import Opened, head_of, unsent
+from p2p_co2.wire.heartbeat import HEARTBEAT_S
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.kinds import Machine, kind_of
+from p2p_co2.wire.messages_pb2 import PeerRecord, Ping, Status
 
 Result = Callable[[Pipeline, float], None]
 """What has come of a piece of work, told to the machine at this time."""

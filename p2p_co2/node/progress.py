@@ -23,9 +23,9 @@ from p2p_co2.node.catchup import Agreement, CatchupController
 from p2p_co2.node.state import PeerState
 from p2p_co2.node.status import StatusWriter, Times, view_of
 from p2p_co2.protocol.catchup import policy
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.membership import Membership, PeerInfo, positions
-from p2p_co2.protocol.wire.messages_pb2 import Status
+from p2p_co2.wire.heartbeat import HEARTBEAT_S
+from p2p_co2.wire.messages_pb2 import Status
 
 CONCLUDED_EVERY_S, CONCLUDED_PEERS_PER_S = 0.25, 200.0
 """Conclusions that wait for others are drawn so often at most: among many there is always news. Among few

@@ -22,13 +22,13 @@ from p2p_co2.node.progress import SwarmProgress
 from p2p_co2.node.router import Router
 from p2p_co2.node.status import SwarmNews
 from p2p_co2.protocol.catchup.machine import CatchUp
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.membership import Membership, MembershipEvent
 from p2p_co2.protocol.rounds import Rounds
-from p2p_co2.protocol.wire.envelope import Unsent, head_of, unsent
-from p2p_co2.protocol.wire.kinds import kind_of
-from p2p_co2.protocol.wire.messages_pb2 import Fetch
 from p2p_co2.system.clock import ProcessClock
+from p2p_co2.wire.envelope import Unsent, head_of, unsent
+from p2p_co2.wire.heartbeat import HEARTBEAT_S
+from p2p_co2.wire.kinds import kind_of
+from p2p_co2.wire.messages_pb2 import Fetch
 
 EVENTS_AT_ONCE = 1000
 """Rounds of events that follow from one another; a machine that always has another has a bug."""

@@ -28,14 +28,14 @@ from p2p_co2.node.links import LinkTraffic
 from p2p_co2.node.network import Network
 from p2p_co2.node.node import Node
 from p2p_co2.node.pipeline_node import PipelineNode
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.reports import MAX_REPORT_BYTES, MAX_REQUEST_BYTES, Poller, Responder
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import RunPosition
 from p2p_co2.telemetry.events import Event, LinkMeasured
 from p2p_co2.telemetry.feed import Feed, FeedState, News
 from p2p_co2.ticket import Ticket
+from p2p_co2.wire.heartbeat import HEARTBEAT_S
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import RunPosition
 
 PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/report"
 FIND_S = 5.0

@@ -30,12 +30,12 @@ from p2p_co2.node.state import Effects
 from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.membership import Membership
 from p2p_co2.protocol.rounds import Rounds
-from p2p_co2.protocol.wire.envelope import OTHER_GROUP, Opened, opened
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.kinds import Cost, Kind, Machine
-from p2p_co2.protocol.wire.limits import MAX_PEERS
-from p2p_co2.protocol.wire.messages_pb2 import Chunk, Leave, ModelTable, Ping, Ready, Status
 from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.envelope import OTHER_GROUP, Opened, opened
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.kinds import Cost, Kind, Machine
+from p2p_co2.wire.limits import MAX_PEERS
+from p2p_co2.wire.messages_pb2 import Chunk, Leave, ModelTable, Ping, Ready, Status
 
 ALLOWANCE, REFILL_PER_S = 2000.0, 200.0
 CONTROL_BYTES_PER_UNIT = 16 << 10

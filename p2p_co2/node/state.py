@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from p2p_co2.node.ledger import AgreedVersion
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Status
+from p2p_co2.protocol.ledger import AgreedVersion
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Status
 
 PAST_KEPT = 256
 """Own versions of each fragment whose digests are remembered."""

@@ -10,11 +10,11 @@ from functools import lru_cache
 from p2p_co2.node.state import PeerState, works
 from p2p_co2.protocol.membership import NEWS_GATHERED_S, Membership, PeerInfo
 from p2p_co2.protocol.rounds import PeerView, Rounds
-from p2p_co2.protocol.schedule import ENDS_ROUNDS
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PEERS
-from p2p_co2.protocol.wire.messages_pb2 import Status
-from p2p_co2.protocol.wire.status import finished_bits
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PEERS
+from p2p_co2.wire.messages_pb2 import Status
+from p2p_co2.wire.schedule import ENDS_ROUNDS
+from p2p_co2.wire.status import finished_bits
 
 REFRESH_S, SLOWEST_REFRESH_S, REFRESHED_PEERS_PER_S = 0.25, 1.0, 64.0
 """The machines hear of statuses at most this often, but for changes of their own making; more rarely among

@@ -17,7 +17,7 @@ from p2p_co2.planning.exchange import Flow, Link, RoundTime, flow, round_time
 from p2p_co2.planning.traffic import heartbeat_bytes_per_s, round_control_bytes
 from p2p_co2.protocol.catchup.history import LARGE_SHARE
 from p2p_co2.protocol.rounds.bounds import GATHER_CAP_S, parts_cap_s, round_cap_s
-from p2p_co2.protocol.schedule import FIRST_ROUND_BOUND_S, FLUSH_CAP_S, few_at_once
+from p2p_co2.wire.schedule import FIRST_ROUND_BOUND_S, FLUSH_CAP_S, few_at_once
 
 COPY_BYTES_PER_S = 3e9
 """fp32 bytes per second that the training thread copies out or merges in."""
@@ -224,7 +224,7 @@ def _bytes_per_round(setting: Setting, sizes: Sequence[int], sent_share: float) 
 def _exchange_copies(setting: Setting, sizes: Sequence[int], rounds: Flow) -> float:
     """Memory of the exchange in copies of the parameters (fp32), at its largest moment: agreed parameters
     and momentum; what the rule and error feedback keep, of each open offer (half of all fragments at the end
-    of a run) and beside it (``trainer.kept``); the newest means, for late peers (large ones until the
+    of a run) and beside it (``trainer.ledger.kept``); the newest means, for late peers (large ones until the
     next round begins); and three payloads for each open round: our own, the slices of our part, the mean."""
     count = len(sizes)
     at_once = min(1.0, max(1.0, rounds.slowest_s / setting.round_s * count) / count)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from p2p_co2.protocol.heartbeat import heartbeat_among_s, measure_every_s, quiet_beat_s
-from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
+from p2p_co2.wire.heartbeat import heartbeat_among_s, measure_every_s, quiet_beat_s
+from p2p_co2.wire.limits import MAX_PIECE_BYTES
 
 LINK_OVERHEAD = 1.04
 """Bytes on the link per byte of messages: 40 of TCP and IP in 1,500, TLS 22 in 16,384, HTTP/2 9 in 16,384."""

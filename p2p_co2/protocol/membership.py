@@ -19,7 +19,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2p_co2.protocol.heartbeat import (
+from p2p_co2.protocol.strangers import OtherModel, Strangers
+from p2p_co2.wire.heartbeat import (
     HEARTBEAT_S,
     LONGEST_HEARTBEAT_S,
     SILENCE_CAP_S,
@@ -28,12 +29,11 @@ from p2p_co2.protocol.heartbeat import (
     heartbeat_among_s,
     measure_every_s,
 )
-from p2p_co2.protocol.strangers import OtherModel, Strangers
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PEERS, MAX_STRING
-from p2p_co2.protocol.wire.messages_pb2 import Leave, ModelTable, Ping, Pong, Status
-from p2p_co2.protocol.wire.model_table import ModelSummary
-from p2p_co2.protocol.wire.status import PeerStatus, read_status
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PEERS, MAX_STRING
+from p2p_co2.wire.messages_pb2 import Leave, ModelTable, Ping, Pong, Status
+from p2p_co2.wire.model_table import ModelSummary
+from p2p_co2.wire.status import PeerStatus, read_status
 
 QUIET_BEATS_MISSED = 2.5
 TOLD_LATELY, ANNOUNCED_AGAIN = 0.75, 0.125

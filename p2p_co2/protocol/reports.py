@@ -29,11 +29,7 @@ from google.protobuf.message import DecodeError
 
 from p2p_co2.config import stage_digest
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S
 from p2p_co2.protocol.rounds import check_certificate, counted_weights
-from p2p_co2.protocol.wire.identity import Identity, PeerId, public_key_of, unseal
-from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS, MAX_MEMBERS, MAX_STAGES, MAX_STRING
-from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, Report, ReportRequest
 from p2p_co2.telemetry.events import (
     Event,
     LinkLost,
@@ -50,6 +46,10 @@ from p2p_co2.telemetry.events import (
 from p2p_co2.telemetry.feed import News, Sighting
 from p2p_co2.telemetry.journal import event_line, parse_event
 from p2p_co2.telemetry.view import PeerView, numbered, recalled
+from p2p_co2.wire.heartbeat import HEARTBEAT_S
+from p2p_co2.wire.identity import Identity, PeerId, public_key_of, unseal
+from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_MEMBERS, MAX_STAGES, MAX_STRING
+from p2p_co2.wire.messages_pb2 import Decision, Outcome, Report, ReportRequest
 
 REPORT_CONTEXT = b"p2p-co2 report"
 MAX_REPORT_BYTES = 512 << 10

@@ -11,12 +11,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S, SILENCE_CAP_S
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PEERS
-from p2p_co2.protocol.wire.messages_pb2 import ModelTable, Status
-from p2p_co2.protocol.wire.model_table import Difference, ModelSummary
-from p2p_co2.protocol.wire.status import PeerStatus
+from p2p_co2.wire.heartbeat import HEARTBEAT_S, SILENCE_CAP_S
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PEERS
+from p2p_co2.wire.messages_pb2 import ModelTable, Status
+from p2p_co2.wire.model_table import Difference, ModelSummary
+from p2p_co2.wire.status import PeerStatus
 
 STRANGER_TOLD_S = 15.0
 """A table is large, and a warning is read by people: between two to or of the same stranger."""

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.planning.pipeline import StageLoad
 from p2p_co2.planning.profiles import profile_of
-from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.simnet.internet import Noise
 from p2p_co2.simnet.microbatches import Layout, StagePeer, VirtualStages
 from p2p_co2.simnet.scene import Settings
 from p2p_co2.simnet.swarm import Swarm
 from p2p_co2.telemetry.events import RoundBegan
+from p2p_co2.wire.identity import PeerId
 
 LEAVES, CRASHES = 0.5, 0.35
 """Of peers that go: the share that leaves with a word, and that whose process dies; the rest lose power."""

@@ -25,10 +25,10 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S
 from p2p_co2.node.links import BeginOrder, Bulk, LinkObserver, LinkTraffic, Piece, place_of
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.protocol.wire.envelope import Opened, Unsent, opened
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Envelope
 from p2p_co2.simnet.virtual_time import ProcessLoop, VirtualTime
+from p2p_co2.wire.envelope import Opened, Unsent, opened
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Envelope
 
 PACKET_BYTES = 1400
 MATHIS = 1.22

@@ -26,10 +26,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from p2p_co2.digest import digest
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, PartWeights, weights_of
+from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, PartWeights, weights_of
 from p2p_co2.protocol.rounds import DECISION_CONTEXT
-from p2p_co2.protocol.wire.messages_pb2 import Outcome
 from p2p_co2.simnet.work import BLOCK_BYTES, Offered, Saved, State, Work, add, mean_of, unpack
+from p2p_co2.wire.messages_pb2 import Outcome
 
 OFFERS_KEPT = 64
 """Rounds of a fragment whose offers are kept: far more than anybody replays."""

@@ -1,6 +1,6 @@
-"""The tensor side of a simulated peer: what ``trainer.worker`` is in a real one, in whole numbers (``work``).
+"""The tensor side of a simulated peer, in whole numbers (``work``): ``trainer.ledger.worker`` of a real one.
 
-``CountingLedger`` takes the steps of ``trainer.fragment_state`` under the rule "keep" with outer_lr 1 and no
+``CountingLedger`` takes the steps of ``trainer.ledger`` under the rule "keep" with outer_lr 1 and no
 momentum: an offer is what is not counted yet, a commit moves the agreed state and counts this peer's offer
 part by part, an abort changes nothing, a state that is adopted takes the place of the old one. One worker
 does it all in the order in which it was asked, and takes its time. An ``Auditor`` is told of every step.
@@ -16,15 +16,15 @@ from typing import Any, TypeVar, cast
 
 from p2p_co2.digest import chunk_digests
 from p2p_co2.errors import DigestMismatch, LocalProtocolError, RemoteProtocolError
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Exported, PartWeights, Reduced
+from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, Exported, PartWeights, Reduced
 from p2p_co2.protocol.rounds import Likeness
 from p2p_co2.simnet.laws import Auditor
 from p2p_co2.simnet.virtual_time import ProcessLoop
 from p2p_co2.simnet.work import BLOCK_BYTES, Offered, Saved, State, Work, add, mean_of, unpack
 from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors.outer import Merge, StepReport
-from p2p_co2.trainer.fragment_state import EncodedOffer, Outcome
-from p2p_co2.trainer.worker import Encoded
+from p2p_co2.trainer.ledger.fragment_state import EncodedOffer, Outcome
+from p2p_co2.trainer.ledger.worker import Encoded
 
 TENSOR_BYTES_PER_S = 1e9
 """How fast the worker goes through payloads; all that it is asked takes a millisecond more."""
@@ -76,8 +76,8 @@ class _Fragment:
 
 
 class CountingLedger:
-    """Implements ``node.ledger.Ledger`` and what the training thread asks of ``trainer.worker``. ``starts``
-    by fragment; ``scale``: real bytes for each of ours."""
+    """Implements ``protocol.ledger.Ledger`` and what the training thread asks of the worker. ``starts`` by
+    fragment; ``scale``: real bytes for each of ours."""
 
     failure: BaseException | None = None
 

@@ -43,13 +43,13 @@ from p2p_co2.planning.pipeline import StageLoad
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.pipeline import DroppedMicrobatch, Key, Pipeline, Place, Sizes, Work, window_of
 from p2p_co2.protocol.pipeline.machine import Do
-from p2p_co2.protocol.wire.envelope import head_of, unsent
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.kinds import kind_of
 from p2p_co2.simnet.internet import LOOK_UP_S, Endpoint, Internet, VirtualLinks, open_parcel
 from p2p_co2.simnet.laws import Violation
 from p2p_co2.simnet.virtual_time import Handle, VirtualTime, loop_of
 from p2p_co2.system.memory import Buffer
+from p2p_co2.wire.envelope import head_of, unsent
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.kinds import kind_of
 
 GROUP = hashlib.sha256(b"p2p-co2 simulated stages").digest()
 PAYLOAD_BYTES = 512

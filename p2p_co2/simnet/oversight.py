@@ -17,16 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.node import Node
 from p2p_co2.node.progress import LACKS
+from p2p_co2.protocol.ledger import AgreedVersion
 from p2p_co2.protocol.rounds.bounds import READY_CAP_S
-from p2p_co2.protocol.schedule import LOADS_CAP_S, LOADS_QUIET_S
-from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.simnet.laws import Books, Forks, Violation, comes_of
 from p2p_co2.simnet.process import THE_RUN_IS_OVER, Process, Volunteer
 from p2p_co2.simnet.scene import Scene
 from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.schedule import LOADS_CAP_S, LOADS_QUIET_S
 
 LOOK_EVERY_S, LOOKS_IN_A_ROUND = 1.5, 20.0
 """A process looks at its timers at least every second. In rounds of minutes looks are rarer."""

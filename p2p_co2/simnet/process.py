@@ -18,8 +18,6 @@ from p2p_co2.errors import TransportError
 from p2p_co2.node.environment import Clock, Environment
 from p2p_co2.node.node import Node
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.protocol.heartbeat import SLOWEST_HEARTBEAT_S
-from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.simnet.internet import Endpoint, VirtualLinks
 from p2p_co2.simnet.laws import Auditor
 from p2p_co2.simnet.ledger import CountingModel
@@ -31,6 +29,8 @@ from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.arrival import Arrival, caught_up
 from p2p_co2.trainer.network_thread import NodeView
 from p2p_co2.trainer.synchroniser import Progressed, Source, Synchroniser
+from p2p_co2.wire.heartbeat import SLOWEST_HEARTBEAT_S
+from p2p_co2.wire.identity import Identity, PeerId
 
 EPOCH = 1.6e9
 """Unix time at which every simulation begins."""

@@ -18,9 +18,9 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.errors import TransportError
 from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.node.network import RECORD_LIFETIME_S
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.simnet.internet import KNOCK_EVERY_S, LOOK_UP_S, Endpoint, Internet
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import PeerRecord
 
 CALLED_FOR = 15
 """A call that nobody answers ends after so many knocks (``discovery.dht``); one that is refused at once."""

@@ -8,13 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from p2p_co2 import __version__
 from p2p_co2.config import RunConfig
 from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.protocol.catchup.goals import chunk_bytes_of
 from p2p_co2.protocol.rounds import PayloadShape
 from p2p_co2.protocol.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S
-from p2p_co2.protocol.wire.envelope import Opened
 from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.internet import Internet, open_parcel, way_between
 from p2p_co2.simnet.laws import Books
@@ -22,6 +20,8 @@ from p2p_co2.simnet.ledger import CountingLedger
 from p2p_co2.simnet.rendezvous import Rendezvous
 from p2p_co2.simnet.virtual_time import VirtualTime
 from p2p_co2.simnet.work import BLOCK_BYTES, starts
+from p2p_co2.version import __version__
+from p2p_co2.wire.envelope import Opened
 
 SOFTWARE = f"p2p-co2 {__version__}"
 MAX_CHUNKS = 512

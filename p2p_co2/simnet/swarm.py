@@ -15,7 +15,6 @@ from collections.abc import Callable
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from p2p_co2.planning.profiles import profile_of
-from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.simnet.eventlog import EventLog
 from p2p_co2.simnet.laws import Books
 from p2p_co2.simnet.ledger import CountingLedger
@@ -24,6 +23,7 @@ from p2p_co2.simnet.process import Checkpoint, Process, Volunteer
 from p2p_co2.simnet.scene import Scene, Settings
 from p2p_co2.simnet.work import Work
 from p2p_co2.trainer.arrival import CATCH_UP_BOUND_S
+from p2p_co2.wire.identity import Identity, PeerId
 
 
 class _Witness(Identity):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from p2p_co2.digest import chunk_digests, digest_of_chunks
-from p2p_co2.node.ledger import AgreedVersion
+from p2p_co2.protocol.ledger import AgreedVersion
 from p2p_co2.system.memory import Buffer
 
 BLOCK_BYTES = 16

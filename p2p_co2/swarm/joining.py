@@ -28,7 +28,7 @@ from p2p_co2.ticket import Ticket, read_ticket
 from p2p_co2.trainer import connection
 from p2p_co2.trainer.group import form_group
 from p2p_co2.trainer.peer import Peer
-from p2p_co2.trainer.ranked_peer import as_one_peer
+from p2p_co2.trainer.ranks.peer import as_one_peer
 
 EventSink = Callable[[Event], None]
 _swarms = weakref.WeakSet[Swarm]()

@@ -30,8 +30,8 @@ from p2p_co2.swarm.data import Stopped, passes, warn_of_a_stream
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.tensors.pretrained import write_pretrained
 from p2p_co2.trainer.agreed_loss import AgreedLoss
-from p2p_co2.trainer.ranked_peer import AnyPeer
-from p2p_co2.trainer.stage_peer import data_seed
+from p2p_co2.trainer.ranks.peer import AnyPeer
+from p2p_co2.trainer.stages.peer import data_seed
 
 _Batch = TypeVar("_Batch")
 

@@ -24,8 +24,8 @@ from functools import partial
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import EnvironmentFault, P2PCo2Error
-from p2p_co2.protocol.wire.messages_pb2 import Relayed
 from p2p_co2.system.process import shut_in_forks
+from p2p_co2.wire.messages_pb2 import Relayed
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_ASKED = 64

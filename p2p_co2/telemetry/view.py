@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS, MAX_STAGES
 from p2p_co2.telemetry import events as ev
+from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_STAGES
 
 MAX_DISTINCT = 64
 """Most distinct reasons or names counted one by one; the rest are counted together as ``OTHERS``."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from p2p_co2.trainer.ranked_peer import AnyPeer
+from p2p_co2.trainer.ranks.peer import AnyPeer
 
 SHARE = 0.005
 AT_MOST_EVERY_S = 10.0

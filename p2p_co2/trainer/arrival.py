@@ -16,9 +16,9 @@ from dataclasses import replace
 from p2p_co2.config import ClockConfig
 from p2p_co2.errors import ConfigError, RunOver, TransportError
 from p2p_co2.node.node import Node
-from p2p_co2.protocol.wire.messages_pb2 import RunPosition
-from p2p_co2.trainer.side_thread import PeerThread
+from p2p_co2.trainer.stages.side_thread import PeerThread
 from p2p_co2.trainer.synchroniser import Progressed
+from p2p_co2.wire.messages_pb2 import RunPosition
 
 GATHER_BOUND_S = 120.0
 """Waiting for ``min_peers``; half of it for those who have the state and went before this peer had it."""

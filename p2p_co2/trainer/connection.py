@@ -38,19 +38,19 @@ from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import resuming
 from p2p_co2.trainer.arrival import Arrival, Beginning, caught_up
 from p2p_co2.trainer.exchanged_model import Plan, check_model
-from p2p_co2.trainer.fragment_state import FragmentState
 from p2p_co2.trainer.group import begin, form_group, frozen_digests, spread_buffers
+from p2p_co2.trainer.ledger.fragment_state import FragmentState
+from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.model_summary import ModelBuffers, summarise
 from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
-from p2p_co2.trainer.ranked_parameters import Group
-from p2p_co2.trainer.ranked_peer import LeadingPeer, as_one_peer
+from p2p_co2.trainer.ranks.parameters import Group
+from p2p_co2.trainer.ranks.peer import LeadingPeer, as_one_peer
 from p2p_co2.trainer.rates import Rates
-from p2p_co2.trainer.side_thread import PeerThread, SideThread
-from p2p_co2.trainer.stage_peer import StagePeer, Trained, data_seed, fitting, sizes_of
-from p2p_co2.trainer.stage_work import Crossings, StageWork
+from p2p_co2.trainer.stages.peer import StagePeer, Trained, data_seed, fitting, sizes_of
+from p2p_co2.trainer.stages.side_thread import PeerThread, SideThread
+from p2p_co2.trainer.stages.work import Crossings, StageWork
 from p2p_co2.trainer.synchroniser import Progressed
-from p2p_co2.trainer.worker import TensorWorker
 
 if TYPE_CHECKING:
     from p2p_co2.recipes import Recipe

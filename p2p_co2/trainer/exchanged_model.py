@@ -25,7 +25,7 @@ from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, Slice, named
 from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names
 from p2p_co2.tensors.outer import Merge, OuterState
 from p2p_co2.tensors.sharding import is_sharded, shard, trouble_with_cut
-from p2p_co2.trainer.ranked_parameters import Group, RankedParameters
+from p2p_co2.trainer.ranks.parameters import Group, RankedParameters
 
 EXCHANGED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ASKED_OF_AN_OPTIMIZER = ("param_groups", "state", "state_dict", "load_state_dict")

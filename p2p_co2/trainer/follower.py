@@ -27,7 +27,7 @@ from p2p_co2.tensors.outer import Merge
 from p2p_co2.tensors.sharding import Shards, reshard, shard
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
 from p2p_co2.trainer.group import sample_digest, whole_frozen
-from p2p_co2.trainer.ranked_parameters import (
+from p2p_co2.trainer.ranks.parameters import (
     Group,
     Share,
     readable,
@@ -35,7 +35,7 @@ from p2p_co2.trainer.ranked_parameters import (
     share_of,
     with_shards,
 )
-from p2p_co2.trainer.ranks import Command
+from p2p_co2.trainer.ranks.words import Command
 from p2p_co2.trainer.resuming import FAULTS, take_over
 
 

@@ -22,8 +22,8 @@ from p2p_co2.tensors.names import named_buffers, named_parameters
 from p2p_co2.tensors.sharding import held, is_sharded
 from p2p_co2.trainer.exchanged_model import Plan, check_model, trained_parameters
 from p2p_co2.trainer.model_summary import values_digest
-from p2p_co2.trainer.ranked_parameters import Division, Group
-from p2p_co2.trainer.ranks import Call, Command, Ranks
+from p2p_co2.trainer.ranks.parameters import Division, Group
+from p2p_co2.trainer.ranks.words import Call, Command, Ranks
 from p2p_co2.trainer.rates import Factor, Rates
 from p2p_co2.trainer.resuming import inner_of
 

@@ -33,17 +33,17 @@ from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.catchup.donor import EXPORT_SLOWEST_BYTES_PER_S, LOADS_S
 from p2p_co2.protocol.pipeline import Key, Place, Sizes, Work
 from p2p_co2.protocol.rounds import Offer, PayloadShape
-from p2p_co2.protocol.schedule import LOADS_QUIET_S, Stage
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Relayed, RunPosition, Status
-from p2p_co2.protocol.wire.model_table import ModelSummary
 from p2p_co2.system.extras import missing
 from p2p_co2.system.process import LOST, program
 from p2p_co2.system.socket_activation import SocketActivation
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
+from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.model_summary import ModelBuffers
-from p2p_co2.trainer.worker import TensorWorker
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Relayed, RunPosition, Status
+from p2p_co2.wire.model_table import ModelSummary
+from p2p_co2.wire.schedule import LOADS_QUIET_S, Stage
 
 CLOSE_BOUND_S = 6.0
 MAX_BUFFER_DONORS = 3

@@ -27,11 +27,11 @@ from p2p_co2.tensors.pretrained import full_state
 from p2p_co2.tensors.sharding import shard
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan, trained_parameters
 from p2p_co2.trainer.figures import loss_of, tokens_of
+from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.rates import Rates
 from p2p_co2.trainer.saver import Saver
-from p2p_co2.trainer.side_thread import PeerThread
+from p2p_co2.trainer.stages.side_thread import PeerThread
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S, Progressed, Synchroniser
-from p2p_co2.trainer.worker import TensorWorker
 
 
 class Stepping:

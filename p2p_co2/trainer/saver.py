@@ -35,9 +35,9 @@ from p2p_co2.tensors.checkpoint.tree import Said, say
 from p2p_co2.tensors.fragments import LiveParameters, large_tensor
 from p2p_co2.tensors.names import named_buffers
 from p2p_co2.trainer.exchanged_model import Plan
+from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.resuming import FAULTS, inner_of, shapes_of
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S, Synchroniser
-from p2p_co2.trainer.worker import TensorWorker
 
 AT_ONCE_BYTES = 32 << 20
 """What the training thread copies between two steps, at least one parameter's state."""

@@ -22,10 +22,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from p2p_co2.config import RunConfig
-from p2p_co2.node.ledger import AgreedVersion
 from p2p_co2.node.state import LocalProgress
+from p2p_co2.protocol.ledger import AgreedVersion
 from p2p_co2.protocol.rounds import Offer
-from p2p_co2.protocol.schedule import (
+from p2p_co2.telemetry import events as ev
+from p2p_co2.trainer.exchanged_model import ExchangedModel
+from p2p_co2.trainer.figures import Figures
+from p2p_co2.trainer.ledger.fragment_state import EncodedOffer, Outcome
+from p2p_co2.trainer.ledger.worker import NOT_FINITE, TensorWorker
+from p2p_co2.trainer.network_thread import CLOSE_BOUND_S, NodeView
+from p2p_co2.wire.messages_pb2 import Status
+from p2p_co2.wire.schedule import (
     FIRST_ROUND_BOUND_S,
     LOADS_CAP_S,
     SETTLE_S,
@@ -34,13 +41,6 @@ from p2p_co2.protocol.schedule import (
     SwarmClock,
     WorkAccount,
 )
-from p2p_co2.protocol.wire.messages_pb2 import Status
-from p2p_co2.telemetry import events as ev
-from p2p_co2.trainer.exchanged_model import ExchangedModel
-from p2p_co2.trainer.figures import Figures
-from p2p_co2.trainer.fragment_state import EncodedOffer, Outcome
-from p2p_co2.trainer.network_thread import CLOSE_BOUND_S, NodeView
-from p2p_co2.trainer.worker import NOT_FINITE, TensorWorker
 
 REPORT_EVERY_S = 1.0
 """How often a peer tells of itself. One that rests does so a tenth as often, and sees within a tenth of it

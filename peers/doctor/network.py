@@ -31,9 +31,9 @@ from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.probe import GREETING, Look, Passed, Prober, judge_clock, open_prober
 from p2p_co2.peer_options import listening
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.ticket import Ticket, by_peer
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import PeerRecord
 from peers.doctor.findings import Finding, MeasuredLink, Outcome, State
 from peers.doctor.machine import cannot_listen
 

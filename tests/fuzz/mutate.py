@@ -17,8 +17,8 @@ from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import DecodeError, Message
 
 from p2p_co2.protocol.catchup.manifest import MANIFEST_CONTEXT, content_of
-from p2p_co2.protocol.wire.identity import Identity
-from p2p_co2.protocol.wire.messages_pb2 import Envelope, Outcome
+from p2p_co2.wire.identity import Identity
+from p2p_co2.wire.messages_pb2 import Envelope, Outcome
 from tests.certificates import certify
 
 MOST_COPIES = 5000

@@ -12,9 +12,9 @@ import asyncio
 import sys
 from collections import Counter
 
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import Envelope
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import Envelope
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.world import RUN, Trainer, World, make_identity, run_virtual
 

@@ -17,9 +17,12 @@ from google.protobuf.message import Message
 from p2p_co2.config import ClockConfig, RunConfig
 from p2p_co2.node.router import GRAVE
 from p2p_co2.protocol.rounds.gathering import behind_message
-from p2p_co2.protocol.wire.envelope import head_of
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import (
+from p2p_co2.simnet import EventLog, Settings, Storm, Swarm
+from p2p_co2.simnet.internet import Endpoint
+from p2p_co2.telemetry.events import MessageRefused
+from p2p_co2.wire.envelope import head_of
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import (
     AskOutcome,
     Envelope,
     ModelRow,
@@ -27,9 +30,6 @@ from p2p_co2.protocol.wire.messages_pb2 import (
     Refusal,
     RoundKey,
 )
-from p2p_co2.simnet import EventLog, Settings, Storm, Swarm
-from p2p_co2.simnet.internet import Endpoint
-from p2p_co2.telemetry.events import MessageRefused
 from tests.envelopes import enveloped
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.world import make_identity

@@ -19,10 +19,13 @@ from torch import Tensor, nn
 from p2p_co2.node.pipeline_node import PipelineNode
 from p2p_co2.protocol.pipeline import Key, Pipeline, Place, Sizes, Work
 from p2p_co2.protocol.pipeline.machine import Do
-from p2p_co2.protocol.wire.envelope import head_of
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.kinds import KINDS, Machine
-from p2p_co2.protocol.wire.messages_pb2 import (
+from p2p_co2.recipes.stages import Stages
+from p2p_co2.telemetry.events import Event, MessageRefused
+from p2p_co2.trainer.stages.work import Crossings, StageWork
+from p2p_co2.wire.envelope import head_of
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.kinds import KINDS, Machine
+from p2p_co2.wire.messages_pb2 import (
     Declined,
     Dropped,
     Envelope,
@@ -31,9 +34,6 @@ from p2p_co2.protocol.wire.messages_pb2 import (
     Ping,
     Status,
 )
-from p2p_co2.recipes.stages import Stages
-from p2p_co2.telemetry.events import Event, MessageRefused
-from p2p_co2.trainer.stage_work import Crossings, StageWork
 from tests.envelopes import enveloped
 from tests.fuzz.mutate import Mutator, Tape
 from tests.fuzz.world import RUN, World, make_identity, run_virtual

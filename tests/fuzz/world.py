@@ -26,18 +26,18 @@ from p2p_co2.node.links import LinkTraffic, Piece
 from p2p_co2.node.node import Node
 from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.rounds import Offer, PayloadShape
-from p2p_co2.protocol.schedule import Stage
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.telemetry.events import Event, MessageRefused
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
-from p2p_co2.trainer.fragment_state import FragmentState
+from p2p_co2.trainer.ledger.fragment_state import FragmentState
+from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.synchroniser import Progressed, Synchroniser
-from p2p_co2.trainer.worker import TensorWorker
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import PeerRecord
+from p2p_co2.wire.schedule import Stage
 
 RUN = RunConfig(
     name="fuzz",

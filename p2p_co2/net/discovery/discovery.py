@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
-from p2p_co2 import __version__
 from p2p_co2.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TicketError, TransportError
 from p2p_co2.net.discovery.records import (
     MANIFEST_CONTEXT,
@@ -47,9 +46,10 @@ from p2p_co2.net.transport.libp2p.hivemind import (
     ValueWithExpiration,
     get_dht_time,
 )
-from p2p_co2.protocol.wire.identity import Identity, PeerId, public_key_of
-from p2p_co2.protocol.wire.limits import MAX_PEERS, MAX_RECORD_BYTES, PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
+from p2p_co2.version import __version__
+from p2p_co2.wire.identity import Identity, PeerId, public_key_of
+from p2p_co2.wire.limits import MAX_PEERS, MAX_RECORD_BYTES, PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 
 _Content = TypeVar("_Content", PeerRecord, RunManifest, RunPosition)
 BUCKET_SIZE = 8

@@ -23,8 +23,8 @@ from google.protobuf.message import DecodeError
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S, OnRefused
 from p2p_co2.net.transport.libp2p.hivemind import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
-from p2p_co2.protocol.wire.identity import PeerId, unseal
-from p2p_co2.protocol.wire.limits import (
+from p2p_co2.wire.identity import PeerId, unseal
+from p2p_co2.wire.limits import (
     HELLO_WINDOW_S,
     MAX_ADDRESSES,
     MAX_FRAGMENTS,
@@ -32,7 +32,7 @@ from p2p_co2.protocol.wire.limits import (
     MAX_RECORD_BYTES,
     MAX_STRING,
 )
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
+from p2p_co2.wire.messages_pb2 import PeerRecord, RunManifest, RunPosition
 
 _Content = TypeVar("_Content", PeerRecord, RunManifest, RunPosition)
 PEER_CONTEXT = b"p2p-co2 peer record"

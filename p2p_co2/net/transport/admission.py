@@ -22,9 +22,9 @@ from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.addresses import is_loopback
-from p2p_co2.protocol.wire.identity import Identity, PeerId, unseal
-from p2p_co2.protocol.wire.limits import HELLO_WINDOW_S
-from p2p_co2.protocol.wire.messages_pb2 import LinkHello
+from p2p_co2.wire.identity import Identity, PeerId, unseal
+from p2p_co2.wire.limits import HELLO_WINDOW_S
+from p2p_co2.wire.messages_pb2 import LinkHello
 
 _Key = TypeVar("_Key")
 HELLO_CONTEXT = b"p2p-co2 link hello"

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 from p2p_co2.errors import LocalProtocolError, PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.admission import Admission
 from p2p_co2.net.transport.flow import Acknowledged, Seen
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_DIALLED, MAX_MESSAGE_BYTES, MAX_PEERS
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.system.clock import within
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_DIALLED, MAX_MESSAGE_BYTES, MAX_PEERS
+from p2p_co2.wire.messages_pb2 import PeerRecord
 
 CONNECT_TIMEOUT_S = 10.0
 """Bound on one attempt to reach one address."""

@@ -45,11 +45,11 @@ from p2p_co2.net.transport.base import (
     check_incoming,
 )
 from p2p_co2.net.transport.flow import Seen, SendBuffer
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.system.clock import within
 from p2p_co2.system.process import left_to_others, shut_in_forks_at
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import PeerRecord
 
 SERVICE = f"p2p_co2.v{PROTOCOL_VERSION}"
 METHOD = f"/{SERVICE}/Link"

@@ -29,9 +29,9 @@ from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import hang_up, reach
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.streams import AnswerServer, Asker, QuestionClient
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import DialBackProbe, LookProbe, Probe, ProbeAnswer
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import DialBackProbe, LookProbe, Probe, ProbeAnswer
 
 PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/probe"
 GREETING = b"\x13/multistream/1.0.0\n"

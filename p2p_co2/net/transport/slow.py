@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from p2p_co2.errors import ConfigError, PeerLost
 from p2p_co2.net.transport.base import Link, OnMessage
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.wire.identity import PeerId
 
 MAX_UNDER_WAY = 64
 

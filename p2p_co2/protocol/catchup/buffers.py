@@ -15,8 +15,8 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.catchup.donor import LOADS_S
 from p2p_co2.protocol.catchup.goals import BUFFERS, Outbox
 from p2p_co2.protocol.catchup.manifest import chunk_at
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Chunk, Fetch
 
 MAX_ASKING = 8
 """Newcomers that wait for this peer's training thread; more are sent elsewhere."""

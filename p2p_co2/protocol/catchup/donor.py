@@ -22,10 +22,10 @@ from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.catchup.goals import PATIENCE_S, ROUND, STATE, ExportWanted, Outbox, Shape
 from p2p_co2.protocol.catchup.history import HISTORY_ROUNDS_KEPT, History
 from p2p_co2.protocol.catchup.manifest import chunk_at, make_manifest
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 from p2p_co2.system.memory import Buffer, Joined
+from p2p_co2.wire.heartbeat import HEARTBEAT_S
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 
 EXPORT_SLOWEST_BYTES_PER_S = 250e3
 """An export is dropped after the time that its bytes take at this and ten times ``PATIENCE_S``, or once that

@@ -35,9 +35,9 @@ from p2p_co2.protocol.catchup.goals import (
     Vouch,
 )
 from p2p_co2.protocol.catchup.load import ATTEMPTS, MOST_AT_ONCE, Load, Terms
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, MAX_PEERS
-from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_PEERS
+from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 
 OUTSTANDING = 2
 SILENT_TIMES, SILENT_FLOOR_S = 8.0, 10.0

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES
-from p2p_co2.protocol.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
 from p2p_co2.system.memory import Buffer
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_DATA_BYTES
+from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
 
 ROUND, STATE, BUFFERS = Fetch.ROUND, Fetch.STATE, Fetch.BUFFERS
 CatchUpMessage = Fetch | Manifest | Chunk | Refusal

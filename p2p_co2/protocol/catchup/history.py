@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from p2p_co2.digest import chunk_digests
 from p2p_co2.protocol.catchup.goals import Shape
-from p2p_co2.protocol.wire.messages_pb2 import Decision, Manifest
 from p2p_co2.system.memory import Buffer
+from p2p_co2.wire.messages_pb2 import Decision, Manifest
 
 HISTORY_ROUNDS_KEPT = 8
 """Rounds per fragment whose mean a donor can replay, if memory allows."""

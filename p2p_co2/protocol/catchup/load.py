@@ -26,10 +26,10 @@ from p2p_co2.protocol.catchup.goals import (
     Vouch,
 )
 from p2p_co2.protocol.catchup.manifest import Content, check_chunk, check_manifest, chunk_at, content_of
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 from p2p_co2.system.memory import large_buffer
+from p2p_co2.wire.heartbeat import HEARTBEAT_S
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 
 MOST_AT_ONCE = 8
 """Donors asked for one goal, and small states that are loaded."""

@@ -10,8 +10,8 @@ from p2p_co2.protocol.catchup.buffers import Buffers
 from p2p_co2.protocol.catchup.donor import Donor
 from p2p_co2.protocol.catchup.fetcher import Fetcher
 from p2p_co2.protocol.catchup.goals import BUFFERS, ROUND, STATE, CatchUpEvent, CatchUpMessage, Outbox, Shape
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.messages_pb2 import Chunk, Fetch, Manifest, Refusal
 
 
 class CatchUp:

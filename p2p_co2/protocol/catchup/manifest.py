@@ -13,9 +13,9 @@ from p2p_co2.digest import DIGEST_BYTES, digest_of_chunks
 from p2p_co2.digest import digest as digest_of
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.catchup.goals import ROUND, Goal
-from p2p_co2.protocol.wire.identity import Identity, PeerId, verify
-from p2p_co2.protocol.wire.limits import MAX_DATA_BYTES, MAX_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest
+from p2p_co2.wire.identity import Identity, PeerId, verify
+from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_VERSION
+from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest
 
 MANIFEST_CONTEXT = b"p2p-co2 chunk manifest"
 _PLACE = struct.Struct("<BIQQI")

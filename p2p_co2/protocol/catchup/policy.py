@@ -21,10 +21,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from p2p_co2.protocol.catchup.goals import split_donors
-from p2p_co2.protocol.heartbeat import SLOWEST_HEARTBEAT_S
 from p2p_co2.protocol.rounds.bounds import AHEAD_AT_MOST
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Status
+from p2p_co2.wire.heartbeat import SLOWEST_HEARTBEAT_S
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Status
 
 NOTICE_AFTER_S = 3.0
 """What heartbeats say is waited for so long: the round's own messages usually bring it."""

@@ -41,15 +41,15 @@ from typing import Any, NamedTuple
 from google.protobuf.message import Message
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
-from p2p_co2.protocol.heartbeat import SILENCE_FLOOR_S
 from p2p_co2.protocol.pipeline.neighbours import MAX_NEIGHBOURS, NeighbourPeer, Neighbours
 from p2p_co2.protocol.pipeline.routes import Rates
 from p2p_co2.protocol.rounds.assembly import Assembly, pieces
-from p2p_co2.protocol.wire.envelope import with_data
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
-from p2p_co2.protocol.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
 from p2p_co2.system.memory import Buffer
+from p2p_co2.wire.envelope import with_data
+from p2p_co2.wire.heartbeat import SILENCE_FLOOR_S
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PIECE_BYTES
+from p2p_co2.wire.messages_pb2 import Backward, Declined, Dropped, Forward, MicrobatchKey, Neighbour
 
 WINDOW = 6
 """Times the stages from here to the last: microbatches between forward and backward. One of each is enough

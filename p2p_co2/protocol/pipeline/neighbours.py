@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.pipeline.routes import Rates, shares
 from p2p_co2.protocol.rounds.deadline import Durations
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Neighbour
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Neighbour
 
 MAX_NEIGHBOURS = 64
 """Peers of one neighbouring stage."""

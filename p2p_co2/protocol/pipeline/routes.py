@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Mapping
 from itertools import accumulate
 
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.wire.identity import PeerId
 
 SNAP = 0.1
 """Of a mean length: a receiver's edge so near to a sender's is laid on it, which saves a thin overlap."""

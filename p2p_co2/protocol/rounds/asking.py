@@ -15,9 +15,9 @@ from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Offer
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, named
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_STRING
-from p2p_co2.protocol.wire.messages_pb2 import Ready, Waiting
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_STRING
+from p2p_co2.wire.messages_pb2 import Ready, Waiting
 
 TRIES = 3
 """READYs to one coordinator, each waiting twice as long, before the next is asked."""

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PIECE_BYTES
-from p2p_co2.protocol.wire.messages_pb2 import Mean, Part
 from p2p_co2.system.memory import Buffer, large_buffer
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PIECE_BYTES
+from p2p_co2.wire.messages_pb2 import Mean, Part
 
 Piece = Part | Mean
 PIECE_UNIT_BYTES = 16 << 10

@@ -19,9 +19,9 @@ from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.events import Offer, PayloadShape
 from p2p_co2.protocol.rounds.parts import BlockRange, check_owned, covers
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_PEER_ID, MAX_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import (
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_MEMBERS, MAX_PEER_ID, MAX_VERSION
+from p2p_co2.wire.messages_pb2 import (
     Begin,
     Behind,
     Contributor,

@@ -16,8 +16,8 @@ from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.certificate import DECISION_CONTEXT, Seals, check_signature
 from p2p_co2.protocol.rounds.swarm import named
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Decision, LostPart, Result, SignedMean, Vote
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Decision, LostPart, Result, SignedMean, Vote
 
 SIGNATURE_BYTES = 64
 

@@ -30,9 +30,9 @@ from p2p_co2.protocol.rounds.attempt import (
 from p2p_co2.protocol.rounds.events import PayloadShape
 from p2p_co2.protocol.rounds.parts import BlockRange, covers
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.protocol.wire.identity import Identity, PeerId, verify
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_MESSAGE_BYTES, MAX_PEER_ID
-from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome, PartOutcome, SignedMean
+from p2p_co2.wire.identity import Identity, PeerId, verify
+from p2p_co2.wire.limits import MAX_MEMBERS, MAX_MESSAGE_BYTES, MAX_PEER_ID
+from p2p_co2.wire.messages_pb2 import Decision, Outcome, PartOutcome, SignedMean
 
 DECISION_CONTEXT, MEAN_CONTEXT = b"p2p-co2 decision", b"p2p-co2 mean"
 TELLERS = 2

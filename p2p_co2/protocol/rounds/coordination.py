@@ -20,9 +20,9 @@ from p2p_co2.protocol.rounds.gathering import Gathering, Roster, attempt_nonce, 
 from p2p_co2.protocol.rounds.history import History
 from p2p_co2.protocol.rounds.parts import Rates
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_STRING
-from p2p_co2.protocol.wire.messages_pb2 import Begin, Ready, Waiting
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_STRING
+from p2p_co2.wire.messages_pb2 import Begin, Ready, Waiting
 
 Place = tuple[int, int]
 """(fragment, round)"""

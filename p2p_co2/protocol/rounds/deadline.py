@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from statistics import median
 
 from p2p_co2.protocol.rounds import bounds
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.wire.identity import PeerId
 
 WINDOW = 16
 """Past rounds that a deadline looks at."""

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.bounds import DIGEST_BYTES, MAX_WEIGHT
-from p2p_co2.protocol.wire.identity import PeerId
 from p2p_co2.system.memory import Buffer
+from p2p_co2.wire.identity import PeerId
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import CheckWanted, Likeness, Offer, ReduceJob
 from p2p_co2.protocol.rounds.owner import Arrivals, Contributors, PartJob, Room
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
-from p2p_co2.protocol.wire.envelope import with_data
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Contributor, Mean, Part, PartOutcome, SignedMean
 from p2p_co2.system.memory import Buffer, large_buffer
+from p2p_co2.wire.envelope import with_data
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Contributor, Mean, Part, PartOutcome, SignedMean
 
 _Place = TypeVar("_Place", bound=Hashable)
 LEAST_COSINE = 0.2

@@ -24,8 +24,8 @@ from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.rounds.history import History, is_in_all
 from p2p_co2.protocol.rounds.member import Completion, Member, without_bytes
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import Identity, PeerId
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import Identity, PeerId
 
 
 class FragmentRounds:

@@ -26,9 +26,9 @@ from p2p_co2.protocol.rounds.deadline import (
 from p2p_co2.protocol.rounds.parts import Division, Rates, divide
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm, named
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS
-from p2p_co2.protocol.wire.messages_pb2 import Begin, Behind, Member, PartSpec, Ready, RoundKey, Waiting
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_MEMBERS
+from p2p_co2.wire.messages_pb2 import Begin, Behind, Member, PartSpec, Ready, RoundKey, Waiting
 
 
 class Roster:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.certificate import Derived
 from p2p_co2.protocol.rounds.events import Stale
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Decision, Outcome
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Decision, Outcome
 
 
 @Derived

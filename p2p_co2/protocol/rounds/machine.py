@@ -43,10 +43,10 @@ from p2p_co2.protocol.rounds.fragment import FragmentRounds
 from p2p_co2.protocol.rounds.history import History
 from p2p_co2.protocol.rounds.member import Member
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
-from p2p_co2.protocol.schedule import Stage
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.identity import Identity, PeerId
 from p2p_co2.system.memory import Buffer
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.schedule import Stage
 
 _Keyed = wire.Begin | wire.Part | wire.Mean | wire.Result | wire.AskOutcome
 

@@ -33,9 +33,9 @@ from p2p_co2.protocol.rounds.deadline import SAFETY
 from p2p_co2.protocol.rounds.events import Committed, Offer, OutcomeWithoutBytes, Refused
 from p2p_co2.protocol.rounds.exchange import Exchange
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_STRING
-from p2p_co2.protocol.wire.messages_pb2 import AskOutcome, Decision, LostPart, Outcome, Result
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_STRING
+from p2p_co2.wire.messages_pb2 import AskOutcome, Decision, LostPart, Outcome, Result
 
 SPEAK_S = bounds.GRACE_S / 4
 """Once somebody lacks the mean of a lost owner, all that lack or hold it say so within this."""

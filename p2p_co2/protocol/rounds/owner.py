@@ -20,9 +20,9 @@ from p2p_co2.protocol.rounds.deadline import SAFETY, Durations
 from p2p_co2.protocol.rounds.events import Distrusted, ReduceJob, ReduceWanted, Slice
 from p2p_co2.protocol.rounds.repute import LATE
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import Part
 from p2p_co2.system.memory import Buffer
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Part
 
 SLOW = "not waited for here any more, since its slices come too late, until they are in time again"
 Contributors = tuple[tuple[PeerId, float], ...]

@@ -36,8 +36,8 @@ from typing import NamedTuple
 
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_MEMBERS, MAX_PIECE_BYTES
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_MEMBERS, MAX_PIECE_BYTES
 
 MOST_OWNED = 2.0
 """What one member averages of a fragment, in shares of equal size: one that lies about a mean spoils no more.

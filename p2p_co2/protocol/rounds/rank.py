@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Iterable
 from functools import lru_cache
 
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PEERS
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PEERS
 
 
 def coordination_order(peers: Iterable[PeerId], fragment: int, round_: int) -> list[PeerId]:

@@ -10,8 +10,8 @@ from statistics import median_low
 
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.events import Distrusted
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PEERS
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PEERS
 
 FIRST_S, LONGEST_S = 60.0, 3600.0
 LATE = 2.0

@@ -20,7 +20,7 @@ from p2p_co2.protocol.rounds.events import PayloadShape, PeerView, RoundsEvent
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.protocol.rounds.repute import Lateness, Repute
 from p2p_co2.protocol.rounds.voters import Voters
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.wire.identity import PeerId
 
 
 def short(peer: str) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 
 from p2p_co2.protocol.rounds.events import PeerView
 from p2p_co2.protocol.rounds.history import History
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_PEERS
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_PEERS
 
 
 class Voters:

@@ -48,10 +48,10 @@ from p2p_co2.net.transport.libp2p.control import (
 )
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.streams import HEADER_BYTES, Asker, ServedStreams, framed, read_frame
-from p2p_co2.protocol.wire.identity import Identity, PeerId, public_key_of
-from p2p_co2.protocol.wire.limits import MAX_PEERS, MAX_STRING, PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord
 from p2p_co2.system.clock import within
+from p2p_co2.wire.identity import Identity, PeerId, public_key_of
+from p2p_co2.wire.limits import MAX_PEERS, MAX_STRING, PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import PeerRecord
 
 PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/link"
 WELCOME, REFUSED, GOODBYE, ALIVE = b"\0", b"\1", b"\2", b"\3"

@@ -26,9 +26,9 @@ from p2p_co2.net.transport.libp2p.hivemind import (
     read_pbmsg_safe,
     write_pbmsg,
 )
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, MAX_STRING
 from p2p_co2.system.clock import within
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.limits import MAX_ADDRESSES, MAX_MESSAGE_BYTES, MAX_STRING
 
 DAEMON_GONE = "the libp2p daemon of this process is gone"
 _P2P_CODE, _CIRCUIT_CODE = b"\xa5\x03", b"\xa2\x02"

@@ -23,9 +23,9 @@ from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
-from p2p_co2.protocol.wire.identity import Identity, PeerId
-from p2p_co2.protocol.wire.limits import MAX_RECORD_BYTES
-from p2p_co2.protocol.wire.messages_pb2 import CircuitHop
+from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.limits import MAX_RECORD_BYTES
+from p2p_co2.wire.messages_pb2 import CircuitHop
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 MAX_PLACES = 3

@@ -20,7 +20,7 @@ from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.net.transport.base import CLOSE_TIMEOUT_S, MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import Stream, daemon_call, hang_up, open_stream, reach
 from p2p_co2.net.transport.libp2p.hivemind import P2P, StreamInfo
-from p2p_co2.protocol.wire.identity import PeerId
+from p2p_co2.wire.identity import PeerId
 
 HEADER_BYTES = 4
 MAX_STREAMS, MAX_STREAMS_PER_PEER = 64, 2

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.wire.limits import MAX_FRAGMENTS, MAX_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import Status
+from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_VERSION
+from p2p_co2.wire.messages_pb2 import Status
 
 _DIGEST_LENGTHS = frozenset({32})
 

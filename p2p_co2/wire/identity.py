@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from google.protobuf.message import DecodeError
 
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
-from p2p_co2.protocol.wire.limits import MAX_PEER_ID, MAX_PEERS
-from p2p_co2.protocol.wire.messages_pb2 import Signed
+from p2p_co2.wire.limits import MAX_PEER_ID, MAX_PEERS
+from p2p_co2.wire.messages_pb2 import Signed
 
 logger = logging.getLogger(__name__)
 PeerId = NewType("PeerId", str)

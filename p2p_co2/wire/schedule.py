@@ -24,7 +24,7 @@ from statistics import median
 from typing import Literal
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S
+from p2p_co2.wire.heartbeat import HEARTBEAT_S
 
 _TOLERANCE = 1e-6
 """Ticks by which a point may come early: the position is steps / H in floating point, and 3 * (1 / 3) must

@@ -23,13 +23,13 @@ from p2p_co2.net.transport.base import Carrier, OnMessage, OnRefused
 from p2p_co2.node.network import Held, Network
 from p2p_co2.node.node import Node
 from p2p_co2.protocol.rounds import PayloadShape
-from p2p_co2.protocol.wire.identity import PeerId
-from p2p_co2.protocol.wire.messages_pb2 import PeerRecord, RunPosition
-from p2p_co2.protocol.wire.model_table import ModelSummary
 from p2p_co2.telemetry import events as ev
 from p2p_co2.ticket import Ticket
+from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.network_thread import CLOSE_BOUND_S, NetworkThread, NodeView, cause_of_end
-from p2p_co2.trainer.worker import TensorWorker
+from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import PeerRecord, RunPosition
+from p2p_co2.wire.model_table import ModelSummary
 
 _T = TypeVar("_T")
 

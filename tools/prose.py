@@ -1,7 +1,7 @@
 """How long the sentences of a page are, as somebody would read it aloud.
 
-python -m tests.prose                    the share of long ones, by page
-python -m tests.prose docs/security.md   and which they are
+python -m tools.prose                    the share of long ones, by page
+python -m tools.prose docs/security.md   and which they are
 """
 
 from __future__ import annotations

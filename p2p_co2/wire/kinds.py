@@ -17,10 +17,10 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from p2p_co2.protocol.wire import messages_pb2 as wire
-from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES, MAX_STATUS_BYTES
-from p2p_co2.protocol.wire.model_table import MAX_TABLE_BYTES, check_rows
-from p2p_co2.protocol.wire.status import read_status
+from p2p_co2.wire import messages_pb2 as wire
+from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, MAX_STATUS_BYTES
+from p2p_co2.wire.model_table import MAX_TABLE_BYTES, check_rows
+from p2p_co2.wire.status import read_status
 
 
 class Machine(Enum):

@@ -35,13 +35,13 @@ from p2p_co2.trainer.exchanged_model import Plan
 from p2p_co2.trainer.figures import loss_of, mean_loss, tokens_of
 from p2p_co2.trainer.follower import Follower
 from p2p_co2.trainer.group import compare_samples, has_frozen_shards, whole_frozen
+from p2p_co2.trainer.ledger.worker import TensorWorker
 from p2p_co2.trainer.peer import Asked, Peer, as_it_was
-from p2p_co2.trainer.ranked_parameters import Group
-from p2p_co2.trainer.ranks import CALLED, Call, Command, Ranks
+from p2p_co2.trainer.ranks.parameters import Group
+from p2p_co2.trainer.ranks.words import CALLED, Call, Command, Ranks
 from p2p_co2.trainer.rates import Factor, Rates
-from p2p_co2.trainer.side_thread import PeerThread
+from p2p_co2.trainer.stages.side_thread import PeerThread
 from p2p_co2.trainer.synchroniser import Progressed
-from p2p_co2.trainer.worker import TensorWorker
 
 STOP, PAUSE, GO_ON, TOGGLE = 1, 2, 4, 8
 """What a person asked of a rank that follows, told with its next step."""

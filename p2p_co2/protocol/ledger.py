@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 from p2p_co2.errors import LocalProtocolError
 from p2p_co2.protocol.rounds.certificate import Derived, counted_weights
 from p2p_co2.protocol.rounds.events import Likeness
-from p2p_co2.protocol.wire.messages_pb2 import Outcome
 from p2p_co2.system.memory import Buffer, Joined
+from p2p_co2.wire.messages_pb2 import Outcome
 
 LATEST_BASE = 2
 """Rounds that a mean counts as late at most, whatever its members claim: honest gradients are one late where

@@ -1,4 +1,4 @@
-"""Every page of the board as pictures: ``make screenshots`` (or ``python -m tests.screenshots [FOLDER]``).
+"""Every page of the board as pictures: ``make screenshots`` (or ``python -m tools.screenshots [FOLDER]``).
 
 A real demo runs (five peers, one killed, one late) while a browser looks at its board; dark and phone width
 are taken of the same run from its journals; the states of having nothing to show come from made-up feeds.

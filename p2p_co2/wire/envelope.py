@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 from google.protobuf.message import DecodeError, Message
 
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.wire.kinds import KINDS
-from p2p_co2.protocol.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from p2p_co2.protocol.wire.messages_pb2 import Envelope
 from p2p_co2.system.memory import Buffer, Joined
+from p2p_co2.wire.kinds import KINDS
+from p2p_co2.wire.limits import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from p2p_co2.wire.messages_pb2 import Envelope
 
 Unsent = bytes | Joined
 """A message that may wait before it is sent: ``bytes(message)`` are its bytes, and nobody may change the data

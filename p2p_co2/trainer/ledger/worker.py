@@ -20,8 +20,8 @@ from torch import Tensor
 
 from p2p_co2.digest import digest_of_chunks
 from p2p_co2.errors import DigestMismatch, RemoteProtocolError
-from p2p_co2.node.ledger import AgreedMean, AgreedVersion, Exported, PartWeights, Reduced, SliceRefused
 from p2p_co2.protocol.catchup.goals import chunk_bytes_of
+from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, Exported, PartWeights, Reduced, SliceRefused
 from p2p_co2.protocol.rounds import Likeness
 from p2p_co2.system.memory import Buffer, return_holes
 from p2p_co2.tensors.aggregation import HostileSlice, Rule, compare, reduce_slices, weighted_mean
@@ -34,7 +34,7 @@ from p2p_co2.tensors.checkpoint.agreed import (
 from p2p_co2.tensors.checkpoint.folder import Values
 from p2p_co2.tensors.codec import Codec
 from p2p_co2.tensors.outer import OuterState
-from p2p_co2.trainer.fragment_state import EncodedOffer, FragmentState, Outcome
+from p2p_co2.trainer.ledger.fragment_state import EncodedOffer, FragmentState, Outcome
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")

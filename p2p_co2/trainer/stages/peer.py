@@ -32,7 +32,7 @@ from p2p_co2.recipes.sizes import StageSize
 from p2p_co2.system.machine import available_memory_bytes
 from p2p_co2.trainer.network_thread import PipelineView
 from p2p_co2.trainer.peer import Peer, heal
-from p2p_co2.trainer.stage_work import Crossings, Done, StageWork
+from p2p_co2.trainer.stages.work import Crossings, Done, StageWork
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
 
 TRAINED_COPIES, AGREED_COPIES = 4, 4

@@ -25,7 +25,7 @@ from p2p_co2.tensors.fragments import Fragment, FragmentPlan, LiveParameters, Sl
 from p2p_co2.tensors.names import named_parameters
 from p2p_co2.tensors.outer import Merge
 from p2p_co2.tensors.sharding import Shards, as_sharded, is_sharded, shard
-from p2p_co2.trainer.ranks import Command, Ranks
+from p2p_co2.trainer.ranks.words import Command, Ranks
 
 Ranges = Mapping[str, tuple[int, int]]
 """Elements of parameters by name: from, to."""

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.wire.limits import MAX_STRING
-from p2p_co2.protocol.wire.messages_pb2 import ModelRow, ModelTable
+from p2p_co2.wire.limits import MAX_STRING
+from p2p_co2.wire.messages_pb2 import ModelRow, ModelTable
 
 MAX_TABLE_BYTES = 256 << 10
 MAX_DIMENSIONS = 16

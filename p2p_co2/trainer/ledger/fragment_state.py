@@ -30,7 +30,7 @@ from torch import Tensor
 from p2p_co2.codec_specs import COARSE_BITS
 from p2p_co2.config import RunConfig
 from p2p_co2.errors import EnvironmentFault, LocalProtocolError, RemoteProtocolError
-from p2p_co2.node.ledger import PartWeights
+from p2p_co2.protocol.ledger import PartWeights
 from p2p_co2.system.memory import Buffer
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint.folder import Values
@@ -38,7 +38,7 @@ from p2p_co2.tensors.codec import Codec
 from p2p_co2.tensors.codec.base import PIECE_VALUES, pieces
 from p2p_co2.tensors.fragments import large_tensor
 from p2p_co2.tensors.outer import Merge, OuterState, StepReport
-from p2p_co2.trainer.kept import (
+from p2p_co2.trainer.ledger.kept import (
     Compact,
     Encoded,
     Gradient,

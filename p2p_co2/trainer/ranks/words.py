@@ -39,8 +39,8 @@ from p2p_co2.errors import (
     TicketError,
     TransportError,
 )
-from p2p_co2.protocol.heartbeat import HEARTBEAT_S, SILENCE_FLOOR_S
 from p2p_co2.system.process import say
+from p2p_co2.wire.heartbeat import HEARTBEAT_S, SILENCE_FLOOR_S
 
 WORD = 8
 _WORDS, _CONTENT, _NOTHING = 0, 1, 2

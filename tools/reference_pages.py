@@ -1,4 +1,4 @@
-"""The pages of the documentation that come from the code: ``python -m tests.reference_pages`` writes them
+"""The pages of the documentation that come from the code: ``python -m tools.reference_pages`` writes them
 (``make docs``), ``--check`` says which are old.
 
 Each page is made from what users meet: the command line from the tree of its options, the files from their

@@ -1,0 +1,1 @@
+"""What the agreed model, the live model and open offers of each fragment are, on one worker thread."""

@@ -1,0 +1,1 @@
+"""A peer that trains one stage of a model that is cut into stages."""
