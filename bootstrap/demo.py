@@ -60,7 +60,8 @@ def run_demo(options: DemoOptions, watch_with: WatchWith) -> int:
         with Stage(prepared, folder, options.carrier, watch, options.text) as stage:
             demo = RunningDemo(options, stage)
             demo.run()
-        killed, notes = tuple(demo.killed), tuple(demo.notes)
+        killed = tuple(demo.killed)
+        notes = tuple(demo.notes)
         return stage.finish(loss_start, ("def ", 240), killed=killed, notes=notes)
 
     return run_in_new_folder(options.folder, "demo", "stopped; no process is left", run)
@@ -97,7 +98,8 @@ class RunningDemo:
     """The peers of a demo on its stage; half-way, where it was asked for, one is killed for a newcomer."""
 
     def __init__(self, options: DemoOptions, stage: Stage) -> None:
-        self._options, self._stage = options, stage
+        self._options = options
+        self._stage = stage
         self.killed: list[str] = []
         self.latecomer = ""
         self.notes: list[str] = []
@@ -111,8 +113,10 @@ class RunningDemo:
 
     def act(self) -> None:
         """After each look at the peers."""
-        stage, options = self._stage, self._options
-        since, half_s = stage.training_since, options.seconds / 2
+        stage = self._stage
+        options = self._options
+        since = stage.training_since
+        half_s = options.seconds / 2
         if options.kill_one and not self.killed and since and time.monotonic() > since + half_s:
             self._kill(f"peer-{options.peers}")
             self.latecomer = f"peer-{options.peers + 1}"

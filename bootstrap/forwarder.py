@@ -40,9 +40,12 @@ HEADER_BYTES = 10
 """Of the virtio-net header before each packet."""
 _ADDRESSES = slice(HEADER_BYTES + 12, HEADER_BYTES + 20)
 """Source and destination of an IPv4 packet."""
-_READS_AT_ONCE, _PACKET_BYTES = 1024, 1 << 17
-_TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
-_TUN_WITHOUT_INFO_WITH_VIRTIO, _OFFLOAD_CHECKSUM_AND_TCP4 = 0x0001 | 0x1000 | 0x4000, 0x01 | 0x02
+_READS_AT_ONCE = 1024
+_PACKET_BYTES = 1 << 17
+_TUNSETIFF = 0x400454CA
+_TUNSETOFFLOAD = 0x400454D0
+_TUN_WITHOUT_INFO_WITH_VIRTIO = 0x0001 | 0x1000 | 0x4000
+_OFFLOAD_CHECKSUM_AND_TCP4 = 0x01 | 0x02
 
 
 @dataclass
@@ -81,9 +84,11 @@ class _Path:
         self.latency_s = (source.latency_ms + target.latency_ms) / 2e3
         self.jitter_s = (source.jitter_ms + target.jitter_ms) / 2e3
         self.loss = (source.loss + target.loss) / 2
-        self.up, self.down = up, down
+        self.up = up
+        self.down = down
         self._latest_at = 0.0
-        self._extra_s, self._extra_until = 0.0, 0.0
+        self._extra_s = 0.0
+        self._extra_until = 0.0
 
     def arrives_at(self, left_at: float, chance: random.Random) -> float:
         """When a packet that left at ``left_at`` reaches the receiver's link: never before an earlier one."""
@@ -191,7 +196,8 @@ def main(arguments: list[str]) -> int:
     table = json.loads(Path(arguments[0]).read_text(encoding="ascii"))
     links = {socket.inet_aton(address): LinkProfile(**link) for address, link in table["links"].items()}
     end_with_parent(int(arguments[1]))
-    wan, wanted = Wan(links, table["seed"]), [True]
+    wan = Wan(links, table["seed"])
+    wanted = [True]
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: wanted.clear())
     device = open_device(DEVICE)

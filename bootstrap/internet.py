@@ -30,7 +30,8 @@ EMULATION = (
     "real packets between network namespaces; rates, delay, jitter, loss by our forwarder on a TUN device"
 )
 _GATEWAY = "192.0.0.65"
-_LAN_GATEWAY, _LAN_ADDRESS = "192.168.1.1", "192.168.1.2"
+_LAN_GATEWAY = "192.168.1.1"
+_LAN_ADDRESS = "192.168.1.2"
 _TABLE = "100"
 """The middle's routing table for what comes from the lines: into the forwarder."""
 _FAST_BITS_PER_S, _PIECE_BYTES = 50e6, 16_000
@@ -70,7 +71,10 @@ class Internet:
     """
 
     def __init__(self, kernel: netns.Kernel, folder: Path, seed: int, congestion: str = "") -> None:
-        self._kernel, self._folder, self._seed, self._congestion = kernel, folder, seed, congestion
+        self._kernel = kernel
+        self._folder = folder
+        self._seed = seed
+        self._congestion = congestion
         self.machines: dict[str, Machine] = {}
         self.forwarded: dict[str, float] = {}
         """What the forwarder says of itself at its end."""
@@ -170,7 +174,9 @@ class Internet:
 
     def _wire(self, machine: Machine, router_address: str) -> None:
         """Devices, addresses and routes of one line."""
-        router, middle, port = machine.router, self._middle, machine.port
+        router = machine.router
+        middle = self._middle
+        port = machine.port
         netns.set_kernel_options(router, _ROUTER_OPTIONS)
         # By the route: a namespace may not choose what this machine's administrator has not allowed to all.
         control = f" congctl {self._congestion}" if self._congestion else ""

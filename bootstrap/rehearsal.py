@@ -60,12 +60,14 @@ def run_rehearsal(options: RehearsalOptions, watch_with: WatchWith) -> int:
             kernel = netns.examine()
             problem = "it was asked for" if options.in_carrier else kernel.problem
             if problem:
-                internet, emulation = None, f"{NO_EMULATION} ({problem})"
+                internet = None
+                emulation = f"{NO_EMULATION} ({problem})"
                 # Nothing stands before a peer there.
                 built = [replace(line, profile=replace(line.profile, nat="open")) for line in lines]
             else:
                 internet = exits.enter_context(Internet(kernel, folder, config.seed, options.congestion))
-                built, emulation = _built(internet, lines), EMULATION
+                built = _built(internet, lines)
+                emulation = EMULATION
             watch = watch_with(prepared, folder, emulation, built)
             with Stage(prepared, folder, options.carrier, watch) as stage, _sampled(internet) as traffic:
                 _play(stage, internet, built)
@@ -82,7 +84,8 @@ def lines_of(options: RehearsalOptions, seed: int) -> list[Line]:
     """The lines of peer-1, peer-2 and so on, who have the named profiles in turn. Raises ``ConfigError``."""
     if not 1 <= options.peers <= 32:
         raise ConfigError.of_option("--peers", f"1 to 32 (got {options.peers})")
-    names, changes = [name.strip() for name in options.profile.split(",")], _changes(options)
+    names = [name.strip() for name in options.profile.split(",")]
+    changes = _changes(options)
     return [
         Line(f"peer-{index + 1}", replace(profile_of(names[index % len(names)], seed, index), **changes))
         for index in range(options.peers)
@@ -141,7 +144,8 @@ def _play(stage: Stage, internet: Internet | None, lines: Sequence[Line]) -> Non
 def _sampled(internet: Internet | None) -> Iterator[Sequence[Traffic]]:
     """While entered, the lines' counters are read on a thread of their own, so often that an exchange of a
     second can be held against its line: the last five and a half hours of them."""
-    ended, traffic = threading.Event(), deque[Traffic](maxlen=200_000)
+    ended = threading.Event()
+    traffic = deque[Traffic](maxlen=200_000)
 
     def sample() -> None:
         while internet is not None and not ended.wait(POLL_S):

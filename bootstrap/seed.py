@@ -114,10 +114,12 @@ def serve_run(
 def _default_folder(run: RunConfig | None, given: Ticket | None, say: Say) -> Path:
     """A first seed's is named after the run, a further one's after the run's digest."""
     if given is not None:
-        digest, name = given.run, given.run.hex()[:12]
+        digest = given.run
+        name = given.run.hex()[:12]
     else:
         assert run is not None
-        digest, name = run.digest(), run.name
+        digest = run.digest()
+        name = run.name
     if not is_of_run(OLD_SEED, digest):
         return seed_folder(name)
     say(f"going on in {OLD_SEED}, which is of this run; new ones are kept in {data_home() / 'seeds'}")
@@ -172,15 +174,20 @@ class Seed:
         invite: Callable[[Invitation], None] | None = None,
     ) -> None:  # fmt: skip
         assert options.folder is not None
-        self.say, self._options, self._folder, self._run = say, options, options.folder, run
+        self.say = say
+        self._options = options
+        self._folder = options.folder
+        self._run = run
         self._invite = invite or partial(say_invitation, say=say)
         self._identity = Identity.load_or_create(self._folder / "identity")
         if given:
-            self._digest, self._key = given.run, PeerId(given.run_key)
+            self._digest = given.run
+            self._key = PeerId(given.run_key)
             self._others = tuple(given.seeds)
         else:
             assert run is not None
-            self._digest, self._key = run.digest(), self._identity.peer_id
+            self._digest = run.digest()
+            self._key = self._identity.peer_id
             self._others = self._known_seeds()
         self._named: tuple[str, ...] = ()
         """Seeds of the ticket that was printed last."""

@@ -180,7 +180,10 @@ class Stage:
     def __init__(
         self, config: RunConfig, folder: Path, carrier: str, watch: Watch, text: Path | None = None
     ) -> None:
-        self._config, self._folder, self._carrier, self._watch = config, folder, carrier, watch
+        self._config = config
+        self._folder = folder
+        self._carrier = carrier
+        self._watch = watch
         self._data = _own_data(text)
         self.swarm = LocalSwarm(folder / "logs")
         self.peers: dict[str, Child] = {}
@@ -219,7 +222,8 @@ class Stage:
     ) -> None:
         """Start a peer of one thread, ``number`` (from 0) of those that wait for each other, which are
         ``among``: in a run with stages they hold these in turn. ``place``: more of its options."""
-        folder, stages = self._folder / "peers" / name, self._config.pipeline.stages
+        folder = self._folder / "peers" / name
+        stages = self._config.pipeline.stages
         if stages > 1:
             place = ("--stage", str(number % stages), *place)
         arguments = [
@@ -254,7 +258,8 @@ class Stage:
             if time.monotonic() > overdue_at:
                 if is_asked:
                     break
-                is_asked, overdue_at = True, time.monotonic() + _START_UP_S / 2
+                is_asked = True
+                overdue_at = time.monotonic() + _START_UP_S / 2
                 for child in self.peers.values():
                     self.swarm.interrupt(child)
         self._note_deaths()
@@ -280,7 +285,9 @@ class Stage:
         from p2p_co2.trained import Trained
 
         merge_journals([tail.path for tail in self._tails.values()], self._folder / "events.jsonl")
-        loss_end, loss_whole, text = None, None, ""
+        loss_end = None
+        loss_whole = None
+        text = ""
         if self._has_checkpoint():
             trained = Trained.load(self._folder / "checkpoint", self._own_recipe, self._data)
             recipe = trained.recipe
@@ -299,7 +306,8 @@ class Stage:
         """Copy one that a peer has left, or gather one of the whole model from those of all stages. Whether
         there is any."""
         folders = [self._folder / "peers" / name / "checkpoint" for name in sorted(self._finished)]
-        left, target = [folder for folder in folders if folder.is_dir()], self._folder / "checkpoint"
+        left = [folder for folder in folders if folder.is_dir()]
+        target = self._folder / "checkpoint"
         if left and self._config.pipeline.stages == 1:
             shutil.copytree(left[0], target)
         elif left:

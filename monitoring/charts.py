@@ -90,7 +90,8 @@ def column(name: str) -> int:
     return MEASURES.index(name) + 1
 
 
-HELD_OUT, WHOLE = "agreed parameters, held-out", "the last on all held-out data"
+HELD_OUT = "agreed parameters, held-out"
+WHOLE = "the last on all held-out data"
 
 
 def loss(
@@ -100,18 +101,21 @@ def loss(
     """Mean training loss and the held-out loss of the agreed parameters, as rows of ``History.series``, over
     time or over the swarm's tokens. ``whole``: the last on more data than peers measure it on; ``marks``: who
     came and went, newest first, over time only."""
-    place, across = column("loss"), _axis(palette, "time")
+    place = column("loss")
+    across = _axis(palette, "time")
     training = _points(rows, place)
     held_out, last = ([[row[0] * 1000, _known(row[place])] for row in found] for found in (agreed, whole))
     if over_tokens:
-        across, at = _axis(palette, "value", "tokens, all peers", scale=True), column("tokens")
+        across = _axis(palette, "value", "tokens, all peers", scale=True)
+        at = column("tokens")
         training, held_out, last = (
             [[row[at], _known(row[place])] for row in found] for found in (rows, agreed, whole)
         )
     up = _axis(palette, "value", scale=True, splitNumber=4)
     if look.log:
         up = _axis(palette, "log", logBase=2)
-        training, held_out = _above_zero(training), _above_zero(held_out)
+        training = _above_zero(training)
+        held_out = _above_zero(held_out)
     thin = {"width": 1.5, "color": ORANGE, "opacity": 0.8}
     options = _base(palette, "Loss", across, up, [
         _line(HELD_OUT, held_out, BLUE, showSymbol=True, symbolSize=7),
@@ -321,7 +325,8 @@ def _smoothed(name: str, points: list[Any], colour: str, weight: float, **more: 
         if value is None:
             mean = shares = 0.0
         else:
-            mean, shares = weight * mean + (1 - weight) * value, weight * shares + (1 - weight)
+            mean = weight * mean + (1 - weight) * value
+            shares = weight * shares + (1 - weight)
         made.append([at, None if value is None else _known(mean / shares)])
     pale = {"width": 1, "color": colour, "opacity": 0.3}
     behind = _line(

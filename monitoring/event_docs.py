@@ -38,7 +38,8 @@ Observers (`p2p-co2 board`, `watch`, `metrics`) get the same events in reports t
 
 def event_docs() -> str:
     """The text of ``docs/events.md``."""
-    table, sections = "", ""
+    table = ""
+    sections = ""
     for kind, event_type in EVENT_TYPES.items():
         doc = inspect.cleandoc(event_type.__doc__ or "").replace("``", "`")
         first = " ".join(doc.split("\n\n")[0].split()).split(". ")[0].rstrip(".").split("; ")[0]
@@ -48,7 +49,9 @@ def event_docs() -> str:
 
 
 def _rows(event_type: type[Event]) -> str:
-    hints, words, rows = typing.get_type_hints(event_type), _field_words(event_type), ""
+    hints = typing.get_type_hints(event_type)
+    words = _field_words(event_type)
+    rows = ""
     for field in dataclasses.fields(event_type):
         if field.name not in {"at", "peer"}:
             optional = not field.default is field.default_factory is dataclasses.MISSING

@@ -61,7 +61,8 @@ SKIPPED_SHARE, MIN_SENDS = 0.2, 5
 """Of the sends of late that were due: below, or among fewer, a skipped one is nothing to act on."""
 LINE_SHARE = 0.5
 """Of a line's cap or rate; with less traffic over some seconds it is not the line that holds rounds up."""
-BAD, ODD = "bad", "odd"
+BAD = "bad"
+ODD = "odd"
 _UPDATE = "its owner should install the organiser's version"
 _ADVICE = {
     "round_aborted": (BAD, "its work goes into the next one; if that goes on, look at the peer it names"),
@@ -99,7 +100,8 @@ class RunState(StrEnum):
     OVER = "Over"
 
 
-_UNSEEN, _WAITING = Sighting(""), FeedState("connected", "waiting for the first peer")
+_UNSEEN = Sighting("")
+_WAITING = FeedState("connected", "waiting for the first peer")
 
 
 class _Frozen(BaseModel):
@@ -426,7 +428,8 @@ def peer_state(known: Known, peer: PeerView) -> tuple[str, str]:
     """(state, reason) of a peer."""
     if peer.end is not None:
         return "finished", peer.end.reason
-    sighting, said = known.sightings.get(peer.peer, _UNSEEN), peer.left_reason
+    sighting = known.sightings.get(peer.peer, _UNSEEN)
+    said = peer.left_reason
     out_of_reach = [("unreachable", sighting.reason)] if sighting.state == "unreachable" else []
     gone = ("gone", f"others say: {said}")
     if said.startswith(LEFT_PREFIX):
@@ -463,7 +466,9 @@ def is_behind(position: float, run: float) -> bool:
 
 def swarm_facts(known: Known) -> SwarmFacts:
     """The swarm at ``known.now``."""
-    view, run, state = known.view, known.run, known.state
+    view = known.view
+    run = known.run
+    state = known.state
     everybody = [
         *view.peers.values(),
         *(PeerView(peer) for peer in known.sightings if peer not in view.peers),
@@ -483,7 +488,8 @@ def swarm_facts(known: Known) -> SwarmFacts:
     agreed = max(measured, key=lambda event: event.at, default=None)
     training = mean_known(peer.loss for peer in figures if peer.stage in (None, 0, known.stages - 1))
     is_old = agreed is None or (training is not None and is_behind(agreed.position, at))
-    staleness, first = view.staleness, known.first_stage
+    staleness = view.staleness
+    first = known.first_stage
     aborts = sum(known.aborts.values(), Counter[str]())
     stages = _stage_facts(known, peers) if known.stages > 1 else ()
     rounds_total = run.clock.rounds if run else 0
@@ -604,12 +610,15 @@ def _placed(peer: PeerFacts, at: float) -> PeerFacts:
 
 
 def _peer_facts(known: Known, peer: PeerView) -> PeerFacts:
-    sighting, totals = known.sightings.get(peer.peer, _UNSEEN), peer.totals
+    sighting = known.sightings.get(peer.peer, _UNSEEN)
+    totals = peer.totals
     fragments = known.stage_fragments.get(peer.stage, 0)
     state, reason = peer_state(known, peer)
     if known.is_over and state in ONLINE:
-        state, reason = "gone", "it ended without a word"
-    over, online = state in OVER or state == "gone", state in ONLINE
+        state = "gone"
+        reason = "it ended without a word"
+    over = state in OVER or state == "gone"
+    online = state in ONLINE
     up, down = _rates(known, peer) if not over else (None, None)
     counted = known.view.counted.get(peer.peer)
     carriers = Counter(carrier[:16] for carrier in peer.open_links.values()) if online else {}
@@ -659,7 +668,10 @@ def _pipeline_facts(known: Known, peer: PeerView, online: bool) -> PipelineFacts
 
 
 def round_facts(known: Known, view: RoundView) -> RoundFacts:
-    outcome, reason, missed, aborts = view.outcome, "", view.missed_by, view.aborts
+    outcome = view.outcome
+    reason = ""
+    missed = view.missed_by
+    aborts = view.aborts
     late_from = 2 if known.run is not None and known.run.outer.rule in LATE_RULES else 1
     if outcome == "committed":
         if missed or view.staleness >= late_from:
@@ -697,7 +709,8 @@ def _rates(known: Known, peer: PeerView) -> tuple[float | None, float | None]:
     points = [point for point in peer.recent_bytes if peer.recent_bytes[-1][0] - point[0] <= SILENT_AFTER_S]
     if len(points) < 2:
         return None, None
-    (start, *before), (end, *after) = points[0], points[-1]
+    (start, *before) = points[0]
+    (end, *after) = points[-1]
     if known.now - end > SILENT_AFTER_S:
         return 0.0, 0.0
     if end - start < 0.3 * SILENT_AFTER_S:
@@ -707,7 +720,8 @@ def _rates(known: Known, peer: PeerView) -> tuple[float | None, float | None]:
 
 
 def _needed_bytes_per_s(known: Known, peer: PeerView) -> float | None:
-    seconds, steps = known.round_s, peer.totals.inner_steps
+    seconds = known.round_s
+    steps = peer.totals.inner_steps
     if seconds is None and known.run is not None and steps:
         seconds = known.run.clock.inner_steps_per_round * peer.totals.wall_s / steps
     members = len(known.by_stage.get(peer.stage, ()))
@@ -747,7 +761,8 @@ def _stage_facts(known: Known, peers: Sequence[PeerFacts]) -> tuple[StageFacts, 
 
 def _staffing(known: Known, stage: int, replicas: int | None, unplaced: int) -> str:
     """What is wrong with so many replicas, and what to do; "" if that is nothing."""
-    name, cure = f"stage {stage} of {known.stages}", f"join with --stage {stage}"
+    name = f"stage {stage} of {known.stages}"
+    cure = f"join with --stage {stage}"
     wanted = known.run.pipeline.min_replicas if known.run is not None else 1
     if replicas == 0:
         return f"{name} has no replica: training waits; {cure}"
@@ -761,7 +776,8 @@ def _one_stage(known: Known, stage: int, peers: Mapping[str, PeerFacts]) -> Stag
     held = (peers[peer.peer] for peer in known.by_stage[stage])
     mine = [(peer, peer.pipeline) for peer in held if peer.pipeline]
     online = [(peer, said) for peer, said in mine if peer.state in ONLINE]
-    figures, last = online or mine, known.stages - 1
+    figures = online or mine
+    last = known.stages - 1
     columns = zip(*(peer.versions for peer, _ in figures if peer.versions), strict=False)
     forward, back = (
         [
@@ -856,7 +872,8 @@ def _trouble(peer: str, severity: str, what: str, advice: str, since_at: float) 
 
 def _of_peer(peer: PeerFacts) -> Iterator[tuple[str, str, str]]:
     """(severity, what, what to do)"""
-    name, reason = plain(peer.label, 40), plain(peer.reason, 160)
+    name = plain(peer.label, 40)
+    reason = plain(peer.reason, 160)
     if peer.state in _ABSENT:
         word, advice = _ABSENT[peer.state]
         yield BAD, f"{name} {word}: {reason}", advice
@@ -875,7 +892,8 @@ def _of_peer(peer: PeerFacts) -> Iterator[tuple[str, str, str]]:
 
 def _of_training(peer: PeerFacts, leading: int) -> Iterator[tuple[str, str]]:
     """(what, what to do)"""
-    name, behind = plain(peer.label, 40), (leading - sum(peer.versions)) / max(1, len(peer.versions))
+    name = plain(peer.label, 40)
+    behind = (leading - sum(peer.versions)) / max(1, len(peer.versions))
     if peer.versions and behind >= BEHIND_ROUNDS:
         advice = "it fetches them; if that lasts, look at its line with p2p-co2 plan"
         yield f"{name} is {behind:.0f} rounds behind the foremost peer", advice
@@ -886,7 +904,8 @@ def _of_training(peer: PeerFacts, leading: int) -> Iterator[tuple[str, str]]:
         )
         what += f" ({share} of its communication is not hidden)"
         yield what, "p2p-co2 plan says what rounds its line bears"
-    cap, needed = peer.upload_cap_bytes_per_s, peer.needed_bytes_per_s
+    cap = peer.upload_cap_bytes_per_s
+    needed = peer.needed_bytes_per_s
     if cap and needed and cap < needed:
         advice = "its owner may raise --upload; till then it is given a smaller share"
         yield f"{name} may send {size(cap)}/s, and the rounds need {size(needed)}/s at least", advice
@@ -931,7 +950,8 @@ def _skipped(known: Known, peers: Sequence[PeerFacts]) -> list[Trouble]:
 
 def _is_a_line_full(peers: Sequence[PeerFacts]) -> bool:
     """Whether one moves much of its cap, or of the best rate seen on any of its links, either way."""
-    up, down = Counter[str](), Counter[str]()
+    up = Counter[str]()
+    down = Counter[str]()
     for sender, link in ((one.peer, link) for one in peers for link in one.links):
         up[sender] = max(up[sender], int(link.bytes_per_s or 0))
         down[link.other] = max(down[link.other], int(link.bytes_per_s or 0))

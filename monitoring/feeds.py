@@ -43,10 +43,13 @@ class PastFeed(Feed):
     state = FeedState("ended")
 
     def __init__(self, events: Sequence[Event], run: RunConfig | None, me: str) -> None:
-        self._events, self.run, self.me = list(events), run, me
+        self._events = list(events)
+        self.run = run
+        self.me = me
 
     def take(self) -> News:
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return News(events)
 
 
@@ -83,7 +86,8 @@ class JournalFeed(Feed):
         """By peer that was seen: whether a process of its has not finished."""
 
     def take(self) -> News:
-        news, is_due = News(), time.monotonic() - self._looked_at > TIERS[0][0]
+        news = News()
+        is_due = time.monotonic() - self._looked_at > TIERS[0][0]
         if is_due:
             self._looked_at = time.monotonic()
             single = sorted(self._folder.glob("peers/*/events.jsonl")) or [self._folder / "events.jsonl"]
@@ -162,7 +166,8 @@ class RelayedFeed(Feed):
 
     def _ask(self) -> None:
         """The only thread that sends: who is there (0), and then each of them."""
-        listed_at, numbers = -math.inf, itertools.count(1)
+        listed_at = -math.inf
+        numbers = itertools.count(1)
         while not self.gone.wait(0.1):
             now = time.monotonic()
             questions = []

@@ -42,7 +42,8 @@ _FIND = {
 def explained(caption: str) -> str:
     """The words of ``caption`` that the glossary has, explained; "" if it has none. Of words that lie in each
     other the longest is meant: "fragment exchange" is neither a fragment nor an exchange of another kind."""
-    told, rest = {}, caption
+    told = {}
+    rest = caption
     for word in _LONGEST_FIRST:
         if _FIND[word].search(rest):
             told[word] = f"{word.capitalize()}: {GLOSSARY[word]}"

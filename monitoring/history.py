@@ -168,7 +168,8 @@ class History:
 
     def _write(self, batch: Batch) -> None:
         step = TIERS[0][0]
-        at, many = int(batch.at // step * step), self._writer.executemany
+        at = int(batch.at // step * step)
+        many = self._writer.executemany
         rows = [
             (key, *(value if math.isfinite(value) else None for value in row))
             for key, row in batch.samples.items()
@@ -232,7 +233,9 @@ class History:
     def moved(self, key: str, since: float) -> tuple[float, float]:
         """About how many bytes a peer sent and received since then, as far as samples are kept: what is older
         than the finest tier from the coarser ones."""
-        until, sent, received = 2**53, 0.0, 0.0
+        until = 2**53
+        sent = 0.0
+        received = 0.0
         coarser = [step for step, _ in TIERS[1:]] + [1]
         for (step, _), next_step in zip(TIERS, coarser, strict=True):
             rows = self._reader.execute(

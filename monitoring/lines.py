@@ -119,7 +119,8 @@ def exchange_figures(
 
 def _moved_bits(traffic: Sequence[Sample], name: str, spans: Spans) -> np.ndarray[Any, Any]:
     """Bits of a peer's line, shape (spans, up and down), interpolated between samples."""
-    at, ends = [at for at, _ in traffic], np.array(spans).reshape(-1, 2)
+    at = [at for at, _ in traffic]
+    ends = np.array(spans).reshape(-1, 2)
     columns = zip(*(moved[name] for _, moved in traffic), strict=True)
     return 8 * np.hstack([np.diff(np.interp(ends, at, column)) for column in columns])
 
@@ -138,7 +139,8 @@ def _while(bits: Any, seconds: float, rates: Any) -> dict[str, float | None]:
     names = ("up_mbit_per_s", "down_mbit_per_s", "up_share", "down_share")
     if not seconds:
         return dict.fromkeys(names)
-    mbit, share = (bits / seconds / 1e6).round(3), (bits / seconds / rates).round(4)
+    mbit = (bits / seconds / 1e6).round(3)
+    share = (bits / seconds / rates).round(4)
     return dict(zip(names, [*mbit.tolist(), *share.tolist()], strict=True))
 
 
@@ -186,7 +188,9 @@ class SteadyState:
         course = self._courses.setdefault(event.peer, _Course(event.peer))
         match event:
             case ev.PeerStarted():
-                course.name, course.stage, course.first = event.name, event.stage, None
+                course.name = event.name
+                course.stage = event.stage
+                course.first = None
             case ev.Progress(phase="training") if event.inner_steps:
                 if course.first is None and min(event.versions, default=0) >= self.first_rounds:
                     course.first = event
@@ -206,7 +210,8 @@ class SteadyState:
         told: dict[str, dict[str, float]] = {"utilisation": {}, "saving_share": {}, "measuring_share": {}}
         tokens_per_s = 0.0
         for course in sorted(self._courses.values(), key=lambda course: course.name):
-            first, last = course.first, course.last
+            first = course.first
+            last = course.last
             if first is None or last is None or last.wall_s <= first.wall_s:
                 continue
             wall_s = last.wall_s - first.wall_s

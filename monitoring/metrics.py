@@ -83,10 +83,12 @@ class FactsCollector(Collector):
     the swarm's."""
 
     def __init__(self, facts: Callable[[], SwarmFacts], only: Callable[[], str] = lambda: "") -> None:
-        self._facts, self._only = facts, only
+        self._facts = facts
+        self._only = only
 
     def collect(self) -> Iterator[Metric]:
-        facts, only = self._facts(), self._only()
+        facts = self._facts()
+        only = self._only()
         peers = [peer for peer in facts.peers if only in ("", peer.peer)][:MAX_PEERS]
         if not only:
             yield from _of(CounterMetricFamily, _SWARM_COUNTERS, SwarmFacts, [facts])
@@ -161,7 +163,9 @@ def _ages(peers: Sequence[PeerFacts]) -> Metric:
 
 def _links(peers: Sequence[PeerFacts]) -> Iterator[Metric]:
     """Per sender, over its links: links squared would be too many series."""
-    fast, slow, count = {}, {}, dict[tuple[str, ...], int]()
+    fast = {}
+    slow = {}
+    count = dict[tuple[str, ...], int]()
     for peer in peers:
         key = tuple(_names(peer))
         fast[key] = min((link.bytes_per_s for link in peer.links if link.bytes_per_s), default=None)

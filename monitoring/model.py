@@ -46,7 +46,8 @@ class Model:
     def moments(self, now: float) -> Moments:
         """Take in what is new by ``now`` (unix seconds): yields the events of each moment that there is to
         look at, the last one being now. A past, of a run or of the reader's own peer, is told in its time."""
-        news, is_whole = self.feed.take(), self.feed.is_whole
+        news = self.feed.take()
+        is_whole = self.feed.is_whole
         for sighting in news.sightings:
             self.sightings.pop(sighting.peer, None)  # newest last
             self.sightings[sighting.peer] = sighting
@@ -78,7 +79,8 @@ class Model:
         for event in events:
             self.view.add(event)
         self._forget()
-        feed, at = self.feed, (self.view.last_at or now) if is_over else now
+        feed = self.feed
+        at = (self.view.last_at or now) if is_over else now
         self._facts, self.known = None, Known(
             self.view, at, feed.run, feed.state, feed.place, self.sightings, self._received_at, is_over,
             feed.me,
@@ -133,7 +135,8 @@ class Recorder:
     is not kept, in words."""
 
     def __init__(self, model: Model, history: History) -> None:
-        self.history, self.trouble = history, history.trouble
+        self.history = history
+        self.trouble = history.trouble
         self._model = model
         self._position = 0.0
         self._said_at: dict[str, float] = {}
@@ -148,7 +151,8 @@ class Recorder:
 
     def see(self, events: Sequence[ev.Event]) -> None:
         """The events of one of the model's moments."""
-        labels, view = self._model.known.labels, self._model.view
+        labels = self._model.known.labels
+        view = self._model.view
         for event in events:
             if isinstance(event, ev.RoundCounted):
                 place = numbered(view.stage_of(event) or 0, event.fragment)
@@ -165,15 +169,19 @@ class Recorder:
 
     def batch(self) -> Batch | None:
         """What is to be written now, if anything; for ``write``, in any thread, before asking again."""
-        now, made = self._model.known.now, self._batch
+        now = self._model.known.now
+        made = self._batch
         if now - made.at < TIERS[0][0]:
             return None
         facts = self._model.facts()
-        self._batch, self._position = Batch(now), facts.position
-        made.at, made.counted = now or 1.0, dict(self._model.view.counted)
+        self._batch = Batch(now)
+        self._position = facts.position
+        made.at = now or 1.0
+        made.counted = dict(self._model.view.counted)
         is_old = now <= self._sampled_until or (self._model.known.is_over and self._sampled_until > 0)
         if not is_old:
-            self._sampled_until, made.samples = now, _samples(facts)
+            self._sampled_until = now
+            made.samples = _samples(facts)
             if self._agreed is not None:
                 made.samples[AGREED] = _row(tokens=facts.tokens, loss=self._agreed)
         self._agreed = None
@@ -196,7 +204,8 @@ class Recorder:
 
 
 def _happening(event: ev.Event, stage: int, key: str, words: str) -> Happening:
-    fragment, number = getattr(event, "fragment", -1), getattr(event, "round", -1)
+    fragment = getattr(event, "fragment", -1)
+    number = getattr(event, "round", -1)
     fragment = fragment if fragment < 0 else numbered(stage, fragment)
     is_of_round = isinstance(event, ev.RoundCommitted | ev.RoundAborted)
     once = key if is_of_round else f"{key} {event.at:.1f}"

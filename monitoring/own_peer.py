@@ -87,7 +87,8 @@ class OwnPeer:
 
     def line(self, known: Known, facts: SwarmFacts) -> str:
         """The same in one line of plain text."""
-        me, reached = self._me(facts), len(self._links(known))
+        me = self._me(facts)
+        reached = len(self._links(known))
         count = len(facts.troubles)
         wrong = f", {count} trouble{'s'[: count > 1]}: {plain(facts.troubles[0].words, 300)}" if count else ""
         of = f" of {facts.rounds_total}{_left(facts, ', ')}" if facts.rounds_total else ""
@@ -122,7 +123,8 @@ class OwnPeer:
         return own.open_links if own is not None else {}
 
     def _head(self, facts: SwarmFacts, width: int) -> list[Text]:
-        total, cells = facts.rounds_total, min(_BAR_CELLS, max(10, width - 20))
+        total = facts.rounds_total
+        cells = min(_BAR_CELLS, max(10, width - 20))
         of = f" of {total}" if total else ""
         kind = f" {facts.loss_unit} ({facts.loss_kind})"
         head = [
@@ -146,7 +148,8 @@ class OwnPeer:
         return head
 
     def _table(self, known: Known, facts: SwarmFacts, width: int, most: int) -> Table:
-        me, links = self._me(facts), self._links(known)
+        me = self._me(facts)
+        links = self._links(known)
         own_id = me.peer if me is not None else ""
         others = sorted(
             ((known.view.counted.get(peer, 0.0), peer) for peer in {*links, *known.view.counted} - {own_id}),

@@ -27,17 +27,20 @@ def draw_loss(
     FigureCanvasAgg(picture)
     picture.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
     left, right = picture.subplots(1, 2, width_ratios=(1.75, 1))
-    start, place = min((row[0] for row in (*rows, *agreed)), default=0.0), charts.column("loss")
+    start = min((row[0] for row in (*rows, *agreed)), default=0.0)
+    place = charts.column("loss")
     for found, colour, style, name in (
         (rows, charts.ORANGE, "-", "training, mean of the peers"),
         (agreed, charts.BLUE, "o", charts.HELD_OUT),
         (whole, charts.PURPLE, "D", charts.WHOLE),
     ):
         if found:
-            minutes, loss = [(row[0] - start) / 60 for row in found], [row[place] for row in found]
+            minutes = [(row[0] - start) / 60 for row in found]
+            loss = [row[place] for row in found]
             left.plot(minutes, loss, style, color=colour, label=name)
             left.legend(frameon=False, fontsize=12)
-    values, total = sorted(staleness)[:32], staleness.total() or 1
+    values = sorted(staleness)[:32]
+    total = staleness.total() or 1
     at = [min(value, 2**31) for value in values]
     right.bar(at, [100 * staleness[value] / total for value in values], color=charts.GREEN)
     right.set_xlim(-0.75, max([3, *at]) + 0.75)

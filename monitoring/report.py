@@ -63,11 +63,14 @@ def write_report(folder: Path, summary: str = "", agreed: Agreed = (), whole: Ag
     each of the two that an extra is missing for. Raises ``EnvironmentFault`` if they cannot be written or
     there is no such folder."""
     extras = {"report.html": missing("board"), "loss.png": missing("plot")}
-    model, history = Model(JournalFeed(folder)), History(None)
+    model = Model(JournalFeed(folder))
+    history = History(None)
     try:
         Recorder(model, history).follow(time.time())
-        facts, span = model.facts(), history.span()
-        rows, measured = history.series(SWARM, *span), history.series(AGREED, *span)
+        facts = model.facts()
+        span = history.span()
+        rows = history.series(SWARM, *span)
+        measured = history.series(AGREED, *span)
         blank = dict.fromkeys(MEASURES, math.nan)
         measured, last = (
             sorted([*rows, *((at, *{**blank, "tokens": n, "loss": loss}.values()) for at, n, loss in added)])
@@ -77,7 +80,8 @@ def write_report(folder: Path, summary: str = "", agreed: Agreed = (), whole: Ag
             themes = {"light": charts.LIGHT, "dark": charts.DARK}
             marks = history.happenings(charts.MAX_MARKS, kinds=tuple(charts.MARKED))
             options = {theme: _charts(themes[theme], model, rows, measured, last, marks) for theme in themes}
-            start, happened = model.view.started_at or 0.0, reversed(history.happenings(MAX_LINES))
+            start = model.view.started_at or 0.0
+            happened = reversed(history.happenings(MAX_LINES))
             news = "\n".join(f"{clock(line.at - start):>8}  {line.words}" for line in happened)
             page = _page(facts, options, {"Summary": summary, f"What happened, the newest {MAX_LINES}": news})
             (folder / "report.html").write_text(page, encoding="utf-8")

@@ -34,7 +34,8 @@ async def _ask(seed: str, within_s: float) -> SeedFacts:
     kind, host, *rest = address.strip("/").split("/")
     if kind not in {"ip4", "ip6", "dns", "dns4", "dns6"} or len(rest) != 2 or rest[0] != "tcp":
         return SeedFacts(peer, address, None)
-    place, answers = f"{host}, port {rest[1]}", False
+    place = f"{host}, port {rest[1]}"
+    answers = False
     with suppress(OSError, TimeoutError, ValueError, OverflowError):  # not there, or no port
         async with asyncio.timeout(within_s):
             _, writer = await asyncio.open_connection(host, int(rest[1]))

@@ -98,7 +98,8 @@ def export_feed(
     """Write to ``sinks`` until the run is over, Ctrl-C, or ``seconds`` have passed, a run's past included
     where the feed has it; ``say`` hears when the swarm comes or goes. Returns the exit status; closes feed
     and sinks. Raises ``TransportError`` if the run was never reached."""
-    told, wrote_any = "", False
+    told = ""
+    wrote_any = False
     with contextlib.ExitStack() as stack:
         for sink in sinks:
             stack.callback(sink.close)

@@ -48,7 +48,8 @@ def summarise(view: SwarmView, facts: RunFacts) -> dict[str, Any]:
 
     In a run with stages ``stages`` has the figures of each, digests are held against those of the same stage,
     and ``tokens`` are those of the first stage: each is trained on once in every stage."""
-    labels, config = view.labels(), facts.config
+    labels = view.labels()
+    config = facts.config
     started = [one for one in view.peers.values() if one.started]
     peers = {labels[one.peer]: one for one in sorted(started, key=lambda one: labels[one.peer])}
     swarm = swarm_facts(Known(view, view.last_at or 0.0, config))
@@ -106,7 +107,8 @@ def verdict(summary: dict[str, Any], by_loss: bool = True) -> list[str]:
         by_one = summary["expected_peers"] == 1
         reasons += _of_group(table, summary["rounds"], summary["digests_equal"], by_one)
     for stage in summary.get("stages", ()) if table else ():
-        name, held = f"stage {stage['stage']}", stage["stage"]
+        name = f"stage {stage['stage']}"
+        held = stage["stage"]
         mine = {label: peer for label, peer in table.items() if peer["stage"] == held}
         if not mine:
             reasons.append(f"{name} had no replica")
@@ -116,7 +118,8 @@ def verdict(summary: dict[str, Any], by_loss: bool = True) -> list[str]:
         reasons += [
             f"{name}: {why}" for why in _of_group(mine, stage["rounds"], stage["digests_equal"], by_one)
         ]
-    start, end = summary["loss"]["start"], summary["loss"]["end"]
+    start = summary["loss"]["start"]
+    end = summary["loss"]["end"]
     if by_loss and (start is None or end is None):
         reasons.append("the held-out loss at start and end was not measured")
     elif by_loss and not end < start:
@@ -214,7 +217,8 @@ def _bytes(view: SwarmView, peers: Mapping[str, PeerView], config: RunConfig) ->
 
     In a run with stages parameters are those of a peer's stage, the average one, and M its replicas; what
     goes between stages is in the bytes."""
-    parameters, count = max((peer.start.parameters for peer in peers.values()), default=0), len(peers)
+    parameters = max((peer.start.parameters for peer in peers.values()), default=0)
+    count = len(peers)
     # As the peers cut the model, which may be in more pieces than asked for.
     fragments = max((peer.start.fragments for peer in peers.values()), default=0) or config.fragments
     stages = config.pipeline.stages
@@ -242,7 +246,9 @@ def _bytes(view: SwarmView, peers: Mapping[str, PeerView], config: RunConfig) ->
 
 
 def _peer(peer: PeerView, labels: dict[str, str], has_stages: bool) -> dict[str, Any]:
-    totals, tally, end = peer.totals, peer.tally, peer.end
+    totals = peer.totals
+    tally = peer.tally
+    end = peer.end
     tables = {"skipped_sends": tally.skipped_sends, "caught_up": tally.caught_up, "refused": tally.refused}
     seconds = ("train_s", "exposed_s", "wall_s")
     return {

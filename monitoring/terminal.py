@@ -24,7 +24,8 @@ from monitoring.model import follow
 from monitoring.words import UNKNOWN, ago, clock, figure, links, news, percent, plain, size
 from p2p_co2.telemetry.feed import Feed
 
-FRAME_S, PLAIN_EVERY_S = 0.5, 10.0
+FRAME_S = 0.5
+PLAIN_EVERY_S = 10.0
 NEWS_LINES = 6
 _LINES_BESIDE_PEERS = 20
 _STATE_STYLES = {"training": "green", "finished": "cyan", "left": "cyan", "gone": "red", "silent": "red",
@@ -109,10 +110,12 @@ class LiveTerminal:
         picture: Picture | None = None, screen: bool = False,
     ) -> None:  # fmt: skip
         self._console = console or Console()
-        self._expected_s, self._picture = expected_s, picture or WholeSwarm()
+        self._expected_s = expected_s
+        self._picture = picture or WholeSwarm()
         self.started_at = time.time()
         self._trains_since: float | None = None
-        self._next_at, self._said = 0.0, ""
+        self._next_at = 0.0
+        self._said = ""
         is_live = self._console.is_terminal
         self._live = Live(console=self._console, auto_refresh=False, screen=screen) if is_live else None
 
@@ -133,11 +136,13 @@ class LiveTerminal:
         is_due = now or known.now >= self._next_at
         if not (is_due or known.is_over):
             return
-        facts, console = swarm_facts(known), self._console
+        facts = swarm_facts(known)
+        console = self._console
         said = self._picture.line(known, facts)
         if not is_due and said == self._said:
             return
-        self._next_at, self._said = known.now + (FRAME_S if self._live else PLAIN_EVERY_S), said
+        self._next_at = known.now + (FRAME_S if self._live else PLAIN_EVERY_S)
+        self._said = said
         if self._live:
             told = news(known.view, NEWS_LINES)
             picture = self._picture.frame(known, facts, console.width, console.height, told)
@@ -356,7 +361,9 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
 
 
 def _summary_table(summary: dict[str, Any]) -> Table:
-    loss, rounds, sent = summary["loss"], summary["rounds"], summary["bytes"]
+    loss = summary["loss"]
+    rounds = summary["rounds"]
+    sent = summary["bytes"]
     table = Table(
         Column(style="bold", no_wrap=True), Column(), title_justify="left", show_header=False,
         title=Text(f"run {plain(summary['run'], 64)}", style="bold"),
@@ -396,7 +403,9 @@ def _summary_table(summary: dict[str, Any]) -> Table:
 
 def _stage_summary(stage: dict[str, Any]) -> str:
     """Who finished, what was computed, and how fast the hops are: a line each."""
-    rounds, done, hops = stage["rounds"], stage["microbatches"], stage["hops"]
+    rounds = stage["rounds"]
+    done = stage["microbatches"]
+    hops = stage["hops"]
     made = f"{rounds['committed']} fragment exchanges ({rounds['alone']} alone, {rounds['aborted']} aborted)"
     ways = ", ".join(
         f"{way} {size(hops[f'{way}_bytes_per_s'])}/s, {figure(_ms(hops[f'{way}_round_trip_s']), 1)} ms"
@@ -419,7 +428,8 @@ def _spread(told: dict[str, Any]) -> str:
 
 
 def _data_parallel(sent: dict[str, Any]) -> str:
-    step, steps = sent["fp32_data_parallel_per_parameter_per_step"], sent["inner_steps_per_sweep"]
+    step = sent["fp32_data_parallel_per_parameter_per_step"]
+    steps = sent["inner_steps_per_sweep"]
     if step is None or steps is None:
         return UNKNOWN
     times = figure(sent["times_less_than_data_parallel"])

@@ -38,12 +38,14 @@ def size(count: float | None) -> str:
     """Bytes in decimal units: 999 B, 1.2 kB, 34 MB."""
     if count is None or not math.isfinite(count):
         return UNKNOWN
-    value, unit = float(count), "B"
+    value = float(count)
+    unit = "B"
     for larger in ("kB", "MB", "GB", "TB"):
         # 999.5 would print as 1000
         if value < 999.5:
             break
-        value, unit = value / 1000, larger
+        value = value / 1000
+        unit = larger
     return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.1f} {unit}"
 
 
@@ -74,7 +76,8 @@ def date(at: float | None) -> str:
     """A moment as local time: hh:mm:ss today, else with the day."""
     if at is None or not math.isfinite(at) or abs(at) > 1e11:
         return UNKNOWN
-    then, today = time.localtime(at), time.localtime()
+    then = time.localtime(at)
+    today = time.localtime()
     return time.strftime("%H:%M:%S" if then[:3] == today[:3] else "%d %b %H:%M", then)
 
 
@@ -97,7 +100,8 @@ def capped_words(event: ev.ContributionCapped) -> str:
 def news(view: SwarmView, newest: int) -> list[tuple[float, str]]:
     """The ``newest`` lines of what happened, oldest first: (at, words). What every member reports is said
     once."""
-    labels, lines = view.labels(), dict[str, tuple[float, str]]()
+    labels = view.labels()
+    lines = dict[str, tuple[float, str]]()
     for event in reversed(view.notable):
         key, words = describe(event, labels, view.stage_of(event))
         if words and key not in lines:
@@ -114,11 +118,14 @@ def describe(event: ev.Event, labels: Mapping[str, str], stage: int | None = Non
     def name(peer: str) -> str:
         return plain(labels.get(peer, f"~{peer[-6:]}"), 24)
 
-    me, key, words = name(event.peer), "", ""
+    me = name(event.peer)
+    key = ""
+    words = ""
     match event:
         case ev.PeerJoined():
             # At the start everybody meets everybody: one line for each newcomer is enough.
-            key, words = f"joined {event.other}", f"{name(event.other)} joined"
+            key = f"joined {event.other}"
+            words = f"{name(event.other)} joined"
         case ev.PeerLeft():
             how = "left" if event.reason.startswith(LEFT_PREFIX) else "is gone"
             key = f"left {event.other}"
@@ -137,7 +144,8 @@ def describe(event: ev.Event, labels: Mapping[str, str], stage: int | None = Non
                 f"; given up: {lost} exchange{'s' if lost > 1 else ''} that it made alone" if lost else ""
             )
         case ev.ContributionCapped():
-            key, words = f"capped {event.other}", f"{name(event.other)} {capped_words(event)}"
+            key = f"capped {event.other}"
+            words = f"{name(event.other)} {capped_words(event)}"
         case ev.MessageRefused():
             words = f"{me} refused a message from {name(event.other)}: {event.reason}"
         case _:

@@ -195,7 +195,8 @@ class RunConfig(_Frozen):
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
-        steps, delay = self.clock.inner_steps_per_round, self.outer.sync_delay_steps
+        steps = self.clock.inner_steps_per_round
+        delay = self.outer.sync_delay_steps
         if self.clock.mode == "steps" and steps < self.fragments:
             raise ValueError(
                 f"clock.inner_steps_per_round is {steps}, below fragments = {self.fragments}: each fragment "

@@ -31,7 +31,9 @@ class ConfigError(P2PCo2Error):
     text has a line for each."""
 
     def __init__(self, where: str, key: str, problem: str) -> None:
-        self.where, self.key, self.problem = where, key, problem
+        self.where = where
+        self.key = key
+        self.problem = problem
         super().__init__(f"{where}: {key}: {problem}" if key else f"{where}: {problem}")
 
     @classmethod
@@ -71,7 +73,8 @@ class RemoteProtocolError(P2PCo2Error):
     """A peer sent what the protocol forbids. ``reason`` is a short constant, counted per sender."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
         super().__init__(f"{reason}: {detail}" if detail else reason)
 
 

@@ -23,7 +23,8 @@ def peer_config(
     dotted key; where to listen as ``listening`` says. ``default_folder`` is asked last, and where neither
     names a folder. Raises ``ConfigError`` by the option's name, ``TicketError``."""
     read = path if isinstance(path, PeerConfig) else read_peer_config(path) if path else PeerConfig()
-    table, has_folder = read.model_dump(), "folder" in read.model_fields_set
+    table = read.model_dump()
+    has_folder = "folder" in read.model_fields_set
     for key, value in given.items():
         if value is not None:
             section, _, field = key.rpartition(".")

@@ -82,7 +82,8 @@ class Ticket:
             data = base58.b58decode(word.removeprefix(PREFIX).encode("ascii"))
         except ValueError:  # also UnicodeEncodeError
             raise TicketError("the ticket has a character that no ticket has; copy it as a whole") from None
-        content, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+        content = data[:-_CHECKSUM_BYTES]
+        checksum = data[-_CHECKSUM_BYTES:]
         if _checksum(content) != checksum:
             raise TicketError("the ticket is damaged or cut short; copy it again, as a whole")
         if content[:1] != bytes((VERSION,)):
@@ -106,7 +107,8 @@ class Ticket:
                 raise TicketError("the ticket ends too early; ask the organiser for a new one")
             return taken
 
-        run, run_key = take(32), take(_KEY_BYTES)
+        run = take(32)
+        run_key = take(_KEY_BYTES)
         seeds = []
         for _ in range(take(1)[0]):
             address = take(take(1)[0]).decode("latin-1")

@@ -272,7 +272,8 @@ def _train(
     with peer:
         measuring.begin(peer)
         seed = data_seed(connection.run, peer.peer_id, peer.inner_steps)
-        step, batches = InnerStep(recipe, model, optimizer), iter(recipe.batches(seed, sequences))
+        step = InnerStep(recipe, model, optimizer)
+        batches = iter(recipe.batches(seed, sequences))
         while (taken := step.take(batches)) is not None:
             if not peer.step(taken.tokens, taken.loss):
                 break

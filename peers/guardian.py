@@ -109,7 +109,9 @@ class Process:
     """The second process, which does an errand: ``python -m peers.guardian`` with what it needs."""
 
     def __init__(self, what: Duty, errand: Errand) -> None:
-        self.what, self.errand, self.began_at = what, errand, time.monotonic()
+        self.what = what
+        self.errand = errand
+        self.began_at = time.monotonic()
         self._log = errand.config.folder / "guarded" / "log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         fields = errand.ticket, errand.config.model_dump_json(), errand.recipe, str(os.getpid())
@@ -145,7 +147,9 @@ class Guardian:
     """A thread beside the training of ``peer``, while it is entered. ``warn``: tells a person; any thread."""
 
     def __init__(self, errand: Errand, peer: StagePeer, warn: Callable[[str], None]) -> None:
-        self._errand, self._peer, self._warn = errand, peer, warn
+        self._errand = errand
+        self._peer = peer
+        self._warn = warn
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="guardian", daemon=True)
         self._process: Process | None = None
@@ -201,12 +205,14 @@ class Guardian:
         beside = {one.peer for side in (stage - 1, stage + 1) for one in self._replicas(side)} | {me}
         is_kept = has_checkpoint(self._errand.of(stage).kept / "checkpoint")
         unheard_s = time.monotonic() - self._heard_at[stage]
-        least, is_guardian = self._peer.peer.run.pipeline.min_replicas, me in guardians(stage, beside)
+        least = self._peer.peer.run.pipeline.min_replicas
+        is_guardian = me in guardians(stage, beside)
         return duty(len(self._replicas(stage)), least, unheard_s, is_guardian, is_due, is_kept)
 
     def _replicas(self, stage: int) -> list[PeerRecord]:
         """Those that are heard, or whose record has not expired: one that is in use is kept for longer."""
-        live, now = self._heard(stage), time.time()
+        live = self._heard(stage)
+        now = time.time()
         return [one for one in self._peer.beside.listed(stage) if one.peer in live or one.expires_at > now]
 
     def _heard(self, stage: int) -> list[PeerId]:
@@ -214,7 +220,8 @@ class Guardian:
 
     def _attend(self, process: Process) -> None:
         """Look after the process that runs."""
-        stage, is_keeping = process.errand.config.stage, process.what is Duty.KEEP
+        stage = process.errand.config.stage
+        is_keeping = process.what is Duty.KEEP
         if (status := process.status()) is None:
             held = self._replicas(stage)
             is_vain = not held or process.age_s > CATCH_UP_BOUND_S

@@ -55,7 +55,9 @@ def make_plan(options: PlanOptions) -> Plan:
         link_source += f"; of {options.peers} peers the slowest {run.group_size}, all that may come"
     sources = {"links": link_source, "step": "given", "parameters": "given"}
     fragments = even_fragments(options.parameters, run.fragments) if options.parameters else ()
-    step_s, tokens, train_bytes = options.step_s, 0, TRAIN_BYTES * options.parameters
+    step_s = options.step_s
+    tokens = 0
+    train_bytes = TRAIN_BYTES * options.parameters
     if not (fragments and step_s):
         take_back()
         from bootstrap.plan.step import load_model, measure_step
@@ -69,7 +71,9 @@ def make_plan(options: PlanOptions) -> Plan:
             sources["parameters"] = "counted"
         if not step_s:
             measured = measure_step(recipe, options.device, options.batch, options.threads)
-            step_s, tokens, train_bytes = measured.step_s, measured.tokens, measured.train_bytes
+            step_s = measured.step_s
+            tokens = measured.tokens
+            train_bytes = measured.train_bytes
             sources["step"] = measured.how
     setting = setting_of(
         run, fragments, step_s, links, tokens_per_step=tokens, on_gpu=on_gpu(options),
@@ -187,7 +191,8 @@ def described(link: Link) -> str:
 
 
 def _figures(options: PlanOptions) -> Link:
-    least_mbit, down_mbit = 8e-6 * _RATES_BYTES_PER_S[0], options.down_mbit or 10 * options.up_mbit
+    least_mbit = 8e-6 * _RATES_BYTES_PER_S[0]
+    down_mbit = options.down_mbit or 10 * options.up_mbit
     for option, value, least, most in (
         ("--up-mbit", options.up_mbit, least_mbit, 1e7),
         ("--down-mbit", down_mbit, least_mbit, 1e8),
@@ -269,7 +274,8 @@ def run_plan(options: PlanOptions, say: Callable[[str], None] = print, is_brief:
 def verdict(plan: Plan) -> str:
     """Whether the links bear the run as it is given, and the memory that was given for its peers, in a
     sentence that begins with yes or no."""
-    advice, shown = plan.advice, plan.forecast
+    advice = plan.advice
+    shown = plan.forecast
     share = min(shown.utilisation, shown.utilisation_if_waiting)
     busy = f"peers compute for {share:.1%} of the time, {advice.target:.0%} asked for"
     if advice.is_reached and not plan.is_good:
@@ -284,7 +290,8 @@ def verdict(plan: Plan) -> str:
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print ``plan`` to ``console``; stdout if None."""
     console = console or Console(width=None if sys.stdout.isatty() else 110, highlight=False)
-    setting, advice = plan.setting, plan.advice
+    setting = plan.setting
+    advice = plan.advice
     console.print(Text(verdict(plan), style="bold green" if plan.is_good else "bold red"))
     console.print(Text(_advised(plan), style="bold"))
     console.print()
@@ -316,7 +323,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 def _advised(plan: Plan) -> str:
     """What to write into the run file."""
     advice = plan.advice
-    best, length = advice.setting, f"inner_steps_per_round = {advice.inner_steps}"
+    best = advice.setting
+    length = f"inner_steps_per_round = {advice.inner_steps}"
     if plan.run.clock.mode == "time":
         length = f"round_s = {best.round_s:g}"
     return (

@@ -86,7 +86,8 @@ def is_borne(plan: StagedPlan) -> bool:
 
 def verdict(plan: StagedPlan) -> str:
     """Whether the links bear the run as it is given, in a sentence that begins with yes or no."""
-    shown, found = plan.forecast, troubles(plan)
+    shown = plan.forecast
+    found = troubles(plan)
     busy = f"peers compute for {shown.utilisation:.0%} of the time, {plan.target:.0%} asked for"
     if is_borne(plan):
         return f"yes: {busy}"
@@ -212,7 +213,8 @@ WHY = {
 
 def troubles(plan: StagedPlan) -> list[str]:
     """What will not work, a sentence each."""
-    found, run = [], plan.run
+    found = []
+    run = plan.run
     for number, stage in enumerate(plan.forecast.stages):
         back_s = max(stage.drain_s, stage.window * stage.slowest_s)
         if run.clock.mode == "time" and number + 1 < len(plan.costs) and back_s > run.clock.round_s:
@@ -231,13 +233,15 @@ def troubles(plan: StagedPlan) -> list[str]:
 def print_staged_plan(plan: StagedPlan, console: Console | None = None) -> None:
     """Print ``plan`` to ``console``; stdout if None."""
     console = console or Console(width=None if sys.stdout.isatty() else 130, highlight=False)
-    run, shown = plan.run, plan.forecast
+    run = plan.run
+    shown = plan.forecast
     console.print(Text(verdict(plan), style="bold green" if is_borne(plan) else "bold red"))
     if plan.change is not None:
         gain = plan.change.forecast.tokens_per_s / shown.tokens_per_s
         console.print(Text(f"the cheapest change: {plan.change.words}: {gain:.2g} times the tokens", "bold"))
     console.print()
-    parameters, peers = sum(cost.parameters for cost in plan.costs), sum(map(len, plan.setting.peers))
+    parameters = sum(cost.parameters for cost in plan.costs)
+    peers = sum(map(len, plan.setting.peers))
     what = f": {parameters:,} parameters in {len(plan.costs)} stages, {peers} peers"
     console.print(Text.assemble((f'plan of "{run.name}"', "bold"), what))
     pipeline = run.pipeline

@@ -69,7 +69,8 @@ def quickest(times_s: Sequence[float]) -> float:
     """The time that a tenth of them do not exceed. Raises ``EnvironmentFault`` for fewer than
     ``LEAST_STEPS``, or two that take a minute, and where they differ more than ``MOST_SPREAD`` times."""
     ordered = sorted(times_s)
-    usual_s, least = statistics.median(ordered), 2 if sum(ordered) >= 60.0 else LEAST_STEPS
+    usual_s = statistics.median(ordered)
+    least = 2 if sum(ordered) >= 60.0 else LEAST_STEPS
     if len(ordered) < least or usual_s > MOST_SPREAD * ordered[len(ordered) // 10]:
         took = f"{len(ordered)} took {ordered[0]:.2g} to {ordered[-1]:.2g} s"
         raise EnvironmentFault(f"the inner step is not measurable now ({took}): give --step-s, or come again")
@@ -82,10 +83,8 @@ def measure_step(recipe: Recipe, device: str, batch: int, threads: int) -> StepM
     are enough. Raises ``EnvironmentFault`` if they say nothing."""
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     optimizer = recipe.optimizer(recipe.model.parameters())
-    step, batches = (
-        InnerStep(recipe, recipe.model, optimizer),
-        iter(recipe.batches(0, batch or recipe.default_batch)),
-    )
+    step = InnerStep(recipe, recipe.model, optimizer)
+    batches = iter(recipe.batches(0, batch or recipe.default_batch))
     times_s: list[float] = []
     tokens = 0
     began_at = at = time.perf_counter()
@@ -115,7 +114,8 @@ def stage_costs(
     of one inner step in the largest stage, others by their parameters; 0 measures. Raises ``ConfigError``."""
     pipeline = run.pipeline
     recipe = load_recipe(run.recipe, run.recipe_options, run.seed, pipeline.stages, pipeline.is_tied)
-    stages, sizes = recipe.in_stages(pipeline.stages), stage_sizes(recipe, run)
+    stages = recipe.in_stages(pipeline.stages)
+    sizes = stage_sizes(recipe, run)
     inputs, side = stages.microbatch(next(recipe.batches(0, pipeline.sequences)))
     codecs = pipeline.forward, pipeline.backward, pipeline.backward_critical
     Crossings.of(stages, inputs, side, *codecs)  # as peers do, for its errors

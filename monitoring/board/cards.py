@@ -45,7 +45,8 @@ class OwnCard:
 
 
 def own_told(facts: SwarmFacts) -> Told:
-    peer, last = own_peer(facts), facts.my_exchange
+    peer = own_peer(facts)
+    last = facts.my_exchange
     if peer is None:
         nothing = ("-", "", "")
         told = [("-", "", _NOT_HEARD), nothing, nothing, nothing, nothing]
@@ -92,7 +93,8 @@ class RunCard:
 
     def set(self, facts: SwarmFacts) -> None:
         self._title.text = f"Run: {plain(facts.run, 64)}" if facts.run else "Run"
-        self._word.text, self._why.text = facts.state or "Not known yet", plain(facts.state_words, 300)
+        self._word.text = facts.state or "Not known yet"
+        self._why.text = plain(facts.state_words, 300)
         tone = _TONES.get(RunState(facts.state), "") if facts.state else ""
         if tone != self._tone:
             self._word.classes(remove=self._tone, add=tone)
@@ -119,7 +121,8 @@ class MachineCard:
     """The machine of the reader's own peer. Looked at while the page is open, and not by the event loop."""
 
     def __init__(self, frame: Frame) -> None:
-        self._frame, self._nvidia = frame, tuple[GpuFacts, ...]()
+        self._frame = frame
+        self._nvidia = tuple[GpuFacts, ...]()
         with card("This machine", "yours; read only while this page is open").props("data-testid=machine"):
             self._tiles = Tiles(self._told(MachineFacts()))
         ui.timer(SILENT_AFTER_S / 2, self._look)

@@ -69,9 +69,12 @@ class SwarmPage(Page):
                 _show_troubles(facts)
 
     def redraw(self, facts: SwarmFacts) -> None:
-        history, palette, (since, until) = self.frame.history, self.frame.palette, self.frame.span(facts)
+        history = self.frame.history
+        palette = self.frame.palette
+        (since, until) = self.frame.span(facts)
         rows, agreed = (history.series(key, since, until) for key in (SWARM, AGREED))
-        over_tokens, look = self._axis.value == "over tokens", self.frame.look
+        over_tokens = self._axis.value == "over tokens"
+        look = self.frame.look
         marks = self.frame.marks()
         drawn = charts.loss(palette, rows, agreed, over_tokens=over_tokens, look=look, marks=marks)
         self._loss.set(drawn)
@@ -115,7 +118,8 @@ def swarm_told(facts: SwarmFacts) -> Told:
     alone = f"{facts.rounds_alone} alone, " if facts.rounds_alone else ""
     made = f"committed; {alone}{facts.rounds_aborted} aborted, {facts.rounds_counted} checked"
     per_s = "through all stages" if facts.stages else "sum of the peers"
-    counted, rate = f"{figure(facts.tokens_counted)} counted by the group", f"{size(facts.up_bytes_per_s)}/s"
+    counted = f"{figure(facts.tokens_counted)} counted by the group"
+    rate = f"{size(facts.up_bytes_per_s)}/s"
     return {
         "loss": ("Loss", figure(facts.loss, 3), facts.loss_unit.replace(" per ", "/"), kind),
         "peers-online": ("Peers online", figure(facts.peers_online), "", f"of {facts.peers_known} known"),
@@ -168,7 +172,8 @@ class StalenessPage(Page):
     def _open_round(self, click: Any) -> None:
         value = click.data["value"] if isinstance(click.data, dict) else click.value
         facts = self.frame.model.facts()
-        numbers, fragment = charts.round_columns(facts.rounds), int(value[1])
+        numbers = charts.round_columns(facts.rounds)
+        fragment = int(value[1])
         if facts.stages:
             fragment = numbered(*divmod(fragment, max(1, facts.fragments)))
         ui.navigate.to(f"/round/{fragment}/{numbers[int(value[0])]}")
@@ -228,7 +233,8 @@ class BandwidthPage(Page):
     def redraw(self, facts: SwarmFacts) -> None:
         rows = self.frame.history.series(SWARM, *self.frame.span(facts))
         title, _, lines = charts.TRENDS["traffic"]
-        look, marks = self.frame.look, self.frame.marks()
+        look = self.frame.look
+        marks = self.frame.marks()
         drawn = charts.over_time(self.frame.palette, rows, lines, title=title, look=look, marks=marks)
         self._traffic.set(drawn)
         self._peers.set(own_first(facts))
@@ -269,7 +275,8 @@ def bandwidth_told(facts: SwarmFacts) -> Told:
     share = hidden_s / (hidden_s + exposed_s) if hidden_s + exposed_s else None
     relayed = [link.relayed for peer in facts.peers for link in peer.links]
     ways = f"{sum(relayed)} relayed, {len(relayed) - sum(relayed)} direct"
-    exposed, rate = f"{figure(exposed_s, 1)} s were exposed", f"{size(facts.up_bytes_per_s)}/s"
+    exposed = f"{figure(exposed_s, 1)} s were exposed"
+    rate = f"{size(facts.up_bytes_per_s)}/s"
     return {
         "sent": ("Sent so far", size(facts.up_bytes), "", "all peers, own word"),
         "sent-per-s": ("Sent per second", rate, "", "all peers, last ten seconds"),
@@ -451,7 +458,9 @@ class RoundPage(Page):
 
     def redraw(self, facts: SwarmFacts) -> None:
         if view := self.frame.model.view.rounds.get(self._key):
-            name, told, counted = self.frame.model.known.label, view.commits, view.weights
+            name = self.frame.model.known.label
+            told = view.commits
+            counted = view.weights
             members = dict.fromkeys([*list(counted)[:64], *list(told)[:64]])
             self._table.set((plain(name(peer), 40), told.get(peer), counted.get(peer)) for peer in members)
 

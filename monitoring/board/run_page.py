@@ -76,7 +76,8 @@ class RunPage(Page):
         return f"peer {plain(label, 32)}" if label else f"seed ~{seed.peer[-6:]}"
 
     def _run_told(self, facts: SwarmFacts) -> Told:
-        run, saved = self.frame.model.known.run, self.frame.history.happenings(1, kinds=("checkpoint_saved",))
+        run = self.frame.model.known.run
+        saved = self.frame.history.happenings(1, kinds=("checkpoint_saved",))
         last = ("-", "", "none was told of here")
         if saved:
             ago = clock(max(0.0, facts.at - saved[0].at))

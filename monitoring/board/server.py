@@ -133,7 +133,8 @@ class Guard:
         if scope["type"] not in {"http", "websocket"}:
             await self.app(scope, receive, send)
             return
-        asked, is_page = HTTPConnection(scope), scope["type"] == "websocket"
+        asked = HTTPConnection(scope)
+        is_page = scope["type"] == "websocket"
         send = _with_headers(send, _NO_FRAME)
         if refusal := self._refusal(asked):
             answer = WebSocketClose(4403) if is_page else PlainTextResponse(refusal, 403)
@@ -151,8 +152,10 @@ class Guard:
             self._open -= is_page
 
     def _refusal(self, asked: HTTPConnection) -> str:
-        host, origin = asked.headers.get("host", ""), asked.headers.get("origin", "")
-        from_site, mode = asked.headers.get("sec-fetch-site", ""), asked.headers.get("sec-fetch-mode", "")
+        host = asked.headers.get("host", "")
+        origin = asked.headers.get("origin", "")
+        from_site = asked.headers.get("sec-fetch-site", "")
+        mode = asked.headers.get("sec-fetch-mode", "")
         # A browser sends the Origin, or with a page's plain GET only what kind of site it is.
         is_foreign = from_site in {"cross-site", "same-site"} and mode != "navigate"
         if origin.split("//", 1)[-1] != host if origin else is_foreign:
@@ -243,7 +246,9 @@ async def serve(
     """Serve until SIGINT, SIGTERM, or ``is_over`` says so; fold what is new once a second, and write history
     in a thread. ``bound`` and ``history`` are closed at the end. An error of ours ends the board and is
     raised, so that pages say that they are disconnected, instead of showing for good what was true once."""
-    recorder, loop, stop = Recorder(model, history), asyncio.get_running_loop(), asyncio.Event()
+    recorder = Recorder(model, history)
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
     guard = Guard(make_app(model, recorder), token)
     config = uvicorn.Config(
         guard, log_level="warning", lifespan="on", ws="websockets-sansio", timeout_graceful_shutdown=2,
@@ -293,7 +298,8 @@ def run_activated(
 ) -> int:  # fmt: skip
     """Serve on an inherited loopback socket until nobody looks, or ``gone`` is set. ``journal``: what the
     feed's own peer wrote before anybody looked, to begin with."""
-    kept, gone = History.or_in_memory(history), gone or threading.Event()
+    kept = History.or_in_memory(history)
+    gone = gone or threading.Event()
     with contextlib.closing(feed):
         if journal is not None:
             ends_at = time.monotonic() + IDLE_S

@@ -75,7 +75,8 @@ class Page:
     when charts and tables are due, or the colours changed."""
 
     def __init__(self, frame: Frame, told: Callable[[SwarmFacts], Told] = lambda facts: {}) -> None:
-        self.frame, self._told = frame, told
+        self.frame = frame
+        self._told = told
         self._tiles = Tiles(told(frame.model.facts()))
 
     def refresh(self, facts: SwarmFacts) -> None:
@@ -180,7 +181,9 @@ class Table:
         to: Callable[[Any], str] = lambda row: "", search: bool = False,
         on_phone: Sequence[str] = (), is_mine: Callable[[Any], bool] = lambda row: False,
     ) -> None:  # fmt: skip
-        self._cells, self._to, self._is_mine = [get for _, _, get in columns], to, is_mine
+        self._cells = [get for _, _, get in columns]
+        self._to = to
+        self._is_mine = is_mine
         made = [
             {"name": str(place), "label": label, "field": str(place), "sortable": True,
              "align": "left" if decimals < 0 else "right", ":format": _shown_with(max(0, decimals)),
@@ -303,7 +306,8 @@ class Frame:
     ``model``, ``history``, ``palette`` and ``look``."""
 
     def __init__(self, model: Model, recorder: Recorder, here: str, make: Callable[[Frame], Page]) -> None:
-        self.model, self.history = model, recorder.history
+        self.model = model
+        self.history = recorder.history
         self.palette: Palette = LIGHT
         self.look = Look()
         self._recorder = recorder
@@ -397,7 +401,8 @@ class Frame:
         kind = "empty" if facts.nothing == "connected" else facts.nothing
         if self._instead == kind + facts.how:
             return
-        self._instead, self._page = kind + facts.how, None
+        self._instead = kind + facts.how
+        self._page = None
         self._body.clear()
         big, small = _NOTHING.get(kind, ("Nothing to show", ""))
         with self._body, block("b-empty").props(f"data-testid=nothing-{kind}"):

@@ -117,7 +117,8 @@ def add(
     ``hidden``. Its docstring is its help."""
 
     def command(**given: Any) -> Any:
-        verbose, quiet = given.pop("verbose"), given.pop("quiet")
+        verbose = given.pop("verbose")
+        quiet = given.pop("quiet")
         if verbose and quiet:
             raise ConfigError.of_option("--quiet", "says less, and --verbose more; leave one out")
         LOUDNESS.set(Loudness.VERBOSE if verbose else Loudness.QUIET if quiet else Loudness.NORMAL)
@@ -131,7 +132,8 @@ def add(
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=False)
         for name, annotation in (("verbose", _VERBOSE), ("quiet", _QUIET))
     ]
-    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    command.__name__ = run.__name__
+    command.__doc__ = run.__doc__
     taken += both
     if name in _OF_SERVICES:
         taken = [one.replace(annotation=_with_variable(one)) for one in taken]
@@ -179,7 +181,8 @@ def takes(options: type[_Options]) -> Callable[[Callable[[_Options], int]], Call
             raise typer.Exit(run(options(**given)))
 
         hints = get_type_hints(options, include_extras=True)
-        command.__name__, command.__doc__ = run.__name__, run.__doc__
+        command.__name__ = run.__name__
+        command.__doc__ = run.__doc__
         command.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
             inspect.Parameter(
                 field.name, inspect.Parameter.KEYWORD_ONLY, annotation=hints[field.name],

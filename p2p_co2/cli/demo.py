@@ -50,10 +50,14 @@ class RunWatch:
         board: bool = False,
         loudness: Loudness = Loudness.NORMAL,
     ) -> None:
-        self._config, self._folder, self._emulation, self._lines = config, folder, emulation, lines
+        self._config = config
+        self._folder = folder
+        self._emulation = emulation
+        self._lines = lines
         self._place = f"{'rehearsal' if emulation else 'demo'} in {folder}"
         self._view = SwarmView()
-        self._exchanges, self._steady = ExchangeLog(), SteadyState(max(1, config.outer.blocking_rounds))
+        self._exchanges = ExchangeLog()
+        self._steady = SteadyState(max(1, config.outer.blocking_rounds))
         # A log file or a pipe has no width: enough for the lines that take the live table's place.
         self._console = Console(width=None if sys.stdout.isatty() else 150)
         self._board: SocketActivation | None = None
@@ -105,7 +109,8 @@ class RunWatch:
         if self._emulation:
             summary |= self._of_lines(end)
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        first, last = (self._view.started_at, 0), (self._view.last_at, summary["tokens"])
+        first = (self._view.started_at, 0)
+        last = (self._view.last_at, summary["tokens"])
         agreed, whole = (
             [(at, tokens, loss) for (at, tokens), loss in ends if at is not None and loss is not None]
             for ends in (((first, end.loss_start), (last, end.loss_end)), ((last, end.loss_whole),))

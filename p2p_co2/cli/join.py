@@ -44,9 +44,12 @@ class JoinWatch:
         folder: Path = Path(),
     ) -> None:  # fmt: skip
         self._console = console or Console(width=None if sys.stdout.isatty() else 150)
-        self._loudness, self._come_back, self._folder = loudness, come_back, folder
+        self._loudness = loudness
+        self._come_back = come_back
+        self._folder = folder
         self._lock = threading.Lock()
-        self._view, self._own = SwarmView(), OwnPeer()
+        self._view = SwarmView()
+        self._own = OwnPeer()
         self._run: RunConfig | None = None
         self._last_words: list[str] = []
         self._terminal: LiveTerminal | None = None
@@ -94,7 +97,8 @@ class JoinWatch:
         with self._lock, suppress(OSError, SystemExit):
             if self._closed:
                 return
-            self._closed, self._own.leaving = True, ""
+            self._closed = True
+            self._own.leaving = ""
             if self._terminal is not None:
                 self._terminal.show(self._known(self._view.last_at or 0.0), now=True)
                 self._terminal.__exit__(None, None, None)
@@ -107,7 +111,8 @@ class JoinWatch:
 
     def _words(self, event: ev.Event) -> str:
         """What a line of its own says of the event; "" if it gets none."""
-        is_quiet, is_log = self._loudness is Loudness.QUIET, not self._console.is_terminal
+        is_quiet = self._loudness is Loudness.QUIET
+        is_log = not self._console.is_terminal
         if isinstance(event, ev.Warned) and (is_log or is_quiet):
             return f"warning: {event.text}"  # whole, with its cure
         is_told = is_log and isinstance(event, LOGGED)

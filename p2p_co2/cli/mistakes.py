@@ -32,29 +32,35 @@ def explained(error: Any) -> ConfigError:
 def _told(error: Any, context: Any, help_: str) -> tuple[str, str] | ConfigError:
     """The key that is wrong, and how; or the whole error."""
     message = str(error.format_message())
-    key, problem = "", f"{message[:1].lower()}{message[1:].rstrip('.')}; see {help_}"
+    key = ""
+    problem = f"{message[:1].lower()}{message[1:].rstrip('.')}; see {help_}"
     match type(error).__name__:
         case "NoSuchOption":
             known = [flag for param in context.command.get_params(context) for flag in _flags(param)]
-            key, near = error.option_name, _closest(error.option_name, known)
+            key = error.option_name
+            near = _closest(error.option_name, known)
             problem = f"there is no such option; {near or f'{help_} lists them'}"
         case "BadOptionUsage":
             key = error.option_name
             problem = f"needs a value; {help_} says which" if "requires" in message else "takes no value"
         case "MissingParameter":
-            key, problem = _name(error.param), f"is missing; {help_} says what it is"
+            key = _name(error.param)
+            problem = f"is missing; {help_} says what it is"
         case "BadParameter" if error.param is not None:
             return _bad_value(error, context)
         case _ if found := re.search(r"No such command '(.*?)'\.", message):
-            key, near = found[1], _closest(found[1], context.command.list_commands(context))
+            key = found[1]
+            near = _closest(found[1], context.command.list_commands(context))
             problem = f"there is no such command; {near or f'{help_} lists them'}"
         case _ if found := re.search(r"unexpected extra arguments? ?(?:\(s\))? ?\((.*)\)", message):
-            key, problem = found[1], f"one word too many; {help_} says what it takes"
+            key = found[1]
+            problem = f"one word too many; {help_} says what it takes"
     return key, problem
 
 
 def _bad_value(error: Any, context: Any) -> ConfigError:
-    param, problem = error.param, in_our_words(error.message)
+    param = error.param
+    problem = in_our_words(error.message)
     source = context.get_parameter_source(param.name) if context is not None else None
     if getattr(source, "name", "") == "ENVIRONMENT" and isinstance(param.envvar, str):
         given = os.environ.get(param.envvar, "")

@@ -37,7 +37,9 @@ STEP_S, STEPS_IN_A_LONG_ROUND = 0.5, 120
 """A typical peer's inner step where nobody says: models whose rounds take minutes have slower ones."""
 MICROBATCH_SHARE = 0.1
 """Of such a step: one microbatch of a stage, where nobody says."""
-MAX_HOURS, MIN_STEP_S, MAX_STEP_S = 1e5, 1e-3, 86_400.0
+MAX_HOURS = 1e5
+MIN_STEP_S = 1e-3
+MAX_STEP_S = 86_400.0
 
 
 def read_churn(text: str) -> float:
@@ -127,7 +129,8 @@ def settings_of(options: SimulationOptions) -> Settings:
             raise ConfigError.of_option(option, f"{words} (got {value:g})")
     profile_of(options.profile, options.seed, 0)
     run = read_run_config(options.run_file)
-    clock, step_s = run.clock, options.step_s or STEP_S
+    clock = run.clock
+    step_s = options.step_s or STEP_S
     if clock.mode == "time" and not options.step_s:
         step_s = max(STEP_S, clock.round_s / STEPS_IN_A_LONG_ROUND)
     round_s = clock.round_s if clock.mode == "time" else clock.inner_steps_per_round * step_s
@@ -198,8 +201,10 @@ def quantiles(samples: Sequence[float]) -> dict[str, float | int | None]:
 
 def lines_of(summary: dict[str, Any], result: Result) -> list[str]:
     """The figures in words."""
-    rounds, told = summary["rounds"], summary["simulation"]
-    sent, back = summary["bytes"]["up_per_peer"], told["recovery_s"]
+    rounds = summary["rounds"]
+    told = summary["simulation"]
+    sent = summary["bytes"]["up_per_peer"]
+    back = told["recovery_s"]
     staleness = ", ".join(f"{n}: {count}" for n, count in summary["staleness"]["histogram"].items())
     again = f"median {back['median']} s, longest {back['max']} s" if back["count"] else "nobody came back"
     lines = [

@@ -79,7 +79,8 @@ def play(
     """Play it and ``say`` its figures, unless they are wanted as JSON; returns them for ``summary.json``, and
     the exit status."""
     world, setting = world_of(options, run, step_s)
-    planned_s, stopped = 3600 * options.hours, False
+    planned_s = 3600 * options.hours
+    stopped = False
 
     def stop() -> None:
         nonlocal stopped
@@ -93,7 +94,8 @@ def play(
         while not stopped and world.now < planned_s and len(world.books.made) < MOST_MICROBATCHES:
             world.run(min(10.0, planned_s - world.now))
     played_s = world.now
-    figures, by_stage = figures_of(world, setting), _lines(world)
+    figures = figures_of(world, setting)
+    by_stage = _lines(world)
     if not stopped:
         world.end()
     figures |= {

@@ -22,7 +22,8 @@ from p2p_co2.system.process import holder_of, is_kept
 from p2p_co2.ticket import TICKET_VARIABLE, Ticket, is_of_run, read_ticket
 
 _GUEST = "A guest on your machine"
-_BOARD, _STAGES = "Board", "Runs with stages"
+_BOARD = "Board"
+_STAGES = "Runs with stages"
 
 
 def doctor(
@@ -146,7 +147,8 @@ def join(
 
     if restart_stage and stage is None:
         raise ConfigError.of_option("--restart-stage", "say which stage is to begin anew, with --stage N")
-    is_typed, ticket = bool(ticket), read_ticket(ticket)
+    is_typed = bool(ticket)
+    ticket = read_ticket(ticket)
     config = peer_config(
         config_file,
         {

@@ -38,11 +38,13 @@ class SwarmCallback(Callback):
         if run is not None:
             self._options["run"] = run
         self.swarm: Swarm | None = None
-        self._steps, self._has_left = 0, False
+        self._steps = 0
+        self._has_left = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.swarm = join(pl_module, trainer.optimizers, **self._options)
-        self._steps, self._has_left = trainer.global_step, False
+        self._steps = trainer.global_step
+        self._has_left = False
         for loader in _fetcher_of(trainer).combined_loader.flattened:
             warn_of_a_stream(loader)
         self.on_train_epoch_start(trainer, pl_module)
@@ -59,7 +61,8 @@ class SwarmCallback(Callback):
         swarm = self.swarm
         if swarm is None or swarm.done:
             return
-        tokens, loss = batch_tokens(batch), _loss_of(outputs) * trainer.accumulate_grad_batches
+        tokens = batch_tokens(batch)
+        loss = _loss_of(outputs) * trainer.accumulate_grad_batches
         if trainer.global_step == self._steps:
             swarm.add(tokens, loss)
             return

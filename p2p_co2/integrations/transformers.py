@@ -66,14 +66,16 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.leave()
-        model, optimizer = given["model"], given["optimizer"]
+        model = given["model"]
+        optimizer = given["optimizer"]
         inner = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's
         rates = _rates_of(inner)
         self.swarm = join(model, inner, **self._options).__enter__()  # SIGTERM asks, as in a block
         if not self._schedules:
             _set_rates(inner, rates)  # after a resume they are still the Trainer's
         self._rates = _rates_of(inner)
-        self._counter, self._counted = BatchCounter(model), state.num_input_tokens_seen
+        self._counter = BatchCounter(model)
+        self._counted = state.num_input_tokens_seen
         self._call_off = at_exit(self._leave_at_exit)
         warn_of_a_stream(given["train_dataloader"])
 
@@ -82,14 +84,17 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # a library without
             reseed(given["train_dataloader"], int(state.epoch or 0), self.swarm.data_seed)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        swarm, counter = self.swarm, self._counter
+        swarm = self.swarm
+        counter = self._counter
         if swarm is None or counter is None:
             return
         tokens, loss = counter.take()
         if args.include_num_input_tokens_seen not in ("no", False):
-            tokens, self._counted = state.num_input_tokens_seen - self._counted, state.num_input_tokens_seen
+            tokens = state.num_input_tokens_seen - self._counted
+            self._counted = state.num_input_tokens_seen
         if not isinstance(loss, Tensor):
-            loss, self._logged_loss = self._logged_loss, float("nan")
+            loss = self._logged_loss
+            self._logged_loss = float("nan")
         if self._schedules:
             _set_rates(swarm.optimizer, self._rates)
         was_skipped = getattr(given["optimizer"], "step_was_skipped", False)  # by a GradScaler

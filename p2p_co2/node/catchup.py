@@ -38,7 +38,8 @@ class Agreement:
     ``membership``: where the others say that they are. Views are remade when the membership changed."""
 
     def __init__(self, membership: Membership, state: PeerState) -> None:
-        self._membership, self._state = membership, state
+        self._membership = membership
+        self._state = state
         self._views: dict[int, tuple[int, View]] = {}
         self._newest = [-1] * len(state.agreed)
         """Versions that anybody held, or had, since this peer is done."""
@@ -55,7 +56,8 @@ class Agreement:
         return self._membership.revision
 
     def view(self, fragment: int) -> View:
-        known, revision = self._views.get(fragment), self._membership.revision
+        known = self._views.get(fragment)
+        revision = self._membership.revision
         if known is None or known[0] != revision:
             view = {
                 peer: Said(
@@ -70,7 +72,8 @@ class Agreement:
         return known[1]
 
     def mine(self, fragment: int) -> Mine:
-        agreed, local = self._state.agreed[fragment], self._state.local
+        agreed = self._state.agreed[fragment]
+        local = self._state.local
         is_done = local.phase == Status.DRAINING or fragment in local.finished
         return Mine(Held(agreed.version, agreed.digest), self._state.past(fragment), local.phase, is_done)
 
@@ -89,7 +92,8 @@ class Agreement:
 
     def is_with_all(self) -> bool:
         """Whether every other peer says that it is where this one is: most of the time they all are."""
-        here, live = self._state.held, self._membership.live.values()
+        here = self._state.held
+        live = self._membership.live.values()
         return all((info.versions, info.digests) == here for info in live)
 
     # ---- whose rounds are replayed
@@ -114,7 +118,8 @@ class Agreement:
             if self._state.local.phase != Status.DRAINING:
                 self._newest[fragment] = -1
                 continue
-            view, most = self.view(fragment), policy.limit(*self.at(fragment))
+            view = self.view(fragment)
+            most = policy.limit(*self.at(fragment))
             held = [said.held.version for said in view.values() if said.phase in policy.MOVING]
             self._newest[fragment] = max([known, *(version for version in held if version <= most)])
 
@@ -143,8 +148,15 @@ class CatchupController:
         self, machine: CatchUp, rounds: Rounds, agreement: Agreement, state: PeerState,
         outer: OuterState, offers: Offers, run: bytes, shape: PayloadShape, effects: Effects,
     ) -> None:  # fmt: skip
-        self._machine, self._rounds, self._agreement, self._state = machine, rounds, agreement, state
-        self._outer, self._offers, self._run, self._shape, self._do = outer, offers, run, shape, effects
+        self._machine = machine
+        self._rounds = rounds
+        self._agreement = agreement
+        self._state = state
+        self._outer = outer
+        self._offers = offers
+        self._run = run
+        self._shape = shape
+        self._do = effects
         self._targets: dict[int, Target] = {}
         self._noticed_at: dict[int, tuple[Why, float]] = {}
         self._again_at: dict[int, float] = {}
@@ -176,7 +188,8 @@ class CatchupController:
     def go_to(self, fragment: int, version: int, digest: bytes, donors: tuple[PeerId, ...]) -> bool:
         """Bring ``fragment`` to at least ``version``; ``digest`` is that version's, or empty if not known.
         False if there is nowhere to go."""
-        agreed, known = self._state.agreed[fragment], self._targets.get(fragment)
+        agreed = self._state.agreed[fragment]
+        known = self._targets.get(fragment)
         diverged = agreed.version == version and digest not in (b"", agreed.digest)
         if (agreed.version >= version and not diverged) or self._state.local.phase == Status.PAUSED:
             return False
@@ -184,7 +197,10 @@ class CatchupController:
             self._targets[fragment] = Target(version, digest, donors, Why.AHEAD, agreed.version)
             self._fetch_next(fragment, whole=diverged)
         elif known.version < version:
-            known.version, known.digest, known.donors, known.why = version, digest, donors, Why.AHEAD
+            known.version = version
+            known.digest = digest
+            known.donors = donors
+            known.why = Why.AHEAD
         return True
 
     def _moved(self, fragment: int, agreed: AgreedVersion) -> None:
@@ -207,7 +223,8 @@ class CatchupController:
     def look_around(self, now: float) -> None:
         """Compare this peer's versions and digests with the heartbeats of the others."""
         phase = self._state.local.phase
-        known, self._looked_at = self._looked_at, (self._agreement.revision, tuple(self._state.agreed), phase)
+        known = self._looked_at
+        self._looked_at = (self._agreement.revision, tuple(self._state.agreed), phase)
         if phase == Status.PAUSED or (known == self._looked_at and not self._noticed_at):
             return
         if self._agreement.is_with_all():
@@ -272,7 +289,9 @@ class CatchupController:
     def _fetch_next(self, fragment: int, whole: bool = False) -> None:
         if (target := self._targets.get(fragment)) is None:
             return
-        version, current, digest = target.version, self._state.agreed[fragment].version, target.digest
+        version = target.version
+        current = self._state.agreed[fragment].version
+        digest = target.digest
         if target.why is not Why.OTHER:
             digest = policy.digest_at(*self._agreement.at(fragment), version) or digest
         live = self._agreement.view(fragment)
@@ -341,7 +360,8 @@ class CatchupController:
         """The mean of a replayed round, held against its certificate; None if this peer is past it
         already. Raises ``RemoteProtocolError``."""
         fragment = event.goal.fragment
-        outcome, agreed = open_decision(event.decision, self._run, self._shape), self._state.agreed[fragment]
+        outcome = open_decision(event.decision, self._run, self._shape)
+        agreed = self._state.agreed[fragment]
         if (outcome.key.fragment, outcome.key.round) != (fragment, event.version):
             raise RemoteProtocolError("bad decision", "of another round")
         group = {PeerId(member.peer) for member in outcome.members}
@@ -359,7 +379,8 @@ class CatchupController:
         return agreed_mean(outcome, event.data)
 
     async def _take_state(self, event: goals.Fetched) -> None:
-        fragment, target = event.goal.fragment, self._targets.get(event.goal.fragment)
+        fragment = event.goal.fragment
+        target = self._targets.get(event.goal.fragment)
         goes_back = target is not None and target.why is Why.OTHER
         if goes_back and not self._other_history(fragment):
             self._drop_target(fragment)  # the others have come to us meanwhile
@@ -386,7 +407,8 @@ class CatchupController:
 
     def _went_on(self, event: goals.Fetched, how: str) -> None:
         fragment = event.goal.fragment
-        agreed, target = self._state.agreed[fragment], self._targets.get(fragment)
+        agreed = self._state.agreed[fragment]
+        target = self._targets.get(fragment)
         if target is not None and agreed.version < target.version and (how == "replay" or event.version > 0):
             if how == "replay" and agreed.version < event.version:
                 self._fetch_whole(fragment)  # the round did not follow our state

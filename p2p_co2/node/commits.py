@@ -35,8 +35,14 @@ class CommitHandler:
         self, rounds: Rounds, ledger: Ledger, outer: OuterState, offers: Offers, fetches: CatchupController,
         run: bytes, shape: PayloadShape, forget: Callable[[bytes, bool], None], effects: Effects,
     ) -> None:  # fmt: skip
-        self._rounds, self._ledger, self._outer, self._offers = rounds, ledger, outer, offers
-        self._fetches, self._run, self._shape, self._forget = fetches, run, shape, forget
+        self._rounds = rounds
+        self._ledger = ledger
+        self._outer = outer
+        self._offers = offers
+        self._fetches = fetches
+        self._run = run
+        self._shape = shape
+        self._forget = forget
         self._do = effects
         self._capped: dict[str, tuple[float, int]] = {}
         """Of peers that count for far less than they claim, the last one last: when that was told, and in how
@@ -100,7 +106,8 @@ class CommitHandler:
         decision = Decision.FromString(event.decision)
         outcome = open_decision(decision, self._run, self._shape)
         of_parts = [set(part.weights) for part in weights_of(outcome)]
-        everywhere, somewhere = len(set.intersection(*of_parts)), len(set.union(*of_parts))
+        everywhere = len(set.intersection(*of_parts))
+        somewhere = len(set.union(*of_parts))
         place = {"fragment": event.fragment, "round": event.round}
         self._do.report(
             ev.RoundCommitted, **place, coordinator=event.coordinator, group_size=len(event.group),
@@ -117,7 +124,8 @@ class CommitHandler:
         two members nobody is told of: beside one that has just come any honest claim is large."""
         if len(outcome.members) < 3:
             return
-        claimed, now = claimed_weights(outcome), self._do.now()
+        claimed = claimed_weights(outcome)
+        now = self._do.now()
         for peer, weight in counted_weights(outcome).items():
             if 4 * weight > claimed[peer]:
                 continue

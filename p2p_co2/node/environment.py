@@ -124,12 +124,16 @@ class Environment:
         self, network: PeerNetwork, clock: Clock | None = None, make_links: MakeLinks = LinkPool,
         open_message: Callable[[bytes, bytes], Opened] = opened, group: bytes = b"",
     ) -> None:  # fmt: skip
-        self.network, self.group, self.clock = network, group or network.run.digest(), clock or Clock()
-        self.make_links, self.open_message = make_links, open_message
+        self.network = network
+        self.group = group or network.run.digest()
+        self.clock = clock or Clock()
+        self.make_links = make_links
+        self.open_message = open_message
         self.quotas = Quotas(network.config.limits.download_bytes_per_s)
         self.elsewhere: Callable[[float, float], list[float]] = lambda now, rounds_per_s: []
         """Positions of peers of other groups that share the run's clock, in rounds; may be set."""
-        self.switch, self.uplink = GroupSwitch(network), Uplink(network.config.limits.upload_bytes_per_s)
+        self.switch = GroupSwitch(network)
+        self.uplink = Uplink(network.config.limits.upload_bytes_per_s)
 
     def beside(self, group: bytes) -> Environment:
         """The same process in another group: its carriers, its line and its clock."""

@@ -193,13 +193,16 @@ class Uplink:
     def wait_s(self, lane: Lane, receiver_bytes_per_s: float, now: float) -> float:
         """How long the lane's first bulk message has to wait. ``receiver_bytes_per_s``: how fast its receiver
         wants bulk; 0 for as it comes."""
-        turn, size_bytes = lane.turn, len(lane.bulk[0].data)
+        turn = lane.turn
+        size_bytes = len(lane.bulk[0].data)
         if turn.at is None:
             lane.pace.bytes_per_s = receiver_bytes_per_s
-            turn.at, turn.asked_cap = lane.pace.admit_at(size_bytes, now), False
+            turn.at = lane.pace.admit_at(size_bytes, now)
+            turn.asked_cap = False
             turn.asked_line = not lane.is_far
         if turn.at <= now and not turn.asked_cap:
-            turn.at, turn.asked_cap = self.cap.admit_at(size_bytes, now), True
+            turn.at = self.cap.admit_at(size_bytes, now)
+            turn.asked_cap = True
         if turn.at <= now and not turn.asked_line:
             turn.at, turn.asked_line = self._ask(lane, size_bytes, now)
         return turn.at - now
@@ -219,7 +222,8 @@ class Uplink:
         self.meter.rest(now)
         self._look(now)
         self._line.follow(self.meter.bytes_per_s, self._waits_s)
-        turn_s, yielded = self._line.turn_s(size_bytes), lane.turn.yielded
+        turn_s = self._line.turn_s(size_bytes)
+        yielded = lane.turn.yielded
         is_behind = yielded < TURNS_OF_ONE - 1 and self._is_less_urgent(lane)
         yields = bool(turn_s) and (is_behind or (not yielded and self._is_ahead(lane, size_bytes, now)))
         lane.turn.yielded = yielded + 1 if yields else 0
@@ -252,7 +256,8 @@ class Uplink:
             carrying = carrying[:: -(-len(carrying) // MOST_LOOKED_AT) or 1]
         seen = {one.link: one.link.look() for one in carrying if one.link is not None}
         waits_s = sorted(one.queued_s for one in seen.values() if one.queued_s is not None)
-        waited_s, self._waits_s = self._waits_s, waits_s[len(waits_s) // COMMON_OF] if waits_s else 0.0
+        waited_s = self._waits_s
+        self._waits_s = waits_s[len(waits_s) // COMMON_OF] if waits_s else 0.0
         there = {link: told.there_bytes for link, told in seen.items()}
         untold = any(lane.carrying and lane.link and lane.link.acknowledged for lane in self.lanes)
         if not (is_some or untold) and now - self._looked_at <= LONGEST_LOOK_S:
@@ -260,7 +265,8 @@ class Uplink:
             more = sum(max(0, there[link] - known[link]) for link in there.keys() & known.keys())
             is_full = min(waited_s, self._waits_s) > STANDING_S
             self.meter.came(more, now - self._looked_at, is_full, now)
-        self._looked_at, self._there_bytes = now, there
+        self._looked_at = now
+        self._there_bytes = there
 
 
 FindRecord = Callable[[PeerId, bool], Awaitable[PeerRecord | None]]
@@ -294,8 +300,11 @@ class LinkPool:
         self, carriers: Sequence[Carrier], find_record: FindRecord, observer: LinkObserver,
         tasks: asyncio.TaskGroup, uplink: Uplink,
     ) -> None:  # fmt: skip
-        self._carriers, self._find_record, self._observer = tuple(carriers), find_record, observer
-        self._tasks, self._uplink = tasks, uplink
+        self._carriers = tuple(carriers)
+        self._find_record = find_record
+        self._observer = observer
+        self._tasks = tasks
+        self._uplink = uplink
         self._paces: Mapping[PeerId, float] = {}
         self._lanes: dict[PeerId, Lane] = {}
         self._refused_until: dict[PeerId, float] = {}
@@ -366,7 +375,8 @@ class LinkPool:
                     self._uplink.give_back(lane)
                 kept_bytes = sum(len(one.data) for one in kept)
                 self.queued_bytes += kept_bytes - lane.bulk_bytes
-                lane.bulk, lane.bulk_bytes = deque(kept), kept_bytes
+                lane.bulk = deque(kept)
+                lane.bulk_bytes = kept_bytes
 
     def carriers_used(self) -> dict[str, str]:
         """The last carrier that reached each peer."""
@@ -417,7 +427,8 @@ class LinkPool:
                 await self._send_until_idle(peer, lane, lane.link)
                 await _wait_for_work(lane, lane.link)
             except TransportError as error:
-                link, lane.link = lane.link, None
+                link = lane.link
+                lane.link = None
                 for _ in lane.under_way:  # nobody will say what became of it
                     self._uplink.meter.finished(peer, 0, time.monotonic())
                 lane.carrying -= len(lane.under_way)

@@ -52,7 +52,8 @@ class Pace:
 
     def __init__(self, bytes_per_s: float = 0.0, late_s: float = 0.0) -> None:
         self.bytes_per_s = bytes_per_s
-        self._late_s, self._free_at = late_s, 0.0
+        self._late_s = late_s
+        self._free_at = 0.0
 
     def admit_at(self, size_bytes: int, now: float) -> float:
         """When a message may go; it counts from then on, so those that ask get turns in that order."""
@@ -77,7 +78,8 @@ class LinePace(Pace):
 
     def __init__(self) -> None:
         super().__init__(late_s=MOMENT_S)
-        self._times, self._may_ease_s = LINE_TIMES, 0.0
+        self._times = LINE_TIMES
+        self._may_ease_s = 0.0
 
     def follow(self, shown_bytes_per_s: float, queued_s: float = 0.0) -> None:
         """Keep to what the line shows; 0 means that nothing is known, and no limit. ``queued_s``: how long
@@ -103,7 +105,9 @@ class UploadMeter:
     measured."""
 
     def __init__(self) -> None:
-        self._burst_ended_at, self._sending, self.bytes_per_s = -1e9, 0, 0.0
+        self._burst_ended_at = -1e9
+        self._sending = 0
+        self.bytes_per_s = 0.0
         self._to: dict[str, _Marks] = {}
         """Bytes of this burst, as ``_all`` those to whomever."""
         self._seen: dict[str, Opinion] = {}
@@ -124,7 +128,8 @@ class UploadMeter:
         self._sending += 1
 
     def _begin(self, now: float) -> None:
-        self._burst_started_at, self._all = now, _Marks(now)
+        self._burst_started_at = now
+        self._all = _Marks(now)
         self._came: deque[_Came] = deque(maxlen=_MAX_MARKS)
 
     def rest(self, now: float) -> bool:
@@ -155,14 +160,18 @@ class UploadMeter:
 
     def _conclude(self, now: float) -> None:
         """Measure the burst so far; the next one begins."""
-        everything, each, began_at, seen = self._all, self._to, self._burst_started_at, self._came
+        everything = self._all
+        each = self._to
+        began_at = self._burst_started_at
+        seen = self._came
         self._to = {}
         self._begin(now)
         if everything.bytes < MEASURABLE_BYTES:
             return
         for to, marks in each.items():
             middle_at, last_at = marks.later_half()
-            left, drained_s = everything.until(last_at) - everything.until(middle_at), last_at - middle_at
+            left = everything.until(last_at) - everything.until(middle_at)
+            drained_s = last_at - middle_at
             if drained_s < MOMENT_S and left < DRAINED_BYTES:
                 continue
             came = _came_bytes_per_s(seen, began_at, last_at)
@@ -182,7 +191,8 @@ class UploadMeter:
         swallowed_from = SWALLOWED_TIMES * _believed(known.rates)
         is_rough = is_unseen and (known.is_rough or rate > swallowed_from)
         if is_rough and not known.is_rough:
-            rate, is_rough = _came_at_least(seen), False
+            rate = _came_at_least(seen)
+            is_rough = False
             if rate <= swallowed_from:
                 self._seen[to] = known._replace(unproved=0 if rate else known.unproved + 1)
                 if self._seen[to].unproved >= UNPROVED_IN_A_ROW:
@@ -220,8 +230,10 @@ class _Came(NamedTuple):
 def _came_bytes_per_s(seen: Iterable[_Came], began_at: float, last_at: float) -> float:
     """What the line carried while it was full. If it was not, or too short, what it carried at least: in the
     later half, since in the first round trip nothing comes. 0.0 where too little was seen."""
-    until, middle_at = [one for one in seen if one.at <= last_at], (began_at + last_at) / 2
-    full, later = [one for one in until if one.is_full], [one for one in until if one.at > middle_at]
+    until = [one for one in seen if one.at <= last_at]
+    middle_at = (began_at + last_at) / 2
+    full = [one for one in until if one.is_full]
+    later = [one for one in until if one.at > middle_at]
     return _rate_of(full, SEEN_S) or _rate_of(later, SEEN_S)
 
 
@@ -240,7 +252,8 @@ class _Marks:
     """When how many bytes had gone, from 0 at ``began_at``."""
 
     def __init__(self, began_at: float) -> None:
-        self._at, self._sums = [began_at], [0]
+        self._at = [began_at]
+        self._sums = [0]
 
     @property
     def bytes(self) -> int:
@@ -250,7 +263,8 @@ class _Marks:
         self._at.append(now)
         self._sums.append(self._sums[-1] + size_bytes)
         if len(self._at) > _MAX_MARKS:
-            self._at, self._sums = self._at[::-2][::-1], self._sums[::-2][::-1]
+            self._at = self._at[::-2][::-1]
+            self._sums = self._sums[::-2][::-1]
 
     def later_half(self) -> tuple[float, float]:
         """(when half of the bytes had gone, when all had)."""

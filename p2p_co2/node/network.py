@@ -54,7 +54,10 @@ class Reach:
     """This peer's addresses: those that libp2p has found, its places at relays, and its gRPC port."""
 
     def __init__(self, p2p: P2P, me: PeerId, config: PeerConfig, ticket: Ticket) -> None:
-        self._p2p, self._me, self._config, self._ticket = p2p, me, config, ticket
+        self._p2p = p2p
+        self._me = me
+        self._config = config
+        self._ticket = ticket
         # Who can be dialled, or runs on the seeds' own machine, needs no places.
         needs_none = config.announce_host or ticket.is_local
         self._places = None if needs_none else Places(p2p, me, ticket.seeds)
@@ -71,7 +74,8 @@ class Reach:
     async def is_elsewhere(self, own: PeerRecord) -> bool:
         """Whether another process, which lives, has put ``own``, this peer's record, into the DHT. Each has a
         certificate of its own; that of this peer's last process nobody shows or renews."""
-        known, digest = self._elsewhere, own.certificate_digest
+        known = self._elsewhere
+        digest = own.certificate_digest
         if not digest or (self.grpc is not None and digest == self.grpc.certificate_digest):
             return False
         self._elsewhere = own
@@ -277,7 +281,9 @@ class Network:
     software = f"p2p-co2 {__version__}"
 
     def __init__(self, identity: Identity, config: PeerConfig, ticket: Ticket) -> None:
-        self.identity, self.config, self.ticket = identity, listening(config, ticket), ticket
+        self.identity = identity
+        self.config = listening(config, ticket)
+        self.ticket = ticket
         self.run = RunConfig()
         self.carriers: tuple[Carrier, ...] = ()
         self.clock_doubt = ""
@@ -313,7 +319,8 @@ class Network:
         await self._stack.aclose()
 
     async def _open(self, on_refused: OnRefused, stack: AsyncExitStack) -> None:
-        config, path = self.config, self.config.folder / "identity"
+        config = self.config
+        path = self.config.folder / "identity"
         require_others_can_dial(config, self.ticket)
         p2p = await start_p2p(
             path, config.host, config.libp2p_port, announce_host=config.announce_host, relay=config.relay,
@@ -343,7 +350,8 @@ class Network:
 
     def use(self, p2p: P2P, discovery: Discovery) -> None:
         """The daemon and the DHT that this process stands on."""
-        self.p2p, self.discovery = p2p, discovery
+        self.p2p = p2p
+        self.discovery = discovery
         self._reach = Reach(p2p, self.identity.peer_id, self.config, self.ticket)
 
     async def _compare_clocks(self, contacts: Sequence[str]) -> None:
@@ -358,7 +366,9 @@ class Network:
 
     async def start_carriers(self, on_message: OnMessage, on_refused: OnRefused) -> None:
         """Listen, and answer probes. Raises ``EnvironmentFault`` when a port is taken."""
-        config, run, me = self.config, self.ticket.run, self.identity
+        config = self.config
+        run = self.ticket.run
+        me = self.identity
         carriers: list[Carrier] = []
         if config.carrier in ("auto", "grpc"):
             self._reach.grpc = GrpcCarrier(me, run, config.host, config.grpc_port)
@@ -394,11 +404,13 @@ class Network:
         if self._is_due("record", RECORD_LIFETIME_S / 3):
             record = await self._reach.record()
             record.software = self.software
-            record.stage, record.tokens_per_s = self.holds.stage or 0, self.holds.tokens_per_s
+            record.stage = self.holds.stage or 0
+            record.tokens_per_s = self.holds.tokens_per_s
             record.visits = self.holds.visits
             await self.discovery.publish_self(record, RECORD_LIFETIME_S)
             self._done_at["record"] = time.monotonic()
-        news, self._news = self._news, ""
+        news = self._news
+        self._news = ""
         return news or (self._reach.advice if somebody_unmet else "")
 
     async def publish_position(self, position: float, versions: Sequence[int], is_last: bool = False) -> None:
@@ -465,7 +477,8 @@ class Network:
             await self.publish_self()
             await asyncio.sleep(2 * HEARTBEAT_S)
             await self.records.search()
-            others, better = self.listed(stage), self._neediest(fits)
+            others = self.listed(stage)
+            better = self._neediest(fits)
             is_first = self.identity.peer_id < min((one.peer for one in others), default="~")
             if is_first or len(self.listed(better)) >= len(others):
                 break
@@ -475,7 +488,8 @@ class Network:
         return stage
 
     def _neediest(self, fits: Collection[int]) -> int:
-        pipeline, me = self.run.pipeline, self.identity.peer_id
+        pipeline = self.run.pipeline
+        me = self.identity.peer_id
 
         def need(stage: int) -> tuple[int, float, bytes]:
             held = self.listed(stage)

@@ -78,9 +78,15 @@ class Node:
         agreed: Sequence[AgreedVersion], report: Callable[[ev.Event], None],
         model: ModelSummary | None = None, past: Sequence[dict[int, bytes]] = (),
     ) -> None:  # fmt: skip
-        network, group, pace = environment.network, environment.group, environment.network.run.clock
-        identity, me, limits = network.identity, network.identity.peer_id, network.config.limits
-        self.environment, self.clock, self._report_event = environment, environment.clock, report
+        network = environment.network
+        group = environment.group
+        pace = environment.network.run.clock
+        identity = network.identity
+        me = network.identity.peer_id
+        limits = network.config.limits
+        self.environment = environment
+        self.clock = environment.clock
+        self._report_event = report
         self.life = Lifetime()
         process_clock = ProcessClock(self.clock.monotonic, self.clock.unix())
         self.now = process_clock.now
@@ -100,7 +106,8 @@ class Node:
         self.rounds.when_begun(self.catchup.donor.history.shrink)
         # what follows from their events
         self.state = PeerState(me, agreed, past)
-        self.state.has_worked, self.state.counts = self.rounds.has_worked, self.rounds.counts
+        self.state.has_worked = self.rounds.has_worked
+        self.state.counts = self.rounds.counts
         for fragment, version in enumerate(agreed):
             self.catchup.donor.moved(fragment, version.version)
         self.state.when_moved(lambda fragment, version: self.catchup.donor.moved(fragment, version.version))
@@ -146,11 +153,13 @@ class Node:
         async with asyncio.TaskGroup() as tasks:
             self.life.tasks = tasks
             observer = LinkObserver(self._link_opened, self._link_lost, self._unreachable)
-            environment, heard = self.environment, (self.router.on_message, self.router.on_link_refused)
+            environment = self.environment
+            heard = (self.router.on_message, self.router.on_link_refused)
             carriers = await environment.switch.join(environment.group, *heard, self.rounds.has_worked)
             find = environment.network.find_record
             links = environment.make_links(carriers, find, observer, tasks, environment.uplink)
-            self._pump.links, self._pump.is_open = links, True
+            self._pump.links = links
+            self._pump.is_open = True
             works = self._finder.run(), self._pump.keep_time(), self._watch_daemon()
             background = [tasks.create_task(work) for work in works]
             await self.life.stopping.wait()

@@ -21,7 +21,10 @@ class Offers:
     """One open offer for each fragment."""
 
     def __init__(self, rounds: Rounds, ledger: Ledger, state: PeerState, effects: Effects) -> None:
-        self._rounds, self._ledger, self._state, self._do = rounds, ledger, state, effects
+        self._rounds = rounds
+        self._ledger = ledger
+        self._state = state
+        self._do = effects
         self._opened: dict[int, bytes] = {}
         """By fragment, the id of the last offer that the rounds machine was given."""
         self._early: dict[int, Offer] = {}
@@ -32,7 +35,8 @@ class Offers:
 
     def open(self, offer: Offer) -> None:
         """Start a round with it. Raises ``LocalProtocolError`` as ``Rounds.offer``."""
-        fragment, agreed = offer.fragment, self._state.agreed[offer.fragment]
+        fragment = offer.fragment
+        agreed = self._state.agreed[offer.fragment]
         if agreed.version < offer.round - 1:  # or the tensor side went back since
             self._early[fragment] = offer
         elif (agreed.version, agreed.digest) != (offer.round - 1, offer.state_digest):
@@ -70,8 +74,11 @@ class OuterState:
     def __init__(
         self, ledger: Ledger, state: PeerState, rounds: Rounds, donor: Donor, effects: Effects
     ) -> None:
-        self._ledger, self._state, self._rounds = ledger, state, rounds
-        self._donor, self._do = donor, effects
+        self._ledger = ledger
+        self._state = state
+        self._rounds = rounds
+        self._donor = donor
+        self._do = effects
 
     async def take(self, mean: AgreedMean, decision: Decision) -> bool:
         """Apply an agreed mean; False if it does not follow this peer's version."""

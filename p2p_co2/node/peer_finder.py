@@ -84,7 +84,10 @@ class PeerFinder:
     def __init__(
         self, network: PeerNetwork, membership: Membership, writer: StatusWriter, effects: Effects
     ) -> None:
-        self._network, self._membership, self._writer, self._do = network, membership, writer, effects
+        self._network = network
+        self._membership = membership
+        self._writer = writer
+        self._do = effects
         self.unreached = Unreachable()
         self._trouble = ""
         self._found_at, self._found_among = -1e9, frozenset[PeerId]()
@@ -131,7 +134,8 @@ class PeerFinder:
     async def _take(self, records: Sequence[PeerRecord]) -> None:
         """Warn of those that this peer cannot reach. Greet those that are listed; among nobody, ask the seeds
         again whom else they know."""
-        membership, now = self._membership, self._do.now()
+        membership = self._membership
+        now = self._do.now()
         for peer, reason in self.unreached.listed(records, membership.live):
             self._do.report(ev.Warned, text=f"peer {peer} is there but cannot be reached: {reason}")
         if records or membership.live:
@@ -164,9 +168,13 @@ class PositionWriter:
         where: Callable[[], tuple[Status.Phase, float, Sequence[int]]], live_peers: Callable[[], int],
         now: Callable[[], float], warn: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._publish, self._where, self._live_peers = publish, where, live_peers
-        self._now, self._warn = now, warn
-        self._alone_since, self._has_told_of_alone = math.inf, False
+        self._publish = publish
+        self._where = where
+        self._live_peers = live_peers
+        self._now = now
+        self._warn = warn
+        self._alone_since = math.inf
+        self._has_told_of_alone = False
 
     async def run(self) -> None:
         while True:

@@ -58,7 +58,8 @@ class PipelineInbox:
 
     def take(self, message: Opened, sender: PeerId, now: float) -> bool:
         """False for bulk that nobody waited for. Raises ``RemoteProtocolError``."""
-        kind, body = message.kind, message.body
+        kind = message.kind
+        body = message.body
         if kind.machine is Machine.PIPELINE:
             return self.pipeline.receive(body, sender, now)
         if kind.machine is not Machine.MEMBERSHIP:
@@ -75,7 +76,9 @@ class BesideStages:
     says. ``listed``: records of the other peers of a stage, as the DHT listed them last."""
 
     def __init__(self, place: Place, membership: Membership, listed: Listed) -> None:
-        self._place, self._membership, self.listed = place, membership, listed
+        self._place = place
+        self._membership = membership
+        self.listed = listed
 
     def live(self, side: int) -> list[PeerId]:
         """Peers of the next stage (1) or the one before (-1)."""
@@ -146,12 +149,17 @@ class PipelineNode:
         self, environment: Environment, place: Place, sizes: Sizes, listed: Listed,
         status: Callable[[], Status], report: Callable[[ev.Event], None],
     ) -> None:  # fmt: skip
-        self._environment, self._place, self._report = environment, place, report
+        self._environment = environment
+        self._place = place
+        self._report = report
         self._status = status
         clock = ProcessClock(environment.clock.monotonic, environment.clock.unix())
-        self.now, self._alarm = clock.now, Alarm(clock)
-        self.life, self.handed = Lifetime(), Handed()
-        self.membership, self.machine = Membership(place.me), Pipeline(place, sizes)
+        self.now = clock.now
+        self._alarm = Alarm(clock)
+        self.life = Lifetime()
+        self.handed = Handed()
+        self.membership = Membership(place.me)
+        self.machine = Pipeline(place, sizes)
         self.beside = BesideStages(place, self.membership, listed)
         effects = Effects(self.now, self.report, self.life.spawn, self._refuse, self.pump)
         self.router = Router(
@@ -180,7 +188,8 @@ class PipelineNode:
             background.cancel()
             await self.links.drain(HEARTBEAT_S)
             environment.switch.leave(environment.group)
-            links, self.links = self.links, None
+            links = self.links
+            self.links = None
             await links.close()
         if self.life.bug is not None:
             raise self.life.bug
@@ -286,7 +295,8 @@ class PipelineNode:
         return is_some
 
     def _tell(self) -> None:
-        machine, handed = self.machine, self.handed
+        machine = self.machine
+        handed = self.handed
         waits_for = machine.waits_for if handed.is_asked else ""  # else it computes
         self.report(
             ev.StageProgress, stage=self._place.stage, waiting=machine.waiting, in_flight=machine.in_flight,

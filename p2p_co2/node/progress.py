@@ -70,9 +70,14 @@ class SwarmProgress:
         self, state: PeerState, membership: Membership, agreement: Agreement, writer: StatusWriter,
         times: Times, fetches: CatchupController, most_peers: int,
     ) -> None:  # fmt: skip
-        self._state, self._membership, self._agreement = state, membership, agreement
-        self.writer, self._times, self._fetches = writer, times, fetches
-        self._most_peers, self._began_at = most_peers, times.now()
+        self._state = state
+        self._membership = membership
+        self._agreement = agreement
+        self.writer = writer
+        self._times = times
+        self._fetches = fetches
+        self._most_peers = most_peers
+        self._began_at = times.now()
         self.conclusions = Conclusions()
         self.swarm_position: tuple[float, float] | None = None
         self._placed_at = self._concluded_at = self._differed_at = -math.inf
@@ -122,17 +127,22 @@ class SwarmProgress:
         """Compare this peer with the others; while it trains nobody asks for more than the position. Whether
         what this peer tells has changed by that: others wait to hear it."""
         self._place(now)
-        state, membership = self._state, self._membership
+        state = self._state
+        membership = self._membership
         self._agreement.note_newest()
         if state.local.phase == Status.TRAINING:
-            self.conclusions, self._concluded_of = replace(self.conclusions, settled=False), None
+            self.conclusions = replace(self.conclusions, settled=False)
+            self._concluded_of = None
             self.writer.is_at_rest = False
             return False
         seen = self._seen()
         if seen == self._concluded_of:
             return False
-        self._concluded_of, self._concluded_at = seen, now
-        idle, live, was_at_rest = not self._fetches.busy(), membership.live.values(), self.writer.is_at_rest
+        self._concluded_of = seen
+        self._concluded_at = now
+        idle = not self._fetches.busy()
+        live = membership.live.values()
+        was_at_rest = self.writer.is_at_rest
         known = self._look_for_the_swarm(idle) if state.local.phase == Status.JOINING else self.conclusions
         done = [info for info in live if info.status.phase not in (Status.JOINING, Status.PAUSED)]
         if waits := self._may_hear_more(now):
@@ -150,7 +160,8 @@ class SwarmProgress:
         quiet_s = self._membership.quiet_s if self.writer.rests else 0.0
         if now - self._placed_at < max(HEARTBEAT_S, quiet_s / 2) and self.swarm_position is not None:
             return
-        self._placed_at, times = now, self._times
+        self._placed_at = now
+        times = self._times
         at = times.monotonic() - (times.now() - now)
         heard = self._membership.live
         near = positions(
@@ -188,7 +199,9 @@ class SwarmProgress:
             self._differed_at = now
 
     def _look_for_the_swarm(self, idle: bool) -> Conclusions:
-        known, (versions, _), live = self.conclusions, self._state.held, self._membership.live.values()
+        known = self.conclusions
+        (versions, _) = self._state.held
+        live = self._membership.live.values()
         inside = [info.versions for info in live if info.status.phase != Status.JOINING]
         if inside and 2 * len(inside) >= len(live):  # a few alone could hold up all who join
             middle = (len(inside) - 1) // 2

@@ -41,7 +41,8 @@ class Alarm:
     ``sleep`` is for one task; ``ring_by`` for anybody on its loop, at no cost but for an earlier time."""
 
     def __init__(self, clock: ProcessClock) -> None:
-        self._clock, self._rung = clock, asyncio.Event()
+        self._clock = clock
+        self._rung = asyncio.Event()
         self._at = -math.inf
         """Until when the task sleeps; it looks for the next time itself as long as it is awake."""
         self._handle: asyncio.TimerHandle | None = None
@@ -83,9 +84,15 @@ class Pump:
         fetches: CatchupController, progress: SwarmProgress, clock: ProcessClock,
         on_membership: Callable[[MembershipEvent], None],
     ) -> None:  # fmt: skip
-        self._machines, self._router, self._now = machines, router, clock.now
-        self.news, self.commits, self.fetches, self._progress = news, commits, fetches, progress
-        self._alarm, self._on_membership = Alarm(clock), on_membership
+        self._machines = machines
+        self._router = router
+        self._now = clock.now
+        self.news = news
+        self.commits = commits
+        self.fetches = fetches
+        self._progress = progress
+        self._alarm = Alarm(clock)
+        self._on_membership = on_membership
         self._envelope_head = head_of(group)
         self.links: Links | None = None
         self.is_open = False
@@ -117,7 +124,9 @@ class Pump:
         for machine in self._machines:
             for peer, message in machine.messages_to_send():
                 if message is not last:  # a mean goes to all members, one after the other
-                    last, data, kind = message, unsent(message, self._envelope_head), kind_of(message)
+                    last = message
+                    data = unsent(message, self._envelope_head)
+                    kind = kind_of(message)
                 served = kind.is_bulk and kind.is_asked_for
                 taken = links.post(peer, data, kind.is_bulk, served, piece_of(message, kind))
                 if kind.is_asked_for and not taken:

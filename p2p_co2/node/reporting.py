@@ -52,7 +52,8 @@ class ReportService:
     def __init__(
         self, network: Network, loop: asyncio.AbstractEventLoop, refuse: Callable[[str, str, str], None]
     ) -> None:
-        self._network, self._loop = network, loop
+        self._network = network
+        self._loop = loop
         process = int.from_bytes(os.urandom(8)) >> 1
         self._responder = Responder(network.identity, network.run.digest(), process)
         pause_s = CONNECT_TIMEOUT_S / 100  # after each answer on a stream: even a refusal is signed
@@ -98,7 +99,8 @@ class ReportService:
 
     async def _measure(self, node: Node | PipelineNode) -> None:
         """Every link every ten heartbeats; with more links than that a heartbeat for each."""
-        seen, nothing = dict[str, LinkTraffic](), LinkTraffic()
+        seen = dict[str, LinkTraffic]()
+        nothing = LinkTraffic()
         while True:
             await asyncio.sleep(HEARTBEAT_S * max(10, len(node.membership.live)))
             live = node.membership.live
@@ -110,8 +112,10 @@ class ReportService:
             for peer, carrier in links.carriers_used().items():
                 if (info := live.get(PeerId(peer))) is None:
                     continue
-                now, before = replace(links.traffic.get(PeerId(peer), nothing)), seen.get(peer, nothing)
-                busy_s, seen[peer] = now.bulk_s - before.bulk_s, now
+                now = replace(links.traffic.get(PeerId(peer), nothing))
+                before = seen.get(peer, nothing)
+                busy_s = now.bulk_s - before.bulk_s
+                seen[peer] = now
                 node.report(
                     LinkMeasured, other=peer, carrier=carrier, sent_bytes=now.bulk_bytes,
                     relayed=carrier == "libp2p" and peer in ways and all(map(is_relayed, ways[peer])),
@@ -228,7 +232,8 @@ class Observer(Feed):
 
     def _found(self, listed: int, last: RunPosition | None) -> FeedState:
         with self._lock:
-            answering, new = self._poller.counted("answering"), self._poller.counted("new")
+            answering = self._poller.counted("answering")
+            new = self._poller.counted("new")
         if answering:
             return FeedState("connected", f"{answering} of {max(listed, answering)} peers answer")
         return nobody_answers(listed, new, last, self.run.clock.rounds if self.run is not None else 0)
@@ -245,7 +250,8 @@ class Observer(Feed):
     async def _ask(
         self, network: Network, asking: QuestionClient, room: asyncio.Semaphore, peer: PeerId, question: bytes
     ) -> None:
-        answer, reason = b"", "not asked: the observer stopped"
+        answer = b""
+        reason = "not asked: the observer stopped"
         try:
             async with room:
                 await network.find_record(peer)

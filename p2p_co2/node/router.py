@@ -37,12 +37,15 @@ from p2p_co2.wire.kinds import Cost, Kind, Machine
 from p2p_co2.wire.limits import MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Chunk, Leave, ModelTable, Ping, Ready, Status
 
-ALLOWANCE, REFILL_PER_S = 2000.0, 200.0
+ALLOWANCE = 2000.0
+REFILL_PER_S = 200.0
 CONTROL_BYTES_PER_UNIT = 16 << 10
-USELESS_UNITS, USELESS_BYTES_PER_UNIT = 0.25, 256 << 10
+USELESS_UNITS = 0.25
+USELESS_BYTES_PER_UNIT = 256 << 10
 ASKED_UNITS, OVERASKED_UNITS = 0.1, 4.0
 """For asking for a chunk, and for one that found the asker's queue here full of what it does not take."""
-REFUSED_UNITS, GRAVE_UNITS = 4.0, 20.0
+REFUSED_UNITS = 4.0
+GRAVE_UNITS = 20.0
 USELESS_PAYLOAD_UNITS = 1000.0
 """For a payload that was waited for and computed with, and was no use: it has cost a microbatch, and one that
 answers at once with nothing gets ever more of them."""
@@ -120,7 +123,8 @@ class Quotas:
         """
         known = self._known(sender)
         now = max(now, known.at)  # groups have clocks of their own, a little apart: no time passes twice
-        passed_s, known.at = now - known.at, now
+        passed_s = now - known.at
+        known.at = now
         known.left = min(ALLOWANCE, known.left + REFILL_PER_S * passed_s) - units
         if known.left >= 0 and not known.pressed_s:
             return 0.0  # nearly always
@@ -153,8 +157,10 @@ class Quotas:
 
     def _shut_out(self, known: _Sender, now: float, reason: str) -> RemoteProtocolError:
         shut_out_s = SHUT_OUT_S * 2 ** min(known.times, DOUBLED_AT_MOST)
-        known.times, known.shut_out_until = known.times + 1, now + shut_out_s
-        known.left, known.pressed_s = ALLOWANCE, 0.0
+        known.times = known.times + 1
+        known.shut_out_until = now + shut_out_s
+        known.left = ALLOWANCE
+        known.pressed_s = 0.0
         return RemoteProtocolError(reason, f"shut out for {shut_out_s:.0f} s more")
 
     def _known(self, sender: PeerId) -> _Sender:
@@ -178,7 +184,8 @@ class Inbox:
 
     def take(self, message: Opened, sender: PeerId, now: float) -> bool:
         """False for bulk that nobody waited for. Raises ``RemoteProtocolError``."""
-        kind, body = message.kind, message.body
+        kind = message.kind
+        body = message.body
         if kind.machine is Machine.ROUNDS:
             self.know_all()
             useful = self.rounds.receive(body, sender, now)
@@ -216,8 +223,12 @@ class Router:
         failed: Callable[[Exception], None], quotas: Quotas,
         open_: Callable[[bytes, bytes], Opened] = opened,
     ) -> None:  # fmt: skip
-        self._group, self._inbox, self._do, self._open = group, inbox, effects, open_
-        self._shut_out, self._failed = shut_out, failed
+        self._group = group
+        self._inbox = inbox
+        self._do = effects
+        self._open = open_
+        self._shut_out = shut_out
+        self._failed = failed
         self._quotas = quotas
         self.refusals: Counter[tuple[str, str, str]] = Counter()
         """(sender, kind of message, reason)"""
@@ -244,7 +255,9 @@ class Router:
 
     def take(self, sender: PeerId, data: bytes) -> float:
         """``on_message``, without the waiting: seconds until the sender's next one may be read."""
-        now, size_bytes, kind = self._do.now(), len(data), None
+        now = self._do.now()
+        size_bytes = len(data)
+        kind = None
         self._quotas.check(sender, now)
         self.down_bytes += size_bytes
         wait_s = self._quotas.read(size_bytes, now)

@@ -56,9 +56,13 @@ class PeerState:
     def __init__(
         self, me: PeerId, agreed: Sequence[AgreedVersion], past: Sequence[dict[int, bytes]] = ()
     ) -> None:
-        self.me, self.agreed, self.local, self.step_s = me, list(agreed), LocalProgress(), 0.0
+        self.me = me
+        self.agreed = list(agreed)
+        self.local = LocalProgress()
+        self.step_s = 0.0
         self.over: frozenset[int] = frozenset()
-        self.alone, self.given_up = [0] * len(agreed), dict[int, int]()
+        self.alone = [0] * len(agreed)
+        self.given_up = dict[int, int]()
         self._past = past or [{} for _ in agreed]
         for known, version in zip(self._past, agreed, strict=True):
             known[version.version] = version.digest
@@ -89,7 +93,8 @@ class PeerState:
 
     def show(self, local: LocalProgress) -> None:
         """What the training thread says now."""
-        known, self.local = self.local, local
+        known = self.local
+        self.local = local
         steps = local.inner_steps - known.inner_steps
         if steps > 0 and known.inner_steps:  # time before the first was no step
             self.step_s = (local.position_at - known.position_at) / steps
@@ -97,7 +102,8 @@ class PeerState:
     def move(self, fragment: int, version: AgreedVersion, group: Collection[PeerId] | None) -> bool:
         """The tensor side is at ``version`` now, by a round of ``group``, or (None) by somebody else's whole
         state, of whose past nothing is known. False if that is nothing new."""
-        before, past = self.agreed[fragment], self._past[fragment]
+        before = self.agreed[fragment]
+        past = self._past[fragment]
         if version == before:
             return False
         if group is None:

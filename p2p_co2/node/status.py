@@ -43,15 +43,20 @@ class StatusWriter:
         self, state: PeerState, membership: Membership, times: Times, host: Status,
         upload_bytes_per_s: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._state, self._membership, self._times = state, membership, times
-        self._host, self._upload_bytes_per_s = host, upload_bytes_per_s
+        self._state = state
+        self._membership = membership
+        self._times = times
+        self._host = host
+        self._upload_bytes_per_s = upload_bytes_per_s
         self.is_at_rest = False
         self._status = Status()
         self._status_of: object = None
 
     def status(self) -> Status:
         """What the next heartbeats say of this peer; messages that carry it hold copies."""
-        local, (versions, digests), membership = self._state.local, self._state.held, self._membership
+        local = self._state.local
+        (versions, digests) = self._state.held
+        membership = self._membership
         upload = self._upload_bytes_per_s()
         heartbeat_s = membership.heartbeat_s if membership.quiet_s and self.rests else 0.0
         counted = self._state.has_worked(self._state.me)
@@ -72,7 +77,8 @@ class StatusWriter:
     def rests(self) -> bool:
         """Whether this peer only trains, or pauses, and the run's end is not near: in the quiet of a round of
         minutes it has little to tell."""
-        local, rounds = self._state.local, self._times.rounds
+        local = self._state.local
+        rounds = self._times.rounds
         if local.phase not in (Status.TRAINING, Status.PAUSED) or local.finished:
             return False
         return not rounds or self.position() < rounds - ENDS_ROUNDS
@@ -80,7 +86,8 @@ class StatusWriter:
     def position(self) -> float:
         """This peer's position now: what the training thread last said, carried on by the clock. Who takes no
         more steps stands at the run's end, though a last step or a pause may have brought it further."""
-        local, times = self._state.local, self._times
+        local = self._state.local
+        times = self._times
         if local.is_over and times.rounds:
             return min(local.position, times.rounds)
         moving = local.phase == Status.TRAINING and not local.is_over
@@ -90,7 +97,8 @@ class StatusWriter:
     def views(self) -> dict[PeerId, PeerView]:
         """The live peers, this one among them, as the rounds machine wants to know them."""
         views = {peer: view_of(info) for peer, info in self._membership.live.items()}
-        state, cap = self._state, self._host.download_bytes_per_s
+        state = self._state
+        cap = self._host.download_bytes_per_s
         views[state.me] = PeerView(
             self._upload_bytes_per_s(), state.works, state.held[0], cap, state.local.finished,
             step_s=state.step_s,
@@ -146,8 +154,13 @@ class SwarmNews:
         now: Callable[[], float], watches: Callable[[], bool],
         set_paces: Callable[[Mapping[PeerId, float]], None],
     ) -> None:  # fmt: skip
-        self._state, self._membership, self._rounds = state, membership, rounds
-        self._writer, self._now, self._watches, self._set_paces = writer, now, watches, set_paces
+        self._state = state
+        self._membership = membership
+        self._rounds = rounds
+        self._writer = writer
+        self._now = now
+        self._watches = watches
+        self._set_paces = set_paces
         self._told: object = None
         """What the rounds machine was last told of this peer and the others."""
         self._looked_revision = -1
@@ -176,13 +189,18 @@ class SwarmNews:
 
     def tell(self) -> None:
         """Tell the machines where this peer and the others stand."""
-        now, state, membership, writer = self._now(), self._state, self._membership, self._writer
+        now = self._now()
+        state = self._state
+        membership = self._membership
+        writer = self._writer
         self._at = now + max(REFRESH_S, self._every_s())
         membership.set_rests(writer.rests, now)
         membership.status = status = writer.status()
         self._has_strangers = False
-        rate, finished = status.upload_bytes_per_s, state.local.finished
-        known, self._told = self._told, (membership.revision, state.held, rate, status.phase, finished)
+        rate = status.upload_bytes_per_s
+        finished = state.local.finished
+        known = self._told
+        self._told = (membership.revision, state.held, rate, status.phase, finished)
         if known == self._told:
             return
         views = writer.views()

@@ -47,7 +47,8 @@ class Advice:
 def advise(setting: Setting, target: float) -> Advice:
     """The shortest round at which ``setting``'s peers reach ``target`` (0 to below 1), and how it is cut and
     encoded."""
-    own, shown = bounds_of(setting, target), forecast(setting)
+    own = bounds_of(setting, target)
+    shown = forecast(setting)
     binding = max(own, key=own.__getitem__)
     best = _shortest(setting, target)
     if binding in _LINK_BOUNDS and SPECS[setting.codec].bits > SPECS["int4"].bits:

@@ -94,7 +94,8 @@ def round_time(payload_bytes: int, values: int, step_s: float, links: Sequence[L
     links (one each) and inner steps of ``step_s``."""
     from p2p_co2.protocol.rounds.parts import parts_each
 
-    peers, compute_s = len(links), 4 * values / TENSOR_BYTES_PER_S
+    peers = len(links)
+    compute_s = 4 * values / TENSOR_BYTES_PER_S
     if peers < 2:
         return RoundTime(compute_s=compute_s)
     shares = shares_of([link.up_bytes_per_s for link in links])
@@ -144,7 +145,9 @@ def _phase(
 
 def _slow_start_s(size_bytes: float, bytes_per_s: float, round_trip_s: float) -> float:
     """What a connection that was idle loses until its window fills the link."""
-    window, sent, lost_s = 10.0 * SEGMENT_BYTES, 0.0, 0.0
+    window = 10.0 * SEGMENT_BYTES
+    sent = 0.0
+    lost_s = 0.0
     while window < bytes_per_s * round_trip_s and sent + window < size_bytes:
         lost_s += round_trip_s - window / bytes_per_s
         sent += window
@@ -174,15 +177,18 @@ def flow(times: Sequence[RoundTime], round_s: float) -> Flow:
     quarter of the simulated time, in which the links fill, is not counted."""
     count = len(times)
     points = count * max(8, min(48, 4096 // count))
-    counted_from, last_at = points / 4 * round_s / count, (points - 1) * round_s / count
+    counted_from = points / 4 * round_s / count
+    last_at = (points - 1) * round_s / count
     half_at = free_at = 0.0  # half of the last transfer is over, and all of it
-    sent_at, ready_at = [0.0] * count, [0.0] * count
+    sent_at = [0.0] * count
+    ready_at = [0.0] * count
     moved: list[tuple[float, float]] = []
     delays: list[float] = []
     left: list[float] = []
     due = sent = 0
     for point in range(points):
-        fragment, due_at = point % count, point * round_s / count
+        fragment = point % count
+        due_at = point * round_s / count
         is_counted = due_at >= counted_from
         due += is_counted
         if fragment == 0 and is_counted:

@@ -259,7 +259,8 @@ def _gpu_bytes(setting: Setting) -> float:
 def _troubles(setting: Setting, slowest: RoundTime, rounds: Flow) -> list[str]:
     troubles = []
     round_s = 0.0 if setting.in_steps else setting.round_s
-    parts_s, whole_s = parts_cap_s(round_s), round_cap_s(round_s)
+    parts_s = parts_cap_s(round_s)
+    whole_s = round_cap_s(round_s)
     if slowest.transfer_s / 2 > parts_s or slowest.slowest_member_s > whole_s:
         troubles.append(
             f"a fragment exchange takes {slowest.slowest_member_s:,.0f} s; peers give up after "

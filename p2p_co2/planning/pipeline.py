@@ -193,13 +193,16 @@ def forecast_stages(setting: StagedSetting) -> PipelineForecast:
 
 def _drafts(setting: StagedSetting) -> list[StageForecast]:
     """Each stage by itself, last to first: how long a microbatch is away depends on what is behind."""
-    loads, drafts = setting.loads, list[StageForecast]()
+    loads = setting.loads
+    drafts = list[StageForecast]()
     beyond_s = 0.0  # from the end of its forward until its gradient is there
     for stage in reversed(range(len(loads))):
-        load, group = loads[stage], setting.peers[stage]
+        load = loads[stage]
+        group = setting.peers[stage]
         rounds = setting.rounds_bytes_per_s[stage] if setting.rounds_bytes_per_s else 0.0
         speed = _mean([member.speed for member in group])
-        compute_s, window = load.compute_s / speed, setting.window_of(stage)
+        compute_s = load.compute_s / speed
+        window = setting.window_of(stage)
         came = (loads[stage - 1].ahead_bytes if stage else 0) + (
             loads[stage + 1].back_bytes if stage + 1 < len(loads) else 0
         )
@@ -231,7 +234,8 @@ def _drafts(setting: StagedSetting) -> list[StageForecast]:
 def _rate(setting: StagedSetting, drafts: Sequence[StageForecast]) -> float:
     """Microbatches a second through all stages: found by halving, since drains are the more frequent the
     higher it is."""
-    low, high = 0.0, min(draft.capacity for draft in drafts)
+    low = 0.0
+    high = min(draft.capacity for draft in drafts)
     for _ in range(50):
         middle = (low + high) / 2
         if _through(drafts, middle, setting.microbatches) >= middle:

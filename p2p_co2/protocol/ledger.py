@@ -77,7 +77,8 @@ def agreed_base(said: Iterable[tuple[int, float]], round_: int) -> int:
     """The version that a mean counts as measured from, of ``said`` (version, weight that counted): the lower
     median by weight, at most ``LATEST_BASE`` rounds late. So no single claim sets the gap penalty of all."""
     ordered = sorted(said)
-    half, passed = sum(weight for _, weight in ordered) / 2, 0.0
+    half = sum(weight for _, weight in ordered) / 2
+    passed = 0.0
     for version, weight in ordered:
         passed += weight
         if passed >= half:
@@ -104,7 +105,8 @@ class SliceRefused(Exception):
     """A slice in a reduction is hostile; ``peer`` sent it."""
 
     def __init__(self, peer: str, reason: str) -> None:
-        self.peer, self.reason = peer, reason
+        self.peer = peer
+        self.reason = reason
         super().__init__(f"{peer}: {reason}")
 
 

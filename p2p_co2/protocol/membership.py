@@ -44,7 +44,8 @@ CUT_OFF_S = 3 * SLOWEST_HEARTBEAT_S + HEARTBEAT_S
 """Who lost most others within this time is rather cut off than alone: time to try them again."""
 BROKEN_PER_GOODBYE = 4
 """Where peers end their run, so many links may break before goodbyes have come, for each that says it."""
-GAPS_KEPT, TRIPS_KEPT = 16, 9
+GAPS_KEPT = 16
+TRIPS_KEPT = 9
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,8 @@ class Departed:
     def say_goodbye(self, peer: PeerId) -> bool:
         """Its word came after its link broke; whether it had gone."""
         if (gone := self._gone.get(peer)) is not None:
-            gone.with_word, gone.is_silent = True, False
+            gone.with_word = True
+            gone.is_silent = False
         return gone is not None
 
     def has_said_goodbye(self, peer: PeerId) -> bool:
@@ -213,17 +215,22 @@ class Membership:
     compares none."""
 
     def __init__(self, me: PeerId, quiet_s: float = 0.0, model: ModelSummary | None = None) -> None:
-        self.me, self.quiet_s, self.status = me, quiet_s, Status()
+        self.me = me
+        self.quiet_s = quiet_s
+        self.status = Status()
         self.live: dict[PeerId, PeerInfo] = {}
         """Live peers other than this one."""
-        self.candidates, self.departed, self.strangers = Candidates(), Departed(), Strangers(model)
+        self.candidates = Candidates()
+        self.departed = Departed()
+        self.strangers = Strangers(model)
         self.revision = 0
         """Grows with everything that is news of the others, but not with their positions and counters."""
         self.restarted: set[PeerId] = set()
         """Of whom ``take_restarted`` has yet to tell."""
         self._rests = False
         self._next_heartbeat_at: float | None = None
-        self._announced_at, self._announce_at = -math.inf, math.inf
+        self._announced_at = -math.inf
+        self._announce_at = math.inf
         self._outgoing: list[tuple[PeerId, MembershipMessage]] = []
         self._events: deque[MembershipEvent] = deque()
 
@@ -271,7 +278,8 @@ class Membership:
         """Until it is heard again nobody should wait for its part in anything."""
         info = self.live.get(peer)
         if info is not None and not info.is_missed:
-            info.is_missed, info.view = True, None
+            info.is_missed = True
+            info.view = None
             self.revision += 1
 
     def link_opened(self, peer: PeerId, now: float) -> None:
@@ -283,7 +291,8 @@ class Membership:
     def take_restarted(self) -> set[PeerId]:
         """Live peers that began anew, without a word and before they were missed, since this was asked last:
         what their last processes had in hand is gone."""
-        restarted, self.restarted = self.restarted & self.live.keys(), set()
+        restarted = self.restarted & self.live.keys()
+        self.restarted = set()
         return restarted
 
     def announce(self, now: float) -> None:
@@ -318,7 +327,8 @@ class Membership:
 
     def handle_timer(self, now: float) -> None:
         if now >= self._announce_at:
-            self._announced_at, self._announce_at = now, math.inf
+            self._announced_at = now
+            self._announce_at = math.inf
             self._send(list(self.live), now)
         if now >= self.candidates.timer_at:
             self._send(self.candidates.take_due(now), now, answer=True)
@@ -332,7 +342,8 @@ class Membership:
         return min(self._announce_at, self._next_heartbeat_at, self.candidates.timer_at)
 
     def messages_to_send(self) -> list[tuple[PeerId, MembershipMessage]]:
-        messages, self._outgoing = self._outgoing, []
+        messages = self._outgoing
+        self._outgoing = []
         return messages
 
     def next_event(self) -> MembershipEvent | None:
@@ -353,7 +364,8 @@ class Membership:
             info = self._heard(sender, status, now)
         if isinstance(message, Ping):
             if message.nonce:
-                sent_at, nonce = message.sent_at, message.nonce
+                sent_at = message.sent_at
+                nonce = message.nonce
                 pong = Pong(nonce=nonce, ping_sent_at=sent_at, status=self.status)
                 self._outgoing.append((sender, pong))
                 if info is not None:
@@ -385,10 +397,13 @@ class Membership:
             self.revision += 1
         _keep(info.gaps_s, now - info.heard_at, GAPS_KEPT)
         info.heard_at = info.status_at = now
-        known, info.status = info.status, status
+        known = info.status
+        info.status = status
         if status.is_news_after(known) or info.is_missed:
             info.is_missed = False
-            info.versions, info.digests, info.view = status.versions, status.digests, None
+            info.versions = status.versions
+            info.digests = status.digests
+            info.view = None
             self.revision += 1
         return info
 
@@ -406,9 +421,11 @@ class Membership:
     def _beat(self, now: float) -> None:
         """A heartbeat: tell those that were not told of late, ask those whose way is to be measured, and miss
         those that are silent for too long."""
-        beat_s, quick_s = self.heartbeat_s, heartbeat_among_s(len(self.live))
+        beat_s = self.heartbeat_s
+        quick_s = heartbeat_among_s(len(self.live))
         self._next_heartbeat_at = now + beat_s
-        asked, told = list[PeerId](), list[PeerId]()
+        asked = list[PeerId]()
+        told = list[PeerId]()
         for peer, info in list(self.live.items()):
             silent_s = now - info.heard_at
             if silent_s > SILENCE_FLOOR_S and silent_s > max(info.silence_limit_s, 4.0 * quick_s):

@@ -218,14 +218,17 @@ class Responder:
     excepted, which only the kept events tell)."""
 
     def __init__(self, identity: Identity, run: bytes, process: int) -> None:
-        self._identity, self._run, self._process = identity, run, process
+        self._identity = identity
+        self._run = run
+        self._process = process
         self._base = PeerView(identity.peer_id)
         self._events: deque[Event] = deque()
         self._first = 1
         self._decisions: OrderedDict[tuple[int, int], Decision] = OrderedDict()
         self._askers: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()
         """When each was answered last, and the newest event that it had then."""
-        self._allowance, self._allowed_at = MAX_ANSWERS_PER_S, 0.0
+        self._allowance = MAX_ANSWERS_PER_S
+        self._allowed_at = 0.0
 
     def see(self, event: Event) -> None:
         """Keep the next event of this peer. What its decisions say, the decisions themselves tell better."""
@@ -289,9 +292,12 @@ class Responder:
     def _fill(self, report: Report, known: int) -> None:
         lines: list[bytes] = []
         if known < self._first - 1:
-            lines, known = [event_line(event) for event in recalled(self._base)], self._first - 1
-        size_bytes, decision_bytes = sum(map(len, lines)), 0
-        report.first, report.last = known + 1, known
+            lines = [event_line(event) for event in recalled(self._base)]
+            known = self._first - 1
+        size_bytes = sum(map(len, lines))
+        decision_bytes = 0
+        report.first = known + 1
+        report.last = known
         for event in itertools.islice(self._events, known + 1 - self._first, None):
             line = event_line(event)
             if size_bytes + len(line) > MAX_EVENT_BYTES:
@@ -310,7 +316,8 @@ class Responder:
     def _again_in_s(self, free_at: float, now: float) -> float:
         """0 if an asker that may have its answer from ``free_at`` on has it now, else how long to wait."""
         gained = max(0.0, now - self._allowed_at) * MAX_ANSWERS_PER_S
-        self._allowance, self._allowed_at = min(MAX_ANSWERS_PER_S, self._allowance + gained), now
+        self._allowance = min(MAX_ANSWERS_PER_S, self._allowance + gained)
+        self._allowed_at = now
         if self._allowance < 1.0:
             return 1.0
         self._allowance -= now >= free_at
@@ -410,7 +417,8 @@ class Poller:
         ]
         found = []
         for peer, asked in sorted(due, key=lambda item: item[1].next_at)[: max(0, most)]:
-            asked.in_flight, asked.asked_at = True, now
+            asked.in_flight = True
+            asked.asked_at = now
             request = ReportRequest(run=self._run, process=asked.process, after=asked.after)
             found.append((peer, request.SerializeToString()))
         return found
@@ -453,7 +461,8 @@ class Poller:
 
     def take(self) -> News:
         """Everything new since the last call."""
-        news, self._news = self._news, News()
+        news = self._news
+        self._news = News()
         return news
 
     def _put_off(self, asked: _Asked, now: float) -> None:
@@ -471,7 +480,8 @@ class Poller:
         restarts = report.first == 1 or any(isinstance(event, Recalled) for event in events[:1])
         if not follows and not restarts:
             return  # the next question says again where we are
-        asked.process, asked.after = report.process, max(report.last, report.first - 1)
+        asked.process = report.process
+        asked.after = max(report.last, report.first - 1)
         offset_s = report.sent_at - unix_now
         for event in events:
             is_ours = abs(offset_s) <= OFFSET_MATTERS_S and event.at <= unix_now
@@ -517,7 +527,8 @@ class Poller:
     def _count(self, wanted: _Wanted) -> None:
         read = None if wanted.done else wanted.believed()
         if read is not None:
-            wanted.done, wanted.reads = True, {}
+            wanted.done = True
+            wanted.reads = {}
             told = wanted.tellers  # whose stage is known: the coordinator may be nobody whom we ask
             peer = read.peer if read.peer in told else min(told)
             self._news.events.append(dataclasses.replace(read, at=wanted.at, peer=peer))

@@ -65,10 +65,12 @@ class Strangers:
             return False, False
         if known is None or is_new:
             known = self.known[peer] = Stranger(status, now, now)
-        known.status, known.heard_at = status, now
+        known.status = status
+        known.heard_at = now
         if known.is_told or not self._may_tell(peer, now):
             return is_new, False
-        known.is_told, known.since = True, now
+        known.is_told = True
+        known.since = now
         self._untold.add(peer)
         return is_new, True
 

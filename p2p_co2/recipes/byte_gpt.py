@@ -51,7 +51,8 @@ class Block(nn.Module):
         batch, length, width = hidden.shape
         mixed = self.mix_in(_norm(hidden)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = mixed.permute(2, 0, 3, 1, 4)
-        query, key = _norm(_rotate(query, cos, sin)), _norm(_rotate(key, cos, sin))
+        query = _norm(_rotate(query, cos, sin))
+        key = _norm(_rotate(key, cos, sin))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.mix_out(mixed.transpose(1, 2).reshape(batch, length, width))
         changed: Tensor = self.mlp_out(F.relu(self.mlp_in(_norm(hidden))).square())
@@ -127,7 +128,8 @@ class ByteGPTStage(_Body):
 
     def __init__(self, shape: Shape, start: int, stop: int) -> None:
         super().__init__()
-        self._is_first, self._is_last = start == 0, stop == shape.layers
+        self._is_first = start == 0
+        self._is_last = stop == shape.layers
         if self._is_first:
             self._make_embedding(shape)
         self._make_blocks(shape, start, stop)
@@ -178,12 +180,14 @@ def _inputs_and_targets(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 def _joined(stages: Sequence[nn.Module], tied: bool) -> ByteGPTStage:
     """One stage of all blocks, under the names that they have in theirs."""
-    first, last = stages[0], stages[-1]
+    first = stages[0]
+    last = stages[-1]
     assert isinstance(first, ByteGPTStage)
     assert isinstance(last, ByteGPTStage)
     with torch.device("meta"):
         whole = ByteGPTStage(first.shape, 0, first.shape.layers)
-    whole.embedding, whole.smear = first.embedding, first.smear
+    whole.embedding = first.embedding
+    whole.smear = first.smear
     if tied:
         whole.head.weight = first.embedding.weight
     else:
@@ -191,7 +195,8 @@ def _joined(stages: Sequence[nn.Module], tied: bool) -> ByteGPTStage:
     whole.blocks = nn.ModuleList(
         block for stage in stages for block in stage.get_submodule("blocks").children()
     )
-    whole.cos, whole.sin = first.get_buffer("cos"), first.get_buffer("sin")
+    whole.cos = first.get_buffer("cos")
+    whole.sin = first.get_buffer("sin")
     return whole
 
 

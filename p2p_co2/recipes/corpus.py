@@ -40,7 +40,8 @@ def embedded_corpus(cap_bytes: int = CAP_BYTES) -> Corpus:
 
     Raises ``ConfigError`` where the installation carries no sources (then a text file must be given).
     """
-    train, held_out = bytearray(), bytearray()
+    train = bytearray()
+    held_out = bytearray()
     for name, content in _stdlib_documents():
         if len(train) + len(held_out) + len(content) > cap_bytes:
             break
@@ -59,7 +60,8 @@ def text_corpus(path: Path) -> Corpus:
     not exist, cannot be read, is not UTF-8 or is empty.
     """
     files = _text_files(path)
-    train, held_out = bytearray(), bytearray()
+    train = bytearray()
+    held_out = bytearray()
     for file in files:
         name = file.relative_to(path).as_posix()
         (held_out if len(files) > 1 and _is_held_out(name) else train).extend(_read_text(file))

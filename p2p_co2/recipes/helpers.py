@@ -133,7 +133,8 @@ class _Finder(MetaPathFinder, Loader):
 
     def take_back(self) -> list[str]:
         """The names that were served so far."""
-        served, self._helpers = list(self._helpers), {}
+        served = list(self._helpers)
+        self._helpers = {}
         return served
 
     def find_spec(

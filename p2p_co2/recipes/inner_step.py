@@ -42,14 +42,18 @@ class InnerStep:
     """Of ``recipe``, by ``optimizer``, on ``model``, wherever it lies. One thread."""
 
     def __init__(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
-        self._recipe, self._model, self._optimizer = recipe, model, optimizer
+        self._recipe = recipe
+        self._model = model
+        self._optimizer = optimizer
         self._device = next(model.parameters()).device.type
         is_scaled = recipe.autocast == "fp16"
         self._scaler = torch.amp.GradScaler(self._device) if is_scaled else None
 
     def take(self, batches: Iterator[Any]) -> Taken | None:
         """Draw ``accumulate`` batches and take one step. None, and no step, if there are not as many."""
-        recipe, tokens, losses = self._recipe, 0, list[Tensor]()
+        recipe = self._recipe
+        tokens = 0
+        losses = list[Tensor]()
         self._optimizer.zero_grad(set_to_none=True)
         for batch in islice(batches, recipe.accumulate):
             with self._autocast():

@@ -123,7 +123,9 @@ class Optimizers(Optimizer):
     def _states_said(self) -> dict[str, Any]:
         if len(self.parts) == 1:
             return self.parts[0].state_dict()
-        states, groups, first = dict[int, Any](), list[dict[str, Any]](), 0
+        states = dict[int, Any]()
+        groups = list[dict[str, Any]]()
+        first = 0
         for part in self.parts:
             said = part.state_dict()
             states |= {first + number: state for number, state in said["state"].items()}
@@ -150,7 +152,8 @@ class Optimizers(Optimizer):
             raise ValueError(f"the state has {len(groups)} groups, and here are {len(self.param_groups)}")
         first = 0
         for part in self.parts:
-            own, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
+            own = groups[: len(part.param_groups)]
+            groups = groups[len(part.param_groups) :]
             stop = first + len(_owned(part))
             states = {at - first: one for at, one in state_dict["state"].items() if first <= at < stop}
             moved = [{**group, "params": [at - first for at in group["params"]]} for group in own]

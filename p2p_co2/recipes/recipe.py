@@ -41,12 +41,15 @@ DATA = "data"
 BYTE_GPT_VERSION = 1
 """Raised when a change makes the built-in model differ for the same options."""
 WARMUP_ROUNDS = 0.5
-_RUN, _STAGES, _TIED = "the run", "pipeline.stages", "pipeline.tied"
+_RUN = "the run"
+_STAGES = "pipeline.stages"
+_TIED = "pipeline.tied"
 _HELD_OUT, _GLANCE = (4, 32), (1, 8)
 """Batches, and windows in each."""
 _SHAPE_OPTIONS: dict[str, int] = Shape()._asdict()
 Options = Mapping[str, str | int | float | bool]
-ADAMW, MUON = "adamw", "muon"
+ADAMW = "adamw"
+MUON = "muon"
 _OPTIMIZERS = {ADAMW: 2e-3, MUON: 4e-3}
 """byte-gpt's inner optimizers, with the learning rate of each."""
 _OTHER_OPTIONS = {
@@ -57,7 +60,8 @@ _OTHER_OPTIONS = {
 }
 _LARGEST = 65536
 """Of a whole number among them: token ids are uint16."""
-TEXT, TOKENS = "text", "tokens"
+TEXT = "text"
+TOKENS = "tokens"
 _OWN_AFFAIR = {TEXT: "--text", TOKENS: "--tokens", DATA: "--data"}
 """What a peer names itself, with its option of ``join``: never an option in a run file."""
 
@@ -242,7 +246,8 @@ def recipe_digest(name: str, options: Options, code: Code | None = None) -> str:
         parts = [b"built-in", name.encode(), str(BYTE_GPT_VERSION).encode(), _canonical(shape._asdict())]
     else:
         _refuse_own_affair(name, options)
-        code, function = code or Code.of(name), _split(name)[1]
+        code = code or Code.of(name)
+        function = _split(name)[1]
         assert code is not None
         parts = [b"file", hashlib.sha256(code.source).digest(), function.encode(), _canonical(options)]
         for helper in code.helpers.values():
@@ -317,11 +322,13 @@ def load_measuring_recipe(run: RunConfig, own: str = "", data: Mapping[str, str]
 
 def _byte_gpt(options: Options, stages: int, is_tied: bool, data: Mapping[str, str]) -> Recipe:
     shape, settings = check_options(options)
-    needs, free = 4 * (numel_of(shape) // stages + shape.context * shape.width), available_memory_bytes()
+    needs = 4 * (numel_of(shape) // stages + shape.context * shape.width)
+    free = available_memory_bytes()
     if needs > free:
         problem = f"the model alone needs {needs / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free here"
         raise option_error("layers", problem)
-    text, tokens = data.get(TEXT, ""), data.get(TOKENS, "")
+    text = data.get(TEXT, "")
+    tokens = data.get(TOKENS, "")
     if text and tokens:
         raise ConfigError.of_option("--tokens", "give either text or tokens, not both")
     if text and shape.vocab_size != 256:

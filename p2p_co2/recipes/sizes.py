@@ -43,7 +43,8 @@ def stage_sizes(recipe: Recipe, run: RunConfig) -> list[StageSize]:
     stages = recipe.in_stages(run.pipeline.stages)
     inputs, side = stages.microbatch(next(recipe.batches(0, run.pipeline.sequences)))
     shapes = [*stages.crossing(inputs), ()]
-    hidden, sizes = inputs.to("meta"), list[StageSize]()
+    hidden = inputs.to("meta")
+    sizes = list[StageSize]()
     for module, shape in zip(stages.outlines(), shapes, strict=True):
         with _saved(module) as saved, torch.device("meta"):
             output = module(hidden)

@@ -30,7 +30,8 @@ LEAVES, CRASHES = 0.5, 0.35
 KEEPS_DISK = 0.7
 STORM_SHARES = 0.25, 0.1, 0.1, 0.15
 """Of all peers: those that crash, lose their power, leave and stall in a storm."""
-ASSASSINATIONS, CUT_PAIRS = 3, 6
+ASSASSINATIONS = 3
+CUT_PAIRS = 6
 STORM_NOISE = Noise(lost=0.03, doubled=0.025, reordered=0.03)
 STORM_FROM_S, STORM_UNTIL_S = 3.5, 10.5
 """The first rounds begin at about 4 s; what they left is made good, and the last ones are made, after it."""
@@ -59,7 +60,8 @@ class Churn:
                 away_s = rng.expovariate(1 / self.away_mean_s)
                 if at + away_s >= self.calm_at:
                     break
-                how, with_disk = rng.random(), rng.random() < KEEPS_DISK
+                how = rng.random()
+                with_disk = rng.random() < KEEPS_DISK
                 if how < LEAVES:
                     at_(at, swarm.leave, index)
                 else:
@@ -78,7 +80,8 @@ class Storm:
     def plan(self, swarm: Swarm) -> None:
         """Put the faults into the swarm's time."""
         rng = random.Random(f"{swarm.settings.seed}/storm")
-        at_, start = swarm.world.call_at, swarm.start
+        at_ = swarm.world.call_at
+        start = swarm.start
         # At most one fault for each peer: none meets a process that another has ended.
         crashing, powerless, leaving, stalling = _some(rng, len(swarm.volunteers))
         for number, index in enumerate(crashing + powerless):
@@ -108,7 +111,9 @@ class Storm:
         return at, min(self.calm_at, at + rng.choice((1.0, 4.0, 12.0)) * rng.uniform(0.5, 1.5))
 
     def _disturb_net(self, swarm: Swarm, rng: random.Random) -> None:
-        at_, peers, net = swarm.world.call_at, swarm.peer_ids(), swarm.internet
+        at_ = swarm.world.call_at
+        peers = swarm.peer_ids()
+        net = swarm.internet
         at, until = self._times(rng)
         share = rng.choice((0.05, 0.3, 0.5))
         at_(at, net.split, {peer: int(rng.random() < share) for peer in peers})
@@ -127,7 +132,8 @@ class Storm:
 
     def _assassinate(self, swarm: Swarm, rng: random.Random, after: float) -> None:
         """Kill the coordinator or another member of the first round that begins after that, in its middle."""
-        readers, at_ = swarm.log.readers_of[RoundBegan], swarm.world.call_at
+        readers = swarm.log.readers_of[RoundBegan]
+        at_ = swarm.world.call_at
 
         def strike(event: RoundBegan) -> None:
             now = swarm.world.now
@@ -176,7 +182,8 @@ class StageChurn:
     def plan(self, world: VirtualStages) -> None:
         """Put the faults into the world's time."""
         for index, peer in enumerate(sorted(world.replicas)):
-            rng, at = random.Random(f"{self.seed}/churn/{index}"), 0.0
+            rng = random.Random(f"{self.seed}/churn/{index}")
+            at = 0.0
             while self.per_h > 0:
                 at += rng.expovariate(self.per_h / 3600)
                 away_s = rng.expovariate(1 / self.away_mean_s)
@@ -199,12 +206,15 @@ def play_stage_storm(seed: int, stages: int = 0) -> VirtualStages:
     stages = stages or 2 + seed % 3
     world = _stages_before_the_storm(rng, stages, seed)
     noise = replace(STORM_NOISE, late_s=rng.choice((0.1, 1.0)))
-    at_, from_s, until_s = world.world.call_at, 5.0, 65.0
+    at_ = world.world.call_at
+    from_s = 5.0
+    until_s = 65.0
     at_(from_s, world.internet.set_noise, noise)
     at_(until_s, world.internet.set_noise, Noise())
     peers = sorted(world.replicas)
     for _ in range(rng.randint(3, 8)):
-        victim, at = rng.choice(peers), rng.uniform(from_s, until_s)
+        victim = rng.choice(peers)
+        at = rng.uniform(from_s, until_s)
         away_s = rng.choice((0.1, 2.0, 20.0)) * rng.uniform(0.5, 1.5)
         if rng.random() < 1 / 3:
             at_(at, world.stall, victim, min(away_s, until_s - at))

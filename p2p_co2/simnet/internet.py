@@ -133,8 +133,12 @@ class Internet:
         self, world: VirtualTime, rng: random.Random, scale: float = 1.0,
         changed: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.world, self.rng, self.scale, self._tell_changed = world, rng, scale, changed
-        self.noise, self.is_noisy = Noise(), False
+        self.world = world
+        self.rng = rng
+        self.scale = scale
+        self._tell_changed = changed
+        self.noise = Noise()
+        self.is_noisy = False
         self.faults: Counter[str] = Counter()
         self.endpoints: dict[PeerId, Endpoint] = {}
         self._paths: dict[tuple[PeerId, PeerId], Path] = {}
@@ -144,7 +148,8 @@ class Internet:
 
     def set_noise(self, noise: Noise) -> None:
         self._tell_changed()
-        self.noise, self.is_noisy = noise, noise != Noise()
+        self.noise = noise
+        self.is_noisy = noise != Noise()
 
     # ---- cuts
 
@@ -162,7 +167,8 @@ class Internet:
 
     def heal(self) -> None:
         """All ways are free again."""
-        self._sides, self._cut_pairs = {}, set()
+        self._sides = {}
+        self._cut_pairs = set()
         self._changed()
 
     def _changed(self) -> None:
@@ -189,7 +195,9 @@ class Internet:
     def died(self, endpoint: Endpoint, host_up: bool) -> None:
         """The process is gone. On a live machine its links break at once; a machine without power is missed
         when its silence is noticed, or when it is back."""
-        endpoint.is_up, endpoint.host_up, endpoint.died_at = False, host_up, self.world.now
+        endpoint.is_up = False
+        endpoint.host_up = host_up
+        endpoint.died_at = self.world.now
         if host_up:
             self.break_links(endpoint, "connection reset")
         else:
@@ -210,7 +218,8 @@ class Internet:
         """The way from one to the other, the same whenever they meet; a relay is always there."""
         ends = sender.peer, receiver.peer
         if ends not in self._paths:
-            way, behind = sender.profile.nat, receiver.profile.nat
+            way = sender.profile.nat
+            behind = receiver.profile.nat
             draw = random.Random("/".join(sorted(ends))).random()
             is_punched = way == behind == "cone" and draw < PUNCHED_SHARE
             is_relayed = "open" not in (way, behind) and not is_punched
@@ -221,7 +230,8 @@ class Internet:
         """Delay of one message, without its turns on the lines: jitter, and a retransmission if a packet of
         it is lost."""
         random_ = self.rng.random
-        delay_s, loss = path.delay_s, path.loss
+        delay_s = path.delay_s
+        loss = path.loss
         travel_s = delay_s + path.jitter_s * SWING * (random_() - 0.5)
         if loss > 0.0:
             packets = 1 + int(size_bytes / PACKET_BYTES)
@@ -231,7 +241,8 @@ class Internet:
 
     def copies(self) -> int:
         """How many of a message that is sent now travel: 1 but for noise."""
-        noise, draw = self.noise, self.rng.random() if self.is_noisy else 1.0
+        noise = self.noise
+        draw = self.rng.random() if self.is_noisy else 1.0
         if draw < noise.lost:
             self.faults["message lost"] += 1
             return 0
@@ -307,7 +318,9 @@ class VirtualLinks:
     """Implements ``node.environment.Links``; see the module and ``node.links.LinkPool``."""
 
     def __init__(self, internet: Internet, me: Endpoint, observer: LinkObserver) -> None:
-        self._internet, self._me, self._observer = internet, me, observer
+        self._internet = internet
+        self._me = me
+        self._observer = observer
         self._lanes: dict[PeerId, _Lane] = {}
         self._used: dict[str, str] = {}
         self._order = BeginOrder()
@@ -317,7 +330,8 @@ class VirtualLinks:
         self._gone_at = 0.0
         """When all that was sent so far has left the uplink."""
         self._is_closed = False
-        self.up_bytes, self.is_urgent = 0, False
+        self.up_bytes = 0
+        self.is_urgent = False
         self.traffic: dict[PeerId, LinkTraffic] = {}
 
     @property
@@ -345,7 +359,8 @@ class VirtualLinks:
             return False
         if data is not self._posted[0]:
             self._posted = data, Parcel(data)
-        parcel, lane = self._posted[1], self._lanes.get(peer)
+        parcel = self._posted[1]
+        lane = self._lanes.get(peer)
         if lane is None:
             lane = self._lanes[peer] = _Lane(peer)
             self._knock(lane, self._internet.world.now + CONNECT_TIMEOUT_S)
@@ -408,7 +423,8 @@ class VirtualLinks:
     def _opened(self, lane: _Lane, outcome: Path | str) -> None:
         receiver = self._internet.endpoints.get(lane.peer)
         if receiver is not None and receiver.is_up and isinstance(outcome, Path):
-            lane.path, lane.receiver = outcome, receiver
+            lane.path = outcome
+            lane.receiver = receiver
             receiver.on_gone[self._me.peer] = partial(self._hear_of_loss, lane)
             carrier = self._used[lane.peer] = receiver.carrier
             reason = "" if carrier == "grpc" else "grpc: no route to host (behind NAT)"
@@ -443,11 +459,13 @@ class VirtualLinks:
     def _flush(self, lane: _Lane) -> None:
         """Send what waits, but for bulk that would only wait in a buffer on the way. Over a way that is cut
         all waits: it goes with one of TCP's retransmissions."""
-        receiver, now = lane.receiver, self._internet.world.now
+        receiver = lane.receiver
+        now = self._internet.world.now
         if receiver is None:
             return
         if not self._internet.is_cut(self._me.peer, lane.peer):
-            control, lane.control = lane.control, []
+            control = lane.control
+            lane.control = []
             for data in control:
                 self._send(lane, receiver, data, bulk=False)
             while lane.bulk and lane.free_at - now <= KNOCK_EVERY_S and not self._is_reset(lane, receiver):
@@ -472,7 +490,9 @@ class VirtualLinks:
             self._transmit(lane, receiver, data, bulk)
 
     def _transmit(self, lane: _Lane, receiver: Endpoint, data: Parcel, bulk: bool) -> None:
-        internet, path, now = self._internet, lane.path, self._internet.world.now
+        internet = self._internet
+        path = lane.path
+        now = self._internet.world.now
         assert path is not None
         size = data.real_bytes(internet.scale) if bulk else float(len(data))
         self.up_bytes += int(size)

@@ -68,9 +68,11 @@ def comes_of(
     """Whether one state is the other, or came of it by commits; all came of the common start."""
     if older.version == 0:
         return True
-    version, at = newer.version, newer.digest
+    version = newer.version
+    at = newer.digest
     while version > older.version and at in histories:
-        version, at = version - 1, histories[at].parent
+        version = version - 1
+        at = histories[at].parent
     return at == older.digest
 
 
@@ -102,7 +104,8 @@ class Books:
 
     def reached(self, peer: str, fragment: int, history: History) -> None:
         """Somebody made a state by a commit."""
-        known, state = self.histories[fragment], history.state
+        known = self.histories[fragment]
+        state = history.state
         others = (other.state.version for other in known.values())
         if self.views_differed_at is None and state.digest not in known and state.version in others:
             text = f"fragment {fragment}: another state of version {state.version}"
@@ -125,7 +128,8 @@ class Auditor:
     """The audit of one peer: its ledger tells each step, and nothing here changes one."""
 
     def __init__(self, books: Books, peer: str) -> None:
-        self._books, self._peer = books, peer
+        self._books = books
+        self._peer = peer
         self._work = books.works[peer]
 
     def offered(self, fragment: int, base: State, met_version: int, offer: Offered) -> None:
@@ -186,7 +190,8 @@ class Auditor:
 
     def adopted(self, fragment: int, before: State, after: State, counted: Sequence[int]) -> None:
         histories = self._books.histories[fragment]
-        old, new = histories.get(before.digest), histories.get(after.digest)
+        old = histories.get(before.digest)
+        new = histories.get(after.digest)
         if new is not None:
             theirs = new.of(self._peer)
             if old is not None and not comes_of(after, before, histories):
@@ -206,7 +211,8 @@ class Auditor:
         for part in (p for outcome in self._books.signed_upon(fragment, before) for p in weights_of(outcome)):
             mine = offers.get((self._peer, part.offer_of(self._peer) or b""))
             for block in range(part.start_block, part.stop_block if mine is not None else 0):
-                start, stop = theirs[block], min(counted[block], mine.units if mine is not None else 0)
+                start = theirs[block]
+                stop = min(counted[block], mine.units if mine is not None else 0)
                 if self._unexcused(fragment, block, start, stop) > 0:
                     self.written_off(fragment, block, start, stop, "counted in a history that was not taken")
 
@@ -261,11 +267,13 @@ class Forks:
     """
 
     def __init__(self, books: Books, bound_s: float) -> None:
-        self._books, self._bound_s = books, bound_s
+        self._books = books
+        self._bound_s = bound_s
         self._since: dict[int, float] = {}
         """The fragments that are forked, and since when."""
         self._told: set[int] = set()
-        self.seen, self.longest_s = 0, 0.0
+        self.seen = 0
+        self.longest_s = 0.0
 
     def look(self, held: Collection[Sequence[AgreedVersion]], wrong_at: float | None) -> None:
         """``held``: the agreed states of each live peer; ``wrong_at``: when views could last begin to differ,

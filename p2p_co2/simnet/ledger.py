@@ -36,7 +36,8 @@ class CountingModel:
     is the units in them, and the version that they have met; a ``Merge`` tells them which one they meet."""
 
     def __init__(self, work: Work, versions: Sequence[int]) -> None:
-        self._work, self._met = work, list(versions)
+        self._work = work
+        self._met = list(versions)
         self.live = self
 
     def look(self, position: float) -> None:
@@ -85,12 +86,16 @@ class CountingLedger:
         self, peer: str, starts: Sequence[State], scale: float,
         *, work: Work, audit: Auditor, loop: ProcessLoop,
     ) -> None:  # fmt: skip
-        self.peer, self.work, self.audit = peer, work, audit
+        self.peer = peer
+        self.work = work
+        self.audit = audit
         self.outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self.on_outcome: Callable[[], None] = lambda: None
         self.fragments = [_Fragment(start, [work.units] * (len(start.sums) // 2)) for start in starts]
-        self._scale, self._loop = scale, loop
-        self._free_at, self._unencoded = 0.0, 0
+        self._scale = scale
+        self._loop = loop
+        self._free_at = 0.0
+        self._unencoded = 0
 
     def restore(self, saved: Sequence[Saved]) -> None:
         """Go on from a checkpoint, before the node runs."""
@@ -141,7 +146,8 @@ class CountingLedger:
     # ---- the Ledger protocol
 
     async def reduce(self, fragment: int, slices: Sequence[tuple[str, float, Buffer]]) -> Reduced:
-        size, weights = sum(len(data) for _, _, data in slices), tuple(weight for _, weight, _ in slices)
+        size = sum(len(data) for _, _, data in slices)
+        weights = tuple(weight for _, weight, _ in slices)
         mean = await self._ask(size, lambda: mean_of([(weight, data) for _, weight, data in slices]))
         return Reduced(mean, weights)
 
@@ -179,7 +185,8 @@ class CountingLedger:
     # ---- the steps, each a place for a test to plant its bug
 
     def _commit(self, mean: AgreedMean) -> AgreedVersion:
-        mine, before = self.fragments[mean.fragment], self.fragments[mean.fragment].state
+        mine = self.fragments[mean.fragment]
+        before = self.fragments[mean.fragment].state
         if (before.version, before.digest) != (mean.round - 1, mean.state_digest):
             return before.agreed
         after = State.of(before.form, mean.round, add(before.sums, unpack(mean.mean)))
@@ -195,7 +202,8 @@ class CountingLedger:
 
     def count(self, fragment: int, round_: int, parts: Sequence[PartWeights]) -> Offered | None:
         """Note what a mean holds of this peer's work; which of its offers that was."""
-        mine, held = self.fragments[fragment], [part for part in parts if self.peer in part.weights]
+        mine = self.fragments[fragment]
+        held = [part for part in parts if self.peer in part.weights]
         names = {part.offer_of(self.peer) for part in held}
         known = (one for one in mine.offers if one.round == round_ and names == {one.offer_id})
         if (offer := next(known, None)) is not None:
@@ -215,7 +223,8 @@ class CountingLedger:
         self, fragment: int, data: Buffer, agreed: AgreedVersion, parts: Sequence[PartWeights] | None,
         goes_back: bool = False,
     ) -> AgreedVersion:  # fmt: skip
-        mine, before = self.fragments[fragment], self.fragments[fragment].state
+        mine = self.fragments[fragment]
+        before = self.fragments[fragment].state
         if agreed == before.agreed:
             return agreed
         lanes = unpack(bytes(data[: 8 * (1 + len(before.sums))]))
@@ -240,7 +249,8 @@ class CountingLedger:
 
     def _write_off(self, fragment: int, why: str, until: Sequence[int]) -> None:
         """Work up to these units that is not counted yet comes to nothing."""
-        mine, until_unit = self.fragments[fragment], max(until, default=0)
+        mine = self.fragments[fragment]
+        until_unit = max(until, default=0)
         for block, counted in enumerate(mine.counted):
             if counted < until_unit:
                 self.audit.written_off(fragment, block, counted, until_unit, why)
@@ -250,7 +260,9 @@ class CountingLedger:
         """Another state is the agreed one: offers have ended, and live parameters are to meet it."""
         mine = self.fragments[fragment]
         ended = mine.in_flight is not None
-        mine.state, mine.in_flight, mine.withdrawn = after, None, None
+        mine.state = after
+        mine.in_flight = None
+        mine.withdrawn = None
         self._tell(fragment, Merge(1.0, cast(Any, after.version)), ends_offer=ended, **more)
 
     def _tell(self, fragment: int, merge: Merge | None = None, **more: Any) -> None:

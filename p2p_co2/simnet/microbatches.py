@@ -93,7 +93,8 @@ class Layout:
         returns = self.gradients(stage + 1) if stage + 1 < len(self.stages) else []
         window = self.window[stage] if isinstance(self.window, tuple) else self.window
         window = window or window_of(stage, len(self.stages), self.microbatches)
-        room, load = self.room or 2 * window, self.stages[stage]
+        room = self.room or 2 * window
+        load = self.stages[stage]
         up = self.played(load.ahead_bytes) + self.played(load.back_bytes)
         return Sizes(self.microbatches, window, room, comes, returns, b"simulated", self.cap_s, up)
 
@@ -207,8 +208,13 @@ class Replica:
         self, layout: Layout, me: PeerId, stage: int, peer: StagePeer, number: int, internet: Internet,
         books: MicrobatchBooks, directory: Mapping[PeerId, Record],
     ) -> None:  # fmt: skip
-        self.me, self.stage, self.peer, self.books = me, stage, peer, books
-        self._layout, self._directory, self._head = layout, directory, head_of(GROUP)
+        self.me = me
+        self.stage = stage
+        self.peer = peer
+        self.books = books
+        self._layout = layout
+        self._directory = directory
+        self._head = head_of(GROUP)
         place = Place(me, number << 32, stage, len(layout.stages))
         self.machine = Pipeline(place, layout.sizes(stage))
         self.machine.upload_bytes_per_s = peer.line.up_bits_per_s / 8 / layout.scale
@@ -256,7 +262,8 @@ class Replica:
         """Send, hear, compute, and set the alarm: after each turn of the process."""
         if not self.endpoint.is_up:
             return
-        machine, now = self.machine, self.now
+        machine = self.machine
+        now = self.now
         for receiver, message in machine.messages_to_send():
             self.links.post(receiver, unsent(message, self._head), kind_of(message).is_bulk)
         while (event := machine.next_event()) is not None:
@@ -316,13 +323,16 @@ class Replica:
         return (load.backward_s if work.do is Do.BACKWARD else load.forward_s) / self.peer.speed
 
     def _done(self, work: Work) -> None:
-        now, machine, load = self.now, self.machine, self._layout.stages[self.stage]
+        now = self.now
+        machine = self.machine
+        load = self._layout.stages[self.stage]
         self._work = None
         if work.do is not Do.STEP:
             self.spent.ends(now)
         if work.key is None:
             self.books.step(self.me, self.stage, self._step, self._weight, self._layout.microbatches)
-            self._step, self._weight = [], 0
+            self._step = []
+            self._weight = 0
             machine.stepped()
         elif work.do is Do.BACKWARD or self.is_last:
             tokens = work.tokens if work.do is Do.BACKWARD else self._tokens(work)
@@ -392,14 +402,16 @@ class Spent:
     def waits(self, now: float, why: str) -> None:
         if self._why:
             self.waited_s[self._why] += now - self._since
-        self._since, self._why = now, why
+        self._since = now
+        self._why = why
 
 
 class VirtualStages:
     """The whole: see the module. ``peers``: by stage."""
 
     def __init__(self, layout: Layout, peers: Sequence[Sequence[StagePeer]], seed: int = 0) -> None:
-        self.layout, self._seed = layout, seed
+        self.layout = layout
+        self._seed = seed
         self.world = VirtualTime()
         self.rng = random.Random(f"{seed}/stages")
         self.internet = Internet(self.world, self.rng, layout.scale)
@@ -434,7 +446,8 @@ class VirtualStages:
         if old := self.internet.endpoints.get(me):
             self.internet.break_links(old, "connection reset")
             self.internet.faults["restart"] += 1
-        load, speed = self.layout.stages[stage], peer.speed
+        load = self.layout.stages[stage]
+        speed = peer.speed
         self._directory[me] = Record(stage, self.layout.tokens * speed / load.compute_s)
         replica = Replica(
             self.layout, me, stage, peer, self._processes, self.internet, self.books, self._directory

@@ -76,8 +76,11 @@ class Oversight:
     def __init__(
         self, process: Process, node: Node, books: Books, result: Result, offer_bound_s: float
     ) -> None:
-        self._process, self.node, self._books = process, node, books
-        self._result, self._offer_bound_s = result, offer_bound_s
+        self._process = process
+        self.node = node
+        self._books = books
+        self._result = result
+        self._offer_bound_s = offer_bound_s
         self._machines: tuple[Any, ...] = node.rounds, node.membership
         self._counted = [-1] * len(self._machines)
         """What the machines had counted when they were looked at last."""
@@ -107,7 +110,8 @@ class Oversight:
 
     def look(self) -> None:
         """See what waits for too long, and what grew without being counted."""
-        node, now = self.node, self.node.now()
+        node = self.node
+        now = self.node.now()
         self._weigh(node.membership.held() | node.catchup.donor.held())
         is_awake = self._books.now() > self._process.stalled_until + LOOK_EVERY_S
         due = {name: at for name, at in node.timers().items() if at is not None and at <= now}
@@ -116,7 +120,8 @@ class Oversight:
                 self._broken_once((name, at), f"the timer of {name} is {now - at:.1f} s overdue")
         self._due = due
         for offer in node.rounds.open_offers():
-            age_s, place = now - offer.offered_at, (offer.fragment, offer.offered_at)
+            age_s = now - offer.offered_at
+            place = (offer.fragment, offer.offered_at)
             self._result.longest_offer_s = max(self._result.longest_offer_s, age_s)
             if offer.timer_at == math.inf:
                 self._broken_once(place, "an open offer has no timer")
@@ -130,7 +135,8 @@ class Oversight:
         self._goes_by = self._books.now(), told_s, 0.0
 
     def _look_at_end(self, since: float, told_s: float, looks_at: float) -> None:
-        now, progress = self._books.now(), self.node.progress
+        now = self._books.now()
+        progress = self.node.progress
         rate = 1.0 + self._process.volunteer.drift
         due_at = since + told_s / rate + self._slept_s(since) + HANG_UP_S
         if now < max(due_at, looks_at):
@@ -167,7 +173,10 @@ class Inspector:
         self, scene: Scene, volunteers: Sequence[Volunteer], processes: Mapping[int, Process],
         on_end: Callable[[Process, BaseException | None], None],
     ) -> None:  # fmt: skip
-        self._scene, self._volunteers, self._processes, self._on_end = scene, volunteers, processes, on_end
+        self._scene = scene
+        self._volunteers = volunteers
+        self._processes = processes
+        self._on_end = on_end
         rounds_s = ROUNDS_OF_AN_OFFER * scene.shape.round_cap_s
         self.offer_bound_s = scene.settings.offers_within_s or READY_CAP_S + rounds_s
         lines = {volunteer.profile for volunteer in volunteers}
@@ -178,7 +187,9 @@ class Inspector:
         self.heal_s = heal_s + max(loads_s.values(), default=0.0)
         self._forks = Forks(scene.books, self.heal_s)
         self._result = Result()
-        self.left_behind, self.lacking, self.not_given = set[PeerId](), set[PeerId](), set[PeerId]()
+        self.left_behind = set[PeerId]()
+        self.lacking = set[PeerId]()
+        self.not_given = set[PeerId]()
         self.ends: dict[PeerId, Sequence[AgreedVersion]] = {}
         self._first_end_at = math.inf
         """When somebody first ended as the run was over."""
@@ -195,7 +206,8 @@ class Inspector:
 
     def went_wrong_at(self) -> float | None:
         """When peers could last come to see different swarms: now, while anything is wrong; None if never."""
-        internet, now = self._scene.internet, self._scene.world.now
+        internet = self._scene.internet
+        now = self._scene.world.now
         stalled = (process.stalled_until > now for process in self._processes.values())
         is_wrong = not internet.is_whole or internet.is_noisy or any(stalled)
         return now if is_wrong else self._scene.books.views_differed_at
@@ -257,17 +269,23 @@ class Inspector:
 
     def result(self, ended_early: bool) -> Result:
         """What came of it, once nobody runs any more."""
-        result, scene, volunteers = self._result, self._scene, self._volunteers
+        result = self._result
+        scene = self._scene
+        volunteers = self._volunteers
         self._forks.look((), None)
         if not ended_early:
             self.judge_end()
-        result.digest, result.counts = scene.log.digest(), dict(sorted(scene.log.counts.items()))
-        result.virtual_s, result.turns, result.ended_early = scene.world.now, scene.world.turns, ended_early
+        result.digest = scene.log.digest()
+        result.counts = dict(sorted(scene.log.counts.items()))
+        result.virtual_s = scene.world.now
+        result.turns = scene.world.turns
+        result.ended_early = ended_early
         result.violations = scene.books.violations
         result.written_off = dict(sorted(scene.books.written_off.items()))
         result.digests = {str(peer): _digest(agreed) for peer, agreed in self.ends.items()}
         result.units = sum(volunteer.work.units for volunteer in volunteers)
-        result.forks, result.longest_fork_s = self._forks.seen, self._forks.longest_s
+        result.forks = self._forks.seen
+        result.longest_fork_s = self._forks.longest_s
         by_nature = {
             "behind NAT": sum(v.profile.nat != "open" for v in volunteers),
             "skewed clock": sum(v.skew_s != 0.0 and v.drift != 0.0 for v in volunteers),
@@ -284,7 +302,8 @@ class Inspector:
     def judge_end(self) -> None:
         """Everybody who was there at the end has ended well, and holds the same; but for those who are
         excused, and what these lack can only be later rounds of a state that they do hold."""
-        books, ends = self._scene.books, self.ends
+        books = self._scene.books
+        ends = self.ends
         there = {v.identity.peer_id for v in self._volunteers} - self.left_behind
         if absent := self._names_of(there - ends.keys() - (self.not_given & self._slow)):
             books.broken("", "end", f"did not finish: {', '.join(absent[:8])} ({len(absent)} in all)")

@@ -71,7 +71,8 @@ class Volunteer:
     counted: Sequence[int] = ()
 
     def clock(self, world: VirtualTime) -> Clock:
-        rate, start = 1.0 + self.drift, EPOCH + self.skew_s
+        rate = 1.0 + self.drift
+        start = EPOCH + self.skew_s
         return Clock(lambda: world.now * rate, lambda: start + world.now * rate)
 
 
@@ -80,7 +81,10 @@ class Training:
     synchroniser, ``sync``, without blocking; an outcome sets ``news``."""
 
     def __init__(self, scene: Scene, volunteer: Volunteer, sync: Synchroniser, news: asyncio.Event) -> None:
-        self._rng, self._volunteer, self.sync, self._news = scene.rng, volunteer, sync, news
+        self._rng = scene.rng
+        self._volunteer = volunteer
+        self.sync = sync
+        self._news = news
         sync.take_outcomes()
         sync.report()
 
@@ -126,7 +130,9 @@ class Process:
     first."""
 
     def __init__(self, scene: Scene, volunteer: Volunteer, watch: Watch) -> None:
-        self._scene, self.volunteer, self._watch = scene, volunteer, watch
+        self._scene = scene
+        self.volunteer = volunteer
+        self._watch = watch
         volunteer.processes += 1
         loop = loop_of(scene.world, 1.0 + volunteer.drift)
         self.endpoint = Endpoint(volunteer.identity.peer_id, volunteer.profile, loop)
@@ -164,7 +170,9 @@ class Process:
     # ---- its life
 
     async def _live(self) -> None:
-        scene, volunteer, settings = self._scene, self.volunteer, self._scene.settings
+        scene = self._scene
+        volunteer = self.volunteer
+        settings = self._scene.settings
         scene.internet.endpoints[self.peer] = self.endpoint
         if volunteer.disk.fragments:
             self.ledger.restore(volunteer.disk.fragments)
@@ -225,8 +233,11 @@ class Process:
         return True
 
     def _begin(self, node: Node, clock: Clock) -> Training:
-        scene, ledger, run = self._scene, self.ledger, self._scene.settings.run
-        view, news = NodeView(node, self.loop, self._report_training, lambda: None), asyncio.Event()
+        scene = self._scene
+        ledger = self.ledger
+        run = self._scene.settings.run
+        view = NodeView(node, self.loop, self._report_training, lambda: None)
+        news = asyncio.Event()
         ledger.on_outcome = news.set
         now = clock.monotonic
         start = caught_up(self.volunteer.disk.progressed, view.swarm_position(), run.clock, now())
@@ -236,7 +247,8 @@ class Process:
         return Training(scene, self.volunteer, sync, news)
 
     async def _leave(self, node: Node, reason: str) -> None:
-        agreed, carriers = self.ledger.agreed(), node.links.carriers_used()
+        agreed = self.ledger.agreed()
+        carriers = node.links.carriers_used()
         node.say_goodbye(reason)
         node.stop()
         await self._tasks[1]
@@ -292,7 +304,8 @@ class Process:
     def _report_training(self, kind: type[ev.Event], fields: Mapping[str, Any]) -> None:
         """Of the training thread, with the bytes that messages stand for."""
         if kind is ev.Progress and self.node is not None:
-            now, every_s = self._scene.world.now, self.node.membership.quiet_s / REPORTS_IN_A_QUIET_BEAT
+            now = self._scene.world.now
+            every_s = self.node.membership.quiet_s / REPORTS_IN_A_QUIET_BEAT
             if fields["phase"] == "training" and now - self._reported_at < every_s:
                 return
             self._reported_at = now

@@ -49,12 +49,14 @@ class Rendezvous:
 
     def seed_answers(self, peer: PeerId) -> bool:
         """Whether ``peer`` reaches a seed."""
-        side, whole = self.internet.side_of(peer), self.internet.is_whole
+        side = self.internet.side_of(peer)
+        whole = self.internet.is_whole
         return any(seed.is_up and (whole or seed.side == side) for seed in self.seeds)
 
     def answers(self, peer: PeerId) -> bool:
         """Whether somebody who holds records can be reached."""
-        ends, is_cut = self.internet.endpoints, self.internet.is_cut
+        ends = self.internet.endpoints
+        is_cut = self.internet.is_cut
         others = (other for other in self.entries if other != peer and ends[other].is_up)
         return self.seed_answers(peer) or any(not is_cut(peer, other) for other in others)
 
@@ -63,7 +65,8 @@ class Rendezvous:
 
     def records(self, asker: PeerId) -> list[PeerRecord]:
         """The records that ``asker`` finds, of all peers, sorted by peer."""
-        now, is_cut = self.internet.world.now, self.internet.is_cut
+        now = self.internet.world.now
+        is_cut = self.internet.is_cut
         known = sorted(self.entries.items())
         return [record for peer, (until, record) in known if until > now and not is_cut(asker, peer)]
 
@@ -75,9 +78,13 @@ class Doorway:
         self, identity: Identity, config: PeerConfig, run: RunConfig, software: str,
         endpoint: Endpoint, rendezvous: Rendezvous,
     ) -> None:  # fmt: skip
-        self.identity, self.config, self.run, self.software = identity, config, run, software
+        self.identity = identity
+        self.config = config
+        self.run = run
+        self.software = software
         self.carriers: Sequence[Carrier] = ()
-        self._endpoint, self._rendezvous = endpoint, rendezvous
+        self._endpoint = endpoint
+        self._rendezvous = rendezvous
         self._published_at = -math.inf
 
     async def start_carriers(self, on_message: OnMessage, on_refused: OnRefused) -> None:

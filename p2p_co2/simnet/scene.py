@@ -76,7 +76,9 @@ class Scene:
     """See the module. ``make_ledger`` and ``open_message``: where a test plants its bugs."""
 
     def __init__(self, settings: Settings, log: EventLog, make_ledger: Callable[..., CountingLedger]) -> None:
-        self.settings, self.log, self.make_ledger = settings, log, make_ledger
+        self.settings = settings
+        self.log = log
+        self.make_ledger = make_ledger
         self.open_message: Callable[[bytes, bytes], Opened] = open_parcel
         self.world = VirtualTime()
         self.rng = random.Random(f"{settings.seed}/net")

@@ -45,8 +45,13 @@ class Swarm:
         self, settings: Settings, log: EventLog, make_ledger: Callable[..., CountingLedger] = CountingLedger
     ) -> None:
         self.scene = scene = Scene(settings, log, make_ledger)
-        self.settings, self.log, self.world, self.books = settings, log, scene.world, scene.books
-        self.internet, self.rendezvous, self._faults = scene.internet, scene.rendezvous, scene.internet.faults
+        self.settings = settings
+        self.log = log
+        self.world = scene.world
+        self.books = scene.books
+        self.internet = scene.internet
+        self.rendezvous = scene.rendezvous
+        self._faults = scene.internet.faults
         self.volunteers = [self._volunteer(index) for index in range(settings.peers)]
         self.processes: dict[int, Process] = {}
         self.inspector = Inspector(scene, self.volunteers, self.processes, self._process_ended)
@@ -57,7 +62,8 @@ class Swarm:
         """Nobody starts after this."""
 
     def _volunteer(self, index: int) -> Volunteer:
-        settings, seed = self.settings, self.settings.seed
+        settings = self.settings
+        seed = self.settings.seed
         rng = random.Random(f"{seed}/volunteer/{index}")
         key = hashlib.sha256(f"{seed}/identity/{index}".encode()).digest()
         identity = _Witness(Ed25519PrivateKey.from_private_bytes(key), self.books)
@@ -114,14 +120,16 @@ class Swarm:
 
     def start(self, index: int, with_disk: bool) -> None:
         """Start a volunteer's next process; once the one that runs has left, if it is leaving."""
-        running, volunteer = self.processes.get(index), self.volunteers[index]
+        running = self.processes.get(index)
+        volunteer = self.volunteers[index]
         if running is not None:
             if running.is_leaving:
                 self.world.call_at(self.world.now + 1.0, self.start, index, with_disk)
             return
         if not with_disk:
             volunteer.disk = Checkpoint()
-        work, saved = volunteer.work, volunteer.disk.units
+        work = volunteer.work
+        saved = volunteer.disk.units
         if work.units > saved:
             # What went down with the last process and is in no agreed state that it knew.
             lost = (len(work.kept(max(saved, reached), work.units)) for reached in volunteer.counted)
@@ -135,7 +143,8 @@ class Swarm:
         self.processes[index] = Process(self.scene, volunteer, self.inspector)
 
     def _process_ended(self, process: Process, error: BaseException | None) -> None:
-        fragments, index = process.ledger.fragments, process.volunteer.index
+        fragments = process.ledger.fragments
+        index = process.volunteer.index
         process.volunteer.counted = [reached for fragment in fragments for reached in fragment.counted]
         if self.processes.get(index) is process:
             del self.processes[index]

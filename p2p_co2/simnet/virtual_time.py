@@ -37,7 +37,8 @@ class Handle:
     loop: ProcessLoop | None
 
     def cancel(self) -> None:
-        self.callback, self.args = None, ()
+        self.callback = None
+        self.args = ()
 
     def cancelled(self) -> bool:
         return self.callback is None
@@ -81,8 +82,10 @@ class VirtualTime:
 
     def run(self, until: float) -> None:
         """Run callbacks up to and at ``until``, or until ``stop``, or until nothing is left to do."""
-        ready, heap = self.ready, self._heap
-        before, current = events._get_running_loop(), None
+        ready = self.ready
+        heap = self._heap
+        before = events._get_running_loop()
+        current = None
         events._set_running_loop(None)
         try:
             while not self._stopped:
@@ -94,7 +97,8 @@ class VirtualTime:
                         continue
                 else:
                     break
-                callback, loop = handle.callback, handle.loop
+                callback = handle.callback
+                loop = handle.loop
                 if callback is None:
                     continue
                 if loop is not None and loop.held is not None:
@@ -125,7 +129,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     while it is stalled, None while it runs."""
 
     def __init__(self, world: VirtualTime, rate: float = 1.0) -> None:
-        self._world, self._rate = world, rate
+        self._world = world
+        self._rate = rate
         self.held: list[Handle] | None = None
         self.after_turn: Callable[[], None] | None = None
         self.dead = False
@@ -143,7 +148,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def die(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         """Its ``tasks`` are cancelled and unwound now, and no timer or message reaches it any more. The
         caller has cut it off before: what its ``finally`` blocks send and say must not leave it."""
-        self.dead, self.after_turn = True, None
+        self.dead = True
+        self.after_turn = None
         self.go_on()
         self._unwind(tasks, 100)
 

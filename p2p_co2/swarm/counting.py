@@ -22,7 +22,9 @@ class BatchCounter:
     """Watches ``model``; ``take`` gives what has come since the last time. ``close`` ends it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tokens, self._losses, self._are_shares = 0, list[Tensor](), False
+        self._tokens = 0
+        self._losses = list[Tensor]()
+        self._are_shares = False
         self._handles = (
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after),
@@ -31,8 +33,10 @@ class BatchCounter:
     def take(self) -> tuple[int | Tensor, float | Tensor]:
         """Tokens (1 if no batch was seen: then all steps weigh the same) and the mean loss (NaN if
         unknown)."""
-        tokens, losses = self._tokens or 1, self._losses
-        self._tokens, self._losses = 0, []
+        tokens = self._tokens or 1
+        losses = self._losses
+        self._tokens = 0
+        self._losses = []
         if not losses:
             return tokens, float("nan")
         return tokens, torch.stack(losses).sum() / (1 if self._are_shares else len(losses))

@@ -86,7 +86,10 @@ class PeerOrder(Sampler[int]):
     """All of ``range(length)`` once in each epoch, in this peer's order of it. ``set_epoch`` before each."""
 
     def __init__(self, length: int, seed_of: SeedOf, rank: int = 0) -> None:
-        self._length, self._seed_of, self._epoch, self._rank = length, seed_of, 0, rank
+        self._length = length
+        self._seed_of = seed_of
+        self._epoch = 0
+        self._rank = rank
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -121,7 +124,8 @@ class ShuffledDataset(Dataset[Any]):
     """A map-style dataset in a peer's order: item i is the i-th of the epoch's order."""
 
     def __init__(self, dataset: Any, seed_of: SeedOf) -> None:
-        self._dataset, self._epochs = dataset, _Epochs(seed_of)
+        self._dataset = dataset
+        self._epochs = _Epochs(seed_of)
         self._order: list[int] = []
         self._order_seed = -1
 
@@ -133,7 +137,8 @@ class ShuffledDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if (seed := self._epochs.seed) != self._order_seed:
-            self._order, self._order_seed = _order(len(self._dataset), seed), seed
+            self._order = _order(len(self._dataset), seed)
+            self._order_seed = seed
         return self._dataset[self._order[index]]
 
 
@@ -141,7 +146,9 @@ class ShuffledStream(IterableDataset[Any]):
     """An iterable dataset, shuffled in a peer's order within ``buffer`` examples."""
 
     def __init__(self, dataset: Any, seed_of: SeedOf, buffer: int) -> None:
-        self._dataset, self._epochs, self._buffer = dataset, _Epochs(seed_of), buffer
+        self._dataset = dataset
+        self._epochs = _Epochs(seed_of)
+        self._buffer = buffer
 
     def set_epoch(self, epoch: int) -> None:
         self._epochs.set(epoch)
@@ -151,7 +158,8 @@ class ShuffledStream(IterableDataset[Any]):
         if _is_of_datasets(self._dataset):  # its workers take files each
             yield from self._dataset.shuffle(seed=self._epochs.seed % 2**32, buffer_size=self._buffer)
             return
-        draw, held = random.Random(self._epochs.seed), list[Any]()
+        draw = random.Random(self._epochs.seed)
+        held = list[Any]()
         for example in self._dataset:
             if len(held) < self._buffer:
                 held.append(example)
@@ -177,7 +185,8 @@ def reseed(loader: Any, epoch: int, seed_of: SeedOf) -> None:
     sampler: Any = getattr(loader, "sampler", None)
     inner = getattr(loader, "batch_sampler", None)
     while inner is not None:  # of wrappers' wrappers the innermost
-        holder, sampler = inner, getattr(inner, "sampler", None)
+        holder = inner
+        sampler = getattr(inner, "sampler", None)
         inner = getattr(inner, "batch_sampler", None)
     if isinstance(sampler, DistributedSampler):
         sampler.seed = seed % 2**31

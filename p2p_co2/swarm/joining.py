@@ -141,7 +141,8 @@ def _end_in_one_line(kind: type[BaseException], error: BaseException, trace: Tra
 
 def _progress_printer(run: RunConfig) -> EventSink:
     """What prints warnings, and a line each ten seconds of where this peer is."""
-    told_at, clock = math.inf, run.clock
+    told_at = math.inf
+    clock = run.clock
 
     def hear(event: Event) -> None:
         nonlocal told_at
@@ -151,7 +152,8 @@ def _progress_printer(run: RunConfig) -> EventSink:
         told_at = min(told_at, event.at)  # the first of them begins the ten seconds
         if event.at - told_at < 10.0:
             return
-        told_at, words = event.at, f"round {event.position:.1f}"
+        told_at = event.at
+        words = f"round {event.position:.1f}"
         if clock.rounds:
             words += f" of {clock.rounds}"
         if clock.rounds and clock.mode == "time":

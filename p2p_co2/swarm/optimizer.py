@@ -52,10 +52,13 @@ class Optimizer(Optimizers):
         self._reported = tokens, loss
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        skipped, result = self._unscale(), None
+        skipped = self._unscale()
+        result = None
         if not skipped:
-            result, self._is_fresh = super().step(closure), False
-        seen, self._reported = self._reported or self._counter.take(), None
+            result = super().step(closure)
+            self._is_fresh = False
+        seen = self._reported or self._counter.take()
+        self._reported = None
         tokens, loss = (0, float("nan")) if skipped else seen
         if not self.swarm.done and not self.swarm.exchange(tokens, loss):
             self.leave()

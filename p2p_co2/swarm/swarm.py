@@ -57,8 +57,12 @@ class Swarm:
         evaluate: Callable[[nn.Module], float] | None = None,
         journal: Journal | None = None,
     ) -> None:  # fmt: skip
-        self.peer, self.model, self.optimizer = peer, model, optimizer
-        self._scaler, self._max_grad_norm, self._journal = scaler, max_grad_norm, journal
+        self.peer = peer
+        self.model = model
+        self.optimizer = optimizer
+        self._scaler = scaler
+        self._max_grad_norm = max_grad_norm
+        self._journal = journal
         self.done = False
         self._tokens, self._losses = 0, list[Any]()
         """Of the micro-steps since the last update."""
@@ -92,7 +96,8 @@ class Swarm:
 
     def forget(self) -> None:
         """Count nothing of the micro-steps since the last update: it was skipped."""
-        self._tokens, self._losses = 0, []
+        self._tokens = 0
+        self._losses = []
 
     def exchange(self, tokens: int | Tensor = 0, loss: float | Tensor = float("nan")) -> bool:
         """Tell the swarm of an optimizer step that is made, and of the micro-steps before it. False when the
@@ -104,7 +109,8 @@ class Swarm:
         if self._losses:
             if isinstance(loss, Tensor) or not math.isnan(loss):  # NaN: no loss but the micro-steps'
                 self.add(0, loss)
-            tokens, loss = self._tokens + tokens, sum(self._losses) / len(self._losses)
+            tokens = self._tokens + tokens
+            loss = sum(self._losses) / len(self._losses)
             self.forget()
         self.done = not self.peer.step(tokens, loss)
         if not self.done:
@@ -113,7 +119,8 @@ class Swarm:
 
     def _make_step(self) -> bool:
         """Step the optimizer; whether it did, rather than skip gradients that are not finite."""
-        scaler, stepped = self._scaler, True
+        scaler = self._scaler
+        stepped = True
         if self._max_grad_norm is not None:
             if scaler is not None:
                 scaler.unscale_(self.optimizer)

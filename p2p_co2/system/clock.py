@@ -27,7 +27,8 @@ class ProcessClock:
 
     def __init__(self, monotonic: Callable[[], float], begins_at: float) -> None:
         self._monotonic = monotonic
-        self._ahead_s, self._stands_at = begins_at - monotonic(), math.inf
+        self._ahead_s = begins_at - monotonic()
+        self._stands_at = math.inf
 
     def now(self) -> float:
         return min(self._monotonic() + self._ahead_s, self._stands_at)
@@ -49,7 +50,8 @@ class ProcessClock:
 async def within(limit_s: float) -> AsyncIterator[None]:
     """As ``asyncio.timeout``; where its timer comes far too late this process stood still, and has yet to
     read what came meanwhile."""
-    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+    loop = asyncio.get_running_loop()
+    timers = list[asyncio.TimerHandle]()
 
     def begin() -> None:
         at = loop.time() + limit_s

@@ -30,7 +30,8 @@ def read_hours(text: str) -> tuple[tuple[int, int], ...]:
         if found is None:
             raise ConfigError("hours", "", f"{part!r} is no span of the day; write 22:00-07:00")
         start_h, start_min, stop_h, stop_min = map(int, found.groups())
-        start, stop = 60 * start_h + start_min, 60 * stop_h + stop_min
+        start = 60 * start_h + start_min
+        stop = 60 * stop_h + stop_min
         if start == stop or stop > _DAY:
             raise ConfigError("hours", "", f"{part!r} ends where it begins, or after 24:00")
         spans.append((start, (stop - start) % _DAY or _DAY))
@@ -59,7 +60,8 @@ class WishFile:
 
     def news(self) -> Wish | None:
         """The wish that was written since this was asked last; None if there is none."""
-        is_first, self._is_first = self._is_first, False
+        is_first = self._is_first
+        self._is_first = False
         with suppress(OSError, ValueError):  # there is none, or it is no wish
             found = os.stat(self._path)
             if (found.st_ino, found.st_mtime_ns) != self._seen:
@@ -83,7 +85,9 @@ class Governor:
     since it was asked last."""
 
     def __init__(self, hours: str = "", news: Callable[[], Wish | None] = lambda: None) -> None:
-        self._hours, self._spans, self._news = hours, read_hours(hours), news
+        self._hours = hours
+        self._spans = read_hours(hours)
+        self._news = news
         self._wish: bool | None = None
         """What a person wants, True to rest; None to follow the hours."""
         self._was_open: bool | None = None

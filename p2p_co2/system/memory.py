@@ -47,7 +47,8 @@ class Joined:
         """What lies at ``at``, of each piece."""
         start, stop, step = at.indices(len(self))
         assert step == 1
-        taken, begins = [], 0
+        taken = []
+        begins = 0
         for piece in self._pieces:
             taken.append(piece[max(0, start - begins) : max(0, stop - begins)])
             begins += len(piece)
@@ -158,7 +159,9 @@ class Pool:
         """Of what was kept for longest, as much as the law asks for."""
         self._most_used = max(self._most_used, self._used_bytes)
         if self._asked_bytes >= FORGOTTEN_AFTER * max(self._most_used, self._most_before):
-            self._most_before, self._most_used, self._asked_bytes = self._most_used, self._used_bytes, 0
+            self._most_before = self._most_used
+            self._most_used = self._used_bytes
+            self._asked_bytes = 0
         allowed_bytes = max(self._most_used, self._most_before) - self._used_bytes
         while self._kept and (excess_bytes := self._kept_bytes() - allowed_bytes) > 0:
             if not self._kept[0].shrink(excess_bytes):

@@ -177,7 +177,9 @@ class StopSignals:
     """
 
     def __init__(self, ask: Callable[[], object], *numbers: signal.Signals) -> None:
-        self.ask, self._numbers, self._process = ask, numbers or (signal.SIGINT, signal.SIGTERM), os.getpid()
+        self.ask = ask
+        self._numbers = numbers or (signal.SIGINT, signal.SIGTERM)
+        self._process = os.getpid()
         self.asked = False
         self._before: dict[int, Any] = {}
 
@@ -263,7 +265,8 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         if claimed := _claims.pop(folder.absolute(), None):
-            self._file, claimed._file = claimed._file, None
+            self._file = claimed._file
+            claimed._file = None
             shut_in_forks(self)
             return
         path = folder / "lock"

@@ -42,7 +42,8 @@ class SocketActivation:
     thread of this object and must not block. Raises ``EnvironmentFault`` if the port is taken."""
 
     def __init__(self, host: str, port: int, command: Sequence[str], ask: Ask | None = None) -> None:
-        self._command, self._ask = list(command), ask
+        self._command = list(command)
+        self._ask = ask
         self._listener = _listening(host, port)
         shut_in_forks(self._listener)
         port = self._listener.getsockname()[1]
@@ -110,7 +111,8 @@ class SocketActivation:
                 _end(program)
 
     def _answer_until_gone(self, ours: socket.socket) -> None:
-        asked, answers = 0, queue.SimpleQueue[Relayed]()
+        asked = 0
+        answers = queue.SimpleQueue[Relayed]()
         while not self._closing.is_set():
             readable = self._wait_for(ours)
             while not answers.empty():

@@ -146,7 +146,9 @@ class Tail:
         """The same, one by one."""
         with self.path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < self._offset:
-                self._offset, self._rest, self._dropping = 0, b"", False
+                self._offset = 0
+                self._rest = b""
+                self._dropping = False
             file.seek(self._offset)
             while data := file.read(MAX_LINE_BYTES):
                 self._offset += len(data)

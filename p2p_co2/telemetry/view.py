@@ -91,9 +91,13 @@ class Tally:
 
     def recall(self, event: ev.Recalled) -> None:
         """Begin with what an observer could not see for itself."""
-        self.sends, self.rounds_alone, self.in_flight_s = event.sends, event.rounds_alone, event.in_flight_s
-        self.skipped_sends, self.caught_up = Counter(event.skipped_sends), Counter(event.caught_up)
-        self.refused, self.dropped = Counter(event.refused), Counter(event.dropped)
+        self.sends = event.sends
+        self.rounds_alone = event.rounds_alone
+        self.in_flight_s = event.in_flight_s
+        self.skipped_sends = Counter(event.skipped_sends)
+        self.caught_up = Counter(event.caught_up)
+        self.refused = Counter(event.refused)
+        self.dropped = Counter(event.dropped)
         for delay, times in event.sync_delay_steps.items():
             if _is_number(delay):
                 _count_value(self.sync_delay_steps, int(delay), times)
@@ -211,7 +215,8 @@ class PeerView:
     def add(self, event: ev.Event) -> None:
         """Take in the next event that this peer wrote."""
         seen = [event.at, *(at for at in (self.first_seen_at, self.last_seen_at) if at is not None)]
-        self.first_seen_at, self.last_seen_at = min(seen), max(seen)
+        self.first_seen_at = min(seen)
+        self.last_seen_at = max(seen)
         match event:
             case ev.Progress():
                 self._progress(event)
@@ -233,12 +238,16 @@ class PeerView:
                 self._add_rare(event)
 
     def _begin(self, event: ev.PeerStarted) -> None:
-        self.earlier, self.progress = self.totals, _NO_PROGRESS
+        self.earlier = self.totals
+        self.progress = _NO_PROGRESS
         if event.resumed_from:  # its steps and tokens go on from there
-            steps, tokens = event.inner_steps, self.earlier.tokens
+            steps = event.inner_steps
+            tokens = self.earlier.tokens
             self.progress = dataclasses.replace(_NO_PROGRESS, inner_steps=steps, tokens=tokens)
             self.earlier = dataclasses.replace(self.earlier, inner_steps=0, tokens=0)
-        self.start, self.pipeline, self.end = event, None, None
+        self.start = event
+        self.pipeline = None
+        self.end = None
         self.recent_bytes.clear()
         for link in self.links.values():
             link.lost = ""
@@ -247,7 +256,8 @@ class PeerView:
         match event:
             case ev.LinkOpened():
                 link = self._link(event.other)
-                link.carrier, link.lost = event.carrier, ""
+                link.carrier = event.carrier
+                link.lost = ""
             case ev.LinkLost():
                 self._link(event.other).lost = event.reason or "lost"
             case ev.LinkMeasured():
@@ -287,14 +297,18 @@ class PeerView:
 def recalled(view: PeerView) -> list[ev.Event]:
     """What ``view`` holds as events for a reader that comes late: they fold to the same view of the peer, its
     loss of old and what others say of it left out."""
-    arrived, sent = list(view.arrived.values()), list(view.sent.values())
-    newer, tally, at = Tally(), view.tally, view.last_seen_at or 0.0
+    arrived = list(view.arrived.values())
+    sent = list(view.sent.values())
+    newer = Tally()
+    tally = view.tally
+    at = view.last_seen_at or 0.0
     for event in arrived:
         if isinstance(event, ev.FragmentApplied):
             newer.apply(event)
         else:
             newer.caught_up[event.how] += 1
-    delays, staleness = tally.sync_delay_steps - newer.sync_delay_steps, tally.staleness - newer.staleness
+    delays = tally.sync_delay_steps - newer.sync_delay_steps
+    staleness = tally.staleness - newer.staleness
     first = ev.Recalled(
         at=at, peer=view.peer, in_flight_s=max(0.0, tally.in_flight_s - newer.in_flight_s),
         sends=tally.sends - len(sent), rounds_alone=tally.rounds_alone,

@@ -58,7 +58,8 @@ class HostileSlice(Exception):
     """The slice of ``peer`` may not be used; ``cause`` says why."""
 
     def __init__(self, peer: str, cause: RemoteProtocolError) -> None:
-        self.peer, self.cause = peer, cause
+        self.peer = peer
+        self.cause = cause
         super().__init__(f"{peer}: {cause}")
 
 
@@ -67,7 +68,8 @@ class Slices:
     every method raises ``HostileSlice``."""
 
     def __init__(self, codec: Codec, peers: Sequence[str], payloads: Sequence[Buffer]) -> None:
-        self._codec, self._peers = codec, peers
+        self._codec = codec
+        self._peers = peers
         self._views = [memoryview(payload).cast("B") for payload in payloads]
         self._blocks = len(self._views[0]) // codec.block_bytes
 
@@ -89,7 +91,9 @@ class Slices:
         if not self._blocks:
             return memoryview(b"")
         divisor = math.fsum(weights)  # as sum() rounds in some versions of Python only
-        shares, codec, size = [weight / divisor for weight in weights], self._codec, self._codec.block_bytes
+        shares = [weight / divisor for weight in weights]
+        codec = self._codec
+        size = self._codec.block_bytes
         result = large_buffer(self._blocks * size)
         rows = torch.frombuffer(result, dtype=torch.uint8)
         found = codec.mean(self._views, shares, self._blocks, rows)
@@ -106,7 +110,8 @@ class Slices:
 
     def _decoded(self, index: int, at: slice) -> Tensor:
         """The values of some blocks of a slice: fp32, a new tensor."""
-        codec, size = self._codec, self._codec.block_bytes
+        codec = self._codec
+        size = self._codec.block_bytes
         piece = self._views[index][at.start * size : at.stop * size]
         values = torch.empty((at.stop - at.start) * codec.block_values, dtype=torch.float32, device="cpu")
         try:
@@ -181,7 +186,8 @@ def centred(
         [product * mine * other for product, other in zip(row, cut, strict=True)]
         for row, mine in zip(products, cut, strict=True)
     ]
-    asked, left = math.fsum(weights), math.fsum(map(math.prod, zip(weights, cut, strict=True)))
+    asked = math.fsum(weights)
+    left = math.fsum(map(math.prod, zip(weights, cut, strict=True)))
     centre = [weight / left for weight in weights]
     for _ in range(STEPS if count > 2 and uses == 1 else 0):
         far = [_distance(as_cut, centre, index) for index in range(count)]
@@ -246,7 +252,8 @@ def compare(codec: Codec, mine: Buffer, mean: Buffer) -> tuple[float, float]:
 
 
 def _check(codec: Codec, parts: Sequence[Part]) -> None:
-    peers, weights = [peer for peer, _, _ in parts], [weight for _, weight, _ in parts]
+    peers = [peer for peer, _, _ in parts]
+    weights = [weight for _, weight, _ in parts]
     if not parts or len(set(peers)) != len(peers):
         raise LocalProtocolError(f"a mean needs parts, one a peer, not of {sorted(peers)}")
     sizes = [memoryview(payload).nbytes for _, _, payload in parts]

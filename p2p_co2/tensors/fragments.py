@@ -202,7 +202,8 @@ def _block_list(module: nn.Module) -> str | None:
         prefix = f"{name}." if name else ""
         outer.append(prefix)
         if len(children) > longest:
-            best, longest = prefix, len(children)
+            best = prefix
+            longest = len(children)
     return best
 
 
@@ -343,7 +344,8 @@ class LiveParameters:
         """``live = keep * live + addend`` for fragment ``index``, in place; ``addend`` is fp32 [numel]."""
         self._check(index, merge.addend)
         self._let_compute(index)
-        views, addends = list[Tensor](), list[Tensor]()
+        views = list[Tensor]()
+        addends = list[Tensor]()
         for parameter, part, at, addend in self._with(index, merge.addend):
             self._move_copies(parameter, part, merge.keep, addend[at])
             flat = parameter.view(-1) if parameter.is_contiguous() else parameter.reshape(-1)
@@ -433,7 +435,8 @@ class LiveParameters:
     def take_computing_s(self) -> float:
         """Seconds since this was asked last for which copies waited until accelerators had computed what
         training had queued there: time that training used, not the exchange."""
-        taken_s, self.computing_s = self.computing_s, 0.0
+        taken_s = self.computing_s
+        self.computing_s = 0.0
         self._waited_for.clear()
         return taken_s
 

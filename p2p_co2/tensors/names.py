@@ -61,7 +61,8 @@ def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of ``module`` by plain name, in the module's order, tied ones under their first name."""
-    found, seen = dict[str, nn.Parameter](), set[int]()
+    found = dict[str, nn.Parameter]()
+    seen = set[int]()
     for path, part in named_modules(module):
         for name, parameter in part.named_parameters(recurse=False):
             if id(parameter) not in seen:
@@ -95,7 +96,8 @@ def shared_names(module: nn.Module) -> dict[str, str]:
 def named_buffers(module: nn.Module, persistent: bool = False) -> dict[str, Tensor]:
     """The buffers of ``module`` by plain name, in the module's order, shared ones under their first name.
     ``persistent``: only those that a ``state_dict`` would have."""
-    found, seen = dict[str, Tensor](), set[int]()
+    found = dict[str, Tensor]()
+    seen = set[int]()
     for path, part in named_modules(module):
         left_out = part._non_persistent_buffers_set if persistent else ()
         for name, buffer in part.named_buffers(recurse=False):

@@ -152,11 +152,13 @@ def _momentum_step_(
     parameters lose."""
     bound = clip_bound(config, mean_square)
     scratch = torch.empty(min(_WIDTH, old.numel()), dtype=torch.float32, device="cpu")
-    energy, largest = 0.0, 0.0
+    energy = 0.0
+    largest = 0.0
     for at in _pieces(old.numel()):
         room = scratch[: at.stop - at.start] if change is None else change[at]
         done = change_of(config, old[at], mean[at], 1.0 / gap, bound, out[at], room)
-        energy, largest = energy + done.energy, max(largest, done.largest_change)
+        energy = energy + done.energy
+        largest = max(largest, done.largest_change)
     return Changed(energy, largest)
 
 
@@ -167,13 +169,16 @@ def _params_step_(
     whether all of it is finite."""
     if done.largest_change == math.inf:
         return math.inf, False
-    shift, total, largest = norm_shift(done.largest_change) if done.largest_change else 0, 0, 0.0
+    shift = norm_shift(done.largest_change) if done.largest_change else 0
+    total = 0
+    largest = 0.0
     for at in _pieces(old.numel()):
         change = out[at]
         if out is old:
             change = last_change(config, momentum[at], mean[at] if config.nesterov else None, gap)
         here, most = take_piece_(change, old[at], shift)
-        total, largest = total + here, max(largest, most)
+        total = total + here
+        largest = max(largest, most)
         if out is old:
             out[at] = change
     return norm_of(total, shift) if done.largest_change else 0.0, math.isfinite(largest)

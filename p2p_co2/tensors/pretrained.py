@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.tensors.names import named_buffers, named_modules, named_parameters, shared_names, unwrapped
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
 _CARD = "README.md"
 _EXTRA = "_extra_state"
 _MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")

@@ -41,8 +41,10 @@ def held(tensor: Tensor) -> tuple[int, int]:
     at = next((at for at, one in enumerate(tensor.placements) if one.is_shard()), None)
     if at is None or not tensor.numel():
         return 0, tensor.numel()
-    rows, ranks = tensor.shape[0], tensor.device_mesh.size(at)
-    each, mine = -(-rows // ranks), tensor.device_mesh.get_local_rank(at)
+    rows = tensor.shape[0]
+    ranks = tensor.device_mesh.size(at)
+    each = -(-rows // ranks)
+    mine = tensor.device_mesh.get_local_rank(at)
     row = tensor.numel() // rows
     return min(rows, mine * each) * row, min(rows, (mine + 1) * each) * row
 

@@ -34,8 +34,11 @@ class TestSwarm:
     __test__ = False  # for pytest, by its name
 
     def __init__(self, peers: int, run: RunConfig, folder: Path | None) -> None:
-        self.peers, self._run, self._folder = peers, run, folder
-        self._stack, self._processes = ExitStack(), LocalSwarm(Path())
+        self.peers = peers
+        self._run = run
+        self._folder = folder
+        self._stack = ExitStack()
+        self._processes = LocalSwarm(Path())
         self.ticket = ""
 
     @property

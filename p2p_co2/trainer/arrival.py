@@ -36,9 +36,12 @@ class Arrival:
     how many peers the run can have."""
 
     def __init__(self, node: Node, began_at: float, group_size: int) -> None:
-        self._node, self._began_at, self._group_size = node, began_at, group_size
+        self._node = node
+        self._began_at = began_at
+        self._group_size = group_size
         self._followed_at = self._given_at = began_at
-        self._began_with, self._given = tuple(node.agreed), 0
+        self._began_with = tuple(node.agreed)
+        self._given = 0
 
     def has_waited(self, now: float) -> bool:
         """Whether all who are listed had the time to answer."""
@@ -74,14 +77,16 @@ class Arrival:
     def is_there(self, now: float) -> bool:
         """Whether it has arrived; not while it ``is_in_doubt``, and raises as that. Raises
         ``TransportError`` if it cannot arrive any more."""
-        node, known = self._node, self._node.progress.conclusions
+        node = self._node
+        known = self._node.progress.conclusions
         if known.full:
             raise TransportError(
                 f"this run has {self._group_size} peers already, as many as its group_size allows; "
                 "join again when one has left"
             )
         if (moved := sum(map(operator.ne, node.agreed, self._began_with))) > self._given:
-            self._given, self._given_at = moved, now
+            self._given = moved
+            self._given_at = now
         if not known.left_behind:
             self._followed_at = now
         in_doubt = self.is_in_doubt(now) or known.left_behind
@@ -108,7 +113,9 @@ class Beginning:
     one."""
 
     def __init__(self, thread: PeerThread, rounds: int, resumed_at: float | None, start_over: bool) -> None:
-        self._thread, self._rounds, self._resumed_at = thread, rounds, resumed_at
+        self._thread = thread
+        self._rounds = rounds
+        self._resumed_at = resumed_at
         self._is_allowed = start_over
         self._refusal: TransportError | RunOver | None = None
 

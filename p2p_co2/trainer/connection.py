@@ -172,7 +172,8 @@ class Connection:
             raise ConfigError("start", "start_over", problem)
         check_model(model, optimizer, in_group=group is not None)
         rates = Rates(optimizer, learning_rate, self._thread.warn)
-        stages, stage = self.run.pipeline.stages, self._thread.network.holds.stage
+        stages = self.run.pipeline.stages
+        stage = self._thread.network.holds.stage
         if stages > 1 and stage is None:
             raise ConfigError("start", "pipeline.stages", f"is {stages} in this run: use start_stage(recipe)")
         if stages == 1 and self.config.stage > 0:
@@ -183,7 +184,8 @@ class Connection:
         if group is not None:
             begin(group, self.run)
         saved = self._load(plan, False if start_over else resume)
-        is_resumed, position = saved is not None, None if saved is None else saved.position
+        is_resumed = saved is not None
+        position = None if saved is None else saved.position
         beginning = Beginning(self._thread, self.run.clock.rounds, position, start_over)
         beginning.refuse_if_over()
         ledger, progressed = self._restored(plan, saved, is_scheduled=learning_rate is not None)
@@ -218,18 +220,18 @@ class Connection:
         Raises as ``start``, and ``ConfigError`` for a recipe without stages, a stage that the run has not,
         and where none fits this machine.
         """
-        run, pipeline = self.run, self.run.pipeline
+        run = self.run
+        pipeline = self.run.pipeline
         if pipeline.stages == 1:
             raise ConfigError(
                 "start_stage", "pipeline.stages", "is 1 in this run: use start(model, optimizer)"
             )
-        stages, thread, me = (
-            recipe.in_stages(pipeline.stages),
-            self._main,
-            self._main.network.identity.peer_id,
-        )
+        stages = recipe.in_stages(pipeline.stages)
+        thread = self._main
+        me = self._main.network.identity.peer_id
         goes_on = resume is not False and not start_over
-        wanted, device = self._wanted_stage(goes_on), training_device(self.config.device).name
+        wanted = self._wanted_stage(goes_on)
+        device = training_device(self.config.device).name
         cache_bytes = self.config.cache_bytes
         stage = thread.choose_stage(
             wanted, lambda: fitting(stage_sizes(recipe, run), run, device, cache_bytes)
@@ -271,7 +273,8 @@ class Connection:
 
     def _beside(self) -> Connection:
         """In the group of the table that the first stage and the last share, with a folder in this one's."""
-        stages, config = self.run.pipeline.stages, self.config
+        stages = self.run.pipeline.stages
+        config = self.config
         thread = SideThread(self._main, stages, {0, stages - 1}, "the tied table")
         return Connection(thread, config.model_copy(update={"folder": config.folder / TIED}))
 
@@ -284,7 +287,8 @@ class Connection:
         """As ``start``, to read what others agree on and leave. In a run with stages it is a peer of those
         that hold ``config.stage``, and need not meet the stages beside it. With the first stage it is one of
         the tied table's group too, if there is one. Leave from the last to the first. Raises as ``start``."""
-        models, count = [recipe.model], self.run.pipeline.stages
+        models = [recipe.model]
+        count = self.run.pipeline.stages
         if count > 1:
             self._main.network.holds.visits = True
             stages = recipe.in_stages(count)
@@ -296,7 +300,8 @@ class Connection:
 
     def _wanted_stage(self, goes_on: bool) -> int:
         """-1 for any. A peer that ``goes_on`` from its folder's checkpoint goes on with that one's stage."""
-        folder, wanted = self._checkpoints, self.config.stage
+        folder = self._checkpoints
+        wanted = self.config.stage
         if wanted < 0 and goes_on and checkpoints.has_checkpoint(folder):
             saved = checkpoints.load_agreed(folder)
             if saved.stage is not None and saved.run.digest() == self.run.digest():
@@ -322,7 +327,8 @@ class Connection:
         """The tensor worker, and where the peer goes on: from ``saved``, which the model and its optimizer
         take over, or from the model."""
         live = plan.live()
-        me, codec = self._thread.network.identity.peer_id, get_codec(self.run.codec.name)
+        me = self._thread.network.identity.peer_id
+        codec = get_codec(self.run.codec.name)
         states = saved.states if saved is not None else [
             outer.init(live.snapshot(fragment.index)) for fragment in plan.fragments.fragments
         ]  # fmt: skip
@@ -342,8 +348,11 @@ class Connection:
         return ledger, Progressed(saved.position, saved.inner_steps, saved.tokens)
 
     def _start_node(self, plan: Plan, ledger: TensorWorker) -> Node:
-        run, codec, fragments = self.run, get_codec(self.run.codec.name), plan.fragments.fragments
-        is_timed, blocks = run.clock.mode == "time", tuple(codec.blocks(one.numel) for one in fragments)
+        run = self.run
+        codec = get_codec(self.run.codec.name)
+        fragments = plan.fragments.fragments
+        is_timed = run.clock.mode == "time"
+        blocks = tuple(codec.blocks(one.numel) for one in fragments)
         shape = PayloadShape(
             codec.block_bytes, blocks, run.clock.round_s if is_timed else 0.0,
             chunk_bytes=ledger.chunk_bytes, weight_cap=run.weight_cap, counts_steps=not is_timed,

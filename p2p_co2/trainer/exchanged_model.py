@@ -61,7 +61,8 @@ class ExchangedModel:
     training thread owns it; ``warn`` is told what a person should know."""
 
     def __init__(self, plan: Plan, warn: Callable[[str], None]) -> None:
-        self._plan, self._warn = plan, warn
+        self._plan = plan
+        self._warn = warn
         self.live = plan.live()
         self._joined = {
             name: (parameter, parameter.shape, parameter.dtype)
@@ -163,8 +164,10 @@ class ExchangedModel:
         """After a step: warn of an inner optimizer that has put back what merges changed, thrice in a row."""
         if self._merged is None:
             return
-        (part, before, after), self._merged = self._merged, None
-        moved, lasted = after - before, self._values(part) - before
+        (part, before, after) = self._merged
+        self._merged = None
+        moved = after - before
+        lasted = self._values(part) - before
         if float(moved @ moved) > 0.0:
             is_undone = float(lasted @ moved) < 0.2 * float(moved @ moved)
             self._undone = self._undone + 1 if is_undone else 0
@@ -183,7 +186,8 @@ class ExchangedModel:
     def copies_of(self, name: str) -> list[Tensor]:
         """What of the inner optimizer's state is a copy of a parameter and moves with it: master weights, a
         slow or averaged model."""
-        parameter, state = self._joined[name][0], self._plan.optimizer.state
+        parameter = self._joined[name][0]
+        state = self._plan.optimizer.state
         if parameter not in state:
             return []
         like = ((key, one) for key, one in state[parameter].items() if _is_like(one, parameter))
@@ -193,7 +197,9 @@ class ExchangedModel:
         """Whether entry ``key`` of the inner optimizer's states lies near the parameters, over all of them,
         and is no moment of gradients by its name: with much weight decay those lie near them, too."""
         if key not in self._copied:
-            state, apart, size = self._plan.optimizer.state, 0.0, 0.0
+            state = self._plan.optimizer.state
+            apart = 0.0
+            size = 0.0
             for parameter, *_ in self._joined.values():
                 one = state[parameter].get(key) if parameter in state else None
                 if isinstance(one, Tensor) and parameter.numel() > 1 and _is_like(one, parameter):

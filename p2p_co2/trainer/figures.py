@@ -29,8 +29,10 @@ class Figures:
 
     def __init__(self, tokens: int, now: float) -> None:
         self.train_s = self.exposed_s = 0.0
-        self.loss, self.tokens_per_s = math.nan, 0.0
-        self._tokens, self._made_of_tokens = tokens, tokens
+        self.loss = math.nan
+        self.tokens_per_s = 0.0
+        self._tokens = tokens
+        self._made_of_tokens = tokens
         self._unread = list[Tensor]()
         """Counts that lie on an accelerator, read when the sum is asked for."""
         self.empty_steps = 0
@@ -87,12 +89,14 @@ class Figures:
         """Make the loss and the rate of what came since the last time."""
         elapsed_s = now - self.made_at
         if elapsed_s > 0 and not keeps_rate:
-            rate, known = (self.tokens - self._made_of_tokens) / elapsed_s, self.tokens_per_s
+            rate = (self.tokens - self._made_of_tokens) / elapsed_s
+            known = self.tokens_per_s
             self.tokens_per_s = RATE_DECAY * known + (1 - RATE_DECAY) * rate if known else rate
         if self._losses:
             self.loss = mean_loss(self._losses)
             self._losses.clear()
-        self.made_at, self._made_of_tokens = now, self.tokens
+        self.made_at = now
+        self._made_of_tokens = self.tokens
 
     def wall_s(self, now: float) -> float:
         """Since the first step."""

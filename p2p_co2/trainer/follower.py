@@ -54,8 +54,10 @@ class Follower:
     """Of a rank other than 0, whose ``model`` and ``optimizer`` these are."""
 
     def __init__(self, group: Group, model: nn.Module, optimizer: Optimizer) -> None:
-        self._group, self._ranks = group, group.ranks
-        self.model, self._optimizer = model, optimizer
+        self._group = group
+        self._ranks = group.ranks
+        self.model = model
+        self._optimizer = optimizer
         self.device = next(model.parameters()).device
         self.run: RunConfig | None = None
         """Once rank 0 has told."""
@@ -97,7 +99,8 @@ class Follower:
     def _begin(self, run: str) -> None:
         self.run = RunConfig.from_canonical_bytes(run.encode())
         plan = plan_fragments(self.model, self.run.fragments)
-        rank, division = self._ranks.rank, self._group.division
+        rank = self._ranks.rank
+        division = self._group.division
         kept = tuple(share_of(one, division.held[rank]) for one in plan.fragments)
         read = tuple(share_of(one, division.to_read(rank)) for one in plan.fragments)
         shards = Shards(named_parameters(self.model))

@@ -43,7 +43,8 @@ def form_group(model: nn.Module, optimizer: Optimizer, learning_rate: Factor | N
         Rates(optimizer, learning_rate, print)  # for its errors
         return None
     with ranks.together():
-        facts, problem = dict[str, Any](), None
+        facts = dict[str, Any]()
+        problem = None
         try:
             check_model(model, optimizer, in_group=True)
             Rates(optimizer, learning_rate, print)
@@ -136,7 +137,8 @@ def sample_digest(model: nn.Module) -> str:
 def compare_samples(ranks: Ranks, model: nn.Module) -> None:
     """Rank 0, within a call: raises ``ConfigError`` if what ranks hold whole is not the same any more."""
     ranks.tell(Command.COMPARE)
-    mine, heard = sample_digest(model), [ranks.hear(rank) for rank in ranks.others]
+    mine = sample_digest(model)
+    heard = [ranks.hear(rank) for rank in ranks.others]
     if any(theirs != mine for theirs in heard):
         raise ConfigError(
             "model", "",

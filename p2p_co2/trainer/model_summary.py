@@ -120,7 +120,8 @@ class ModelBuffers:
     @torch.no_grad()
     def load_(self, data: bytearray) -> list[str]:
         """Take over what ``to_bytes`` gave elsewhere, ``size_bytes`` long. What stays as it is, in words."""
-        troubles, at = list[str](), 0
+        troubles = list[str]()
+        at = 0
         for name, own in _given(self._module).items():
             part, at = data[at : at + own.nbytes], at + own.nbytes  # a copy: aligned, and torch may write it
             if not part:
@@ -142,7 +143,8 @@ def _given(module: nn.Module) -> dict[str, Tensor]:
     kept = {
         name: one for name, one in named_buffers(module, persistent=True).items() if not trouble_with(one)
     }
-    given, room = dict[str, Tensor](), MOST_BYTES
+    given = dict[str, Tensor]()
+    room = MOST_BYTES
     for name in sorted(kept, key=lambda name: (not name.endswith(RUNNING), kept[name].nbytes)):
         if kept[name].nbytes <= room:
             given[name] = kept[name]

@@ -69,8 +69,10 @@ class NodeView:
         report: Callable[[type[ev.Event], Mapping[str, Any]], None],
         failure: Callable[[], BaseException | None],
     ) -> None:
-        self.node, self._loop = node, loop
-        self.report, self.failure = report, failure
+        self.node = node
+        self._loop = loop
+        self.report = report
+        self.failure = failure
         self.beside = list[Callable[[], tuple[int, int]]]()
         """The traffic of this process's other groups."""
         self.rest_with = list[NodeView]()
@@ -147,8 +149,10 @@ class NodeView:
     async def take_buffers(self, buffers: ModelBuffers, is_newcomer: bool) -> bytearray:
         """Give ``buffers`` from now on. Those of a peer that trains, if this one ``is_newcomer``; empty if
         nobody gave them in time. On the loop."""
-        self._buffers, machine = buffers, self.node.catchup.buffers
-        machine.layout, machine.size_bytes = buffers.layout, buffers.size_bytes
+        self._buffers = buffers
+        machine = self.node.catchup.buffers
+        machine.layout = buffers.layout
+        machine.size_bytes = buffers.size_bytes
         donors = self.live_trainers() if is_newcomer and buffers.size_bytes else []
         taken = bytearray()
         for donor in random.Random().sample(donors, min(len(donors), MAX_BUFFER_DONORS)):
@@ -166,7 +170,9 @@ class PipelineView:
     """What the training thread reads of a running pipeline node and asks of it. Only ``wait`` waits."""
 
     def __init__(self, node: PipelineNode, loop: asyncio.AbstractEventLoop, holds: Held) -> None:
-        self.node, self._loop, self._holds = node, loop, holds
+        self.node = node
+        self._loop = loop
+        self._holds = holds
 
     def exchange(self, result: Result | None) -> None:
         """Tell what has come of the last work, and ask for the next."""
@@ -197,7 +203,9 @@ class NetworkThread:
     """``open`` starts the thread, ``start_node`` its node, ``close`` ends it."""
 
     def __init__(self, ticket: Ticket, config: PeerConfig, on_event: Callable[[ev.Event], None]) -> None:
-        self._ticket, self._config, self._tell = ticket, config, on_event
+        self._ticket = ticket
+        self._config = config
+        self._tell = on_event
         self.network: Network = cast(Any, None)
         """Once it is open."""
         self.view: NodeView = cast(Any, None)
@@ -210,7 +218,8 @@ class NetworkThread:
         self._positions: tuple[PositionWriter, asyncio.Task[None]] | None = None
         self._pipeline: PipelineNode | None = None
         self._failure: BaseException | None = None
-        self._closed, self._process = False, os.getpid()
+        self._closed = False
+        self._process = os.getpid()
 
     @property
     def board(self) -> str:
@@ -229,7 +238,8 @@ class NetworkThread:
         self._reporting = ReportService(self.network, self._loop, self._count_refusal)
         if self._config.board and not missing("board"):
             folder = self._config.folder.resolve()
-            history, journal = folder / "board.sqlite", folder / "events.jsonl"
+            history = folder / "board.sqlite"
+            journal = folder / "events.jsonl"
             command = program("monitoring", "peer", "--history", str(history), "--journal", str(journal))
             self._board = SocketActivation("127.0.0.1", self._config.board_port, command, self._ask_report)
 
@@ -242,7 +252,8 @@ class NetworkThread:
             stage = self.network.holds.stage
             group = self.network.run.stage_digest(stage) if stage is not None else b""
             environment = Environment(self.network, group=group)
-            agreed, past = ledger.agreed(), ledger.past
+            agreed = ledger.agreed()
+            past = ledger.past
             node = Node(environment, shape, state_bytes, ledger, agreed, self.on_event, model, past)
             self._node_task = asyncio.create_task(node.run(), name="node")
             self._node_task.add_done_callback(self._node_ended)
@@ -267,7 +278,8 @@ class NetworkThread:
         """Hold stage ``wanted``, or (-1) of those that ``fits`` gives the one that is needed most; this
         peer's record says so from now on. Raises ``ConfigError`` for a stage that the run has not, and where
         none fits; ``TransportError``."""
-        network, pipeline = self.network, self.network.run.pipeline
+        network = self.network
+        pipeline = self.network.run.pipeline
         if wanted >= pipeline.stages:
             problem = f"this run has stages 0 to {pipeline.stages - 1} (got {wanted})"
             raise ConfigError.of_option("--stage", problem)
@@ -278,9 +290,11 @@ class NetworkThread:
         """Meet the neighbouring stages, once the stage's own node runs."""
 
         async def start() -> PipelineNode:
-            node, run = self.view.node, self.network.run
+            node = self.view.node
+            run = self.network.run
             environment = node.environment.beside(run.digest())
-            listed, status = self.network.listed, node.progress.writer.status
+            listed = self.network.listed
+            status = node.progress.writer.status
             pipeline = PipelineNode(environment, place, sizes, listed, status, self.on_event)
             for view in (self.view, *self.view.rest_with):  # all groups of a process have one clock
                 view.node.environment.elsewhere = pipeline.positions
@@ -375,7 +389,8 @@ class NetworkThread:
         listed."""
         heard = set(self.view.node.membership.live) if self.view is not None else set()
         if self._pipeline is not None:
-            network, mine = self.network, self.network.holds.stage or 0
+            network = self.network
+            mine = self.network.holds.stage or 0
             far = (stage for stage in range(network.run.pipeline.stages) if abs(stage - mine) > 1)
             heard |= self._pipeline.membership.live.keys()
             heard |= {PeerId(one.peer) for stage in far for one in network.listed(stage)}
@@ -392,7 +407,8 @@ class NetworkThread:
             if self._pipeline is not None and self._pipeline.links is not None:
                 carriers |= self._pipeline.links.carriers_used()
             if self._reporting is not None:
-                me, fields = self.network.identity.peer_id, {**last, "carriers": carriers}
+                me = self.network.identity.peer_id
+                fields = {**last, "carriers": carriers}
                 self._reporting.see(ev.PeerFinished(at=time.time(), peer=me, reason=reason, **fields))
             self.view.node.say_goodbye(reason)
             if self._pipeline is not None:

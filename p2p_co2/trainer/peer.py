@@ -38,7 +38,8 @@ class Stepping:
     """Held by whoever trains or measures: two threads at once would mix their parameters."""
 
     def __init__(self) -> None:
-        self._lock, self._process = threading.Lock(), os.getpid()
+        self._lock = threading.Lock()
+        self._process = os.getpid()
 
     @property
     def is_forked(self) -> bool:
@@ -68,7 +69,8 @@ class Stepping:
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """Afterwards each module's mode, torch's random numbers and whether gradients are made are as before:
     what a user's evaluation changes there is no wish about training."""
-    modes, is_grad = [(module, module.training) for module in model.modules()], torch.is_grad_enabled()
+    modes = [(module, module.training) for module in model.modules()]
+    is_grad = torch.is_grad_enabled()
     devices = {one.device for one in model.parameters() if one.device.type not in ("cpu", "meta")}
     kind = next((one.type for one in devices), "cuda")
     with torch.random.fork_rng([one.index for one in devices if one.type == kind], device_type=kind):
@@ -110,11 +112,14 @@ class Peer:
     def __init__(
         self, thread: PeerThread, ledger: TensorWorker, plan: Plan, rates: Rates, start: Progressed
     ) -> None:
-        self._thread, self._ledger, self._plan = thread, ledger, plan
+        self._thread = thread
+        self._ledger = ledger
+        self._plan = plan
         self._model = ExchangedModel(plan, thread.warn)
         self._sync = Synchroniser(plan.run, self._model, ledger, thread.view, start)
         self._saver = Saver(plan, ledger, self._sync, self._model.live, thread.report)
-        self._rates, self._left = rates, False
+        self._rates = rates
+        self._left = False
         self._stepping, self._signals = Stepping(), Asked(self.stop, signal.SIGTERM)
         self._governor = Governor(plan.config.limits.hours, WishFile(plan.config.folder).news)
         self._sync.take_outcomes()  # the first step starts from what catching up brought
@@ -167,7 +172,8 @@ class Peer:
         machine (``EnvironmentFault``) and bugs, never for what another peer did.
         """
         self._stepping.must_be_here()
-        count, value = tokens_of(tokens), loss_of(loss)
+        count = tokens_of(tokens)
+        value = loss_of(loss)
         with self._stepping.alone("step"):
             if self._left:
                 raise LocalProtocolError("step: this peer has left the swarm; join again to train on")
@@ -183,7 +189,8 @@ class Peer:
         """Where ``step`` is far: for ``waited_s`` seconds there was nothing to compute. ``between_steps``: no
         gradient is under way, so that what is agreed may be merged. False when the run is over or ``stop``
         was called. A stage that nobody else holds begins no further back than the stages beside it are."""
-        sync, view = self._sync, self._thread.view
+        sync = self._sync
+        view = self._thread.view
         with self._stepping.alone("idle"):
             self._thread.check()
             sync.pause(waited_s)
@@ -337,7 +344,8 @@ class Peer:
             last["carriers"] = self._thread.goodbye(reason, last)
 
     def _save_and_finish(self, reason: str, last: Mapping[str, Any]) -> None:
-        is_saved, trouble = False, ""
+        is_saved = False
+        trouble = ""
         try:
             if not self._model.is_changed:  # its parameters are the ones that belong to the agreed state
                 self._saver.save()

@@ -54,8 +54,11 @@ class Rates:
     at all if a schedule is to multiply it."""
 
     def __init__(self, optimizer: Optimizer, factor: Factor | None, warn: Callable[[str], None]) -> None:
-        groups, is_scheduled = optimizer.param_groups, factor is not None
-        self._optimizer, self._factor, self._warn = optimizer, factor, warn
+        groups = optimizer.param_groups
+        is_scheduled = factor is not None
+        self._optimizer = optimizer
+        self._factor = factor
+        self._warn = warn
         self._base = [_base(group, index, is_scheduled) for index, group in enumerate(groups)]
         self._warming_up = [
             index
@@ -107,7 +110,8 @@ class Rates:
         finds."""
         for index, held in list(self._held.items()):
             group = self._optimizer.param_groups[index]
-            rate, last = float(group["lr"]), held.last
+            rate = float(group["lr"])
+            last = held.last
             held.last = min(rate, held.most)
             if rate <= held.most * _ROUNDING:
                 continue

@@ -61,7 +61,8 @@ def check(
         here = "the whole model" if stage is None else f"stage {stage}"
         back = f"join with --stage {saved.stage}, " if saved.stage is not None else ""
         raise ConfigError(where, "", f"holds {saved.holds} of this run, and this peer {here}; {back}{CURE}")
-    theirs, ours = dict(saved.parameters), dict(shapes_of(model))
+    theirs = dict(saved.parameters)
+    ours = dict(shapes_of(model))
     difference = _difference(theirs, ours)
     sizes = [state.params.numel() for state in saved.states]
     if not difference and list(theirs) != list(ours):
@@ -100,7 +101,8 @@ def _difference(theirs: Shapes, ours: Shapes) -> str:
 
 
 def _restore_buffers(saved: Checkpoint, model: nn.Module) -> list[str]:
-    troubles, ours = [], named_buffers(model, persistent=True)
+    troubles = []
+    ours = named_buffers(model, persistent=True)
     for name, buffer in ours.items():
         values = saved.buffers.get(name)
         if values is None or values.shape != buffer.shape or not torch.can_cast(values.dtype, buffer.dtype):

@@ -53,7 +53,11 @@ class Saver:
         self, plan: Plan, ledger: TensorWorker, sync: Synchroniser, live: LiveParameters,
         report: Callable[[type[ev.Event], Mapping[str, Any]], None],
     ) -> None:  # fmt: skip
-        self.plan, self._ledger, self._sync, self._live, self._report = plan, ledger, sync, live, report
+        self.plan = plan
+        self._ledger = ledger
+        self._sync = sync
+        self._live = live
+        self._report = report
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="p2p-co2 checkpoint")
         self.under_way: Future[None] | None = None
         """Nothing else writes to the folder meanwhile."""
@@ -115,7 +119,10 @@ class Saver:
                 self._end()
 
     def _end(self) -> None:
-        ended, self.under_way, self.copies, self._refused = self.under_way, None, None, None
+        ended = self.under_way
+        self.under_way = None
+        self.copies = None
+        self._refused = None
         assert ended is not None
         try:
             ended.result()
@@ -126,7 +133,8 @@ class Saver:
 
     def _begin(self) -> None:
         began_at = self.began_at = time.monotonic()
-        plan, sync = self.plan, self._sync
+        plan = self.plan
+        sync = self._sync
         said, buffers = self._look()
         checkpoint = Checkpoint(
             run_config_json=plan.run.canonical_bytes().decode(), plan_digest=plan.fragments.digest,
@@ -140,7 +148,8 @@ class Saver:
 
     def _look(self) -> tuple[Said, dict[str, Tensor]]:
         """What of the inner optimizer's state and of the buffers can be saved. Tells, once, what cannot."""
-        troubles, buffers = [], {}
+        troubles = []
+        buffers = {}
         for name, buffer in named_buffers(self.plan.model, persistent=True).items():
             if trouble := trouble_with(buffer):
                 troubles.append(f"the buffer {name} ({trouble})")
@@ -216,7 +225,8 @@ class ShareQueue:
             return
         share = self.shares[number]
         self._live.await_computed({tensor.device for tensor in share.values()})
-        began_at, at = time.monotonic(), 0
+        began_at = time.monotonic()
+        at = 0
         given: dict[str, Tensor] = {}
         try:
             room = large_tensor(sum(map(_room_bytes, share.values())), torch.uint8)

@@ -104,16 +104,23 @@ class Synchroniser:
         self, run: RunConfig, model: ExchangedModel, ledger: TensorWorker, wire: NodeView, start: Progressed,
         source: Source = SYSTEM,
     ) -> None:  # fmt: skip
-        self._run, self._model, self._ledger, self._wire, self._source = run, model, ledger, wire, source
+        self._run = run
+        self._model = model
+        self._ledger = ledger
+        self._wire = wire
+        self._source = source
         now = source.now()
         self.clock = SwarmClock(run.clock)
         self.clock.start(start.position, now, start.inner_steps)
-        self.position, self._advanced_at, self.inner_steps = start.position, now, start.inner_steps
+        self.position = start.position
+        self._advanced_at = now
+        self.inner_steps = start.inner_steps
         self.figures = Figures(start.tokens, now)
         self.account = WorkAccount(run, start.tokens, [agreed.version for agreed in ledger.agreed()])
         self._held: deque[tuple[int, Outcome]] = deque()
         """Outcomes that wait for ``sync_delay_steps``: (inner step at which they may be applied, outcome)."""
-        self.activity, self._told_finished = Activity.TRAINING, frozenset[int]()
+        self.activity = Activity.TRAINING
+        self._told_finished = frozenset[int]()
         self.stopped = False
         """Set by a person's wish to end, in any thread: waits that only finish nicely are given up."""
 
@@ -143,7 +150,8 @@ class Synchroniser:
             self._model.warn_once(NO_TOKENS)
         is_encoded = not self._ledger.is_encoding  # before its merge, in the snapshot's memory, is taken
         self.take_outcomes()
-        last, self.position = self.position, self._advance(now)
+        last = self.position
+        self.position = self._advance(now)
         due = [] if is_too_late else self.account.due(last, self.position, self._wire.is_line_full())
         if due:
             self._model.look(self.position)
@@ -193,12 +201,15 @@ class Synchroniser:
         is_last = self.activity.is_ending or self.account.is_over(self.position)
 
         def encoded(index: int, offer: EncodedOffer, agreed: AgreedVersion) -> None:
-            round_, base, payload = offer.round, offer.base_version, offer.payload
+            round_ = offer.round
+            base = offer.base_version
+            payload = offer.payload
             self._wire.offer(Offer(index, round_, base, agreed.digest, payload, weight, is_last, offer_id))
             size = len(payload)
             self._report(ev.FragmentSent, fragment=index, round=round_, payload_bytes=size, weight=weight)
 
-        snapshot, taken = self._model.live.snapshot(fragment), self.account.taken[fragment]
+        snapshot = self._model.live.snapshot(fragment)
+        taken = self.account.taken[fragment]
         self._ledger.submit_offer(fragment, snapshot, weight, taken, encoded, offer_id)
 
     # ---- outcomes
@@ -207,7 +218,8 @@ class Synchroniser:
         """Merge what has arrived and may be applied now."""
         while not self._ledger.outcomes.empty():
             outcome = self._ledger.outcomes.get_nowait()
-            sent, delay = self.account.in_flight.get(outcome.fragment), self._run.outer.sync_delay_steps
+            sent = self.account.in_flight.get(outcome.fragment)
+            delay = self._run.outer.sync_delay_steps
             if sent is not None and outcome.report and self.inner_steps < sent.inner_steps + delay:
                 self._held.append((sent.inner_steps + delay, outcome))
             else:
@@ -226,7 +238,8 @@ class Synchroniser:
             self._apply(self._held.popleft()[1])
 
     def _apply(self, outcome: Outcome) -> None:
-        fragment, is_newer = outcome.fragment, outcome.version > self.versions[outcome.fragment]
+        fragment = outcome.fragment
+        is_newer = outcome.version > self.versions[outcome.fragment]
         sent = self.account.meet(fragment, outcome.version, outcome.ends_offer)
         if outcome.merge is not None:
             self._model.merge_(fragment, outcome.merge)
@@ -286,7 +299,8 @@ class Synchroniser:
     def rest(self, reason: Callable[[], str], beat_s: float = REPORT_EVERY_S / 10) -> None:
         """Stand still as long as ``reason`` gives one, and say so; what comes in is merged, nothing is sent.
         Its time is in no figure; the work done before goes into the next offers."""
-        began_at, why = self._source.now(), reason()
+        began_at = self._source.now()
+        why = reason()
         if not why:
             return
         self.activity = Activity.RESTING
@@ -307,7 +321,8 @@ class Synchroniser:
         rested_s = self._source.now() - began_at
         self.figures.skip(rested_s, rested=True)
         self._model.live.take_computing_s()
-        self.position, self.activity = self._advance(self._source.now()), Activity.TRAINING
+        self.position = self._advance(self._source.now())
+        self.activity = Activity.TRAINING
         self.account.forget_missed()
         self._report(ev.Resumed, paused_s=rested_s)
         self.report()
@@ -329,7 +344,8 @@ class Synchroniser:
         if not finished:
             yield from self._wait(lambda: not self.account.in_flight, CLOSE_BOUND_S / 2)
         else:
-            self.activity, bound_s = Activity.OFFERING_THE_REST, self.account.flush_bound_s
+            self.activity = Activity.OFFERING_THE_REST
+            bound_s = self.account.flush_bound_s
             settle_s = bound_s + SETTLE_S
             self._report(
                 ev.TrainingEnded, fragments=tuple(self.account.uncounted(self.figures.tokens)),
@@ -362,7 +378,8 @@ class Synchroniser:
         def has_room() -> bool:  # the last snapshot's memory is free again
             return self.stopped or (not self._ledger.is_encoding and self._ledger.outcomes.empty())
 
-        ending, open_ = Ending(len(self.versions), self._source.now(), bound_s), self.account.in_flight
+        ending = Ending(len(self.versions), self._source.now(), bound_s)
+        open_ = self.account.in_flight
         yield from self._wait(has_room, bound_s)
         while not self.stopped:
             uncounted = [f for f in self.account.uncounted(self.figures.tokens) if f not in self._wire.over()]
@@ -387,7 +404,8 @@ class Synchroniser:
 
     def report(self) -> None:
         """Show where this peer is: to the others, and as an event."""
-        now, figures = self._source.now(), self.figures
+        now = self._source.now()
+        figures = self.figures
         figures.make(now, keeps_rate=self.activity.is_ending)
         self._show()
         up_bytes, down_bytes = self._wire.traffic_bytes()
@@ -403,7 +421,8 @@ class Synchroniser:
     def _show(self) -> None:
         finished = self._told_finished = self._finished()
         where = self.position, self._advanced_at, self.inner_steps
-        phase, is_ending = self.activity.phase, self.activity.is_ending
+        phase = self.activity.phase
+        is_ending = self.activity.is_ending
         self._wire.show(LocalProgress(phase, *where, finished, is_ending))
 
     def _report(self, kind: type[ev.Event], **fields: Any) -> None:  # the fields of one frozen event type

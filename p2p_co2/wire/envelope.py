@@ -42,7 +42,8 @@ class Opened:
         kind = KINDS.get(envelope.WhichOneof("body") or "")
         if kind is None:
             raise RemoteProtocolError("unknown message", "no body that this version knows")
-        self.kind, body = kind, getattr(envelope, kind.name)
+        self.kind = kind
+        body = getattr(envelope, kind.name)
         self.body: Any = body if data is None else _WithData(body, data)
 
     @cached_property
@@ -122,7 +123,8 @@ class _WithData:
     __slots__ = ("data", "message")
 
     def __init__(self, message: Message, data: Buffer) -> None:
-        self.message, self.data = message, data
+        self.message = message
+        self.data = data
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Message]:  # type: ignore[override]
@@ -170,7 +172,8 @@ def serialised(message: Message) -> tuple[Buffer, ...]:
 def parse(data: bytes) -> tuple[Envelope, memoryview | None]:
     """The envelope, and what lies beside its body: the body's data, a view of ``data``, if it is large and
     comes last; else None. Raises protobuf's ``DecodeError``."""
-    envelope, place = Envelope(), _find(data)
+    envelope = Envelope()
+    place = _find(data)
     if place is None:
         envelope.ParseFromString(data)
         return envelope, None
@@ -198,7 +201,8 @@ def _find(data: bytes) -> _Place | None:
     for _ in range(MOST_FIELDS):
         field_at = at
         key, at = _varint(data, at)
-        number, wire_type = key >> 3, key & 7
+        number = key >> 3
+        wire_type = key & 7
         if wire_type == _VARINT:
             at = _varint(data, at)[1]
         elif wire_type != _BYTES:

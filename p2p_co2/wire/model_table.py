@@ -87,7 +87,8 @@ class ModelSummary:
         theirs = [
             Row(row.name, tuple(row.shape[:]), row.dtype, row.trained, row.digest) for row in table.rows
         ]
-        there, here = {row.name: row for row in theirs}, {row.name for row in self.rows}
+        there = {row.name: row for row in theirs}
+        here = {row.name for row in self.rows}
         mine = self.rows[: len(theirs)] if len(theirs) < len(self.rows) else self.rows  # it may be cut short
         trained = sum(row.is_trained for row in self.rows)
         sizes = (

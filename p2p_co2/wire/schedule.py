@@ -55,7 +55,8 @@ class SwarmClock:
 
         ``inner_steps`` is this peer's own count at that moment.
         """
-        self._position, self._at = position, now
+        self._position = position
+        self._at = now
         self._inner_steps = inner_steps
         self._correction = 0.0
 
@@ -80,7 +81,8 @@ class SwarmClock:
         self._advance(now)
         difference = others - self._position
         if difference > 1.0:
-            self._position, difference = others, 0.0
+            self._position = others
+            difference = 0.0
         self._correction = difference
 
     def _advance(self, now: float) -> None:
@@ -104,7 +106,8 @@ def due(count: int, last_position: float, position: float) -> tuple[int, ...]:
 
     Each at most once: a peer that slept through several rounds sends each fragment once.
     """
-    first, last = last_tick(count, last_position) + 1, last_tick(count, position)
+    first = last_tick(count, last_position) + 1
+    last = last_tick(count, position)
     return tuple(tick % count for tick in range(first, min(last, first + count - 1) + 1))
 
 
@@ -162,7 +165,8 @@ class FullLine:
     way's length, that rounds wait for: one after the other they would take longer."""
 
     def __init__(self, count: int, by_time: bool) -> None:
-        self._count, self._by_time = count, by_time
+        self._count = count
+        self._by_time = by_time
         self.share = 0.0
         """Of the time of late, in which bulk waited."""
         self._until_tick = 0
@@ -184,7 +188,8 @@ class WorkAccount:
     """One per peer. ``tokens``, ``versions`` (by fragment): where the peer goes on."""
 
     def __init__(self, run: RunConfig, tokens: int, versions: Sequence[int]) -> None:
-        self._run, self._count = run, len(versions)
+        self._run = run
+        self._count = len(versions)
         self.versions = list(versions)
         """Of the agreed states that the live parameters have met."""
         self.in_flight: dict[int, Sent] = {}
@@ -244,11 +249,14 @@ class WorkAccount:
         when it gets there. One has the line until its slices have left, if they are not lost. While it is
         encoded and awaits its BEGIN, which takes all members' offers, it has it for a round at most, or, if
         the line is idle, for the time between two points. A step that is longer than that sends several."""
-        round_s, begun, early = self._run.clock.round_s, 0, 0
+        round_s = self._run.clock.round_s
+        begun = 0
+        early = 0
         tick_s = round_s / self._count
         early_s = round_s if self._line.share > 0.5 else tick_s
         for fragment, sent in self.in_flight.items():
-            at, age_s = stage(fragment), now - sent.at
+            at = stage(fragment)
+            age_s = now - sent.at
             begun += at == "slices" and age_s < LONGEST_TURN_ROUNDS * round_s
             early += at in ("", "asking") and age_s < early_s
         if begun:
@@ -379,15 +387,19 @@ class Ending:
     """
 
     def __init__(self, count: int, began_at: float, bound_s: float) -> None:
-        self._ends_at, self._bound_s = began_at + bound_s, bound_s
-        self._again_at, self._tries = [began_at] * count, [0] * count
+        self._ends_at = began_at + bound_s
+        self._bound_s = bound_s
+        self._again_at = [began_at] * count
+        self._tries = [0] * count
 
     def next(
         self, uncounted: Collection[int], in_flight: Collection[int], now: float
     ) -> tuple[list[int], float] | None:
         """Fragments to offer now, of those with work that is not counted, and how long to wait then until
         fewer are in flight; None when nothing is left to do."""
-        left_s, half_s, count = self._ends_at - now, self._bound_s / 2, len(self._tries)
+        left_s = self._ends_at - now
+        half_s = self._bound_s / 2
+        count = len(self._tries)
         if not uncounted or left_s <= 0:
             return None
         in_a_hurry = left_s <= half_s

@@ -55,7 +55,8 @@ def read_status(status: Status) -> PeerStatus:
     for number in (read.position, read.upload_bytes_per_s, read.download_bytes_per_s, read.heartbeat_s):
         if not 0 <= number < 1e18:  # NaN fails every comparison
             raise RemoteProtocolError("bad status", f"position or rate out of range: {number}")
-    versions, digests = read.versions, read.digests
+    versions = read.versions
+    digests = read.digests
     if 8 * len(read.finished) > MAX_FRAGMENTS + 7:
         raise RemoteProtocolError("bad status", f"{8 * len(read.finished)} finished fragments")
     if len(versions) > MAX_FRAGMENTS or len(digests) not in (0, len(versions)):

@@ -141,7 +141,8 @@ def _why_unused(makers: Set[Maker], version: str, built_for: Maker | None) -> tu
             advice = f"{name} is set and may hide it"
         return f"torch {version} cannot use it", advice
     why = f"torch {version} is " + ("a CPU build" if built_for is None else "built for another maker's")
-    pip, same = f"{sys.executable} -m pip", version.partition("+")[0]
+    pip = f"{sys.executable} -m pip"
+    same = version.partition("+")[0]
     cure = f"{pip} uninstall -y torch && {pip} install torch=={same}"
     if Maker.NVIDIA in makers:
         return why, f"install one for CUDA: {cure}"

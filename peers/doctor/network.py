@@ -39,8 +39,11 @@ from peers.doctor.machine import cannot_listen
 
 NETWORK_S = 22.0
 """Bound on everything here."""
-STARTUP_S, OPEN_S = 6.0, 5.0
-MAX_PEERS_ASKED, MAX_MEASURED, LOOKS = 4, 3, 3
+STARTUP_S = 6.0
+OPEN_S = 5.0
+MAX_PEERS_ASKED = 4
+MAX_MEASURED = 3
+LOOKS = 3
 FIRST_BYTES, SECOND_BYTES, QUICK_S = 128 << 10, 1 << 20, 0.5
 """A rate is measured on the first; on the second where that took less than ``QUICK_S``."""
 AFTER_SEEDS = ("clock", "nat", "reachability", "upload", "download")
@@ -179,9 +182,11 @@ def nat_finding(seen: Sequence[Place], config: PeerConfig) -> Finding:
     if any(not cannot_listen(address, 0) for address, _ in seen):  # it is this machine's
         return Finding("nat", State.OK, f"none, {where}")
     if len(seen) == 1:
-        kind, how = "some, of unknown kind", "a second seed could tell which"
+        kind = "some, of unknown kind"
+        how = "a second seed could tell which"
     elif len(set(seen)) == 1:
-        kind, how = "one mapping for all (cone)", "hole punching works through it"
+        kind = "one mapping for all (cone)"
+        how = "hole punching works through it"
     else:
         kind = "a mapping of its own for each destination (symmetric)"
         how = "hole punching does not work through it, others meet this peer by relays"
@@ -263,7 +268,8 @@ async def _dial_back_to_listener(prober: Prober, config: PeerConfig) -> tuple[in
 async def look_at_rates(answering: Sequence[Target], tell: Tell) -> MeasuredLink:
     """Up, then down: with a few at once, peers first, since one of them may be the slower end."""
     chosen = sorted(answering, key=lambda target: target.is_seed)[:MAX_MEASURED]
-    up, down = await _rate("upload", chosen, Prober.upload), await _rate("download", chosen, Prober.download)
+    up = await _rate("upload", chosen, Prober.upload)
+    down = await _rate("download", chosen, Prober.download)
     for _, finding in (up, down):
         tell(finding)
     round_trip_s = statistics.median(target.best.round_trip_s for target in answering)
@@ -296,7 +302,8 @@ async def _rate(
 def together(passed: Iterable[Passed]) -> float | None:
     """Bytes per second while any of them ran: one that came after the others had the whole line."""
     known = sorted(passed, key=lambda one: one.began_at)
-    running_s, until = 0.0, -math.inf
+    running_s = 0.0
+    until = -math.inf
     for one in known:
         running_s += max(0.0, one.ended_at - max(one.began_at, until))
         until = max(until, one.ended_at)

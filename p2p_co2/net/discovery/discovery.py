@@ -89,7 +89,10 @@ class Discovery:
     """
 
     def __init__(self, p2p: P2P, identity: Identity, run: bytes, on_refused: OnRefused) -> None:
-        self._p2p, self._identity, self._run, self._on_refused = p2p, identity, run, on_refused
+        self._p2p = p2p
+        self._identity = identity
+        self._run = run
+        self._on_refused = on_refused
         self._records = Records(run, on_refused, get_dht_time)
         self._node: DHTNode | None = None
         self._seeds = frozenset[PeerId]()
@@ -139,7 +142,8 @@ class Discovery:
 
     async def close(self) -> None:
         """Leave the DHT. May be called twice."""
-        node, self._node = self._node, None
+        node = self._node
+        self._node = None
         if node is None:
             return
         with suppress(TransportError):  # the daemon is gone, and the node's handlers with it
@@ -154,9 +158,12 @@ class Discovery:
 
     async def publish_self(self, record: PeerRecord, lifetime_s: float) -> None:
         """Publish where we can be reached; again before ``lifetime_s`` is over. Raises ``TransportError``."""
-        own, me = PeerRecord(), self._identity.peer_id
+        own = PeerRecord()
+        me = self._identity.peer_id
         own.CopyFrom(record)
-        own.peer, own.run, own.expires_at = me, self._run, get_dht_time() + lifetime_s
+        own.peer = me
+        own.run = self._run
+        own.expires_at = get_dht_time() + lifetime_s
         sealed = self._identity.seal(PEER_CONTEXT, own.SerializeToString())
         await self._store(peers_keys(self._run)[shard_of(me)], me, sealed, own.expires_at)
 
@@ -164,7 +171,8 @@ class Discovery:
         """The checked, unexpired records of all other peers, and this one's ``own``, sorted by peer. Raises
         ``TransportError``."""
         found = await self._find(peers_keys(self._run))
-        now, me = get_dht_time(), self._identity.peer_id
+        now = get_dht_time()
+        me = self._identity.peer_id
         records = [record for record, _ in self._checked(found, self._records.peer_record)]
         others = [record for record in records if record.expires_at > now and (own or record.peer != me)]
         return sorted(others, key=lambda record: record.peer)[:MAX_PEERS]
@@ -187,7 +195,8 @@ class Discovery:
         if len(sealed) > MAX_RECORD_BYTES:
             size = f"{len(sealed)} bytes when published, at most {MAX_RECORD_BYTES}"
             raise ConfigError("the run file", "", f"{size}; shorten recipe_options")
-        self._records.run_key, self._sealed_manifest = self._identity.peer_id, sealed
+        self._records.run_key = self._identity.peer_id
+        self._sealed_manifest = sealed
         await self.keep_manifest()
 
     async def fetch_manifest(self, run_key: PeerId) -> RunManifest:
@@ -211,7 +220,8 @@ class Discovery:
     async def keep_manifest(self) -> None:
         """Store the manifest that we published or fetched once more, so that it outlives its author. It
         carries its signature with it, so anybody may. Raises ``TransportError``."""
-        run_key, sealed = self._records.run_key, self._sealed_manifest
+        run_key = self._records.run_key
+        sealed = self._sealed_manifest
         if run_key is None or not sealed:
             raise LocalProtocolError("no manifest to keep: publish or fetch it first")
         await self._store(manifest_key(self._run), run_key, sealed, get_dht_time() + MAX_LIFETIME_S)
@@ -221,11 +231,15 @@ class Discovery:
     async def publish_position(self, said: RunPosition) -> None:
         """Tell those that come later where the run is. The seeds themselves are told: they are there when all
         peers have left. Raises ``TransportError``."""
-        own, me = RunPosition(), self._identity.peer_id
+        own = RunPosition()
+        me = self._identity.peer_id
         own.CopyFrom(said)
-        own.peer, own.run, own.written_at = me, self._run, get_dht_time()
+        own.peer = me
+        own.run = self._run
+        own.written_at = get_dht_time()
         sealed = self._identity.seal(POSITION_CONTEXT, own.SerializeToString())
-        key, ends_at = position_keys(self._run)[shard_of(me)], own.written_at + MAX_LIFETIME_S
+        key = position_keys(self._run)[shard_of(me)]
+        ends_at = own.written_at + MAX_LIFETIME_S
         call = self._running().protocol.call_store  # gives None where nobody answers
         entry = [DHTID.generate(source=key)], [MSGPackSerializer.dumps(sealed)], [ends_at], [me]
         async with self._calling("no seed took a record"):
@@ -255,7 +269,8 @@ class Discovery:
 
     def hold_positions(self, written: Iterable[Written]) -> None:
         """Answer for these from now on; what is no position of this run is reported and dropped."""
-        storage, keys = self._running().protocol.storage, position_keys(self._run)
+        storage = self._running().protocol.storage
+        keys = position_keys(self._run)
         for said, sealed in self._newest(written):
             key = DHTID.generate(source=keys[shard_of(PeerId(said.peer))])
             ends_at = said.written_at + MAX_LIFETIME_S

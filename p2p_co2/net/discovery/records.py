@@ -86,7 +86,9 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
     """
 
     def __init__(self, run: bytes, on_refused: OnRefused, clock: Callable[[], float]) -> None:
-        self._run, self._on_refused, self._clock = run, on_refused, clock
+        self._run = run
+        self._on_refused = on_refused
+        self._clock = clock
         self.run_key: PeerId | None = None
         self.stored_under: Callable[[bytes], Collection[str]] = lambda _: ()
         self._checks: dict[bytes, tuple[Callable[[str, bytes], Any], int]] = {

@@ -74,7 +74,8 @@ def address_of(maddr: str) -> tuple[str, int] | None:
     if is_relayed(maddr) or len(fields) < 5 or fields[1] not in {"ip4", "ip6"} or fields[3] != "tcp":
         return None
     try:
-        address, port = ipaddress.ip_address(fields[2]), int(fields[4])
+        address = ipaddress.ip_address(fields[2])
+        port = int(fields[4])
     except ValueError:
         return None
     return (str(address), port) if 0 < port < 65536 else None
@@ -113,7 +114,9 @@ class Resolver:
             return [str(ipaddress.ip_address(host))]
         if not self._places.acquire(blocking=False):
             raise TransportError(f"{host[:64]}: too many names are being looked up; addresses need none")
-        loop, found, ready = asyncio.get_running_loop(), list[str](), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        found = list[str]()
+        ready = asyncio.Event()
 
         def look_up() -> None:
             try:

@@ -35,7 +35,8 @@ MAX_STRANGERS, FEW = 64, 4
 """Those that have opened a link and have not said hello; and what any neighbourhood may hold."""
 RELAYED = "relays"
 """The neighbourhood of all that do not come directly."""
-MAX_NONCES, MAX_NONCES_PER_PEER = 16384, 64
+MAX_NONCES = 16384
+MAX_NONCES_PER_PEER = 64
 
 
 class _Places:
@@ -56,7 +57,9 @@ class Admission:
     seconds."""
 
     def __init__(self, identity: Identity, run: bytes, clock: Callable[[], float]) -> None:
-        self._identity, self._run, self._clock = identity, run, clock
+        self._identity = identity
+        self._run = run
+        self._clock = clock
         self.is_known: Callable[[PeerId], bool] = lambda peer: False
         """Whether a peer has worked with us of late."""
         self._strangers = _Places(MAX_STRANGERS)

@@ -62,7 +62,8 @@ class Link:
     a message, or where the peer does not say."""
 
     def __init__(self, peer: PeerId, gone: Callable[[Link], None]) -> None:
-        self.peer, self.way = peer, DIRECT
+        self.peer = peer
+        self.way = DIRECT
         self._gone = gone
         self._writing = asyncio.Lock()
         self._closing = ""

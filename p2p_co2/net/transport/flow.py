@@ -97,7 +97,8 @@ class Acknowledged:
 
     def _adjust(self, took_s: float, was_used: bool) -> None:
         size_bytes = self.arrived_bytes - self._counted_bytes
-        self._timed, self._counted_bytes = None, self.arrived_bytes
+        self._timed = None
+        self._counted_bytes = self.arrived_bytes
         self._quickest_s = min(self._quickest_s, took_s)
         early = max(-1.0, 1 - (took_s - self._quickest_s) / WAITING_S)
         if early < 0 or was_used:  # by half: it stands for a whole round trip
@@ -177,7 +178,8 @@ def _socket_at(descriptor: int) -> tuple[int, int] | None:
 
 def _leads_to(descriptor: int, address: bytes, port: int) -> bool:
     """Whether a connection's other end (``sockaddr_in``, ``sockaddr_in6``) is there; IPv4 may be mapped."""
-    there, size = ctypes.create_string_buffer(28), ctypes.c_uint(28)
+    there = ctypes.create_string_buffer(28)
+    size = ctypes.c_uint(28)
     if _LIBC.getpeername(descriptor, there, ctypes.byref(size)):
         return False
     (family,) = struct.unpack_from("=H", there)
@@ -186,6 +188,7 @@ def _leads_to(descriptor: int, address: bytes, port: int) -> bool:
 
 
 def _tcp_info(descriptor: int) -> bytes:
-    info, size = ctypes.create_string_buffer(_INFO.size), ctypes.c_uint(_INFO.size)
+    info = ctypes.create_string_buffer(_INFO.size)
+    size = ctypes.c_uint(_INFO.size)
     failed = _LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(size))
     return b"" if failed else info.raw[: size.value]

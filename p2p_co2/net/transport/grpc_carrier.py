@@ -98,7 +98,8 @@ class GrpcCarrier(Carrier):
     ) -> None:
         super().__init__(identity, run, clock)
         self._certificate = make_certificate(clock())
-        self._host, self.port = host, port
+        self._host = host
+        self.port = port
         self._server: grpc.aio.Server | None = None
         self._resolver = Resolver()
 
@@ -126,7 +127,8 @@ class GrpcCarrier(Carrier):
                 "address (host)"
             )
         await server.start()
-        self._server, self.port = server, bound
+        self._server = server
+        self.port = bound
         shut_in_forks_at(bound)
 
     async def _dial(self, record: PeerRecord) -> GrpcLink:
@@ -144,7 +146,8 @@ class GrpcCarrier(Carrier):
         raise TransportError("; ".join(causes))
 
     async def _stop(self) -> None:
-        server, self._server = self._server, None
+        server = self._server
+        self._server = None
         if server is not None:
             await server.stop(None)
             left_to_others(self.port)
@@ -224,7 +227,8 @@ class GrpcLink(Link):
         await self._channel.close()
 
     async def _watch(self) -> str:
-        code, details = await self._call.code(), await self._call.details()
+        code = await self._call.code()
+        details = await self._call.details()
         return self._closing or how_it_ended(code, details)
 
 

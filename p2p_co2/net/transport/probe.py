@@ -49,7 +49,8 @@ class Allowances:
     else: so many bytes a minute. Price: behind one shared router many share one."""
 
     def __init__(self) -> None:
-        self._used, self._ends_at = Counter[str](), 0.0
+        self._used = Counter[str]()
+        self._ends_at = 0.0
 
     def left_bytes(self, network: str, now: float) -> float:
         """What ``network`` may use now."""
@@ -84,10 +85,14 @@ class ProbeServer:
     def __init__(
         self, p2p: P2P, run: bytes, upload_bytes_per_s: float = 0.0, clock: Callable[[], float] = time.time
     ) -> None:
-        self._run, self._cap, self._clock = run, upload_bytes_per_s, clock
-        self._allowances, self._free_at = Allowances(), 0.0
+        self._run = run
+        self._cap = upload_bytes_per_s
+        self._clock = clock
+        self._allowances = Allowances()
+        self._free_at = 0.0
         server = AnswerServer(p2p, PROTOCOL, self._answer, lambda peer, error: None, self._most_bytes)
-        self.start, self.close = server.start, server.close
+        self.start = server.start
+        self.close = server.close
 
     def _most_bytes(self, asker: Asker) -> int:
         left_bytes = self._allowances.left_bytes(_network(asker), time.monotonic())
@@ -203,11 +208,15 @@ class Prober:
     reason in words), and are safe to cancel. The first question opens the stream, which takes longer."""
 
     def __init__(self, client: QuestionClient, peer: PeerId, maddrs: Sequence[str], run: bytes) -> None:
-        self._client, self._peer, self._maddrs, self._run = client, peer, maddrs, run
+        self._client = client
+        self._peer = peer
+        self._maddrs = maddrs
+        self._run = run
 
     async def look(self) -> Look:
         """How we look from there, what the clock there is, and how long it took to ask."""
-        asked_at, asked_unix = time.monotonic(), time.time()
+        asked_at = time.monotonic()
+        asked_unix = time.time()
         answer = await self.ask(Probe(look=LookProbe()))
         round_trip_s = time.monotonic() - asked_at
         if not math.isfinite(answer.clock):
@@ -289,7 +298,8 @@ def judge_clock(offsets_s: Sequence[float]) -> ClockJudged:
     if 2 * sum(abs(offset - middle) <= CLOCK_OK_S for offset in offsets_s) <= len(offsets_s):
         measured = f"{others} differ by {max(offsets_s) - min(offsets_s):.0f} s"
         return ClockJudged("unknown", measured, "somebody's clock is wrong; look at this machine's: date -u")
-    measured, fix = f"{-middle:+.2f} s against {others}", "set it by the network: timedatectl set-ntp true"
+    measured = f"{-middle:+.2f} s against {others}"
+    fix = "set it by the network: timedatectl set-ntp true"
     if abs(middle) > CLOCK_CANNOT_S:
         return ClockJudged("cannot", measured, f"the others do not list or hear this peer; {fix}")
     if abs(middle) > CLOCK_OK_S:

@@ -51,7 +51,8 @@ class Line:
     ``Carrier.line``."""
 
     def __init__(self, line: SlowLine, seed: int) -> None:
-        self.line, self._chance = line, random.Random(seed)
+        self.line = line
+        self._chance = random.Random(seed)
         self._up_free_at = self._down_free_at = 0.0
 
     def taking(self, on_message: OnMessage) -> OnMessage:
@@ -92,8 +93,10 @@ class SlowLink(Link):
     def __init__(
         self, link: Link, pass_up: Callable[[int], Awaitable[None]], latency_s: Callable[[int], float]
     ) -> None:
-        self._link, self.carrier = link, link.carrier
-        self._pass_up, self._latency_s = pass_up, latency_s
+        self._link = link
+        self.carrier = link.carrier
+        self._pass_up = pass_up
+        self._latency_s = latency_s
         self._under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_UNDER_WAY)
         self._latest_at = 0.0
         super().__init__(link.peer, lambda _: None)

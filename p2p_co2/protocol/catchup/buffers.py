@@ -26,9 +26,11 @@ class Buffers:
     """``layout`` names order, shapes and dtypes (64 bits); ``size_bytes``: of all; 0 if there are none."""
 
     def __init__(self, chunk_bytes: int, out: Outbox) -> None:
-        self._chunk_bytes, self._out = chunk_bytes, out
+        self._chunk_bytes = chunk_bytes
+        self._out = out
         self.layout = self.size_bytes = 0
-        self._published, self._published_at = b"", -math.inf
+        self._published = b""
+        self._published_at = -math.inf
         self._asking = dict[PeerId, Fetch]()
         self._donor: PeerId | None = None
         self._taken = bytearray()
@@ -43,10 +45,12 @@ class Buffers:
     def publish(self, data: bytes, now: float) -> None:
         """The values as they are now, given for ``LOADS_S`` and kept until the next ones; empty: there are
         none from now on."""
-        self._published, self._published_at = data, now
+        self._published = data
+        self._published_at = now
         if not data:
             self.size_bytes = 0
-        asking, self._asking = self._asking, {}
+        asking = self._asking
+        self._asking = {}
         for peer, fetch in asking.items():
             self._serve(fetch, peer, now)
 
@@ -67,7 +71,8 @@ class Buffers:
 
     def ask(self, donor: PeerId) -> None:
         """Forget what came, and ask ``donor`` for all, one chunk after the other."""
-        self._donor, self._taken = donor, bytearray()
+        self._donor = donor
+        self._taken = bytearray()
         self._ask_next()
 
     @property
@@ -76,7 +81,9 @@ class Buffers:
 
     def take(self) -> bytearray:
         """All that the donor gave, empty if it has not given all. It is asked no more."""
-        taken, self._taken, self._donor = self._taken, bytearray(), None
+        taken = self._taken
+        self._taken = bytearray()
+        self._donor = None
         return taken if len(taken) == self.size_bytes else bytearray()
 
     def _ask_next(self) -> None:

@@ -75,7 +75,10 @@ class Donor:
         self, identity: Identity, run: bytes, shape: Shape, out: Outbox,
         is_everywhere: Callable[[int, int], bool],
     ) -> None:  # fmt: skip
-        self._identity, self._run, self.shape, self._out = identity, run, shape, out
+        self._identity = identity
+        self._run = run
+        self.shape = shape
+        self._out = out
         self._versions = [0] * len(shape.state_bytes)
         self.history = History(shape, is_everywhere)
         self.exports: OrderedDict[tuple[int, int], Export] = OrderedDict()
@@ -104,7 +107,9 @@ class Donor:
         now: float,
     ) -> None:  # fmt: skip
         """The answer to ``ExportWanted``; ``chunk_digests`` of ``data``'s chunks, in order."""
-        shape, size, place = self.shape, len(data), Fetch(what=STATE, fragment=fragment, version=version)
+        shape = self.shape
+        size = len(data)
+        place = Fetch(what=STATE, fragment=fragment, version=version)
         manifest = self._sign(place, size, chunk_digests, digest=digest)
         longest_s = 10 * PATIENCE_S + size * shape.scale / EXPORT_SLOWEST_BYTES_PER_S
         export = Export(data, now, now + longest_s, manifest)
@@ -191,7 +196,8 @@ class Donor:
 
     def _serve_manifest(self, fetch: Fetch, peer: PeerId, now: float) -> None:
         """The newest state, if there is room for it; else one that is there already; else come again."""
-        fragment, current = fetch.fragment, self._versions[fetch.fragment]
+        fragment = fetch.fragment
+        current = self._versions[fetch.fragment]
         export = self.exports.get((fragment, current))
         if export is None or not _suits(fetch, current):
             if _suits(fetch, current) and (fragment in self._waiting or self._has_room(fragment, peer, now)):

@@ -87,7 +87,8 @@ class OwedChunks:
 
     def gave(self, peer: PeerId, owed: Owed, now: float) -> list[Owed]:
         """A right chunk came: those that were asked for before it, and are lost."""
-        line, self.came_at = self._lines.setdefault(peer, Line(now)), now
+        line = self._lines.setdefault(peer, Line(now))
+        self.came_at = now
         lost = list[Owed]()
         if owed in line.owed:
             order = list(line.owed)
@@ -105,7 +106,8 @@ class OwedChunks:
     def forget(self, request: int, peer: PeerId | None = None) -> set[int]:
         """Wait no more for what ``peer`` (None: anybody) owes to one load; those chunks that nobody else
         owes."""
-        chunks, still = set[int](), set[int]()
+        chunks = set[int]()
+        still = set[int]()
         for one, line in self._lines.items():
             owed = {chunk for known, chunk in line.owed if known == request}
             if peer in (None, one):
@@ -156,14 +158,16 @@ class Fetcher:
     came that had not come before."""
 
     def __init__(self, run: bytes, shape: Shape, out: Outbox) -> None:
-        self.shape, self._out = shape, out
+        self.shape = shape
+        self._out = out
         self._terms = Terms(run, shape)
         self.owed = OwedChunks(shape)
         self._loads: dict[int, Load] = {}
         self._waiting: dict[int, Goal] = {}
         self._quarantined: dict[PeerId, float] = {}
         self._requests = 0
-        self.got_at, self._tell_at = -math.inf, math.inf
+        self.got_at = -math.inf
+        self._tell_at = math.inf
 
     # ---- what is wanted
 
@@ -276,7 +280,8 @@ class Fetcher:
         loads = [load for load in self._loads.values() if load.goal.what == STATE]
         waiting = [goal.fragment for goal in self._waiting.values() if goal.what == STATE]
         fragments = tuple(sorted([*waiting, *(load.goal.fragment for load in loads)]))
-        chunks, scale = [load.chunks for load in loads if load.chunks is not None], self.shape.scale
+        chunks = [load.chunks for load in loads if load.chunks is not None]
+        scale = self.shape.scale
         missing = sum(len(one.missing) for one in chunks) * self.shape.chunk_bytes
         received = max(0, sum(len(one.data) for one in chunks) - missing)
         total = sum(self.shape.state_bytes[fragment] for fragment in fragments)
@@ -373,8 +378,10 @@ class Fetcher:
 
     def _ask_chunk(self, load: Load, peer: PeerId, chunk: int, now: float) -> None:
         assert load.chunks is not None
-        load.dealt_at, goal = now, load.goal
+        load.dealt_at = now
+        goal = load.goal
         self.owed.ask(peer, (load.request, chunk), now)
         fetch = Fetch(what=goal.what, fragment=goal.fragment, want_chunk=True, chunk=chunk)
-        fetch.version, fetch.request = load.chunks.manifest.version, load.request
+        fetch.version = load.chunks.manifest.version
+        fetch.request = load.request
         self._out.send(peer, fetch)

@@ -11,7 +11,9 @@ from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_DATA_BYTES
 from p2p_co2.wire.messages_pb2 import Chunk, Decision, Fetch, Manifest, Refusal
 
-ROUND, STATE, BUFFERS = Fetch.ROUND, Fetch.STATE, Fetch.BUFFERS
+ROUND = Fetch.ROUND
+STATE = Fetch.STATE
+BUFFERS = Fetch.BUFFERS
 CatchUpMessage = Fetch | Manifest | Chunk | Refusal
 
 PATIENCE_S = 60.0

@@ -48,7 +48,8 @@ class History:
 
     def __init__(self, shape: Shape, is_everywhere: Callable[[int, int], bool]) -> None:
         """``is_everywhere``: whether nobody who is live lacks a fragment's version any more."""
-        self._shape, self._is_everywhere = shape, is_everywhere
+        self._shape = shape
+        self._is_everywhere = is_everywhere
         self._rounds: OrderedDict[tuple[int, int], KeptRound] = OrderedDict()
         self._held: dict[int, int] = {}
         self.held_bytes = 0

@@ -119,9 +119,12 @@ class Load:
     chosen, and kept while nothing ``is_chosen`` any more."""
 
     def __init__(self, goal: Goal, request: int, terms: Terms, now: float) -> None:
-        self.goal, self.request, self._terms = goal, request, terms
+        self.goal = goal
+        self.request = request
+        self._terms = terms
         self._started_at = self.moved_at = now
-        self.dealt_at, self._choose_at = -math.inf, math.inf
+        self.dealt_at = -math.inf
+        self._choose_at = math.inf
         self.attempts = 0
         self.donors: dict[PeerId, Standing] = dict.fromkeys(goal.donors, Unasked.LISTED)
         self.chunks: Chunks | None = None
@@ -158,9 +161,11 @@ class Load:
 
     def begin(self, distrusted: Collection[PeerId], now: float) -> None:
         """Ask everybody, the first time or anew."""
-        self.attempts, self.moved_at = self.attempts + 1, now
+        self.attempts = self.attempts + 1
+        self.moved_at = now
         self.donors = {peer: Unasked.GONE if peer in distrusted else Unasked.LISTED for peer in self.donors}
-        self.is_chosen, self._choose_at = False, math.inf
+        self.is_chosen = False
+        self._choose_at = math.inf
 
     def add_donors(self, peers: Iterable[PeerId]) -> None:
         self.donors = dict.fromkeys(peers, Unasked.LISTED) | self.donors
@@ -168,7 +173,8 @@ class Load:
     def forget(self, peer: PeerId, reason: str) -> None:
         """``peer`` serves this load no more."""
         if peer in self.donors:
-            self.donors[peer], self.reason = Unasked.GONE, f"{peer[-6:]}: {reason}"
+            self.donors[peer] = Unasked.GONE
+            self.reason = f"{peer[-6:]}: {reason}"
 
     def questions(self, now: float) -> list[tuple[PeerId, Fetch]]:
         """Ask whom it is time to ask again, and others until as many as are wanted are at it."""
@@ -181,13 +187,16 @@ class Load:
         return [(peer, self._ask(peer, now)) for peer in due]
 
     def _ask(self, peer: PeerId, now: float) -> Fetch:
-        known, goal, only = self.donors.get(peer), self.goal, 0
+        known = self.donors.get(peer)
+        goal = self.goal
+        only = 0
         self.donors[peer] = Asked(now, known.times if isinstance(known, Asked | Again) else 0)
         if self.is_chosen and self.chunks is not None:
             only = self.chunks.manifest.version
         fetch = Fetch(what=goal.what, fragment=goal.fragment, version=goal.version, request=self.request)
         if goal.what == STATE:
-            fetch.version, fetch.newest = only or self._oldest, only
+            fetch.version = only or self._oldest
+            fetch.newest = only
         return fetch
 
     def take_manifest(self, manifest: Manifest, sender: PeerId, now: float) -> None:
@@ -200,7 +209,8 @@ class Load:
         )
         if terms.vouched(sender, manifest) is False:
             raise RemoteProtocolError("bad state", f"the others know none like that of {manifest.version}")
-        self.donors[sender], self.moved_at = Promised(content_of(manifest), manifest), now
+        self.donors[sender] = Promised(content_of(manifest), manifest)
+        self.moved_at = now
         self._choose_at = min(self._choose_at, now + HEARTBEAT_S)
 
     def take_refusal(self, refusal: Refusal, sender: PeerId, now: float) -> bool:
@@ -227,11 +237,13 @@ class Load:
             self._choose_at = math.inf  # who promised has gone: the next promise sets it
             return
         best = max(candidates.values(), key=self._rank)
-        promise, waits = self.donors[best[0]], any(isinstance(its, Asked) for its in self.donors.values())
+        promise = self.donors[best[0]]
+        waits = any(isinstance(its, Asked) for its in self.donors.values())
         assert isinstance(promise, Promised)
         if waits and now < self._choose_at and not self._rank(best)[0]:
             return
-        self.is_chosen, self.moved_at = True, now
+        self.is_chosen = True
+        self.moved_at = now
         if self.chunks is None or self.chunks.content != promise.content:
             self.chunks = None  # lets go of the memory first
             self.chunks = Chunks(promise)
@@ -241,7 +253,8 @@ class Load:
         """The highest is loaded: what most peers report, what others vouch for, what most donors promise.
         Then the newest; but of what nobody else knows the oldest: it is easy to promise a version that
         nobody has reached."""
-        promised, goal = self.donors[peers[0]], self.goal
+        promised = self.donors[peers[0]]
+        goal = self.goal
         assert isinstance(promised, Promised)
         promise = promised.manifest
         known = bool(goal.digest) and (promise.version, promise.digest) == (goal.version, goal.digest)
@@ -263,7 +276,8 @@ class Load:
 
     def finished(self, now: float) -> Fetched:
         assert self.chunks is not None
-        given, promise = dict.fromkeys(self.givers, 0) | self.chunks.gave, self.chunks.manifest
+        given = dict.fromkeys(self.givers, 0) | self.chunks.gave
+        promise = self.chunks.manifest
         donors = tuple(sorted(given, key=lambda peer: (-given[peer], peer)))
         return Fetched(
             self.goal, promise.version, self.chunks.data, promise.decision, promise.digest, donors,

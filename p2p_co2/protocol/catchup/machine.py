@@ -22,7 +22,8 @@ class CatchUp:
         self, identity: Identity, run: bytes, shape: Shape,
         is_everywhere: Callable[[int, int], bool] = lambda fragment, version: False,
     ) -> None:  # fmt: skip
-        self._out, self._fragments = Outbox(), len(shape.mean_bytes)
+        self._out = Outbox()
+        self._fragments = len(shape.mean_bytes)
         self.donor = Donor(identity, run, shape, self._out, is_everywhere)
         self.fetcher = Fetcher(run, shape, self._out)
         self.buffers = Buffers(shape.chunk_bytes, self._out)
@@ -61,7 +62,8 @@ class CatchUp:
         return min((at for at in timers if at is not None), default=None)
 
     def messages_to_send(self) -> list[tuple[PeerId, CatchUpMessage]]:
-        messages, self._out.messages = self._out.messages, []
+        messages = self._out.messages
+        self._out.messages = []
         return messages
 
     def next_event(self) -> CatchUpEvent | None:

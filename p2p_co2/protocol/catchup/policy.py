@@ -78,7 +78,8 @@ class Move:
 def decide(view: View, mine: Mine, replayable: bool) -> Move | None:
     """Where to go; None to wait. ``replayable``: whether a missed round may be tried; one that follows our
     state is no other history."""
-    here, newest = mine.held.version, reached(view, mine)
+    here = mine.held.version
+    newest = reached(view, mine)
     last = last_round(view, mine) if replayable else 0
     other = _other_history(view, mine)
     if other is not None and not (last and other.version > here):
@@ -176,7 +177,8 @@ def _outvoted(votes: Counter[bytes], digest: bytes, count: int) -> bool:
 def _other_history(view: View, mine: Mine) -> Move | None:
     moving = [said for said in view.values() if said.phase in MOVING]
     is_over = mine.phase == Status.DRAINING and all(said.phase == Status.DRAINING for said in moving)
-    here, most = mine.held, limit(view, mine)
+    here = mine.held
+    most = limit(view, mine)
     against = Counter(
         said.held
         for said in moving
@@ -188,7 +190,8 @@ def _other_history(view: View, mine: Mine) -> Move | None:
         return None
     best = max(against, key=lambda held: (against[held], held))
     if is_over:
-        theirs, ours = against[best], 1 + sum(said.held == here for said in moving)
+        theirs = against[best]
+        ours = 1 + sum(said.held == here for said in moving)
     else:
         theirs = against.total()
         ours = 1 + sum(said.held.version <= here.version and said.held not in against for said in moving)

@@ -210,7 +210,8 @@ class Pipeline:
     """``place``: where this peer is; ``sizes``: what is agreed and what it has room for."""
 
     def __init__(self, place: Place, sizes: Sizes) -> None:
-        self._place, self._sizes = place, sizes
+        self._place = place
+        self._sizes = sizes
         self._peers = Neighbours(
             place.me, place.stage, place.process, sizes.boundaries, lambda *said: self._out.append(said)
         )
@@ -332,7 +333,8 @@ class Pipeline:
             return
         _must_be(one, Phase.COMPUTING)
         one.forward_s = now - one.begun_at
-        one.payload, one.tokens = payload, tokens
+        one.payload = payload
+        one.tokens = tokens
         self._await_room(one, now)
         self._place_all(now)
 
@@ -368,7 +370,9 @@ class Pipeline:
 
     def stepped(self) -> None:
         """The inner step has been taken."""
-        self._counted, self._is_starved, self._starves_at = 0, False, math.inf
+        self._counted = 0
+        self._is_starved = False
+        self._starves_at = math.inf
         self._steps += 1
         self._events.append(WorkReady())
 
@@ -408,7 +412,8 @@ class Pipeline:
                 what = "gradient" if one.phase is Phase.AWAY else "rest of it"
                 self._drop(key, f"the {what} did not come in time")
         if self._starves_at <= now:
-            self._is_starved, self._starves_at = self._counted > 0, math.inf
+            self._is_starved = self._counted > 0
+            self._starves_at = math.inf
             for key in [key for key, one in self._held.items() if one.phase is Phase.PLACING]:
                 self._drop(key, "nobody behind had room in time")
             self._events.append(WorkReady())
@@ -461,7 +466,10 @@ class Pipeline:
         elif not one.coming.add(message.offset, message.total, message.data):
             return False
         if one.coming is not None and one.coming.whole is not None:
-            one.phase, one.payload, one.coming, one.deadline = Phase.WAITING, one.coming.whole, None, math.inf
+            one.phase = Phase.WAITING
+            one.payload = one.coming.whole
+            one.coming = None
+            one.deadline = math.inf
             self._events.append(WorkReady())
         return True
 
@@ -487,16 +495,21 @@ class Pipeline:
         if message.codec >= len(self._sizes.backward_bytes):
             raise RemoteProtocolError("wrong codec", f"gradient codec {message.codec} is none of this run")
         if one.coming is None:
-            one.codec, one.coming = message.codec, Assembly(self._sizes.backward_bytes[message.codec])
+            one.codec = message.codec
+            one.coming = Assembly(self._sizes.backward_bytes[message.codec])
         elif message.codec != one.codec:
             raise RemoteProtocolError("wrong codec", "a gradient's pieces are in two codecs")
         if not one.coming.add(message.offset, message.total, message.data):
             return False
         if one.coming.whole is not None:
             peer.durations.add(now - one.sent_at)
-            peer.is_late, peer.drops = False, 0
-            one.payload, one.loss, one.coming = one.coming.whole, message.loss, None
-            one.phase, one.deadline = Phase.RETURNED, math.inf
+            peer.is_late = False
+            peer.drops = 0
+            one.payload = one.coming.whole
+            one.loss = message.loss
+            one.coming = None
+            one.phase = Phase.RETURNED
+            one.deadline = math.inf
             self._wait_on(sender, peer, now)
             self._events.append(WorkReady())
         return True
@@ -533,7 +546,8 @@ class Pipeline:
                 return Work(
                     Do.BACKWARD, key, one.payload, one.tokens, one.loss, one.receiver, one.codec
                 )  # fmt: skip
-        begun, is_draining = self.in_flight, self._is_draining
+        begun = self.in_flight
+        is_draining = self._is_draining
         if self._counted and not begun and is_draining:
             return Work(Do.STEP)
         if is_draining or begun >= self._sizes.window or not self._has_behind:
@@ -558,7 +572,8 @@ class Pipeline:
 
     def _await_room(self, one: _Microbatch, now: float) -> None:
         """Behind, for what is computed; while this peer goes on, as long as anything is counted."""
-        one.phase, one.deadline = Phase.PLACING, now + self._sizes.cap_s if self._is_closing else math.inf
+        one.phase = Phase.PLACING
+        one.deadline = now + self._sizes.cap_s if self._is_closing else math.inf
         self._starves_at = min(self._starves_at, now + 2 * self._sizes.cap_s)
 
     def _place_all(self, now: float) -> None:
@@ -574,7 +589,10 @@ class Pipeline:
             peer.used += 1
             away[receiver] += 1
             late_s = self._late_s(peer)
-            one.phase, one.receiver, one.sent_at, one.deadline = Phase.AWAY, receiver, now, now + late_s
+            one.phase = Phase.AWAY
+            one.receiver = receiver
+            one.sent_at = now
+            one.deadline = now + late_s
             view = memoryview(one.payload).cast("B")
             path = _onward(one.path, self._place.process, self._steps)
             for offset, data in pieces(view, MAX_PIECE_BYTES):
@@ -588,7 +606,8 @@ class Pipeline:
     def _wait_on(self, sender: PeerId, peer: NeighbourPeer, now: float) -> None:
         """A queue that moves is not late, however long it has become: what else is at ``sender`` has its time
         from now, within the cap."""
-        by, cap_s = now + self._late_s(peer), self._sizes.cap_s
+        by = now + self._late_s(peer)
+        cap_s = self._sizes.cap_s
         for one in self._held.values():
             if one.receiver == sender and one.phase is Phase.AWAY:
                 one.deadline = min(one.sent_at + cap_s, max(one.deadline, by))

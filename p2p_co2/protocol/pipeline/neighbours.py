@@ -57,7 +57,10 @@ class Neighbours:
         boundaries: bytes,
         say: Callable[[PeerId, Neighbour], None],
     ) -> None:
-        self._me, self._stage, self._boundaries, self._say = me, stage, boundaries, say
+        self._me = me
+        self._stage = stage
+        self._boundaries = boundaries
+        self._say = say
         self._meeting = process
         self._peers: dict[PeerId, NeighbourPeer] = {}
         self._shares: Mapping[PeerId, float] = {}
@@ -98,7 +101,8 @@ class Neighbours:
             raise RemoteProtocolError("out of range", f"{said.tokens_per_s} tokens a second")
         peer.rate = said.tokens_per_s
         is_new = said.meeting != peer.theirs
-        was_met, peer.theirs = peer.theirs != 0, said.meeting
+        was_met = peer.theirs != 0
+        peer.theirs = said.meeting
         if is_new:
             peer.granted = peer.used = 0
             self.introduce(sender)

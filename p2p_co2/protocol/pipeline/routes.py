@@ -28,7 +28,8 @@ def shares(me: PeerId, senders: Rates, receivers: Rates, seed: bytes) -> dict[Pe
     has ``me`` in it."""
     if not receivers:
         return {}
-    ours, theirs = _edges(senders, seed + b"senders"), _edges(receivers, seed + b"receivers")
+    ours = _edges(senders, seed + b"senders")
+    theirs = _edges(receivers, seed + b"receivers")
     mean = 1.0 / len(receivers)
     places = sorted({edge for pair in ours.values() for edge in pair})
     snapped = {

@@ -33,7 +33,9 @@ class Asking:
         self.offer = offer
         self.asked: list[PeerId] = []
         self.failure = ""
-        self._swarm, self._outlet, self._receipts = swarm, outlet, receipts
+        self._swarm = swarm
+        self._outlet = outlet
+        self._receipts = receipts
         self._began_at = self._sent_at = self._timer_at = now
         self._give_up_at = now + bounds.READY_CAP_S
         self._tries = 0
@@ -112,7 +114,8 @@ class Asking:
     def peers_changed(self, now: float) -> None:
         """Another one is asked when this one is lost, or has stopped to train, or when one appears that comes
         first: the others, who offer for the same round, ask it as well."""
-        asked, order = self.asked[-1], self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
+        asked = self.asked[-1]
+        order = self._swarm.to_ask(self.offer.fragment, self.offer.round, now)
         may_ask = order and not self._swarm.is_missed(order[0]) and order[0] not in self._in_vain
         if not self._swarm.is_training(asked) or (may_ask and order[0] not in self._known):
             self._ask_next(now)
@@ -155,7 +158,8 @@ class Asking:
         """Those who say that they are past this round. After an abort, or if they are half of the swarm,
         without which no round can begin, one of them is asked first: it knows the decision, or says where it
         is. Else not: a claim alone must not draw everybody's READY."""
-        fragment, round_ = self.offer.fragment, self.offer.round
+        fragment = self.offer.fragment
+        round_ = self.offer.round
         return [peer for peer in order if (self._swarm.version_of(peer, fragment) or 0) >= round_]
 
     def _send(self, now: float) -> None:

@@ -83,7 +83,8 @@ class Assembly:
         place[:] = data
         if len(self._units) == self._count:
             self.whole = self._buffer
-            self._sizes, self._units = {}, set()
+            self._sizes = {}
+            self._units = set()
         return True
 
     def _check(self, offset: int, total: int, size: int) -> None:
@@ -134,4 +135,5 @@ class ReorderBuffer:
         }
 
     def clear(self) -> None:
-        self._held, self._bytes = [], {}
+        self._held = []
+        self._bytes = {}

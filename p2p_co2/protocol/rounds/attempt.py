@@ -284,7 +284,8 @@ def read_begin(message: Begin, sender: PeerId, shape: PayloadShape) -> Attempt:
         raise RemoteProtocolError("wrong parts", "they do not cover the fragment's blocks once, in order")
     if not shares.keys() >= set(owners):
         raise RemoteProtocolError("wrong owner", "an owner is no member")
-    members, everybody = tuple(shares), frozenset(shares)
+    members = tuple(shares)
+    everybody = frozenset(shares)
     senders = tuple(
         read_senders(part.senders, members) if part.senders else everybody for part in message.parts
     )

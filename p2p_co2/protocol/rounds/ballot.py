@@ -28,7 +28,9 @@ class Ballot:
     ``two_faced``: owners that signed two means of one part."""
 
     def __init__(self, attempt: Attempt, seals: Seals, refuse: Callable[[PeerId, str], None]) -> None:
-        self._attempt, self._seals, self._refuse = attempt, seals, refuse
+        self._attempt = attempt
+        self._seals = seals
+        self._refuse = refuse
         self._votes: dict[PeerId, tuple[bytes, bytes]] = {}
         self._counts: Counter[bytes] = Counter()
         self.gave_up: set[PeerId] = set()
@@ -88,7 +90,8 @@ class Ballot:
             for peer, refused in self._refused.items()
             if peer in voters
         )
-        accused, size = Counter(chain.from_iterable(owners)), len(self._attempt.shares.keys() & set(voters))
+        accused = Counter(chain.from_iterable(owners))
+        size = len(self._attempt.shares.keys() & set(voters))
         return Counter({who: n for who, n in accused.items() if 2 * n > size - (who in voters)})
 
     def _of(self, outcome: bytes) -> list[PeerId]:

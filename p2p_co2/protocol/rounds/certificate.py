@@ -34,7 +34,8 @@ from p2p_co2.wire.identity import Identity, PeerId, verify
 from p2p_co2.wire.limits import MAX_MEMBERS, MAX_MESSAGE_BYTES, MAX_PEER_ID
 from p2p_co2.wire.messages_pb2 import Decision, Outcome, PartOutcome, SignedMean
 
-DECISION_CONTEXT, MEAN_CONTEXT = b"p2p-co2 decision", b"p2p-co2 mean"
+DECISION_CONTEXT = b"p2p-co2 decision"
+MEAN_CONTEXT = b"p2p-co2 mean"
 TELLERS = 2
 _T = TypeVar("_T")
 
@@ -57,7 +58,9 @@ class Seals:
     so two that differ prove to anybody that it lied. They are of no use in another attempt or run."""
 
     def __init__(self, identity: Identity, run: bytes, attempt: Attempt) -> None:
-        self._identity, self._run, self._attempt = identity, run, attempt
+        self._identity = identity
+        self._run = run
+        self._attempt = attempt
 
     def _content(self, mean: SignedMean) -> bytes:
         return self._run + self._attempt.id + pack("<II", mean.part, mean.generation) + mean.digest

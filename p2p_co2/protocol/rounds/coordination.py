@@ -45,7 +45,8 @@ class _Begun:
 
     def left(self, now: float) -> Begin:
         """BEGIN with the time that is left of it."""
-        begin, passed_s = Begin(), now - self.began_at
+        begin = Begin()
+        passed_s = now - self.began_at
         begin.CopyFrom(self.begin)
         begin.parts_within_s = max(0.0, begin.parts_within_s - passed_s)
         begin.result_within_s = max(0.0, begin.result_within_s - passed_s)
@@ -60,7 +61,8 @@ class Coordination:
         self, swarm: Swarm, outlet: Outlet, histories: Sequence[History],
         joined_until: Callable[[Place], float | None],
     ) -> None:  # fmt: skip
-        self._swarm, self._outlet = swarm, outlet
+        self._swarm = swarm
+        self._outlet = outlet
         self._gatherings: dict[Place, Gathering] = {}
         self._begun: dict[Place, _Begun] = {}
         self._histories = histories
@@ -98,7 +100,8 @@ class Coordination:
     def _gathering(self, place: Place, now: float) -> Gathering:
         known = self._gatherings.get(place)
         if known is None:
-            past, cadence = self._readies[place[0]], self.cadences[place[0]]
+            past = self._readies[place[0]]
+            cadence = self.cadences[place[0]]
             past.forget(place[1])
             adaptive_s = past.deadline_s(place[1], cadence.gather_cap_s(place[1]), self._swarm.my_step_s())
             roster = Roster(*place, self._swarm)
@@ -110,9 +113,11 @@ class Coordination:
 
     def _answer_decided(self, message: Ready, sender: PeerId, mine: tuple[int | None, bytes]) -> bool:
         history = self._histories[message.fragment]
-        known, newest = history.commit(message.round), history.newest_commit()
+        known = history.commit(message.round)
+        newest = history.newest_commit()
         version, digest = mine
-        fragment, round_ = message.fragment, message.round
+        fragment = message.fragment
+        round_ = message.round
         donors = [PeerId(member.peer) for member in newest[1].members] if newest else []
         if known is not None and known[1].state_digest == message.state_digest:
             self._outlet.send(sender, known[0])
@@ -158,7 +163,8 @@ class Coordination:
 
     def _is_elsewhere(self, place: Place, peers: Iterable[PeerId], now: float) -> bool:
         """Whether an attempt of the round has committed or we are in one; ``peers``, who asked, are told."""
-        known, until = self._histories[place[0]].commit(place[1]), self._joined_until(place)
+        known = self._histories[place[0]].commit(place[1])
+        until = self._joined_until(place)
         if known is None and until is None:
             return False
         within_s = max(0.0, (until or now) - now)
@@ -222,7 +228,8 @@ class Coordination:
         }
         transfer_s = divided(self._swarm, self.cadences[place[0]], place, rates).transfer_s
         mine_s = parts_deadline_s(transfer_s, self.observed[place[0]], self._swarm.shape.parts_cap_s)
-        least_s, most_s = mine_s / SAFETY, SAFETY * SAFETY * mine_s
+        least_s = mine_s / SAFETY
+        most_s = SAFETY * SAFETY * mine_s
         parts_s = min(max(attempt.parts_within_s, least_s), most_s)
         result_s = min(
             max(attempt.result_within_s, 2 * least_s + bounds.GRACE_S), 2 * most_s + bounds.GRACE_S

@@ -97,7 +97,8 @@ class Cadence:
     are waited for a ``share`` of that time at most."""
 
     def __init__(self, planned_s: float = 0.0, share: float = bounds.GATHER_SHARE) -> None:
-        self._planned_s, self._share = planned_s, share
+        self._planned_s = planned_s
+        self._share = share
         self._last: tuple[int, float] | None = None
         self._periods: deque[float] = deque(maxlen=WINDOW // 2)
 

@@ -82,7 +82,10 @@ class PartState:
     them."""
 
     def __init__(self, owner: PeerId, generation: int, place: memoryview, due_at: float) -> None:
-        self.owner, self.generation, self.place, self.due_at = owner, generation, place, due_at
+        self.owner = owner
+        self.generation = generation
+        self.place = place
+        self.due_at = due_at
         self.outcome, self.seal = PartOutcome(), SignedMean()
         """What an outcome says of it, and its owner's signature, once its mean is held."""
         self.again_at: dict[PeerId, float] = {}
@@ -111,7 +114,8 @@ class PartState:
     ) -> None:  # fmt: skip
         """Its mean is whole, and we made it if there is no ``signature``. Raises ``RemoteProtocolError``."""
         start, stop = attempt.ranges[part]
-        listed, named = list_contributors(contributors), digest(self.place)
+        listed = list_contributors(contributors)
+        named = digest(self.place)
         outcome = PartOutcome(start_block=start, stop_block=stop, digest=named, contributors=listed)
         said = digest(outcome.SerializeToString(deterministic=True))
         seal = SignedMean(part=part, generation=self.generation, digest=said, signature=signature)
@@ -119,7 +123,8 @@ class PartState:
             seals.sign(seal)
         else:
             seals.check(seal)
-        self.outcome, self.seal = outcome, seal
+        self.outcome = outcome
+        self.seal = seal
 
     def send(self, attempt: Attempt, swarm: Swarm, outlet: Outlet, to: Collection[PeerId] = ()) -> None:
         """The mean that we hold, in pieces, to all other members, or ``to`` others."""
@@ -142,10 +147,14 @@ class Exchange:
         self, offer: Offer, attempt: Attempt, swarm: Swarm, outlet: Outlet, *, seals: Seals,
         observed: Durations, now: float,
     ) -> None:  # fmt: skip
-        self.attempt, self.seals, self.parts_at = attempt, seals, now
+        self.attempt = attempt
+        self.seals = seals
+        self.parts_at = now
         self._began_at = self._slices_at = now
         """When the last piece of a slice came."""
-        self._swarm, self._outlet, self._observed = swarm, outlet, observed
+        self._swarm = swarm
+        self._outlet = outlet
+        self._observed = observed
         self._payload = memoryview(offer.payload)
         self.mean = large_buffer(len(self._payload))
         self.parts = [
@@ -181,7 +190,8 @@ class Exchange:
         return whole[start * width : stop * width]
 
     def _slice_messages(self, part: int) -> Iterator[tuple[PeerId, Part]]:
-        state, view = self.parts[part], self._slice(part, self._payload)
+        state = self.parts[part]
+        view = self._slice(part, self._payload)
         for offset, data in pieces(view, self._swarm.piece_bytes(self.attempt.shares)):
             head = Part(
                 key=self.attempt.key(), part=part, generation=state.generation, offset=offset,
@@ -222,7 +232,8 @@ class Exchange:
         return job.add(message, sender, now)
 
     def reduced(self, job: ReduceJob, mean: Buffer, now: float) -> None:
-        mine, state = self._jobs.get(job.part), self.parts[job.part]
+        mine = self._jobs.get(job.part)
+        state = self.parts[job.part]
         if mine is not None and mine.is_answered_by(job):
             self.parts_at = now
             contributors = mine.reduced(job, mean, state.place)
@@ -280,7 +291,8 @@ class Exchange:
     def _check(self, part: int) -> None:
         """Have a mean looked at, where the run has a defence and we have a say. No honest owner lets most
         slices count for less than a quarter: only those unlike most do, and they do not look."""
-        state, weights = self.parts[part], self.attempt.weights
+        state = self.parts[part]
+        weights = self.attempt.weights
         counted = dict(state.head[0] if state.head else ())
         cut = {peer for peer, weight in counted.items() if 4 * weight < weights[peer]}
         if not self.attempt.weight_cap or self._swarm.me not in self.attempt.senders[part]:

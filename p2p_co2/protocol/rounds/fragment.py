@@ -45,7 +45,10 @@ class FragmentRounds:
         self.member: Member | None = None
         self.leaving: Member | None = None
         """An attempt whose offer we withdrew: no other of its round is joined before it is over."""
-        self._identity, self._run, self._swarm, self._outlet = identity, run, swarm, outlet
+        self._identity = identity
+        self._run = run
+        self._swarm = swarm
+        self._outlet = outlet
         self._coordination = coordination
         self._early = ReorderBuffer(2 * swarm.shape.payload_bytes(fragment))
         self._aborted_round = -1
@@ -60,7 +63,8 @@ class FragmentRounds:
         """Set once our attempt has committed and some of its means are still on their way to us."""
         self.on_begun: Callable[[], None] = lambda: None
         """See ``Rounds.when_begun``."""
-        self._receipts, self._observed = Durations(), coordination.observed[fragment]
+        self._receipts = Durations()
+        self._observed = coordination.observed[fragment]
         self._cadence = coordination.cadences[fragment]
 
     def is_completing(self) -> bool:
@@ -88,7 +92,8 @@ class FragmentRounds:
             self._swarm.repute.committed(PeerId(known[1].coordinator), known[1].key.fragment)
         if (version, digest) != (self.version, self.digest):
             self._sent_behind = None
-        self.version, self.digest = version, digest
+        self.version = version
+        self.digest = digest
         if self.offer is not None and (self.offer.round, self.offer.state_digest) != (version + 1, digest):
             healed = self.offer.round == version + 1
             how = "was replaced by another state" if healed else "is the agreed state now"
@@ -118,7 +123,8 @@ class FragmentRounds:
             raise LocalProtocolError(f"an offer for round {offer.round} at version {self.version}")
         if len(offer.payload) != self._swarm.shape.payload_bytes(offer.fragment):
             raise LocalProtocolError(f"a payload of {len(offer.payload)} bytes for fragment {offer.fragment}")
-        self.offer, self.offered_at = offer, now
+        self.offer = offer
+        self.offered_at = now
         known = self.history.commit(offer.round)
         if known is not None:
             self._end_without_bytes(*known)
@@ -191,7 +197,8 @@ class FragmentRounds:
         if role is not None and role.failure:
             if member is not None:
                 member.exchange.note_duration(member.begun_at, now)
-                coordinator, fragment = member.attempt.coordinator, member.attempt.fragment
+                coordinator = member.attempt.coordinator
+                fragment = member.attempt.fragment
                 if not member.had_a_liar:
                     self._swarm.failed(coordinator, fragment, "its rounds came to nothing", now)
             self._abort(role.failure, is_over=True)
@@ -230,7 +237,8 @@ class FragmentRounds:
         attempt = self._coordination.clamped(attempt)  # not before: it costs more than all else
         if attempt.coordinator != asking.asked[-1]:
             asking.leave()  # an earlier one was quicker
-        offer, self.asking = asking.offer, None
+        offer = asking.offer
+        self.asking = None
         if not attempt.is_alone:
             self.history.join(attempt.round, attempt.id, offer.offer_id)
         self.on_begun()
@@ -279,7 +287,8 @@ class FragmentRounds:
     def on_piece(self, message: Piece, sender: PeerId, now: float) -> bool:
         """PART or MEAN: for the attempt we are in, or held until we follow what it is of. False if it came
         for nothing."""
-        round_, member = message.key.round, self.member
+        round_ = message.key.round
+        member = self.member
         ends = self._completing is not None and isinstance(message, wire.Mean)  # what was on its way to us
         if self.history.has_ended(message.key.attempt) and not (ends and self.attempt(message.key.attempt)):
             return False
@@ -397,7 +406,8 @@ class FragmentRounds:
 
     def _fall_behind(self, outcome: wire.Outcome, signers: list[PeerId]) -> None:
         """Most others have made a round that does not follow our state."""
-        fragment, version = outcome.key.fragment, outcome.key.round - 1
+        fragment = outcome.key.fragment
+        version = outcome.key.round - 1
         ended = self.offer is not None
         if ended:
             self._end()
@@ -416,7 +426,8 @@ class FragmentRounds:
     def _complete(self, now: float) -> None:
         """Our attempt has committed: end the offer if we hold all means."""
         assert self._completing is not None
-        outcome, event = self._completing.outcome, self._completing.committed(self.offered_at, now)
+        outcome = self._completing.outcome
+        event = self._completing.committed(self.offered_at, now)
         if event is not None:
             self._end()
             self._outlet.emit(event)

@@ -42,7 +42,8 @@ class Roster:
     """
 
     def __init__(self, fragment: int, round_: int, swarm: Swarm) -> None:
-        self.fragment, self.round = fragment, round_
+        self.fragment = fragment
+        self.round = round_
         self.readies: dict[PeerId, Ready] = {}
         self._swarm = swarm
 
@@ -68,7 +69,8 @@ class Roster:
 
     def group(self, camp: list[PeerId]) -> list[PeerId]:
         """Who of ``camp`` is taken in, at most ``MAX_MEMBERS``; sorted."""
-        order, live = coordination_order(camp, self.fragment, self.round), self.live()
+        order = coordination_order(camp, self.fragment, self.round)
+        live = self.live()
         voting = self._voting(order)
         newcomers = [peer for peer in order if peer not in voting]
         room = 2 * len(voting) - len(live) - (not self._decides(live) or self._swarm.me not in voting)
@@ -129,7 +131,8 @@ class Roster:
         """Whether most of the swarm is in ``camp``. Half of it is enough where we are in that half and first
         by hash, and no newcomer is there: no other half can say so. Not if the other half has made this round
         already: then it is we who are late."""
-        live, size = self.live(), min(len(self._voting(camp)), MAX_MEMBERS)
+        live = self.live()
+        size = min(len(self._voting(camp)), MAX_MEMBERS)
         if 2 * size != len(live) or self._swarm.me not in camp:
             return 2 * size > len(live)
         working = self._swarm.working_on(self.fragment)
@@ -153,7 +156,8 @@ class Roster:
 
     def shortage(self, now: float, waited_s: float) -> str:
         """Why the strongest camp may not begin; empty if it may."""
-        camp, live = self.agreeing()[1], self.live()
+        camp = self.agreeing()[1]
+        live = self.live()
         if self.is_too_late():
             return "most peers have nothing more to offer"
         if not self.heard():
@@ -176,7 +180,10 @@ class Gathering:
     def __init__(
         self, roster: Roster, swarm: Swarm, outlet: Outlet, *, cadence: Cadence, adaptive_s: float, now: float
     ) -> None:
-        self.roster, self._swarm, self._outlet, self._cadence = roster, swarm, outlet, cadence
+        self.roster = roster
+        self._swarm = swarm
+        self._outlet = outlet
+        self._cadence = cadence
         self.first_at = now
         self._adaptive_s = adaptive_s
         cap_s = cadence.gather_cap_s(roster.round)
@@ -194,7 +201,9 @@ class Gathering:
         self.roster.readies[sender] = message
         if self._enough_at is None and not self.shortage(now):
             self._enough_at = now
-        fragment, round_, within_s = self.roster.fragment, self.roster.round, self.get_timer() - now
+        fragment = self.roster.fragment
+        round_ = self.roster.round
+        within_s = self.get_timer() - now
         receipt = Waiting(fragment=fragment, round=round_, begins_within_s=max(0.0, within_s))
         self._outlet.send(sender, receipt)
 
@@ -248,7 +257,9 @@ class Gathering:
         """Who replays the round before, or did so as the first was ready: it will be ready soon."""
         if not self._cadence.behind_s:
             return
-        fragment, before, was_behind = self.roster.fragment, self.roster.round - 2, self._behind
+        fragment = self.roster.fragment
+        before = self.roster.round - 2
+        was_behind = self._behind
         working = self._swarm.working_on(fragment)
         missing = [peer for peer in working if peer not in self.roster.readies and peer not in moved]
         versions = ((peer, self._swarm.version_of(peer, fragment)) for peer in missing)
@@ -270,7 +281,8 @@ class Gathering:
 
     def note_punctuality(self, moved: frozenset[PeerId]) -> None:
         """At BEGIN: who came, and who was waited for in vain."""
-        habit, place = self._habit(), (self.roster.fragment, self.roster.round)
+        habit = self._habit()
+        place = (self.roster.fragment, self.roster.round)
         for peer in self._swarm.working_on(self.roster.fragment):
             if peer in self.roster.readies:
                 habit.came(peer)
@@ -281,7 +293,8 @@ class Gathering:
                 habit.missed(peer, place)
 
     def _may_come(self, peer: PeerId, moved: frozenset[PeerId]) -> bool:
-        round_, version = self.roster.round, self._swarm.version_of(peer, self.roster.fragment)
+        round_ = self.roster.round
+        version = self._swarm.version_of(peer, self.roster.fragment)
         if version is None or version == round_ - 1:
             return True
         # In the last rounds who is behind comes, too: else it makes one more alone, which all have to fetch.
@@ -293,7 +306,8 @@ class Gathering:
         """BEGIN for the agreeing camp, at most ``MAX_MEMBERS`` of it; the minority is told to catch up.
         ``nonce``: 16 bytes that tell this attempt from others with the same members."""
         digest, camp = self.roster.agreeing()
-        fragment, round_ = self.roster.fragment, self.roster.round
+        fragment = self.roster.fragment
+        round_ = self.roster.round
         group = self.roster.group(camp)
         self._tell_behind(digest, camp)
         rates = {peer: self._rates(peer) for peer in group}
@@ -332,18 +346,21 @@ class Gathering:
     def refuse(self, reason: str) -> None:
         """No round begins."""
         for peer in sorted(self.roster.readies):
-            fragment, round_ = self.roster.fragment, self.roster.round
+            fragment = self.roster.fragment
+            round_ = self.roster.round
             self._outlet.send(peer, Waiting(fragment=fragment, round=round_, refusal=reason))
 
     def _tell_behind(self, digest: bytes, camp: list[PeerId]) -> None:
-        fragment, round_ = self.roster.fragment, self.roster.round
+        fragment = self.roster.fragment
+        round_ = self.roster.round
         for peer in sorted(self.roster.readies.keys() - set(self.roster.alike(digest))):
             self._outlet.send(peer, behind_message(fragment, round_, round_ - 1, digest, camp))
 
 
 def divided(swarm: Swarm, cadence: Cadence, place: tuple[int, int], rates: dict[PeerId, Rates]) -> Division:
     """How the round at ``place`` (fragment, round) is divided among the members of ``rates``."""
-    shape, upload = swarm.shape, swarm.my_upload_bytes_per_s()
+    shape = swarm.shape
+    upload = swarm.my_upload_bytes_per_s()
     return divide(
         shape.blocks[place[0]], shape.block_bytes, rates, place, cadence.cheap_s, upload,
         shape.assumed_upload_bytes_per_s,

@@ -62,7 +62,8 @@ class Rounds:
 
     def __init__(self, identity: Identity, run: bytes, shape: PayloadShape) -> None:
         self._me = identity.peer_id
-        self._run, self._shape = run, shape
+        self._run = run
+        self._shape = shape
         self._swarm = Swarm(self._me, shape)
         self._outlet = Outlet(self._me)
         self._swarm.repute.emit = self._outlet.emit
@@ -144,7 +145,8 @@ class Rounds:
 
     def stage(self, fragment: int) -> Stage:
         """How far the round of our offer is; other threads may ask."""
-        member, asking = self._fragments[fragment].member, self._fragments[fragment].asking
+        member = self._fragments[fragment].member
+        asking = self._fragments[fragment].asking
         if member is not None:
             return "means" if member.exchange.brings_means else "slices"
         return "" if asking is None else "asking"
@@ -231,7 +233,8 @@ class Rounds:
     def messages_to_send(self) -> list[tuple[PeerId, Message]]:
         """All that is to be sent, and forget it. Payloads are in here as pieces: about one payload of
         memory."""
-        messages, self._outlet.messages = self._outlet.messages, []
+        messages = self._outlet.messages
+        self._outlet.messages = []
         return messages
 
     def next_event(self) -> RoundsEvent | None:

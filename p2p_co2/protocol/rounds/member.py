@@ -55,12 +55,18 @@ class Member:
         self, offer: Offer, attempt: Attempt, exchange: Exchange, *,
         identity: Identity, run: bytes, swarm: Swarm, outlet: Outlet, now: float,
     ) -> None:  # fmt: skip
-        self.offer, self.attempt, self.exchange = offer, attempt, exchange
+        self.offer = offer
+        self.attempt = attempt
+        self.exchange = exchange
         self.phase = Phase.EXCHANGING
-        self.failure, self.reason = "", ""
+        self.failure = ""
+        self.reason = ""
         self.certificate: Decision | None = None
         self.begun_at = self.means_at = now
-        self._identity, self._run, self._swarm, self._outlet = identity, run, swarm, outlet
+        self._identity = identity
+        self._run = run
+        self._swarm = swarm
+        self._outlet = outlet
         self._ballot = Ballot(
             attempt, exchange.seals, lambda peer, why: outlet.emit(Refused(peer, "bad signature", why))
         )
@@ -68,7 +74,8 @@ class Member:
         self._outcome = b""
         self._told: Result | None = None
         self._ends_at = now + attempt.result_within_s + bounds.GRACE_S
-        self._again_at, self._again_s = now + bounds.GRACE_S, bounds.GRACE_S
+        self._again_at = now + bounds.GRACE_S
+        self._again_s = bounds.GRACE_S
         self._settles_at: float | None = None
         """When lost parts are given away, after the first was told of."""
         self._has_settled = False
@@ -125,7 +132,8 @@ class Member:
         if self._ballot.leading() and self.certificate is None:
             self.certificate = self._ballot.certificate(self._outcome) if self._outcome else None
             if self.certificate is None and self._again_s > SPEAK_S:  # others have it: ask soon
-                self._again_s, self._again_at = SPEAK_S, now + SPEAK_S
+                self._again_s = SPEAK_S
+                self._again_at = now + SPEAK_S
         if self.certificate is None and not self._ballot.leading() and not self._may_commit():
             self.leave(self._ballot.why(), now)
 
@@ -135,7 +143,8 @@ class Member:
     def _sign(self, now: float) -> None:
         """Vote, unless the votes that were heard are enough: whoever heard fewer asks. Where our slice is not
         in a mean that should hold it, say so instead: others may outvote us."""
-        self.phase, self.means_at = Phase.SIGNED, now
+        self.phase = Phase.SIGNED
+        self.means_at = now
         parts = [state.outcome for state in self.exchange.parts]
         self._outcome = outcome_of(self.attempt, self._run, parts)
         self.certificate = self._ballot.certificate(self._outcome)
@@ -161,7 +170,8 @@ class Member:
     def _tell(self, message: Result, now: float) -> None:
         self._told = message
         self._hear(message, self._swarm.me)
-        self._again_s, self._again_at = bounds.GRACE_S, now + bounds.GRACE_S
+        self._again_s = bounds.GRACE_S
+        self._again_at = now + bounds.GRACE_S
         for peer in self.attempt.shares:
             if peer != self._swarm.me:
                 self._outlet.send(peer, message)
@@ -191,7 +201,8 @@ class Member:
         signed means it holds: so all have them before they begin again."""
         if self.phase is Phase.LEAVING:
             return
-        self.phase, self.reason = Phase.LEAVING, reason[:MAX_STRING]
+        self.phase = Phase.LEAVING
+        self.reason = reason[:MAX_STRING]
         self._ends_at = now + self.attempt.result_within_s + 2 * bounds.GRACE_S
         held = [state.seal for state in self.exchange.parts if state.is_held]
         means = held if self._ballot.is_split else []
@@ -295,9 +306,11 @@ class Completion:
     def __init__(
         self, member: Member, decision: Decision, outcome: Outcome, swarm: Swarm, now: float
     ) -> None:
-        self.decision, self.outcome = decision, outcome
+        self.decision = decision
+        self.outcome = outcome
         self.has_stalled = not member.may_complete(outcome)
-        self._member, self._swarm = member, swarm
+        self._member = member
+        self._swarm = swarm
         within_s = member.attempt.parts_within_s
         self._patience_s = max(bounds.GRACE_S, within_s)
         most_s = max(bounds.GATHER_CAP_S, SAFETY * within_s)
@@ -306,7 +319,8 @@ class Completion:
 
     def committed(self, offered_at: float, now: float) -> Committed | None:
         """How the round ended, once all means are here and are what was committed."""
-        member, attempt = self._member, self._member.attempt
+        member = self._member
+        attempt = self._member.attempt
         mean = member.agreed_mean(self.outcome)
         if mean is None:
             return None

@@ -50,7 +50,9 @@ class Arrivals:
     each time, is as late as one that misses it: else it alone would say how long all exchanges take."""
 
     def __init__(self, attempt: Attempt, swarm: Swarm, observed: Durations, parts: Collection[int]) -> None:
-        self._attempt, self._swarm, self._observed = attempt, swarm, observed
+        self._attempt = attempt
+        self._swarm = swarm
+        self._observed = observed
         self._open = set(parts)
         self._longest_s = 0.0
         self._owed = {
@@ -87,13 +89,18 @@ class PartJob:
         self, attempt: Attempt, part: int, generation: int, own_slice: memoryview, *,
         swarm: Swarm, outlet: Outlet, room: Room, arrivals: Arrivals, place: memoryview, now: float,
     ) -> None:  # fmt: skip
-        self._room, self._taken_bytes = room, 0
+        self._room = room
+        self._taken_bytes = 0
         self._free_place: memoryview | None = place
-        self.attempt, self.part, self.generation = attempt, part, generation
+        self.attempt = attempt
+        self.part = part
+        self.generation = generation
         self.job: ReduceJob | None = None
         """What the tensor side was asked to average."""
         self.is_done = False
-        self._swarm, self._outlet, self._arrivals = swarm, outlet, arrivals
+        self._swarm = swarm
+        self._outlet = outlet
+        self._arrivals = arrivals
         self._began_at = now
         self._whole: dict[PeerId, Buffer] = {swarm.me: own_slice}
         self._came_s: dict[PeerId, float] = {}
@@ -136,7 +143,8 @@ class PartJob:
     def _begun(self, sender: PeerId) -> Assembly | None:
         """A slice begins to come in; None if there is no room for it. The first one is put together in the
         mean's place: a message's own memory, held among the others, would leave a hole there."""
-        place, self._free_place = self._free_place, None
+        place = self._free_place
+        self._free_place = None
         if place is None:
             if not self._room.take(self._size_bytes):
                 return None

@@ -198,12 +198,15 @@ def _credible(
 
 def _shortest_s(rates: Sequence[float]) -> float:
     """The shortest round in which the fastest members average everything, each after its own payload."""
-    fastest, others = sorted(rates, reverse=True), len(rates) - 2
+    fastest = sorted(rates, reverse=True)
+    others = len(rates) - 2
     if others <= 0:
         return 1 / fastest[0]
     most = MOST_OWNED / len(rates)
     for full in range(len(rates)):  # so many own the most that they may
-        left, total, time_s = 1 - most * full, 0.0, 0.0
+        left = 1 - most * full
+        total = 0.0
+        time_s = 0.0
         if left <= 0:
             return (1 + others * most) / fastest[full - 1]
         for count, rate in enumerate(fastest[full:], 1):
@@ -240,7 +243,8 @@ def _capped(shares: Sequence[float], most: float) -> list[float]:
 
 
 def _edges(blocks: int, shares: Sequence[float]) -> tuple[BlockRange, ...]:
-    edges, reached = [0], 0.0
+    edges = [0]
+    reached = 0.0
     for share in shares:
         reached += share
         edges.append(min(blocks, round(blocks * reached)))

@@ -13,7 +13,8 @@ from p2p_co2.protocol.rounds.events import Distrusted
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PEERS
 
-FIRST_S, LONGEST_S = 60.0, 3600.0
+FIRST_S = 60.0
+LONGEST_S = 3600.0
 LATE = 2.0
 """Times as long as the middle one of the owners: links differ, and slices reach one owner sooner."""
 AVERAGING = -1

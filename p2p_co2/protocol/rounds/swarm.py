@@ -101,7 +101,8 @@ class Swarm:
 
     def known(self, members: Iterable[PeerId]) -> list[PeerId]:
         """Those of a group that are live and have, or had, a vote, and this peer."""
-        live, voters = self.live, self.voters
+        live = self.live
+        voters = self.voters
         voting = voters.all()
         return [
             peer
@@ -181,7 +182,8 @@ class Swarm:
             return known[3]  # asked for each part of a round
         views = [self.live[peer] for peer in receivers if peer in self.live and peer != self.me]
         rates = [upload / max(1, len(views)), *(view.download_bytes_per_s for view in views)]
-        size, coarse = piece_bytes(rates, LAST_PIECE_S), piece_bytes(rates)
+        size = piece_bytes(rates, LAST_PIECE_S)
+        coarse = piece_bytes(rates)
         payload_bytes = min(self.shape.blocks) * self.shape.block_bytes
         while size < coarse and 2 * size * FINEST_PIECES <= payload_bytes:
             size = min(2 * size, coarse)

@@ -23,12 +23,14 @@ class Voters:
     def __init__(self, me: PeerId) -> None:
         self.histories: Sequence[History] = ()
         self.met: dict[PeerId, None] = {}
-        self._me, self._live = me, dict[PeerId, PeerView]()
+        self._me = me
+        self._live = dict[PeerId, PeerView]()
         self._known: tuple[object, Collection[PeerId]] = None, ()
         """What ``all`` was asked of last, and said."""
 
     def set_live(self, live: dict[PeerId, PeerView]) -> None:
-        self._live, self._known = live, (None, ())
+        self._live = live
+        self._known = (None, ())
 
     def all(self) -> Collection[PeerId]:
         """Of the live peers that train."""
@@ -51,7 +53,8 @@ class Voters:
 
     def __contains__(self, peer: PeerId) -> bool:
         """Whether it has a vote; of one that trains no more, whether it had."""
-        view, voting = self._live.get(peer), self.all()
+        view = self._live.get(peer)
+        voting = self.all()
         return peer in voting if view is not None and view.training else self.counts(peer)
 
     def counts(self, peer: PeerId) -> bool:

@@ -32,7 +32,8 @@ from p2p_co2.tensors.checkpoint.agreed import header_bytes, state_from_header
 from p2p_co2.tensors.outer import OuterState
 
 _FORMAT = "p2p-co2 checkpoint 2"
-_KEPT, _SET_ASIDE = 2, ".set-aside"
+_KEPT = 2
+_SET_ASIDE = ".set-aside"
 _PIECE = 1 << 18
 """Values that are read at once of what is not a tensor."""
 

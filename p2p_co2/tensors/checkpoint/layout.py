@@ -51,7 +51,8 @@ from p2p_co2.tensors.pretrained import (
 )
 
 KEPT = "model"
-_TENSORS, _FROZEN = "tensors.json", "frozen.safetensors"
+_TENSORS = "tensors.json"
+_FROZEN = "frozen.safetensors"
 _FORMAT = "p2p-co2 layout 1"
 _MOST_BYTES = 4 << 20
 """Of a file that is kept beside the tensors: settings and code are far below."""
@@ -193,7 +194,8 @@ _Tensors = dict[str, tuple[torch.dtype, tuple[int, ...], bool]]
 
 def _named(file: _File, values: Mapping[str, Tensor], tensors: _Tensors) -> dict[str, Tensor]:
     """What is in ``file``, each tensor with memory of its own."""
-    named, taken = dict[str, Tensor](), set[str]()
+    named = dict[str, Tensor]()
+    taken = set[str]()
     for name, plain in file.names.items():
         one = values[plain].to(tensors[plain][0]).contiguous()
         named[name] = one.clone() if plain in taken else one

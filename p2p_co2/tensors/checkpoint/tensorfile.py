@@ -106,7 +106,8 @@ class Writing:
         # Widest dtypes first, as the format asks, so that every tensor lies aligned.
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         self._header = _header(order, tensors, metadata)
-        self._path, self._temporary = path, path.parent / TEMPORARY
+        self._path = path
+        self._temporary = path.parent / TEMPORARY
         self._begins: dict[str, int] = {}
         """Where each tensor's values begin in the file."""
         at = len(self._header)
@@ -154,7 +155,8 @@ class Writing:
                 self._temporary.unlink(missing_ok=True)
 
     def _close(self) -> None:
-        file, self._file = self._file, -1
+        file = self._file
+        self._file = -1
         os.close(file)
 
     @contextlib.contextmanager
@@ -209,7 +211,8 @@ def _write_at(file: int, piece: memoryview, at: int) -> None:
     """All of ``piece``; a call may take less than it was given."""
     while piece:
         taken = os.pwrite(file, piece, at)
-        piece, at = piece[taken:], at + taken
+        piece = piece[taken:]
+        at = at + taken
 
 
 def _read_at(file: int, into: memoryview, at: int) -> None:
@@ -217,7 +220,8 @@ def _read_at(file: int, into: memoryview, at: int) -> None:
         taken = os.preadv(file, [into], at)
         if not taken:
             raise OSError(errno.EIO, "the file was cut while it was written")
-        into, at = into[taken:], at + taken
+        into = into[taken:]
+        at = at + taken
 
 
 def _sync_folder(folder: Path) -> None:
@@ -292,9 +296,11 @@ def _parse(text: bytes) -> tuple[list[_Entry], dict[str, str]]:
         metadata = table.pop("__metadata__")
         if not all(isinstance(value, str) for value in metadata.values()) or len(metadata[_DIGEST_KEY]) != 64:
             raise Damaged("its metadata is not ours")
-        entries, at = [], 0
+        entries = []
+        at = 0
         for name, row in table.items():
-            dtype, shape = _DTYPES[row["dtype"]], tuple(row["shape"])
+            dtype = _DTYPES[row["dtype"]]
+            shape = tuple(row["shape"])
             is_whole = all(type(extent) is int and extent >= 0 for extent in shape)
             if len(shape) > _MAX_DIMENSIONS or not is_whole or math.prod(n or 1 for n in shape) > _MAX_NUMEL:
                 raise Damaged(f"{name} has an impossible shape")

@@ -53,8 +53,10 @@ class Codec(ABC):
     scale_limit_bits = 0
 
     def __init__(self, spec: CodecSpec) -> None:
-        self.name, self.spec = spec.name, spec
-        self.block_values, self.block_bytes = spec.block_values, spec.block_bytes
+        self.name = spec.name
+        self.spec = spec
+        self.block_values = spec.block_values
+        self.block_bytes = spec.block_bytes
 
     def blocks(self, numel: int) -> int:
         """Blocks that hold ``numel`` values."""
@@ -78,11 +80,13 @@ class Codec(ABC):
             what = f"{values.dtype} {tuple(values.shape)} on {values.device}"
             raise LocalProtocolError(f"encode takes a flat fp32 tensor in host memory, not {what}")
         values = values.detach().contiguous()
-        numel, width = values.numel(), self.block_values
+        numel = values.numel()
+        width = self.block_values
         if out is None:
             out = torch.empty(self.payload_bytes(numel), dtype=torch.uint8, device="cpu")
         must_fit(out, torch.uint8, self.payload_bytes(numel))
-        rows, end = out.view(-1, self.block_bytes), numel // width * width
+        rows = out.view(-1, self.block_bytes)
+        end = numel // width * width
         if (kernel := self._kernel(values, *(() if base is None else (base,)))) is not None:
             if kernel.encode(base, values, wanted, out, end // width) < end // width:
                 raise ValueError(NOT_FINITE)
@@ -91,7 +95,8 @@ class Codec(ABC):
                 wanted[end:] = left
         else:
             values = values if base is None else torch.sub(base, values, out=wanted)
-            blocks, left = values[:end].view(-1, width), values[end:]
+            blocks = values[:end].view(-1, width)
+            left = values[end:]
             for start, stop in _chunks(len(blocks)):
                 self._encode_blocks(blocks[start:stop], rows[start:stop])
         if end < numel:
@@ -124,7 +129,8 @@ class Codec(ABC):
         Raises ``RemoteProtocolError`` with reason "wrong size", or "not finite" (a value that is NaN or Inf,
         or a scale that is, or is negative, or so large that a value would overflow); ``values`` are spoilt.
         """
-        view, blocks = memoryview(payload).cast("B"), self.blocks(len(values))
+        view = memoryview(payload).cast("B")
+        blocks = self.blocks(len(values))
         if len(view) != blocks * self.block_bytes:
             size = f"{len(view)} bytes for {blocks} {self.name} blocks of {self.block_bytes} bytes"
             raise RemoteProtocolError("wrong size", size)

@@ -32,7 +32,8 @@ from p2p_co2.system.memory import Buffer
 FP16, INT8, INT4, E3M0 = range(4)
 MOST_SQUARES = 1 << 26
 """Of that many integers of 18 bits the sum of squares fits 64 bits, whatever the vectors."""
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_ssize_t
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_ssize_t
 
 
 class Changed(NamedTuple):
@@ -61,7 +62,9 @@ class Passes:
         native = ctypes.CDLL(str(library))
         if native.codecs_in_passes() != E3M0 + 1:
             raise OSError("this processor has no AVX2 or no F16C, or the library is of another version")
-        number, bits, whole = ctypes.c_float, ctypes.c_int32, ctypes.c_int
+        number = ctypes.c_float
+        bits = ctypes.c_int32
+        whole = ctypes.c_int
         self.encode = _function(
             native.encode_rows, _SIZE, whole, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, bits
         )
@@ -102,11 +105,15 @@ class Passes:
     def take_change_(self, change: Tensor, params: Tensor, scale: float) -> tuple[int, float]:
         """Turn ``change`` into ``params - change``: ``square_sum`` of the change, and the largest new
         magnitude."""
-        total, largest, sum_here = 0, 0, ctypes.c_int64()
+        total = 0
+        largest = 0
+        sum_here = ctypes.c_int64()
         for start in range(0, change.numel(), MOST_SQUARES):
-            here, old = change[start : start + MOST_SQUARES], params[start : start + MOST_SQUARES]
+            here = change[start : start + MOST_SQUARES]
+            old = params[start : start + MOST_SQUARES]
             bits = self._take(here.data_ptr(), old.data_ptr(), here.numel(), scale, ctypes.byref(sum_here))
-            total, largest = total + sum_here.value, max(largest, bits)
+            total = total + sum_here.value
+            largest = max(largest, bits)
         return total, _magnitude(largest)
 
 
@@ -152,7 +159,8 @@ class CodecPasses(NamedTuple):
 def _function(
     function: ctypes._NamedFuncPointer, result: type | None, *arguments: type
 ) -> ctypes._NamedFuncPointer:
-    function.restype, function.argtypes = result, arguments
+    function.restype = result
+    function.argtypes = arguments
     return function
 
 

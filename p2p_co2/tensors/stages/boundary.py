@@ -26,7 +26,8 @@ from p2p_co2.tensors.codec import get_codec
 MOST_TIMES, MOST = 100.0, 1e6
 """A root mean square is at most so many times the median of its sender's last ``RECENT``, and at most so
 large at all: beyond that squares and products overflow, and a peer that computes with it diverges."""
-RECENT, MAX_SENDERS = 64, 128
+RECENT = 64
+MAX_SENDERS = 128
 SEVERAL = 4
 """Of a sender's last ``RECENT`` so many larger ones are scaled down, and each further one is refused. An
 honest RMSNorm makes one of some 150 times now and then, where a token's activations are nearly nothing."""
@@ -36,7 +37,8 @@ class Boundary:
     """``codec``: its name; ``shape``: of what crosses for one sequence; ``sequences``: in each microbatch."""
 
     def __init__(self, codec: str, shape: Sequence[int], sequences: int = 1) -> None:
-        self.codec, self.shape = get_codec(codec), (sequences, *shape)
+        self.codec = get_codec(codec)
+        self.shape = (sequences, *shape)
         self.numel = math.prod(self.shape)
 
     @property

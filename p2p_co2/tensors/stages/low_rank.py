@@ -35,7 +35,8 @@ class LowRank:
 
     def __init__(self, rank: int, shape: Sequence[int], sequences: int = 1) -> None:
         self.shape = (sequences, *shape)
-        self._rows, self._width = math.prod(self.shape[:-1]), self.shape[-1]
+        self._rows = math.prod(self.shape[:-1])
+        self._width = self.shape[-1]
         most = min(self._rows, self._width)
         if not 1 <= rank <= most:
             size = f"a gradient of [{self._rows}, {self._width}]"
@@ -80,7 +81,8 @@ class LowRank:
 
     def _product(self, factors: Tensor) -> Tensor:
         rank = self._last.shape[1]
-        left, right = factors[: self._rows * rank], factors[self._rows * rank :]
+        left = factors[: self._rows * rank]
+        right = factors[self._rows * rank :]
         return torch.mm(left.view(-1, rank), right.view(-1, rank).T)
 
 

@@ -56,8 +56,11 @@ class StageReplica:
         self, module: nn.Module, *, is_first: bool, loss: Loss | None = None,
         graph_room_bytes: float = math.inf,
     ) -> None:  # fmt: skip
-        self.module, self._is_first, self._loss = module, is_first, loss
-        self._graph_room_bytes, self._graph_bytes = graph_room_bytes, 0
+        self.module = module
+        self._is_first = is_first
+        self._loss = loss
+        self._graph_room_bytes = graph_room_bytes
+        self._graph_bytes = 0
         self._held: dict[Hashable, _Held] = {}
         self.counted = Counted()
 
@@ -140,7 +143,8 @@ class StageReplica:
         nothing. The optimizer's ``step`` and ``zero_grad`` are the caller's."""
         if self._held:
             raise LocalProtocolError(f"{len(self._held)} microbatches are in flight: the step is not drained")
-        counted, self.counted = self.counted, Counted()
+        counted = self.counted
+        self.counted = Counted()
         for parameter in self.module.parameters():
             if parameter.grad is not None and counted.tokens:
                 parameter.grad.div_(counted.tokens)

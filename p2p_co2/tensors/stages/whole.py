@@ -31,7 +31,8 @@ class WholeModel:
     """``plan``: of the whole model. What is not ``put`` yet holds anything."""
 
     def __init__(self, plan: FragmentPlan, names: Names) -> None:
-        self._names, self._params = names, [large_tensor(one.numel) for one in plan.fragments]
+        self._names = names
+        self._params = [large_tensor(one.numel) for one in plan.fragments]
         self._rooms: dict[str, list[tuple[Slice, Tensor]]] = {}
         for part, room in _parts(plan, self._params):
             self._rooms.setdefault(part.name, []).append((part, room))
@@ -42,7 +43,8 @@ class WholeModel:
         """The agreed ``states`` of ``stage``, whose model was cut by ``plan``; once for each stage."""
         for part, values in _parts(plan, [state.params for state in states]):
             for there, room in self._rooms[self._names[stage][part.name]]:
-                start, stop = max(part.start, there.start), min(part.stop, there.stop)
+                start = max(part.start, there.start)
+                stop = min(part.stop, there.stop)
                 if start < stop:
                     at = slice(start - there.start, stop - there.start)
                     room[at] = values[start - part.start : stop - part.start]

@@ -145,8 +145,14 @@ class FragmentState:
     def __init__(
         self, run: RunConfig, codec: Codec, peer: str, state: OuterState, index: int = 0, uses: int = 1
     ) -> None:
-        self._uses, self._run, self._codec, self._peer, self._index = uses, run, codec, peer, index
-        self.state, self.departure, self.guard = state, Departure(state.version), PoisonGuard()
+        self._uses = uses
+        self._run = run
+        self._codec = codec
+        self._peer = peer
+        self._index = index
+        self.state = state
+        self.departure = Departure(state.version)
+        self.guard = PoisonGuard()
         self._readers = set[str]()
         """Who the state was lent to."""
         self.residual: Compact | None = None
@@ -187,20 +193,25 @@ class FragmentState:
         self.guard.check()
         if self.open is not None:
             raise LocalProtocolError(f"round {self.open.round} is still in flight")
-        feedback, codec, size = self._run.codec, self._codec, self.numel
+        feedback = self._run.codec
+        codec = self._codec
+        size = self.numel
         room = lost = merge = None
         if feedback.error_feedback:
             lost = None if codec.name == "fp32" else room_of(codec, size, 4)
         elif not self._run.outer.is_delayed and 8 * codec.block_bytes < COARSE_BITS * codec.block_values:
             room = room_of(codec, size, 16)
         payload = self._encoded(snapshot, room, lost).numpy().data
-        sent, round_, base_version = Encoded(codec, payload, size), self.state.version + 1, self.state.version
+        sent = Encoded(codec, payload, size)
+        round_ = self.state.version + 1
+        base_version = self.state.version
         if self._run.outer.is_delayed:  # what comes back, if it does, is what was sent
             base_version = self.departure.version
             # It sets the live parameters out anew: who does not hear of that must not be saved.
             with self.guard.changing(f"setting out for round {round_}"):
                 merge = self._boundary_merge(snapshot, sent)
-            self.residual, self.open = lost, OfferState(offer_id, weight, round_, sent)
+            self.residual = lost
+            self.open = OfferState(offer_id, weight, round_, sent)
         else:
             gradient = room or Gradient(sent, lost, self.residual, feedback.error_feedback_decay)
             self.open = OfferState(offer_id, weight, round_, gradient, lost)
@@ -212,13 +223,15 @@ class FragmentState:
 
         Piece by piece: nothing of the fragment's size is made that is not kept.
         """
-        codec, size = self._codec, self.numel
+        codec = self._codec
+        size = self.numel
         payload = large_tensor(codec.payload_bytes(size), torch.uint8)
         most = codec.blocks(min(PIECE_VALUES, size)) * codec.block_values
         scratch = torch.empty(most, dtype=torch.float32, device="cpu")
         decay = self._run.codec.error_feedback_decay
         for at in pieces(size):
-            first, blocks = at.start // codec.block_values, codec.blocks(at.stop - at.start)
+            first = at.start // codec.block_values
+            blocks = codec.blocks(at.stop - at.start)
             rows = payload[first * codec.block_bytes : (first + blocks) * codec.block_bytes]
             origin = self.state.params[at]
             if self.departure.offset:
@@ -239,7 +252,8 @@ class FragmentState:
     def _boundary_merge(self, snapshot: Tensor, fresh: Encoded) -> Merge:
         """Rules "co2" and "eager": the live parameters set out from the newest agreed ones. ``snapshot`` is
         used up; ``fresh``: what is offered."""
-        stale, self.departure = self.departure.stale, Departure(self.state.version)
+        stale = self.departure.stale
+        self.departure = Departure(self.state.version)
         merge = Merge(1.0, torch.sub(self.state.params, snapshot, out=snapshot))
         if stale is not None:
             was, gap, share = stale
@@ -258,7 +272,8 @@ class FragmentState:
         if mine is None or mine.offer_id != offer_id:
             return None
         merge = self._plus(lambda at: mine.gradient[at].neg_()) if self._run.outer.is_delayed else None
-        self.open, self._withdrawn = None, mine
+        self.open = None
+        self._withdrawn = mine
         return self._outcome(merge)
 
     # ---- rounds
@@ -283,7 +298,9 @@ class FragmentState:
     def _take_step(
         self, round_: int, base_version: int, mean: Encoded, parts: Sequence[PartWeights]
     ) -> Outcome:
-        old, refused, had_offer = self.state, "", self.open is not None
+        old = self.state
+        refused = ""
+        had_offer = self.open is not None
         try:
             # In the old memory where nobody needs it: "keep" and "blend" need the old parameters.
             reuse = "" if self._readers else "all" if self._run.outer.is_delayed else "momentum"
@@ -295,8 +312,10 @@ class FragmentState:
         except RemoteProtocolError as error:
             # Every peer holds the same bits, so every peer skips this step and stays agreed.
             refused = str(error)
-            new, report = old._replace(version=round_), StepReport(1.0, 0.0)
-        mine, missed = self._mine(round_, parts), [slice(0, self.numel)] if refused else self._missed(parts)
+            new = old._replace(version=round_)
+            report = StepReport(1.0, 0.0)
+        mine = self._mine(round_, parts)
+        missed = [slice(0, self.numel)] if refused else self._missed(parts)
         if self._run.outer.is_delayed and not refused:
             moved = StepChange(self._run.outer, mean, new.momentum, report.gap)
             self.departure = self.departure._replace(offset=(*self.departure.offset, moved))
@@ -368,12 +387,15 @@ class FragmentState:
         return self._outcome(merge, ends_offer=had_offer)
 
     def _take_over(self, state: OuterState, parts: Sequence[PartWeights] | None) -> Merge:
-        is_newer, mine = state.version > self.state.version, None
-        missed, is_foreign = list[slice](), False
+        is_newer = state.version > self.state.version
+        mine = None
+        missed = list[slice]()
+        is_foreign = False
         if is_newer and parts is None:
             mine = self.open or self._withdrawn
         elif is_newer and parts is not None and _is_in(parts, self._peer):
-            mine, missed = self._mine(self.state.version + 1, parts), self._missed(parts)
+            mine = self._mine(self.state.version + 1, parts)
+            missed = self._missed(parts)
             is_foreign = mine is None
         if self.in_doubt or is_foreign:
             merge, self.in_doubt = Merge(0.0, state.params), False  # as in ``_merge_after``

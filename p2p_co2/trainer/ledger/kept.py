@@ -42,7 +42,10 @@ class Encoded:
     here: twice the outer learning rate is the same, bit for bit, for other clips and without a penalty."""
 
     def __init__(self, codec: Codec, payload: Buffer, numel: int, uses: int = 1) -> None:
-        self.codec, self._payload, self._numel, self._uses = codec, memoryview(payload), numel, uses
+        self.codec = codec
+        self._payload = memoryview(payload)
+        self._numel = numel
+        self._uses = uses
 
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
@@ -65,7 +68,8 @@ class Encoded:
 
     def _read(self, at: slice, values: Tensor) -> bool:
         """Decode ``at``, which begins with a block, into ``values``; False if it is not sound."""
-        blocks, size = self.codec.blocks(len(values)), self.codec.block_bytes
+        blocks = self.codec.blocks(len(values))
+        size = self.codec.block_bytes
         first = at.start // self.codec.block_values
         rows = self._payload[first * size : (first + blocks) * size]
         try:
@@ -83,7 +87,8 @@ class Compact:
     small all of them are; a piece of nothing above 2^-100 as zeros."""
 
     def __init__(self, numel: int, codec: Codec) -> None:
-        self._codec, self._numel = codec, numel
+        self._codec = codec
+        self._numel = numel
         self._rows = large_tensor(codec.payload_bytes(numel), torch.uint8)
         self._scales = [0.0] * -(-numel // PIECE_VALUES)
 
@@ -102,7 +107,8 @@ class Compact:
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
         start, stop, _ = at.indices(self._numel)
-        stop, width = max(start, stop), self._codec.block_values
+        stop = max(start, stop)
+        width = self._codec.block_values
         begin = start // width * width
         values = self._codec.decode(self._rows_of(begin, stop))
         for index in range(begin // PIECE_VALUES, -(-stop // PIECE_VALUES)):
@@ -111,7 +117,8 @@ class Compact:
         return values[start - begin : stop - begin]
 
     def _rows_of(self, start: int, stop: int) -> Tensor:
-        width, size = self._codec.block_values, self._codec.block_bytes
+        width = self._codec.block_values
+        size = self._codec.block_bytes
         return self._rows[start // width * size : -(-stop // width) * size]
 
 
@@ -120,7 +127,10 @@ class Gradient:
     ``carried``: the residual that was added before, times ``decay``."""
 
     def __init__(self, sent: Encoded, lost: Compact | None, carried: Compact | None, decay: float) -> None:
-        self._sent, self._lost, self._carried, self._decay = sent, lost, carried, decay
+        self._sent = sent
+        self._lost = lost
+        self._carried = carried
+        self._decay = decay
 
     def __getitem__(self, at: slice) -> Tensor:
         """fp32, a new tensor."""
@@ -136,7 +146,9 @@ class StepChange:
     change, and its staleness gap penalty ``gap``."""
 
     def __init__(self, config: OuterConfig, mean: Encoded, momentum: Tensor, gap: float) -> None:
-        self._config, self._momentum, self._gap = config, momentum, gap
+        self._config = config
+        self._momentum = momentum
+        self._gap = gap
         self._mean = mean if config.nesterov else None
 
     def __getitem__(self, at: slice) -> Tensor:

@@ -72,7 +72,8 @@ class TensorWorker:
         self, codec: Codec, fragments: Sequence[FragmentState], rule: Rule = weighted_mean,
         thread: ThreadPoolExecutor | None = None,
     ) -> None:  # fmt: skip
-        self._codec, self._rule = codec, rule
+        self._codec = codec
+        self._rule = rule
         self.fragments = list(fragments)
         self.thread = thread or ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="p2p-co2 tensors", initializer=_compute_as_all_do
@@ -159,7 +160,8 @@ class TensorWorker:
 
         def encode() -> None:
             return_holes()  # the snapshot is there, and more is about to be made
-            mine, agreed = self.fragments[fragment], self._agreed(fragment)
+            mine = self.fragments[fragment]
+            agreed = self._agreed(fragment)
             if outcomes_taken != self._told[fragment]:
                 self._tell(Outcome(fragment, agreed.version, None))
                 return
@@ -249,7 +251,8 @@ class TensorWorker:
     def _moved(self, outcome: Outcome, digests: list[bytes] | None = None) -> AgreedVersion:
         """``digests``: of the state's chunks, if they are known already."""
         # The training thread need not wait for the digest: its next offer queues up behind this work.
-        fragment, mine = outcome.fragment, self.fragments[outcome.fragment]
+        fragment = outcome.fragment
+        mine = self.fragments[outcome.fragment]
         with mine.guard.changing(f"telling of version {outcome.version}"):
             self._tell(outcome)
             self._chunk_digests[fragment] = digests or state_chunk_digests(mine.state, self.chunk_bytes)

@@ -61,7 +61,8 @@ class Source:
     @property
     def came_to(self) -> str:
         """The rounds that its fragments have come to, in words."""
-        first, last = min(self.versions), max(self.versions)
+        first = min(self.versions)
+        last = max(self.versions)
         return f"round {first}" if first == last else f"rounds {first} to {last}"
 
 
@@ -71,7 +72,8 @@ def sources_of(folders: Iterable[Path]) -> list[Source]:
     Raises ``ConfigError`` if a folder has no whole checkpoint, or one that is of no stage or of another run;
     if two contradict each other; if a stage is missing. ``EnvironmentFault`` if this machine refuses to read.
     """
-    found, best = [_look(folder) for folder in folders], dict[int, Source]()
+    found = [_look(folder) for folder in folders]
+    best = dict[int, Source]()
     if not found:
         raise ConfigError.of_option("FOLDER", "give a checkpoint folder of each stage")
     first = found[0]
@@ -136,8 +138,10 @@ def write_whole(sources: Sequence[Source], out: Path, whole: nn.Module, stages: 
     """
     _refuse_used(out)
     run = sources[0].run
-    plan, names = plan_fragments(whole, run.fragments), whole_names(whole, stages)
-    gathered, buffers = WholeModel(plan, names), dict[str, Tensor]()
+    plan = plan_fragments(whole, run.fragments)
+    names = whole_names(whole, stages)
+    gathered = WholeModel(plan, names)
+    buffers = dict[str, Tensor]()
     for source, module, there in zip(sources, stages, names, strict=True):
         found = _put(gathered, source, module)
         buffers |= {there[name]: values for name, values in found.items() if name in there}
@@ -152,7 +156,8 @@ def write_whole(sources: Sequence[Source], out: Path, whole: nn.Module, stages: 
 
 def _put(gathered: WholeModel, source: Source, module: nn.Module) -> Mapping[str, Tensor]:
     """Read one stage; returns its buffers."""
-    saved, cut = load_agreed(source.file), plan_fragments(module, source.run.fragments)
+    saved = load_agreed(source.file)
+    cut = plan_fragments(module, source.run.fragments)
     sizes = [state.params.numel() for state in saved.states]
     if saved.plan_digest != cut.digest or sizes != [one.numel for one in cut.fragments]:
         problem = f"is of another {source.holds} than the recipe makes here"
@@ -179,7 +184,8 @@ def _models(recipe: Recipe, run: RunConfig) -> tuple[nn.Module, Sequence[nn.Modu
 def fetch(ticket: str, config: PeerConfig, own_recipe: str = "") -> RunConfig:
     """Leave a checkpoint of ``config.stage`` in ``config.folder``, as the peers that hold it agree on it.
     Blocks and raises as ``gather_swarm``."""
-    met, whole = list[ev.PeerJoined](), False
+    met = list[ev.PeerJoined]()
+    whole = False
 
     def on_event(event: ev.Event) -> None:
         if isinstance(event, ev.PeerJoined):
@@ -206,7 +212,8 @@ def fetch(ticket: str, config: PeerConfig, own_recipe: str = "") -> RunConfig:
 
 def _look(folder: Path) -> Source:
     saved = load_agreed(folder)
-    count, stage = saved.run.pipeline.stages, saved.stage
+    count = saved.run.pipeline.stages
+    stage = saved.stage
     if count == 1 and stage is None:
         stage = 0
     if stage is None:

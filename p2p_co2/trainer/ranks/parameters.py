@@ -53,10 +53,13 @@ class Share:
 
 def share_of(fragment: Fragment, held: Ranges) -> Share:
     """What of ``fragment`` lies in the ranges that are ``held``."""
-    slices, places, begin = list[Slice](), list[slice](), 0
+    slices = list[Slice]()
+    places = list[slice]()
+    begin = 0
     for part in fragment.slices:
         start, stop = held[part.name]
-        first, last = max(part.start, start), min(part.stop, stop)
+        first = max(part.start, start)
+        last = min(part.stop, stop)
         if first < last:
             slices.append(Slice(part.name, first - start, last - start))
             at = slice(begin + first - part.start, begin + last - part.start)
@@ -106,7 +109,9 @@ class RankedParameters(LiveParameters):
     """Rank 0's: as ``LiveParameters``, of the whole model, for which it commands the other ranks."""
 
     def __init__(self, group: Group, module: nn.Module, plan: FragmentPlan) -> None:
-        self._ranks, self._division, self._whole = group.ranks, group.division, plan
+        self._ranks = group.ranks
+        self._division = group.division
+        self._whole = plan
         self._names = {id(one): name for name, one in named_parameters(module).items()}
         self._kept = [[share_of(one, held) for held in group.division.held] for one in plan.fragments]
         self._read = [
@@ -173,7 +178,8 @@ class RankedParameters(LiveParameters):
             super().copy_(out, tensor)
             return
         number = next(number for number, (one, _) in enumerate(self._state) if one is tensor)
-        name, flat = self._state[number][1], out.view(-1)
+        name = self._state[number][1]
+        flat = out.view(-1)
         for rank in range(self._ranks.size):
             start, stop = self._division.to_read(rank)[name]
             if start == stop:
@@ -207,10 +213,12 @@ class RankedParameters(LiveParameters):
         self, state_dict: Mapping[str, Any], optimizer: Optimizer, held: Ranges
     ) -> tuple[dict[str, Any], list[tuple[int, str]]]:
         """One rank's part of a whole ``state_dict``, and which of its tensors are shards."""
-        cut, states = list[tuple[int, str]](), dict[int, Any]()
+        cut = list[tuple[int, str]]()
+        states = dict[int, Any]()
         owned = [one for group in optimizer.param_groups for one in group["params"]]
         for index, state in state_dict.get("state", {}).items():
-            parameter, states[index] = owned[index], dict(state)
+            parameter = owned[index]
+            states[index] = dict(state)
             if not is_sharded(parameter):
                 continue
             start, stop = held[self._names[id(parameter)]]

@@ -56,7 +56,8 @@ class LeadingPeer(Peer):
         self, thread: PeerThread, ledger: TensorWorker, plan: Plan, rates: Rates, start: Progressed
     ) -> None:
         assert plan.group is not None
-        self._ranks, self._device = plan.group.ranks, next(plan.model.parameters()).device
+        self._ranks = plan.group.ranks
+        self._device = next(plan.model.parameters()).device
         self._waiting = set[int]()
         """Ranks that wait in ``leave`` for the others."""
         self._is_compared = False
@@ -214,12 +215,16 @@ class FollowingPeer:
     board = ""
 
     def __init__(self, group: Group, follower: Follower, rates: Rates) -> None:
-        self._ranks, self._follower, self._rates = group.ranks, follower, rates
+        self._ranks = group.ranks
+        self._follower = follower
+        self._rates = rates
         self._device = follower.device
         self._asked = 0
         """By a person, since the last step."""
         self._left, self._signals = False, Asked(self.stop, signal.SIGINT, signal.SIGTERM)
-        self.position, self.inner_steps, self.over = 0.0, 0, False
+        self.position = 0.0
+        self.inner_steps = 0
+        self.over = False
         self._go()
         told = json.loads(self._ranks.hear(0))
         self.peer_id, self.ticket = str(told["peer"]), str(told["ticket"])
@@ -242,7 +247,8 @@ class FollowingPeer:
             if problem is not None:
                 raise problem
             self._follower.look(self.position)
-            asked, self._asked = self._asked, 0
+            asked = self._asked
+            self._asked = 0
             if self._device.type == "cpu":
                 self._ranks.word(0, Call.STEP, float(count), float(value), asked)
             else:
@@ -331,7 +337,8 @@ class FollowingPeer:
 
     def _go(self, figures: Callable[[], object] | None = None) -> bool:
         result, self.position, inner_steps, over, *_ = self._follower.serve(figures)
-        self.inner_steps, self.over = int(inner_steps), bool(over)
+        self.inner_steps = int(inner_steps)
+        self.over = bool(over)
         return bool(result)
 
 

@@ -98,7 +98,8 @@ class Ranks:
     """This process among the ``size`` of its group: number ``rank``."""
 
     def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
         here = f"rank {self.rank} of {self.size} has come to join, and waits for the others"
         words = f"warning: {here}: all ranks of a torchrun group call join, not rank 0 alone"
         tell = threading.Timer(SILENCE_FLOOR_S, say, (words,))

@@ -48,7 +48,9 @@ def data_seed(run: RunConfig, peer: str, inner_steps: int) -> int:
 def sizes_of(run: RunConfig, crossings: Crossings, stage: int, cache_bytes: int) -> Sizes:
     """What the replicas of ``stage`` have agreed on, and what there is room for: payloads of microbatches
     that are under way here, in half of ``cache_bytes``. Graphs have the other."""
-    pipeline, is_first, is_last = run.pipeline, stage == 0, stage == run.pipeline.stages - 1
+    pipeline = run.pipeline
+    is_first = stage == 0
+    is_last = stage == run.pipeline.stages - 1
     comes = 0 if is_first else crossings.forward_bytes(stage - 1)
     returns = [] if is_last else crossings.backward_bytes(stage)
     goes = 0 if is_last else crossings.forward_bytes(stage)
@@ -68,7 +70,8 @@ def fitting(sizes: Sequence[StageSize], run: RunConfig, device: str, cache_bytes
     is_host = torch.device(device).type != "cuda"
     host = available_memory_bytes()
     there = host if is_host else float(torch.cuda.mem_get_info(device)[0])
-    fits, needed = list[int](), list[float]()
+    fits = list[int]()
+    needed = list[float]()
     for stage, size in enumerate(sizes):
         window = window_of(stage, len(sizes), run.pipeline.microbatches)
         graphs = min(window * size.graph_bytes, max(size.graph_bytes, cache_bytes // 2))
@@ -103,8 +106,12 @@ class StagePeer:
         self, groups: Sequence[Trained], pipeline: PipelineView, place: Place, work: StageWork,
         max_grad_norm: float | None = None,
     ) -> None:  # fmt: skip
-        self._groups, self._pipeline, self._place, self._work = groups, pipeline, place, work
-        self.peer, self._max_grad_norm = groups[0].peer, max_grad_norm
+        self._groups = groups
+        self._pipeline = pipeline
+        self._place = place
+        self._work = work
+        self.peer = groups[0].peer
+        self._max_grad_norm = max_grad_norm
         self._busy_s = 0.0
         """Seconds of computing in this inner step."""
         self.tokens_per_s = 0.0
@@ -204,7 +211,8 @@ class StagePeer:
         for group in self._groups:
             group.optimizer.step()
             group.optimizer.zero_grad(set_to_none=True)
-        busy_s, self._busy_s = self._busy_s + time.monotonic() - began_at, 0.0
+        busy_s = self._busy_s + time.monotonic() - began_at
+        self._busy_s = 0.0
         rate = counted.tokens / busy_s if busy_s > 0 else 0.0
         self.tokens_per_s = (self.tokens_per_s + rate) / 2 if self.tokens_per_s else rate
         loss = counted.loss / max(1, counted.tokens)

@@ -39,9 +39,13 @@ class SideNetwork:
     ``stages``."""
 
     def __init__(self, network: Network, group: int, stages: Collection[int]) -> None:
-        self._network, self._stages = network, stages
-        self.identity, self.config, self.run = network.identity, network.config, network.run
-        self.software, self.holds = network.software, Held(stage=group)
+        self._network = network
+        self._stages = stages
+        self.identity = network.identity
+        self.config = network.config
+        self.run = network.run
+        self.software = network.software
+        self.holds = Held(stage=group)
 
     @property
     def carriers(self) -> Sequence[Carrier]:
@@ -94,7 +98,8 @@ class SideThread:
     board = ""
 
     def __init__(self, main: NetworkThread, group: int, stages: Collection[int], name: str) -> None:
-        self._main, self._name = main, name
+        self._main = main
+        self._name = name
         self.network = SideNetwork(main.network, group, stages)
         self._digest = main.network.run.stage_digest(group)
         self.view: NodeView = cast(Any, None)
@@ -108,7 +113,8 @@ class SideThread:
         async def start() -> Node:
             environment = self._main.view.node.environment.beside(self._digest)
             environment.network = self.network
-            agreed, past = ledger.agreed(), ledger.past
+            agreed = ledger.agreed()
+            past = ledger.past
             node = Node(environment, shape, state_bytes, ledger, agreed, self.on_event, model, past)
             self._task = asyncio.create_task(node.run(), name=self._name)
             self._task.add_done_callback(self._ended)
@@ -161,7 +167,8 @@ class SideThread:
             await asyncio.wait({task}, timeout=CLOSE_BOUND_S / 3)
             task.cancel()
 
-        task, self._task = self._task, None
+        task = self._task
+        self._task = None
         if task is not None:
             self.ask(end(task), CLOSE_BOUND_S)
 

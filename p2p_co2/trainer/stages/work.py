@@ -147,10 +147,13 @@ class StageWork:
         self, stages: Stages, module: nn.Module, stage: int, crossings: Crossings,
         batches: Iterator[Any] | None = None, graph_room_bytes: float = math.inf,
     ) -> None:  # fmt: skip
-        is_first, self._is_last = stage == 0, stage == len(stages) - 1
+        is_first = stage == 0
+        self._is_last = stage == len(stages) - 1
         loss = stages.loss if self._is_last else None
         self.replica = StageReplica(module, is_first=is_first, loss=loss, graph_room_bytes=graph_room_bytes)
-        self._stages, self._crossings, self._batches = stages, crossings, batches
+        self._stages = stages
+        self._crossings = crossings
+        self._batches = batches
         self._device = next(module.parameters()).device
         self._comes = None if is_first else crossings.ahead(stage - 1)
         self._goes_back = None if is_first else crossings.back(stage - 1)

@@ -54,7 +54,10 @@ from p2p_co2.wire.limits import MAX_PEERS, MAX_STRING, PROTOCOL_VERSION
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
 PROTOCOL = f"/p2p-co2/{PROTOCOL_VERSION}/link"
-WELCOME, REFUSED, GOODBYE, ALIVE = b"\0", b"\1", b"\2", b"\3"
+WELCOME = b"\0"
+REFUSED = b"\1"
+GOODBYE = b"\2"
+ALIVE = b"\3"
 SAY_EVERY_S = 0.01
 """A receiver says what it has at most this often."""
 LOOKS_BEFORE = 2
@@ -120,7 +123,8 @@ class Libp2pCarrier(Carrier):
         await self.inbound.close()
 
     async def _serve(self, asker: Asker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        dialler, place = asker.peer, address_of(asker.maddr)
+        dialler = asker.peer
+        place = address_of(asker.maddr)
         network = network_at(place[0]) if place is not None else RELAYED
         try:
             async with self._admitted(lambda: _hello(reader), _NO_CERTIFICATE, network) as peer:
@@ -186,7 +190,8 @@ class Libp2pLink(Link):
     ) -> None:
         self._reader, self._writer, way = stream
         self._welcome = asyncio.Event()
-        self.maddrs, self.is_relayed = maddrs, is_relayed(way)
+        self.maddrs = maddrs
+        self.is_relayed = is_relayed(way)
         super().__init__(peer, gone)
         if self.is_relayed:
             self.way = " by ".join(("relayed", *way.split("/")[2:3]))
@@ -222,7 +227,8 @@ class Libp2pLink(Link):
             while True:
                 async with within(2 * CONNECT_TIMEOUT_S):
                     answer = await read_frame(self._reader, 1 + MAX_STRING)
-                code, text = answer[:1], answer[1:]
+                code = answer[:1]
+                text = answer[1:]
                 if code == WELCOME and self.acknowledged is None:
                     self.acknowledged = Acknowledged()
                     self._welcome.set()
@@ -266,7 +272,10 @@ class LinkUpgrades:
         links: Callable[[], Iterable[Libp2pLink]],
         newest: Callable[[PeerId], Sequence[str]],
     ) -> None:
-        self._p2p, self._me, self._links, self._newest = p2p, me, links, newest
+        self._p2p = p2p
+        self._me = me
+        self._links = links
+        self._newest = newest
         self._looks: dict[PeerId, int] = {}
         """How often each peer that was ever met through a relay was seen there; more than ``LOOKS_BEFORE``:
         its try has been made."""
@@ -315,7 +324,8 @@ class LinkUpgrades:
         relayed = [link for link in self._links() if link.is_relayed]
         ways = await ways_to_peers(self._p2p, CONNECT_TIMEOUT_S) if relayed else {}
         for link in relayed:
-            peer, looks = link.peer, self._looks.get(link.peer, 0)
+            peer = link.peer
+            looks = self._looks.get(link.peer, 0)
             if any(not is_relayed(way) for way in ways.get(peer, ())):
                 await link.close("moving to a direct connection")
             elif looks < LOOKS_BEFORE:
@@ -347,11 +357,13 @@ async def _hello(reader: asyncio.StreamReader) -> bytes:
 async def _read_message(reader: asyncio.StreamReader) -> bytes:
     """One message, empty at a goodbye. Raises ``RemoteProtocolError`` before it allocates too much, and for
     one that takes too long. Who says nothing at all may be asleep; who says a byte now and then is not."""
-    reason, detail = "silent", "not a byte"
+    reason = "silent"
+    detail = "not a byte"
     try:
         async with within(MESSAGE_TIMEOUT_S):
             head = await reader.readexactly(1)
-        reason, detail = "too slow", "no whole message"
+        reason = "too slow"
+        detail = "no whole message"
         async with within(MESSAGE_TIMEOUT_S):
             length = int.from_bytes(head + await reader.readexactly(HEADER_BYTES - 1))
             if length:

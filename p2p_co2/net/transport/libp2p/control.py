@@ -124,7 +124,8 @@ async def _ask(p2p: P2P, request: p2pd_pb2.Request, timeout_s: float) -> Stream:
             await read_pbmsg_safe(reader, response)
         if response.type == p2pd_pb2.Response.ERROR:
             raise TransportError(_cause(response.error.msg))
-        answered, writer = writer, None
+        answered = writer
+        writer = None
     finally:
         if writer is not None:
             await hang_up(writer)

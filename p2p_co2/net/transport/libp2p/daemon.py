@@ -40,7 +40,9 @@ logger = logging.getLogger(__name__)
 
 TRIES = 8
 """Starts in a row; the wait before each is twice that before the last, from half a second on."""
-_PUBLIC, _LISTEN, _PREFIX = "-forceReachabilityPublic", "-hostAddrs=", "p2p-co2-"
+_PUBLIC = "-forceReachabilityPublic"
+_LISTEN = "-hostAddrs="
+_PREFIX = "p2p-co2-"
 _FAULTS = {
     "address already in use": "the port is in use; choose another one (libp2p_port, 0 for any free one)",
     "cannot assign requested": "the address is not this machine's; choose another one to listen on (host)",
@@ -78,10 +80,13 @@ class Daemon:
     """
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
-        self.process, self.folder, self.socket = process, folder, folder / "p2pd.sock"
+        self.process = process
+        self.folder = folder
+        self.socket = folder / "p2pd.sock"
         self.output: deque[str] = deque(maxlen=30)
         self._loop = asyncio.get_running_loop()
-        self._ready, self._ended = asyncio.Event(), asyncio.Event()
+        self._ready = asyncio.Event()
+        self._ended = asyncio.Event()
         self._reading, self._waiting = (
             threading.Thread(target=run, name="p2p-co2 libp2p daemon", daemon=True)
             for run in (self._read, self._wait)
@@ -177,7 +182,8 @@ async def start_p2p(
     asyncio.get_running_loop().set_exception_handler(quiet_stream_ends)
     async with _launched(arguments, startup_timeout_s) as daemon:
         p2p = await DaemonP2P.replicate(Multiaddr(f"/unix{daemon.socket}"))
-    p2p.daemon, p2p.arguments = daemon, tuple(arguments)
+    p2p.daemon = daemon
+    p2p.arguments = tuple(arguments)
     shut_in_forks_at(str(p2p._client_listen_maddr).removeprefix("/unix"))
     return p2p
 
@@ -190,7 +196,8 @@ async def stop_p2p(p2p: P2P) -> None:
         await p2p.shutdown()
         await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
     finally:  # also when cancelled
-        daemon, p2p.daemon = p2p.daemon, None
+        daemon = p2p.daemon
+        p2p.daemon = None
         if daemon is not None:
             await daemon.stop()
 
@@ -204,7 +211,8 @@ def require_daemon(p2p: P2P) -> None:
 async def keep_alive(p2p: P2P, revived: Callable[[str], Awaitable[None]]) -> str:
     """Start the daemon of ``p2p`` again whenever it ends; ``revived`` hears the old one's last words.
     Returns why it is given up, in words. Safe to cancel."""
-    failures, began_at = 0, time.monotonic()
+    failures = 0
+    began_at = time.monotonic()
     while p2p.daemon is not None:
         words: str = await p2p.daemon.wait_exit()
         if p2p.daemon is None:

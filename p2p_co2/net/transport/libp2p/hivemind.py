@@ -102,7 +102,8 @@ logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "ERRO
 def quiet_stream_ends(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """A loop's exception handler: a daemon's stream that ends before its header is no news, nor is a search
     of the DHT that was going on when the daemon ended. asyncio would print their tracebacks."""
-    error, task = context.get("exception"), context.get("future")
+    error = context.get("exception")
+    task = context.get("future")
     name = getattr(task.get_coro(), "__name__", "") if isinstance(task, asyncio.Task) else ""
     is_search = isinstance(error, AssertionError) and name == "traverse_dht"
     if is_search or isinstance(error, asyncio.IncompleteReadError | ConnectionError):

@@ -33,14 +33,17 @@ ENOUGH_BYTES = 1 << 30
 """Relays that cut a circuit off sooner are of no use for payload; libp2p's default is 128 KiB."""
 STARTS = 4
 """Of a seed's daemon, until its relay is of use: one in 25 was not, on a busy machine."""
-_RESERVE, _STATUS, _OK = 0, 2, 100
+_RESERVE = 0
+_STATUS = 2
+_OK = 100
 
 
 class Places:
     """Our places at the relays among ``seeds`` (multiaddrs that end in /p2p/ID). Call ``renew`` often."""
 
     def __init__(self, p2p: P2P, me: PeerId, seeds: Sequence[str]) -> None:
-        self._p2p, self._me = p2p, me
+        self._p2p = p2p
+        self._me = me
         self._seeds = [seed for seed in seeds if not seed.endswith(f"/p2p/{me}")]
         self._renew_at = 0.0
         self.held: tuple[str, ...] = ()
@@ -52,7 +55,8 @@ class Places:
         """Ask for places, or ask again, if it is time to; never raises for a relay's sake."""
         if time.monotonic() < self._renew_at or not self._seeds:
             return
-        held, causes = list[str](), list[str]()
+        held = list[str]()
+        causes = list[str]()
 
         async def ask(seed: str) -> None:
             try:
@@ -61,13 +65,15 @@ class Places:
                 causes.append(f"{seed.rpartition('/p2p/')[0]}: {error}")
 
         await asyncio.gather(*map(ask, self._seeds[:MAX_PLACES]))
-        self.held, self.trouble = tuple(sorted(held)), "" if held else "; ".join(causes)
+        self.held = tuple(sorted(held))
+        self.trouble = "" if held else "; ".join(causes)
         # Without a place nobody reaches us: ask again soon.
         self._renew_at = time.monotonic() + (MESSAGE_TIMEOUT_S if held else CONNECT_TIMEOUT_S)
 
     def forget(self) -> None:
         """What we held is lost; ask again at the next ``renew``."""
-        self.held, self._renew_at = (), 0.0
+        self.held = ()
+        self._renew_at = 0.0
 
 
 async def ask_for_place(p2p: P2P, seed: str, me: PeerId) -> str:

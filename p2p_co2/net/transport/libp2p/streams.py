@@ -23,7 +23,8 @@ from p2p_co2.net.transport.libp2p.hivemind import P2P, StreamInfo
 from p2p_co2.wire.identity import PeerId
 
 HEADER_BYTES = 4
-MAX_STREAMS, MAX_STREAMS_PER_PEER = 64, 2
+MAX_STREAMS = 64
+MAX_STREAMS_PER_PEER = 2
 
 
 class Asker(NamedTuple):
@@ -58,8 +59,11 @@ class ServedStreams:
     """Serves ``protocol`` over a started ``P2P``, which stays the caller's."""
 
     def __init__(self, p2p: P2P, protocol: str, serve: Serve, most_streams: int, most_per_peer: int) -> None:
-        self._p2p, self._protocol, self._serve = p2p, protocol, serve
-        self._most_streams, self._most_per_peer = most_streams, most_per_peer
+        self._p2p = p2p
+        self._protocol = protocol
+        self._serve = serve
+        self._most_streams = most_streams
+        self._most_per_peer = most_per_peer
         self._tasks: dict[asyncio.Task[None], PeerId] = {}
         self._listening = False
 
@@ -73,7 +77,8 @@ class ServedStreams:
 
     async def close(self) -> None:
         """Stop serving; no task is left. May be called twice."""
-        listening, self._listening = self._listening, False
+        listening = self._listening
+        self._listening = False
         if listening:
             with suppress(TransportError):  # the daemon is gone, and its handlers with it
                 async with daemon_call(CLOSE_TIMEOUT_S):
@@ -86,7 +91,8 @@ class ServedStreams:
     async def _take(
         self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        asker, task = Asker(PeerId(info.peer_id.to_base58()), str(info.addr)), asyncio.current_task()
+        asker = Asker(PeerId(info.peer_id.to_base58()), str(info.addr))
+        task = asyncio.current_task()
         assert task is not None
         held = Counter(self._tasks.values())
         if held.total() >= self._most_streams or held[asker.peer] >= self._most_per_peer:
@@ -120,8 +126,10 @@ class AnswerServer(ServedStreams):
         pause_s: float = 0.0,
     ) -> None:
         super().__init__(p2p, protocol, self._answer_all, MAX_STREAMS, MAX_STREAMS_PER_PEER)
-        self._answer, self._on_rude = answer, on_rude
-        self._most_bytes, self._pause_s = most_question_bytes, pause_s
+        self._answer = answer
+        self._on_rude = on_rude
+        self._most_bytes = most_question_bytes
+        self._pause_s = pause_s
 
     async def _answer_all(
         self, asker: Asker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -143,7 +151,9 @@ class QuestionClient:
     """Asks peers over one ``protocol``; keeps a stream to each that answers. End it with ``close``."""
 
     def __init__(self, p2p: P2P, protocol: str, most_answer_bytes: int) -> None:
-        self._p2p, self._protocol, self._most_bytes = p2p, protocol, most_answer_bytes
+        self._p2p = p2p
+        self._protocol = protocol
+        self._most_bytes = most_answer_bytes
         self._streams: dict[PeerId, Stream] = {}
 
     async def ask(self, peer: PeerId, maddrs: Sequence[str], question: bytes, timeout_s: float) -> bytes:
@@ -176,6 +186,7 @@ class QuestionClient:
 
     async def close(self) -> None:
         """Hang up on everybody. May be called twice."""
-        streams, self._streams = self._streams, {}
+        streams = self._streams
+        self._streams = {}
         for stream in streams.values():
             await hang_up(stream.writer)
