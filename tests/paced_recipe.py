@@ -155,6 +155,6 @@ def sample() -> dict[str, float]:
 
 
 def _loops() -> list[asyncio.AbstractEventLoop]:
-    """The event loops of the library's threads; they run ``NetworkThread._run``."""
+    """The event loops of the library's threads; they run ``LoopThread._run``."""
     owners = [getattr(getattr(thread, "_target", None), "__self__", None) for thread in threading.enumerate()]
-    return [owner._loop for owner in owners if hasattr(owner, "_loop")]
+    return [owner.loop for owner in owners if hasattr(owner, "loop")]

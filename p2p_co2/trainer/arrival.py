@@ -16,7 +16,7 @@ from dataclasses import replace
 from p2p_co2.config import ClockConfig
 from p2p_co2.errors import ConfigError, RunOver, TransportError
 from p2p_co2.node.node import Node
-from p2p_co2.trainer.stages.side_thread import PeerThread
+from p2p_co2.trainer.session import Participation
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.wire.messages_pb2 import RunPosition
 
@@ -112,8 +112,8 @@ class Beginning:
     ``resumed_at``: the position, in rounds, of the checkpoint that this peer goes on from; None without
     one."""
 
-    def __init__(self, thread: PeerThread, rounds: int, resumed_at: float | None, start_over: bool) -> None:
-        self._thread = thread
+    def __init__(self, part: Participation, rounds: int, resumed_at: float | None, start_over: bool) -> None:
+        self._part = part
         self._rounds = rounds
         self._resumed_at = resumed_at
         self._is_allowed = start_over
@@ -124,7 +124,7 @@ class Beginning:
         if self._is_allowed or not self._rounds:
             return
         with contextlib.suppress(TransportError):  # it is asked once more before anything is begun
-            if self._is_over(self._thread.run_position()) and self._thread.is_listed_empty():
+            if self._is_over(self._part.run_position()) and self._part.is_listed_empty():
                 raise RunOver(self._rounds)
 
     def is_allowed(self, node: Node, has_waited: bool) -> bool:
@@ -133,7 +133,7 @@ class Beginning:
         have left, or no seed says whether they have)."""
         if not self._is_allowed and self._refusal is None:
             try:
-                last = self._thread.run_position()
+                last = self._part.run_position()
             except TransportError:
                 if has_waited and self._resumed_at is None:
                     raise
@@ -143,7 +143,7 @@ class Beginning:
         if refusal is None or not (has_waited or not node.live_peers()):
             return self._is_allowed
         # Whoever is listed and does not answer left a moment ago, or is there and out of reach.
-        advice = self._thread.network.reach_advice if node.unheard_peers() else ""
+        advice = self._part.network.reach_advice if node.unheard_peers() else ""
         if not advice or isinstance(refusal, RunOver):
             raise refusal
         raise TransportError(f"{refusal}; or, if somebody is still there: {advice}")
@@ -154,7 +154,7 @@ class Beginning:
         if self._is_over(last):
             self._refusal = RunOver(self._rounds)
         elif last is not None and resumed_at is None:
-            stage = self._thread.network.holds.stage
+            stage = self._part.network.holds.stage
             how = "--start-over" if stage is None else f"--stage {stage} --restart-stage"
             self._refusal = TransportError(
                 f"the others left at round {last.position:.1f}; join with the checkpoint of one of them, "
@@ -163,7 +163,7 @@ class Beginning:
         else:
             self._is_allowed = True
             if last is not None and resumed_at is not None and last.position > resumed_at + 1:
-                self._thread.warn(
+                self._part.warn(
                     f"this run was at round {last.position:.1f} when it was last heard of, and this "
                     f"checkpoint is of round {resumed_at:.1f}: the rounds between are trained again; "
                     "if a peer has a later checkpoint, stop, and start that one first"
