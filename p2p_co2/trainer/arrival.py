@@ -16,6 +16,7 @@ from dataclasses import replace
 from p2p_co2.config import ClockConfig
 from p2p_co2.errors import ConfigError, RunOver, TransportError
 from p2p_co2.node.node import Node
+from p2p_co2.node.progress import Where
 from p2p_co2.trainer.session import Participation
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.wire.messages_pb2 import RunPosition
@@ -78,8 +79,8 @@ class Arrival:
         """Whether it has arrived; not while it ``is_in_doubt``, and raises as that. Raises
         ``TransportError`` if it cannot arrive any more."""
         node = self._node
-        known = self._node.progress.conclusions
-        if known.full:
+        known = self._node.progress.joining
+        if known.where is Where.NO_ROOM:
             raise TransportError(
                 f"this run has {self._group_size} peers already, as many as its group_size allows; "
                 "join again when one has left"
@@ -87,16 +88,18 @@ class Arrival:
         if (moved := sum(map(operator.ne, node.agreed, self._began_with))) > self._given:
             self._given = moved
             self._given_at = now
-        if not known.left_behind:
+        is_left_behind = known.where is Where.LEFT_BEHIND
+        if not is_left_behind:
             self._followed_at = now
-        in_doubt = self.is_in_doubt(now) or known.left_behind
+        in_doubt = self.is_in_doubt(now) or is_left_behind
         # Of others that just came, or went, it is concluded only in a moment what that means.
-        if not in_doubt and (known.heard or node.live_peers() == 0):
+        is_alone = known.where is Where.ALONE
+        if not in_doubt and (not is_alone or node.live_peers() == 0):
             listened = self._has_listened(now)
             # Those who join as we do know no more than we: who is listed may be about to answer.
-            knows = known.met or not node.unheard_peers() or listened
+            knows = known.has_met or not node.unheard_peers() or listened
             found = knows and now - self._began_at > 0.2
-            if found and known.abreast if known.heard else listened:
+            if listened if is_alone else found and known.where is Where.ABREAST:
                 return True
         if now - self._followed_at > GATHER_BOUND_S / 2:
             raise TransportError(

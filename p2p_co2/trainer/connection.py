@@ -410,8 +410,8 @@ class Connection:
             return arrival.is_gathered(self.config.min_peers, now)
 
         def there(arrival: Arrival, now: float) -> bool:
-            met = node.progress.conclusions.met
-            return arrival.is_there(now) and (met or beginning.is_allowed(node, arrival.has_waited(now)))
+            has_met = node.progress.joining.has_met
+            return arrival.is_there(now) and (has_met or beginning.is_allowed(node, arrival.has_waited(now)))
 
         for is_done in (gathered, there):
             arrival = Arrival(node, time.monotonic(), self.run.group_size)
