@@ -31,22 +31,18 @@ from google.protobuf.message import Message
 
 from p2p_co2.errors import PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.base import Carrier, Link, refused_for_s
-from p2p_co2.net.transport.flow import Acknowledged
-from p2p_co2.node.meter import LinePace, Pace, UploadMeter
+from p2p_co2.net.transport.flow import Acknowledged, Seen
+from p2p_co2.node.meter import LEAST_SPAN_S, LinePace, LineRate, Pace
 from p2p_co2.wire.envelope import Unsent
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.kinds import Kind, Role
 from p2p_co2.wire.limits import MAX_DATA_BYTES, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
-QUEUE_LOOK_S = 0.04
-"""How often it is looked at what waits before the line."""
-LONGEST_LOOK_S, STANDING_S = 5 * QUEUE_LOOK_S, 0.03
-"""From one look to the next: more than the first is a pause, in which nothing was to be seen; where more than
-the second waits before and after it, the line was full."""
-MOST_LOOKED_AT, COMMON_OF = 9, 4
-"""Lanes that are asked for that: a look costs 25 us for each connection. The lane counts on which what is
-under way waits least, once one of so many has been left out."""
+MOST_LOOKED_AT = 9
+"""Lanes that are asked how long what is under way waits."""
+COMMON_OF = 4
+"""The lane counts on which it waits least, once one of so many has been left out."""
 TURNS_OF_ONE = 8
 """On a line that urgent lanes fill, one in so many turns is another lane's."""
 ATTEMPTS_KEPT = 256
@@ -182,13 +178,12 @@ class Uplink:
 
     def __init__(self, cap_bytes_per_s: float = 0.0) -> None:
         self.cap = Pace(cap_bytes_per_s)
-        self.meter = UploadMeter()
         self.lanes: list[Lane] = []
+        self.rate = LineRate(self._seen)
         self._line = LinePace()
-        self._looked_at, self._waits_s = -1e9, 0.0
-        """When, and what, ``_look`` saw."""
-        self._there_bytes: dict[Link, int] = {}
-        """Of those that it saw."""
+        self._looked_at = -1e9
+        self._waits_s = 0.0
+        """When ``_look`` saw how long what is under way waits, and what it saw."""
 
     def wait_s(self, lane: Lane, receiver_bytes_per_s: float, now: float) -> float:
         """How long the lane's first bulk message has to wait. ``receiver_bytes_per_s``: how fast its receiver
@@ -216,12 +211,20 @@ class Uplink:
                 self.cap.give_back(size_bytes)
         lane.turn.at = None
 
+    def watch(self, now: float) -> None:
+        """Measure the line, when bulk is put, begins or ends to be carried, or the rate is asked."""
+        open_lanes = [lane for lane in self.lanes if lane.link is not None]
+        is_busy = any(lane.bulk or lane.carrying for lane in open_lanes)
+        self.rate.watch(is_busy, 2 * sum(bool(lane.bulk) for lane in open_lanes) > len(open_lanes), now)
+
+    def _seen(self) -> dict[Link, Seen]:
+        return {lane.link: lane.link.look() for lane in self.lanes if lane.link is not None}
+
     def _ask(self, lane: Lane, size_bytes: int, now: float) -> tuple[float, bool]:
         """(when, True): the lane has its turn then. (when, False): it is to ask again then. Who has less left
         to carry than another lane that waits leaves it a turn, once: lanes are to end together."""
-        self.meter.rest(now)
         self._look(now)
-        self._line.follow(self.meter.bytes_per_s, self._waits_s)
+        self._line.follow(self.rate.bytes_per_s, self._waits_s)
         turn_s = self._line.turn_s(size_bytes)
         yielded = lane.turn.yielded
         is_behind = yielded < TURNS_OF_ONE - 1 and self._is_less_urgent(lane)
@@ -230,7 +233,6 @@ class Uplink:
         at = now + self._line.free_in_s(now) + turn_s
         if not yields:
             at = self._line.admit_at(size_bytes, now)
-        self.meter.held(now, at)
         return at, not yields
 
     def _is_less_urgent(self, lane: Lane) -> bool:
@@ -245,28 +247,14 @@ class Uplink:
 
     def _look(self, now: float) -> None:
         """See how long what is under way to far peers waits before the line that is common to all: a way on
-        which it waits longer has a queue of its own besides. While it waits the line carries all it can: so
-        much has come to be there since the last look, unless it also carries what only peers tell of, as
-        through relays."""
-        if now - self._looked_at < QUEUE_LOOK_S:
+        which it waits longer has a queue of its own besides."""
+        if now - self._looked_at < LEAST_SPAN_S:
             return
-        far = carrying = [one for one in self.lanes if one.is_far]
-        if is_some := len(far) > MOST_LOOKED_AT:
-            carrying = [one for one in far if one.carrying or one.bulk]
-            carrying = carrying[:: -(-len(carrying) // MOST_LOOKED_AT) or 1]
-        seen = {one.link: one.link.look() for one in carrying if one.link is not None}
-        waits_s = sorted(one.queued_s for one in seen.values() if one.queued_s is not None)
-        waited_s = self._waits_s
-        self._waits_s = waits_s[len(waits_s) // COMMON_OF] if waits_s else 0.0
-        there = {link: told.there_bytes for link, told in seen.items()}
-        untold = any(lane.carrying and lane.link and lane.link.acknowledged for lane in self.lanes)
-        if not (is_some or untold) and now - self._looked_at <= LONGEST_LOOK_S:
-            known = self._there_bytes
-            more = sum(max(0, there[link] - known[link]) for link in there.keys() & known.keys())
-            is_full = min(waited_s, self._waits_s) > STANDING_S
-            self.meter.came(more, now - self._looked_at, is_full, now)
         self._looked_at = now
-        self._there_bytes = there
+        far = [one.link for one in self.lanes if one.link is not None and one.is_far]
+        some = far[:: -(-len(far) // MOST_LOOKED_AT) or 1]
+        waits_s = sorted(waits for link in some if (waits := link.look().queued_s) is not None)
+        self._waits_s = waits_s[len(waits_s) // COMMON_OF] if waits_s else 0.0
 
 
 FindRecord = Callable[[PeerId, bool], Awaitable[PeerRecord | None]]
@@ -322,8 +310,8 @@ class LinkPool:
     @property
     def upload_bytes_per_s(self) -> float:
         """What the line has shown it can carry; 0 until measured."""
-        self._uplink.meter.rest(time.monotonic())
-        return self._uplink.meter.bytes_per_s
+        self._uplink.watch(time.monotonic())
+        return self._uplink.rate.bytes_per_s
 
     @property
     def is_full(self) -> bool:
@@ -429,8 +417,6 @@ class LinkPool:
             except TransportError as error:
                 link = lane.link
                 lane.link = None
-                for _ in lane.under_way:  # nobody will say what became of it
-                    self._uplink.meter.finished(peer, 0, time.monotonic())
                 lane.carrying -= len(lane.under_way)
                 lane.under_way.clear()
                 self._note_refusal(peer, str(error))
@@ -505,13 +491,12 @@ class LinkPool:
         """The lane's next bulk message, whose turn it is."""
         lane.turn, data = Turn(yielded=lane.turn.yielded), lane.take().data
         self.queued_bytes -= len(data)
-        self._uplink.meter.started(time.monotonic())
         lane.carrying += 1
+        self._uplink.watch(time.monotonic())
         try:
             await link.send(self._joined(data))
         except BaseException:
             lane.carrying -= 1
-            self._uplink.meter.finished(link.peer, 0, time.monotonic())
             raise
         self.up_bytes += len(data)
         if link.acknowledged is None:
@@ -541,7 +526,7 @@ class LinkPool:
         """Bulk is there, or the line has taken it."""
         now = time.monotonic()
         lane.carrying -= 1
-        self._uplink.meter.finished(peer, size_bytes, now)
+        self._uplink.watch(now)
         traffic = self.traffic.setdefault(peer, LinkTraffic())
         traffic.bulk_bytes += size_bytes
         traffic.bulk_s += now - lane.counted_until

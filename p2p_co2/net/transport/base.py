@@ -65,14 +65,15 @@ class Link:
         self.peer = peer
         self.way = DIRECT
         self._gone = gone
+        self._sent_bytes = 0
         self._writing = asyncio.Lock()
         self._closing = ""
         """Why we end it; empty while we do not."""
         self._watcher = asyncio.create_task(self._watch(), name=f"{self.carrier} link to {peer}")
 
     def look(self) -> Seen:
-        """What the kernel knows of the way."""
-        return Seen()
+        """What is known of the way, and of what has come there: what was handed over, if nobody says more."""
+        return Seen(there_bytes=self._sent_bytes)
 
     async def open(self, hello: bytes, where: str) -> None:
         """Say hello and wait for the welcome. Raises ``TransportError``, which names ``where``."""
@@ -97,6 +98,7 @@ class Link:
             )
         async with self._writing:
             await self._write(data)
+        self._sent_bytes += len(data)
 
     async def close(self, why: str = "closed by us") -> None:
         """Say goodbye, wait up to ``CLOSE_TIMEOUT_S`` until the peer has taken all messages, give everything

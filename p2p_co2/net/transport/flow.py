@@ -43,7 +43,9 @@ class Seen(NamedTuple):
     queued_s: float | None = None
     """How much longer than at best the round trip takes now; None where that is not known."""
     there_bytes: int = 0
-    """What the receiver's kernel has acknowledged since the beginning; 0 where that is not known."""
+    """What has come there since the beginning."""
+    is_word: bool = False
+    """Whether the other end alone says so."""
 
 
 class Acknowledged:
@@ -109,18 +111,15 @@ class SendBuffer:
     """The kernel's send buffer of our connection to ``host:port`` (``host`` an address).
 
     gRPC has no option for it, hence the search through this process's own sockets. A far connection is
-    bounded. Law: one that is near, or not found, is left alone and nothing is known of it.
+    bounded. Law: one that is near is left as it is, and of one that is not found nothing is known.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self._descriptor, self._file = _far_connection(host, port)
+        self._descriptor, self._file, round_trip_s = _connection(host, port)
+        self.is_far = self._file is not None and round_trip_s >= NEAR_S
         self.bound_bytes = UNSENT_BYTES
         """What it may hold unsent, if it is far."""
         self._bound()
-
-    @property
-    def is_far(self) -> bool:
-        return self._file is not None
 
     def look(self) -> Seen:
         """See ``Link.look``. A connection that turns out to be fast may hold more from then on."""
@@ -134,7 +133,7 @@ class SendBuffer:
         return seen
 
     def _bound(self) -> None:
-        if self._file is not None:
+        if self.is_far:
             value = ctypes.c_int(self.bound_bytes)
             size = ctypes.sizeof(value)
             _LIBC.setsockopt(
@@ -154,17 +153,17 @@ def seen_in(info: bytes) -> tuple[Seen, int]:
     return Seen(queued_s, there_bytes + sacked * segment_bytes), rate
 
 
-def _far_connection(host: str, port: int) -> tuple[int, tuple[int, int] | None]:
-    """The descriptor of our far connection to there, with the file behind it: None if there is none. Of
-    several the newest as a rule: an older one may end any moment."""
+def _connection(host: str, port: int) -> tuple[int, tuple[int, int] | None, float]:
+    """The descriptor of our connection to there, the file behind it, and the round trip in seconds; the file
+    is None if there is none. Of several the newest: an older one may end any moment."""
     address = ipaddress.ip_address(host).packed
     for number in sorted(map(int, os.listdir("/proc/self/fd")), reverse=True):
         file = _socket_at(number)
         if file is not None and _leads_to(number, address, port):
             info = _tcp_info(number)
-            if len(info) == _INFO.size and _INFO.unpack(info)[4] / 1e6 >= NEAR_S:
-                return number, file
-    return -1, None
+            if len(info) == _INFO.size:
+                return number, file, _INFO.unpack(info)[4] / 1e6
+    return -1, None, 0.0
 
 
 def _socket_at(descriptor: int) -> tuple[int, int] | None:

@@ -203,8 +203,9 @@ class GrpcLink(Link):
         super().__init__(peer, gone)
 
     def look(self) -> Seen:
-        """See ``Link``."""
-        return self.send_buffer.look() if self.send_buffer is not None else Seen()
+        """See ``Link``: the kernel says what was acknowledged."""
+        seen = self.send_buffer.look() if self.send_buffer is not None else Seen()
+        return seen if seen.there_bytes else super().look()
 
     async def _put(self, data: bytes) -> None:
         try:

@@ -36,7 +36,7 @@ from p2p_co2.net.transport.base import (
     Link,
     check_incoming,
 )
-from p2p_co2.net.transport.flow import Acknowledged
+from p2p_co2.net.transport.flow import Acknowledged, Seen
 from p2p_co2.net.transport.libp2p.control import (
     Stream,
     hang_up,
@@ -195,6 +195,12 @@ class Libp2pLink(Link):
         super().__init__(peer, gone)
         if self.is_relayed:
             self.way = " by ".join(("relayed", *way.split("/")[2:3]))
+
+    def look(self) -> Seen:
+        """See ``Link``: the other end says what it has."""
+        if self.acknowledged is None:
+            return super().look()
+        return Seen(there_bytes=self.acknowledged.arrived_bytes, is_word=True)
 
     async def _put(self, data: bytes) -> None:
         if self.acknowledged is not None:
