@@ -17,7 +17,7 @@ from contextlib import suppress
 import pytest
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2p_co2.config import RunConfig
@@ -25,22 +25,28 @@ from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.net.discovery.records import MANIFEST_CONTEXT, PEER_CONTEXT, POSITION_CONTEXT, Records
 from p2p_co2.net.transport.admission import HELLO_CONTEXT, Admission
 from p2p_co2.net.transport.libp2p.relay import read_hop
-from p2p_co2.net.transport.probe import read_answer, read_question
+from p2p_co2.net.transport.probe import read_answer
 from p2p_co2.node import router
 from p2p_co2.protocol.reports import REPORT_CONTEXT, Responder, open_report
 from p2p_co2.system.socket_activation import receive_relayed
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.envelope import head_of
-from p2p_co2.wire.identity import unseal
+from p2p_co2.wire.identity import parsed, unseal
 from p2p_co2.wire.kinds import KINDS
 from p2p_co2.wire.limits import MAX_MESSAGE_BYTES
 from tests.fuzz.play import LIAR, Game, rounds_world, stages_world, world_for
 from tests.fuzz.world import RUN, World, check_bounds, make_identity, run_virtual
 from tests.fuzz.wrong import Wrong, each
 
-PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-EXAMPLES = 6
-"""A game takes half a second."""
+GAMES = 6
+"""Examples of what takes half a second."""
+
+
+def examples_of(count: int) -> settings:
+    """So many, and as many times more as the profile has more than hypothesis' own 100."""
+    return settings(max_examples=count * settings().max_examples // 100)
+
+
 chances = st.builds(random.Random, st.integers(0, 2**32))
 STRANGER = LIAR.peer_id
 HARMLESS = {"leave", "refusal", "model_table", "declined", "dropped"}
@@ -65,7 +71,7 @@ def test_each_wrong_field_of_each_kind_is_tried_among_peers_that_train(
 @pytest.mark.parametrize("make_world", [rounds_world, stages_world])
 @pytest.mark.parametrize("members_lie", [False, True])
 @given(chance=chances, most=st.integers(1, 60))
-@settings(PATIENT, max_examples=EXAMPLES)
+@examples_of(GAMES)
 def test_several_wrong_fields_at_once_end_nobody(
     make_world: Callable[[], World], members_lie: bool, chance: random.Random, most: int
 ) -> None:
@@ -74,7 +80,7 @@ def test_several_wrong_fields_at_once_end_nobody(
 
 
 @given(st.lists(st.binary(max_size=400), min_size=1, max_size=30), st.booleans())
-@settings(PATIENT, max_examples=50)
+@examples_of(50)
 def test_any_bytes_are_refused_and_counted(messages: list[bytes], headed: bool) -> None:
     head = head_of(RUN.digest()) if headed else b""
     counted = refused_by_one_node(*(head + message for message in messages))
@@ -185,7 +191,8 @@ READERS: dict[type[Message], tuple[Message, Callable[[bytes], object]]] = {
     ),
     wire.Relayed: (wire.Relayed(id=1, peer=THEM.peer_id, request=b"request", peers=["a"]), relayed),
     wire.Probe: (
-        wire.Probe(run=DIGEST, dial_back=wire.DialBackProbe(port=1, expect=b"y")), read_question,
+        wire.Probe(run=DIGEST, dial_back=wire.DialBackProbe(port=1, expect=b"y")),
+        lambda data: parsed(wire.Probe, data),
     ),
     wire.ProbeAnswer: (
         wire.ProbeAnswer(observed="/ip4/127.0.0.1/tcp/1", clock=NOW, bulk=b"x"), read_answer,
@@ -231,7 +238,7 @@ def test_a_right_message_is_read_and_each_wrong_field_refused_in_words(kind: typ
 
 @each_reader
 @given(chance=chances)
-@settings(PATIENT, max_examples=12)
+@examples_of(12)
 def test_several_wrong_fields_or_any_bytes_are_refused_in_words(
     kind: type[Message], chance: random.Random
 ) -> None:

@@ -79,7 +79,7 @@ def test_a_line_that_has_become_faster_or_slower_is_found_out() -> None:
     made = Exchanges()
     made.send(4.0, evenly(2e6))
     assert made.send(2.0, evenly(8e6)) == pytest.approx(8e6, rel=0.05)
-    assert 6e6 < made.send(0.7, evenly(4e6))  # once may be a busy machine
+    assert made.send(0.7, evenly(4e6)) > 6e6  # once may be a busy machine
     assert made.send(8.0, evenly(4e6)) == pytest.approx(4e6, rel=0.1)
     for _ in range(20):  # of exchanges that are too short to say more
         made.send(0.3, evenly(8e6))

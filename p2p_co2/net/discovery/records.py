@@ -18,12 +18,10 @@ from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from google.protobuf.message import DecodeError
-
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S, OnRefused
 from p2p_co2.net.transport.libp2p.hivemind import DHTID, DHTRecord, MSGPackSerializer, RecordValidatorBase
-from p2p_co2.wire.identity import PeerId, unseal
+from p2p_co2.wire.identity import PeerId, parsed, unseal
 from p2p_co2.wire.limits import (
     HELLO_WINDOW_S,
     MAX_ADDRESSES,
@@ -41,8 +39,10 @@ POSITION_CONTEXT = b"p2p-co2 run position"
 PEER_SHARDS = 8
 MAX_LIFETIME_S = 30 * 86400.0
 """Where a run is, and its settings, are asked for when everybody is gone, which may be long ago."""
-_PACKED_STRING, _PACKED_BYTES = frozenset((*range(0xA0, 0xC0), 0xD9, 0xDA)), frozenset((0xC4, 0xC5))
-"""First bytes of a msgpack string and of a msgpack byte string of less than 64 KiB."""
+_PACKED_STRING = frozenset((*range(0xA0, 0xC0), 0xD9, 0xDA))
+"""First bytes of a msgpack string of less than 64 KiB."""
+_PACKED_BYTES = frozenset((0xC4, 0xC5))
+"""First bytes of a msgpack byte string of less than 64 KiB."""
 
 
 def run_digest(config: bytes) -> bytes:
@@ -122,7 +122,7 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
 
     def peer_record(self, writer: str, sealed: bytes) -> PeerRecord:
         """The peer record inside a value; raises ``RemoteProtocolError``."""
-        record = self._open(PeerRecord(), PEER_CONTEXT, writer, sealed)
+        record = self._open(PeerRecord, PEER_CONTEXT, writer, sealed)
         strings = [*record.maddrs, *record.grpc_addresses, record.software]
         if (
             record.peer != writer
@@ -137,7 +137,7 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
 
     def manifest(self, writer: str, sealed: bytes) -> RunManifest:
         """The run manifest inside a value; raises ``RemoteProtocolError``."""
-        manifest = self._open(RunManifest(), MANIFEST_CONTEXT, writer, sealed)
+        manifest = self._open(RunManifest, MANIFEST_CONTEXT, writer, sealed)
         if self.run_key not in (None, writer):
             raise RemoteProtocolError("foreign manifest", f"signed by {writer[:64]!r}, not by the run's key")
         if run_digest(manifest.config) != self._run:
@@ -148,7 +148,7 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
 
     def position(self, writer: str, sealed: bytes) -> RunPosition:
         """The run's position inside a value, as its writer says; raises ``RemoteProtocolError``."""
-        said = self._open(RunPosition(), POSITION_CONTEXT, writer, sealed)
+        said = self._open(RunPosition, POSITION_CONTEXT, writer, sealed)
         if (
             said.peer != writer
             or len(said.versions) > MAX_FRAGMENTS
@@ -170,17 +170,14 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no ann
             return min(said.expires_at + 1.0, latest + MESSAGE_TIMEOUT_S)
         return latest + MAX_LIFETIME_S
 
-    def _open(self, content: _Content, context: bytes, writer: str, sealed: bytes) -> _Content:
-        """``content`` as ``writer`` has sealed it for this run."""
+    def _open(self, kind: type[_Content], context: bytes, writer: str, sealed: bytes) -> _Content:
+        """The message that ``writer`` has sealed it for this run."""
         if len(sealed) > MAX_RECORD_BYTES:
             raise RemoteProtocolError("record too large", f"{len(sealed)} bytes; at most {MAX_RECORD_BYTES}")
         signer, plain = self._unseal(context, sealed)
         if signer != writer:
             raise RemoteProtocolError("foreign record", f"signed by {signer}, filed under {writer[:64]!r}")
-        try:
-            content.ParseFromString(plain)
-        except DecodeError:
-            raise RemoteProtocolError("unreadable", f"not a {type(content).__name__}") from None
+        content = parsed(kind, plain)
         if content.run != self._run:
             raise RemoteProtocolError("wrong record", f"by {writer}: of another run")
         return content

@@ -16,7 +16,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from p2p_co2.errors import LocalProtocolError, PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.net.transport.admission import Admission
@@ -26,6 +26,7 @@ from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.limits import MAX_DIALLED, MAX_MESSAGE_BYTES, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import PeerRecord
 
+T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10.0
 """Bound on one attempt to reach one address."""
 MESSAGE_TIMEOUT_S = 60.0
@@ -275,6 +276,15 @@ class Carrier:
             yield peer
         finally:
             self.admission.leave(peer, network)
+
+
+async def in_time(read: Awaitable[T], reason: str = "too slow", what: str = "no whole message") -> T:
+    """What is read of a message. Raises ``RemoteProtocolError`` when it takes too long."""
+    try:
+        async with within(MESSAGE_TIMEOUT_S):
+            return await read
+    except TimeoutError:
+        raise RemoteProtocolError(reason, f"{what} in {MESSAGE_TIMEOUT_S:.0f} s") from None
 
 
 def check_incoming(length_bytes: int) -> None:

@@ -39,10 +39,10 @@ from p2p_co2.net.transport.admission import MAX_INBOUND_LINKS, MAX_STRANGERS, RE
 from p2p_co2.net.transport.base import (
     CLOSE_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
-    MESSAGE_TIMEOUT_S,
     Carrier,
     Link,
     check_incoming,
+    in_time,
 )
 from p2p_co2.net.transport.flow import Seen, SendBuffer
 from p2p_co2.system.clock import within
@@ -182,7 +182,7 @@ class GrpcCarrier(Carrier):
                 lambda: _hello(context), self._certificate.digest, _network_of(context.peer())
             ) as peer:
                 await context.send_initial_metadata((WELCOME,))
-                while (data := await _next_message(context)) is not grpc.aio.EOF:
+                while (data := await in_time(context.read())) is not grpc.aio.EOF:
                     check_incoming(len(data))
                     await self.on_message(peer, data)
         except RemoteProtocolError as error:
@@ -247,16 +247,6 @@ async def _hello(context: grpc.aio.ServicerContext) -> bytes:
     if sealed is grpc.aio.EOF:
         raise RemoteProtocolError("no hello", "left without a word")
     return bytes(sealed)
-
-
-async def _next_message(context: grpc.aio.ServicerContext) -> bytes:
-    """The next message or ``EOF``. Raises ``RemoteProtocolError`` when it takes too long."""
-    try:
-        async with within(MESSAGE_TIMEOUT_S):
-            data: bytes = await context.read()
-            return data
-    except TimeoutError:
-        raise RemoteProtocolError("too slow", f"no whole message in {MESSAGE_TIMEOUT_S:.0f} s") from None
 
 
 def _network_of(seen: str) -> str:

@@ -31,10 +31,10 @@ from p2p_co2.net.transport.base import (
     CLOSE_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
     DIRECT,
-    MESSAGE_TIMEOUT_S,
     Carrier,
     Link,
     check_incoming,
+    in_time,
 )
 from p2p_co2.net.transport.flow import Acknowledged, Seen
 from p2p_co2.net.transport.libp2p.control import (
@@ -363,20 +363,15 @@ async def _hello(reader: asyncio.StreamReader) -> bytes:
 async def _read_message(reader: asyncio.StreamReader) -> bytes:
     """One message, empty at a goodbye. Raises ``RemoteProtocolError`` before it allocates too much, and for
     one that takes too long. Who says nothing at all may be asleep; who says a byte now and then is not."""
-    reason = "silent"
-    detail = "not a byte"
-    try:
-        async with within(MESSAGE_TIMEOUT_S):
-            head = await reader.readexactly(1)
-        reason = "too slow"
-        detail = "no whole message"
-        async with within(MESSAGE_TIMEOUT_S):
-            length = int.from_bytes(head + await reader.readexactly(HEADER_BYTES - 1))
-            if length:
-                check_incoming(length)
-            return await reader.readexactly(length)
-    except TimeoutError:
-        raise RemoteProtocolError(reason, f"{detail} in {MESSAGE_TIMEOUT_S:.0f} s") from None
+    head = await in_time(reader.readexactly(1), "silent", "not a byte")
+
+    async def rest() -> bytes:
+        length = int.from_bytes(head + await reader.readexactly(HEADER_BYTES - 1))
+        if length:
+            check_incoming(length)
+        return await reader.readexactly(length)
+
+    return await in_time(rest())
 
 
 def _answer(writer: asyncio.StreamWriter, code: bytes, text: str = "") -> None:

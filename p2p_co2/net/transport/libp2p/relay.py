@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from google.protobuf.message import DecodeError
-
-from p2p_co2.errors import TransportError
+from p2p_co2.errors import RemoteProtocolError, TransportError
 from p2p_co2.net.transport.addresses import multiaddr_of
 from p2p_co2.net.transport.base import CONNECT_TIMEOUT_S, MESSAGE_TIMEOUT_S
 from p2p_co2.net.transport.libp2p.control import hang_up, open_stream, reach
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
-from p2p_co2.wire.identity import Identity, PeerId
+from p2p_co2.wire.identity import Identity, PeerId, parsed
 from p2p_co2.wire.limits import MAX_RECORD_BYTES
 from p2p_co2.wire.messages_pb2 import CircuitHop
 
@@ -143,6 +141,6 @@ async def read_hop(reader: asyncio.StreamReader) -> CircuitHop:
     if length > MAX_RECORD_BYTES:
         raise TransportError("its answer is too large")
     try:
-        return CircuitHop.FromString(await reader.readexactly(length))
-    except DecodeError:
+        return parsed(CircuitHop, await reader.readexactly(length))
+    except RemoteProtocolError:
         raise TransportError("it answers nonsense when asked to relay") from None
