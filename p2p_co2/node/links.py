@@ -1,19 +1,14 @@
 """Links to other peers: a lane for each, the carrier chosen for it, and the line that all of them share.
 
-Direct gRPC is tried first where the peer's record names an address, then libp2p streams (relay, hole
-punching). ``post`` never blocks: control messages overtake bulk data, bulk is bounded, and what cannot be
-delivered is dropped, because every message of the protocol may be lost. Where a link's peer says what it has,
-that is what counts as sent, and bulk waits for room on the way.
+Direct gRPC is tried first where the peer's record names an address, then libp2p streams. ``post`` never
+blocks: what cannot be delivered is dropped, because every message of the protocol may be lost. Control
+messages overtake bulk data, which is bounded.
 
-Bulk keeps to the receiver's rate and to our own cap, and over far ways it takes turns: TCP gives lanes on one
-line unequal shares. Turns are given at little more than the line has shown, as long as what is under way
-waits for little. A lane that has less left to carry than another that waits leaves it a turn before each of
-its own; so do the lanes of a round to those of microbatches, for which a peer stands still, but for one turn
-in ``TURNS_OF_ONE``. In a lane, pieces of a round that began earlier go before those of later ones.
+Bulk keeps to the receiver's rate and to our own cap, and over far ways it takes turns on our line. In a lane,
+pieces of a round that began earlier go before those of later ones. docs/design/lines-and-pacing.md says why.
 
-Laws: all that leaves this machine for a peer leaves through ``post``; a lane never waits for one that does
-not ask, and a control message never for a turn; what is no piece is overtaken by nothing. Price: the
-connections' round trips are looked at 25 times a second.
+Laws: all that leaves this machine for a peer leaves through ``post``. A lane never waits for one that does
+not ask, and a control message never for a turn. What is no piece is overtaken by nothing.
 """
 
 from __future__ import annotations
@@ -48,12 +43,13 @@ TURNS_OF_ONE = 8
 ATTEMPTS_KEPT = 256
 """Whose order is remembered: many more than are open at once."""
 MAX_QUEUED_BYTES = 1 << 30
-"""Bulk bytes waiting for all peers together, and for one peer at most as much as is left for all others: who
-takes nothing off our hands takes the room of its own messages only, the oldest first."""
+"""Bulk bytes waiting for all peers together, and for one peer at most as much as is left for all others."""
 MAX_SERVED_BYTES = 8 * MAX_DATA_BYTES
 """Bulk bytes waiting for one peer that it asked for itself: twice what a fetcher asks for at once."""
-MAX_QUEUED_CONTROL, MAX_CONTROL_BYTES = 4096, 16 << 20
-"""Control messages that wait for one peer, and their bytes."""
+MAX_QUEUED_CONTROL = 4096
+"""Control messages that wait for one peer."""
+MAX_CONTROL_BYTES = 16 << 20
+"""Their bytes."""
 
 
 class Piece(NamedTuple):
@@ -114,8 +110,8 @@ def place_of(message: Bulk, bulk: Sequence[Bulk]) -> int:
 
 @dataclass(eq=False)
 class Turn:
-    """How far the first bulk message of a lane has come with its turns: the receiver's rate, then our own
-    cap, or a slow receiver would hold up what goes to the others, at last the line."""
+    """How far the first bulk message of a lane has come with its turns: the receiver's rate, our own cap, at
+    last the line. In another order a slow receiver would hold up what goes to the others."""
 
     at: float | None = None
     """When it may go, as far as it has asked."""
@@ -236,8 +232,7 @@ class Uplink:
         return at, not yields
 
     def _is_less_urgent(self, lane: Lane) -> bool:
-        """Whether a lane that is urgent, as this one is not, has something to send, and a link for it: one to
-        a peer that is gone leaves the line as it is."""
+        """Whether a lane that is urgent, as this one is not, has something to send, and a link for it."""
         return not lane.is_urgent and any(one.is_urgent and one.bulk and one.link for one in self.lanes)
 
     def _is_ahead(self, lane: Lane, size_bytes: int, now: float) -> bool:
@@ -246,7 +241,7 @@ class Uplink:
         return any(one.is_far and one.bulk_bytes >= lane.bulk_bytes + size_bytes for one in waiting)
 
     def _look(self, now: float) -> None:
-        """See how long what is under way to far peers waits before the line that is common to all: a way on
+        """See how long what is under way to far peers waits before the line that is common to all. A way on
         which it waits longer has a queue of its own besides."""
         if now - self._looked_at < LEAST_SPAN_S:
             return
@@ -263,9 +258,11 @@ FindRecord = Callable[[PeerId, bool], Awaitable[PeerRecord | None]]
 
 @dataclass
 class LinkObserver:
-    """What the node wants to hear, on the event loop. ``opened``: (peer, carrier, why not the preferred
-    carrier and how the bytes travel if not directly); ``lost``: (peer, carrier, reason), an open link broke;
-    ``unreachable``: (peer, reason), no carrier gets through."""
+    """What the node wants to hear, on the event loop.
+
+    ``opened``: (peer, carrier, why not the preferred carrier, and how the bytes travel if not directly).
+    ``lost``: (peer, carrier, reason), an open link broke. ``unreachable``: (peer, reason), no carrier gets
+    through."""
 
     opened: Callable[[PeerId, str, str], None]
     lost: Callable[[PeerId, str, str], None]
@@ -274,8 +271,8 @@ class LinkObserver:
 
 @dataclass
 class LinkTraffic:
-    """Bulk bytes sent to one peer since the start, and the seconds in which there were some to send: what
-    waits for its turn on the line is on its way, or a line would seem as fast as a buffer that takes it."""
+    """Bulk bytes sent to one peer since the start, and the seconds in which there were some to send, or
+    waited for their turn."""
 
     bulk_bytes: int = 0
     bulk_s: float = 0.0
@@ -354,8 +351,8 @@ class LinkPool:
         return True
 
     def forget(self, attempt: bytes, means: bool) -> None:
-        """Drop the slices of ``attempt`` that wait and, with ``means``, its means: on the way to a slow peer
-        they would go before what is needed now."""
+        """Drop the slices of ``attempt`` that wait and, with ``means``, its means. They would go before what
+        is needed now."""
         for lane in self._lanes.values():
             kept = [one for one in lane.bulk if not one.is_stale(attempt, means)]
             if len(kept) < len(lane.bulk):

@@ -1,9 +1,9 @@
 """How fast our line carries bulk, and how fast bulk may leave: arithmetic on times that are handed in.
 
-The upload rate sizes this peer's part of a round. So it is what receivers have, and not what buffers took:
-the kernel says so of a TCP connection, the other end of a libp2p link. ``LineRate`` measures it over stretches
-of ``SEEN_S`` in which there was bulk to send. More than was shown counts at once; less counts by and by, and
-only while bulk waits for most peers: then it is our line that it waits for.
+The upload rate sizes this peer's part of a round. So it is what receivers have, and not what buffers took.
+The kernel says it of a TCP connection, the other end of a libp2p link. ``LineRate`` measures it in stretches
+of ``SEEN_S``. More than was shown counts at once, less by and by, and only while bulk waits for most peers:
+then it is our line that it waits for.
 
 Laws: of three receivers one that reads as it likes moves little; over any stretch the bytes that a ``Pace``
 admits are at most its rate times the length, and that of ``late_s``, plus one message. Price: with one or two
@@ -118,14 +118,16 @@ class LineRate:
         if self._is_busy:
             is_long = now - self._began_at >= SEEN_S
             if (is_long or not is_busy) and now - self._seen_at >= LEAST_SPAN_S:
-                self._seen, self._seen_at = self._look(), now
+                self._seen = self._look()
+                self._seen_at = now
                 if is_long and self._conclude(self._was_full and is_full):
                     self._was_full = is_full
         elif now - self._seen_at > MOMENT_S:
             self._conclude(False)
             if is_busy:
-                self._seen, self._seen_at = self._look(), now
-                self._began, self._began_at, self._was_full = self._seen, now, is_full
+                self._seen = self._began = self._look()
+                self._seen_at = self._began_at = now
+                self._was_full = is_full
         self._is_busy = is_busy
         self._was_full &= is_busy
 
@@ -135,7 +137,8 @@ class LineRate:
         if carried_bytes < MEASURABLE_BYTES:
             return False
         took_s = self._seen_at - self._began_at
-        self._began, self._began_at = self._seen, self._seen_at
+        self._began = self._seen
+        self._began_at = self._seen_at
         rate = carried_bytes / took_s
         known = self.bytes_per_s
         if rate > known:

@@ -1,8 +1,8 @@
 """Who a peer is: an Ed25519 key whose public half *is* its libp2p peer id.
 
 libp2p inlines Ed25519 keys into the peer id (an identity multihash over the protobuf-encoded key, libp2p
-peer-ids specification), so a signature can be checked from the id alone: no certificate authority, no key
-exchange, no account. The price: an id is free to make, so an id proves continuity, not merit.
+peer-ids specification). So a signature can be checked from the id alone, without an authority or an account.
+The price: an id is free to make, so an id proves continuity, not merit.
 """
 
 from __future__ import annotations

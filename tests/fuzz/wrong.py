@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 from p2p_co2.protocol.catchup.manifest import MANIFEST_CONTEXT, content_of
 from p2p_co2.wire.identity import Identity
@@ -78,7 +79,7 @@ def changes(message: Message) -> Iterator[tuple[str, Callable[[], object]]]:
         elif field.message_type is not None:
             ways += [
                 held.add,
-                partial(_repeat, held, held[-1:] or [field.message_type._concrete_class()], MANY),
+                partial(_repeat, held, held[-1:] or [GetMessageClass(field.message_type)()], MANY),
             ]
         else:
             some = list(held) or ["" if field.type == Field.TYPE_STRING else field.default_value or 0]

@@ -7,7 +7,7 @@ position outlives its writer: with nobody left it is how a newcomer knows that t
 
 Peers are spread over ``PEER_SHARDS`` keys by the digest of their id: the DHT answers with all entries of a
 key at once. Everything is bounded. Price: ids are free to make, so a stranger can still fill keys with
-useless but correctly signed records, or claim an end that never came, which costs a ``--start-over``.
+useless but correctly signed records. Or claim an end that never came, which costs a ``--start-over``.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def manifest_key(run: bytes) -> str:
 
 
 def run_position(said: Sequence[RunPosition], now: float) -> RunPosition | None:
-    """What at least half of those claim, or more, that were there last: whose word is not much older than the
-    newest; None if nobody was. ``now``: unix seconds; what is dated later counts as of now. Peers write every
-    minute, at the latest at their end."""
+    """What at least half of those claim, or more, that were there last; None if nobody was. Last means: with
+    a word that is not much older than the newest. ``now``: unix seconds; what is dated later counts as of
+    now. Peers write every minute, at the latest at their end."""
     newest_at = min(now, max((one.written_at for one in said), default=0.0))
     last = [one for one in said if one.written_at >= newest_at - 3 * MESSAGE_TIMEOUT_S]
     return sorted(last, key=lambda one: one.position)[len(last) // 2] if last else None
@@ -81,8 +81,8 @@ def run_position(said: Sequence[RunPosition], now: float) -> RunPosition | None:
 class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no annotations
     """hivemind's hook: ``validate`` is asked before a record is stored and after one is fetched.
 
-    ``stored_under(key_id)`` are the writers whose entries this node stores under a key; ``run_key`` is the
-    only one that may write the manifest, once it is known. ``clock`` gives unix seconds.
+    ``stored_under(key_id)`` are the writers whose entries this node stores under a key. ``run_key``, once it
+    is known, is the only one that may write the manifest. ``clock`` gives unix seconds.
     """
 
     def __init__(self, run: bytes, on_refused: OnRefused, clock: Callable[[], float]) -> None:

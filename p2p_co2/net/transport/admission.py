@@ -5,9 +5,10 @@ So a hello cannot be forged, shown to another peer, carried into another run, pa
 middle, or used twice. Within ``HELLO_WINDOW_S`` its nonce is remembered; after that it is too old.
 
 Identities are free to make, so places are shared out by neighbourhood: 256 IPv4 addresses, 48 bits of IPv6,
-all that come by relays; this machine is none. One holds no more places than it leaves to all others, or a
-few. Some places are kept for peers that work (``is_known``). Everything remembered is bounded. Price: clocks
-must agree to two minutes, and newcomers may find no place while somebody in many neighbourhoods holds them.
+or all that come by relays. This machine itself is none. One holds no more places than it leaves to all
+others, or a few. Some places are kept for peers that work (``is_known``). Everything remembered is bounded.
+Price: clocks must agree to two minutes, and newcomers may find no place while somebody in many neighbourhoods
+holds them.
 """
 
 from __future__ import annotations

@@ -52,15 +52,15 @@ class Link:
     """One way to one peer. ``way``: how the bytes travel, in words. ``gone`` is called once it has ended.
 
     A carrier's own link says how a message is put on its way (``_put``, which raises ``ConnectionError``),
-    how a goodbye is said, how the link is cut off, and when and why it ended (``_watch``, in words).
+    how a goodbye is said, and how the link is cut off. ``_watch`` returns, in words, why it ended.
     """
 
     carrier = ""
     is_far = False
     """Whether it is a connection of its own over a far way, whose bulk takes turns on our line."""
     acknowledged: Acknowledged | None = None
-    """What the peer says that it has of what was sent; None where ``send`` itself returns when the line takes
-    a message, or where the peer does not say."""
+    """What the peer says that it has of what was sent. None where it does not say: there ``send`` returns
+    when the line takes a message."""
 
     def __init__(self, peer: PeerId, gone: Callable[[Link], None]) -> None:
         self.peer = peer
@@ -90,8 +90,8 @@ class Link:
         """Hand over one message; returns when there is room for the next.
 
         Calls from several tasks go out in the order of the calls. Cancelling it gives up the link. Raises
-        ``PeerLost`` when the link is gone (what was sent before may be lost with it), ``LocalProtocolError``
-        for a message that is empty or over ``MAX_MESSAGE_BYTES``.
+        ``PeerLost`` when the link is gone; what was sent before may be lost with it. Raises
+        ``LocalProtocolError`` for a message that is empty or over ``MAX_MESSAGE_BYTES``.
         """
         if not 0 < len(data) <= MAX_MESSAGE_BYTES:
             raise LocalProtocolError(
@@ -183,7 +183,7 @@ class Dials:
         self._free_at[address.partition("/p2p/")[0]] = -1.0
 
 
-class Line(Protocol):
+class Brake(Protocol):
     """What slows a carrier down; see ``slow``."""
 
     def taking(self, on_message: OnMessage) -> OnMessage: ...
@@ -199,7 +199,7 @@ class Carrier:
 
     name = ""
     """ "grpc" or "libp2p"."""
-    line: Line | None = None
+    line: Brake | None = None
     """Set before ``start``, for rehearsals."""
 
     def __init__(self, identity: Identity, run: bytes, clock: Callable[[], float]) -> None:

@@ -1,16 +1,16 @@
 """The direct carrier: gRPC over TLS (``grpc.aio``), for peers that can be dialled.
 
-One streaming call is one link: the request stream carries the messages, the initial metadata of the answer
+One streaming call is one link. The request stream carries the messages, the initial metadata of the answer
 says "welcome", the final status says why it ended. No generated stubs: messages are the bytes of the call.
 HTTP/2 flow control is the backpressure.
 
 A certificate authenticates nobody by itself: it is self-signed, made anew at every start, and its private key
-never leaves memory. What counts is its digest, in the owner's signed ``PeerRecord``: the dialler compares,
-then trusts exactly this certificate and no authority (pinning, RFC 7858 section 4.2 in spirit). The signed
-hello is bound to it (``admission``). Price: one extra handshake per link.
+never leaves memory. What counts is its digest, in the owner's signed ``PeerRecord``. The dialler trusts
+exactly this certificate and no authority (pinning, RFC 7858 section 4.2 in spirit). The signed hello is bound
+to it (``admission``). Price: one extra handshake per link.
 
-Law of death: a killed process resets its connection and both ends know at once; a host that falls silent is
-given up after 20 s. Price: 1.5 to 4 CPU seconds per GB, much of it TLS; each link is a TCP connection of its
+Law of death: a killed process resets its connection and both ends know at once. A host that falls silent is
+given up after 20 s. Price: 1.5 to 4 CPU seconds per GB, much of it TLS. Each link is a TCP connection of its
 own, so that one slow peer never stands in another's way.
 """
 

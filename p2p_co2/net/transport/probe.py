@@ -1,8 +1,8 @@
 """How the way between two machines is, asked and answered on a libp2p stream; and what the clocks there say.
 
 Seeds and peers serve it (``ProbeServer``), ``doctor`` asks (``open_prober``), and who joins compares clocks.
-Four questions (``Probe`` in the schema): how do I look from there and what is your clock; connect to my own
-address; send me bytes; take these. A rate is a lower bound: what many bytes took longer than few.
+Four questions (``Probe`` in the schema): how do I look from there, and what is your clock? Connect to my own
+address. Send me bytes. Take these. A rate is a lower bound: what many bytes took longer than few.
 
 There is no signed hello, which needs clocks that agree. libp2p proves both identities, the run's digest shows
 a ticket. Laws: a connection back goes to the address at which the asker is seen and to no other; what anybody

@@ -2,7 +2,7 @@
 
 A link is one stream. The dialler writes frames (``streams``); an empty one says goodbye, because a
 half-closed stream does not survive the daemon. The other end answers with frames of one code byte and a text:
-welcome, refused and why, goodbye, and now and then "alive", with how many bytes of messages it has read.
+welcome, refused and why, goodbye. Now and then it says "alive", and how many bytes of messages it has read.
 libp2p has proved the peer as well as its hello does, and both must name the same.
 
 A stream stays on the connection that it was opened on. So ``LinkUpgrades`` moves relayed links to a direct
@@ -260,15 +260,12 @@ class LinkUpgrades:
     """Closes a relayed link, to be opened anew, when a direct connection to its peer is there.
 
     libp2p tries to punch a hole only when a relayed connection comes in, when it may not know its own public
-    address yet. So the peer with the smaller id makes the connection anew, once, when both ends have had time
-    to find such an address and say that they have one. The other end must dial at the same moment: a router
-    that follows sequence numbers drops what only one side opened, and takes the port for a minute. With such
-    routers 12 of 13 holes were punched where both dialled within 0.7 s, and none of six otherwise.
+    address yet. So the peer with the smaller id makes the connection anew, once, when both ends say that they
+    have such an address. The other end dials at the same moment: some routers drop what only one side opened.
 
     ``links`` gives the links that are open now, ``newest`` the addresses in a peer's last record, none if it
     is not known. ``start`` and ``stop`` in the loop of ``p2p``. Law: what a link was sent before it moves
-    arrives; only a message that is just being handed over may be lost, as with any link that ends. Price:
-    where the one try fails, the two stay on their relay.
+    arrives. Price: where the one try fails, the two stay on their relay.
     """
 
     def __init__(
@@ -294,7 +291,8 @@ class LinkUpgrades:
 
     async def stop(self) -> None:
         """Leave links as they are. May be called twice."""
-        tasks, self._tasks = self._tasks, {}  # first: links may end while we wait, and nobody dials now
+        tasks = self._tasks
+        self._tasks = {}  # first: links may end while we wait, and nobody dials now
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)

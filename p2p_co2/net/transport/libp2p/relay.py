@@ -3,7 +3,7 @@
 A seed passes on streams to whoever holds a place there (libp2p's "Circuit Relay v2"). We ask for places
 ourselves, on a stream of that protocol: the daemon's own search takes up to three minutes. A place lives as
 long as the connection to the relay, so it is renewed. Price: what passes through a relay costs the seed's
-line, twice, and a circuit may be cut off, which to a link is a loss like any other.
+line, twice. A circuit may be cut off, which to a link is a loss like any other.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ async def start_relay(
     identity_path: Path, host: str, port: int, announce_host: str, upnp: bool = True
 ) -> P2P:
     """``start_p2p`` of a daemon that passes on payload. Of its two relays (see there) the small one wins now
-    and then all the same, and nobody would have a place: so that is looked at, but for the last start."""
+    and then all the same. So it is asked for a place, but for the last start."""
     near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     for left in reversed(range(STARTS)):
         async with AsyncExitStack() as stack:
