@@ -10,8 +10,6 @@ from collections import Counter
 from typing import NoReturn
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from p2p_co2.errors import ConfigError, PeerLost, RemoteProtocolError, TransportError
 from p2p_co2.net.transport import admission as rules
@@ -150,12 +148,6 @@ def test_dials_of_a_crowd_do_not_keep_out_those_who_work(monkeypatch: pytest.Mon
         admission.leave(admission.admit(other.hello(us.peer_id, b""), b""))
     with pytest.raises(RemoteProtocolError, match="too often"):
         admission.admit(other.hello(us.peer_id, b""), b"")
-
-
-@given(st.binary(max_size=200))
-def test_the_door_survives_any_bytes(data: bytes) -> None:
-    with pytest.raises(RemoteProtocolError):
-        Admission(Identity.generate(), RUN, Clock()).admit(data, b"")
 
 
 # ---- addresses
