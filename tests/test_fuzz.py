@@ -60,7 +60,8 @@ HARMLESS = {"leave", "refusal", "model_table", "declined", "dropped"}
 def test_each_wrong_field_of_each_kind_is_tried_among_peers_that_train(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router, "ALLOWANCE", 1e9)  # so that all of them are read
+    for name in ("ALLOWANCE", "REFILL_PER_S"):
+        monkeypatch.setattr(router, name, 1e9)  # so that all of them are read
     game = Game(world_for(kind), random.Random(kind), most=1, members_lie=True, losses=0.1, each_of=kind)
     game.play()
     fields = {field.full_name for field in KINDS[kind].type.DESCRIPTOR.fields}

@@ -20,7 +20,7 @@ from p2p_co2.node.router import GRAVE
 from p2p_co2.protocol.rounds.gathering import behind_message
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.envelope import head_of
-from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.kinds import KINDS, Machine
 from tests.envelopes import enveloped
 from tests.fuzz.stages import StageWorld
@@ -35,7 +35,9 @@ LEAST_LOOKS = 10
 MOST_LOOKS = 100
 AFTER_S = 8.0
 MOST_REPEATS = 40
-AT_ONCE = 24
+AT_ONCE = 60
+FEW_AT_ONCE = 3
+"""Wrong ones beside one message; of kinds of which one wrong one spoils the next."""
 SELDOM = {"behind", "ask_outcome", "leave", "refusal", "declined", "dropped", "model_table", "neighbour"}
 """Kinds that these worlds need too seldom: wrong ones are made of an example."""
 
@@ -110,14 +112,16 @@ class Game:
         if self._is_over:
             return True
         is_looked_at = kind not in ("ping", "pong") or self._kind == kind or self._chance.random() < 0.1
-        liar = self._members[sender] if self._members_lie and self._chance.random() < 0.5 else LIAR
-        lies: list[bytes] = []
+        liars = [LIAR, self._members[sender]] if self._members_lie else [LIAR]
+        lies: list[tuple[Identity, bytes]] = []
         if self._kind and (self._made or kind == self._kind) and is_looked_at:
-            lies = self._each(data if kind == self._kind else about_the_same(self._made, data))
+            some = self._each(data if kind == self._kind else about_the_same(self._made, data))
+            lies += [(liar, lie) for lie in some for liar in liars]
         if self._left > 0 and is_looked_at:
             self._left -= 1
-            lies.append(self._wrong.envelope(data, liar))
-        for lie in lies:
+            liar = self._chance.choice(liars)
+            lies.append((liar, self._wrong.envelope(data, liar)))
+        for liar, lie in lies:
             self.liars.add(liar.peer_id)
             for _ in range(MOST_REPEATS if self._chance.random() < 0.03 else 1):
                 self.world.put(liar.peer_id, receiver, lie)
@@ -126,7 +130,8 @@ class Game:
     def _each(self, data: bytes) -> list[bytes]:
         """The next wrong ones; in the end all of them."""
         ways = list(each(getattr(wire.Envelope.FromString(data), self._kind)))
-        some = ways[self._tried_ways :][:AT_ONCE]
+        count = FEW_AT_ONCE if self._kind in {*KINDS_BETWEEN, "decision"} else AT_ONCE
+        some = ways[self._tried_ways :][:count]
         self._tried_ways += len(some)
         if self._tried_ways >= len(ways):
             self._has_tried_each = True
