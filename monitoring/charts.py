@@ -173,9 +173,7 @@ def staleness(
 
 def staleness_of(palette: Palette, view: SwarmView, has_stages: bool) -> Options:
     """``staleness`` of a swarm, by stage where it has several."""
-    if has_stages:
-        return staleness(palette, view.stage_staleness, "stage")
-    return staleness(palette, view.fragment_staleness)
+    return staleness(palette, view.staleness_by(stage=has_stages), "stage" if has_stages else "fragment")
 
 
 def rounds(palette: Palette, found: Sequence[RoundFacts], fragments: int, stages: int = 0) -> Options:

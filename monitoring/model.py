@@ -14,8 +14,10 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 
-from monitoring.facts import ONLINE, SILENT_AFTER_S, Known, SwarmFacts, is_behind, swarm_facts
+from monitoring.facts import ONLINE, SILENT_AFTER_S, SwarmFacts
 from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, Happening, History
+from monitoring.known import Known, is_behind
+from monitoring.swarm import swarm_facts
 from monitoring.words import describe, plain
 from p2p_co2.errors import EnvironmentFault, TransportError
 from p2p_co2.system.process import StopSignals

@@ -86,6 +86,14 @@ def links(carriers: Mapping[str, int]) -> str:
     return plain(", ".join(f"{count} {carrier}" for carrier, count in carriers.items()), 40) or UNKNOWN
 
 
+def loading_words(now: ev.StateLoading | None) -> str:
+    """How far the agreed state is that a peer loads; "" if it loads none."""
+    if now is None:
+        return ""
+    how_far = f"{size(now.received_bytes)} of {size(now.total_bytes)}"
+    return f"loading the agreed state: {how_far} from {now.donors} peer{'s'[: now.donors != 1]}"
+
+
 def capped_words(event: ev.ContributionCapped) -> str:
     """What its peer claims and what it counted as: in the work of the round's median member, or as a share
     where only the size of what it sent was too large."""

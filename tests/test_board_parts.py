@@ -25,7 +25,7 @@ from monitoring.seeds import ask_seeds
 from p2p_co2.config import OWN_LOOP, PipelineConfig, RunConfig
 from p2p_co2.ticket import Ticket
 from tests.made_swarm import EVIL, MadeFeed, MadeSwarm, peer_id
-from tests.told_feed import RUN, START, Told
+from tests.stories import RUN, START, Told
 
 MIB = 1 << 20
 

@@ -244,7 +244,7 @@ def test_a_member_that_lost_only_the_answer_missed_a_committed_round() -> None:
 def test_histograms_are_over_all_peers() -> None:
     view = fold([applied("a", 0, 3), applied("b", 1, 9), applied("b", 0, 3, gap=math.nan)])
     assert view.staleness == {0: 2, 1: 1}
-    assert view.fragment_staleness == {0: {0: 2, 1: 1}}
+    assert view.staleness_by() == {0: {0: 2, 1: 1}}
     assert view.sync_delay_steps == {3: 2, 9: 1}
     assert mean_of(view.sync_delay_steps) == 5.0
 

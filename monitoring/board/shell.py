@@ -29,6 +29,7 @@ from monitoring.charts import (
     Palette,
     over_time,
 )
+from monitoring.columns import Column
 from monitoring.facts import SwarmFacts
 from monitoring.glossary import GLOSSARY, explained
 from monitoring.history import TIERS, Happening
@@ -60,8 +61,6 @@ _NOTHING = {
 
 Told = dict[str, tuple[str, str, str, str]]
 """What tiles say, by test id: caption, number (it may bring its unit: "12 kB"), unit, line below."""
-Columns = Sequence[tuple[str, int, Callable[[Any], Any]]]
-"""Of a table: heading, decimals (-1: it is text), a cell of what the row is about."""
 _HEADING = '<q-th :props="props" :title="props.col.title || null">{{ props.col.label }}</q-th>'
 _LINK = """
 <q-td :props="props"><a v-if="props.row.to" :href="props.row.to" class="b-link">{{ props.value }}</a>
@@ -177,19 +176,20 @@ class Table:
     ``is_mine``: which rows are tinted."""
 
     def __init__(
-        self, test_id: str, columns: Columns, rows_a_page: int = 25,
+        self, test_id: str, columns: Sequence[Column], rows_a_page: int = 25,
         to: Callable[[Any], str] = lambda row: "", search: bool = False,
         on_phone: Sequence[str] = (), is_mine: Callable[[Any], bool] = lambda row: False,
     ) -> None:  # fmt: skip
-        self._cells = [get for _, _, get in columns]
+        self._columns = columns
         self._to = to
         self._is_mine = is_mine
         made = [
-            {"name": str(place), "label": label, "field": str(place), "sortable": True,
-             "align": "left" if decimals < 0 else "right", ":format": _shown_with(max(0, decimals)),
-             "title": explained(label), **({"classes": "b-wide", "headerClasses": "b-wide"}
-                                           if on_phone and label not in on_phone else {})}
-            for place, (label, decimals, _) in enumerate(columns)
+            {"name": str(place), "label": one.heading, "field": str(place), "sortable": True,
+             "align": "left" if one.unit.decimals < 0 else "right",
+             ":format": _shown_with(max(0, one.unit.decimals)), "title": explained(one.heading),
+             **({"classes": "b-wide", "headerClasses": "b-wide"}
+                if on_phone and one.heading not in on_phone else {})}
+            for place, one in enumerate(columns)
         ]  # fmt: skip
         self._table = ui.table(columns=made, rows=[], row_key="key", pagination=rows_a_page or None)
         self._table.props[":rows-per-page-options"] = f"[{rows_a_page}]"
@@ -215,7 +215,7 @@ class Table:
                 "key": key,
                 "to": self._to(one),
                 "mine": self._is_mine(one),
-                **{str(place): get(one) for place, get in enumerate(self._cells)},
+                **{str(place): column.number(one) for place, column in enumerate(self._columns)},
             }
             for key, one in enumerate(told)
         ]
