@@ -5,7 +5,7 @@ order:
 
     run KEY=VALUE ...          settings of the run file, dotted; else rounds of 5 s, 60 of them, two fragments
     me PEER                    the reader's own peer
-    feed PHASE WORDS           how the reader's connection is from now on
+    feed PHASE ROUND WORDS     how the reader's connection is from now on, and where a seed said the run was
     sighting PEER STATE WORDS  what the reader sees of a peer that does not answer
     TIME PEER ... EVENT KEY=VALUE ...    each peer tells that event; TIME is seconds, or FROM..TO/STEP
     at TIME                    look
@@ -96,7 +96,7 @@ def _events(at: float, peer: str, kind: str, size: int, given: dict[str, Any]) -
         case "stage_progress":
             yield dataclasses.replace(between(peer, at, given["stage"]), **given)
         case "round_committed":
-            made = committed(peer, 0, contributors=given.get("group_size", size), duration_s=0.5)
+            made = committed(peer, 1, contributors=given.get("group_size", size), duration_s=0.5)
             yield dataclasses.replace(made, at=at, coordinator=peer, partial=0,
                                       **{"group_size": size} | given)  # fmt: skip
         case _:
@@ -140,8 +140,8 @@ class Story:
                 self.told = Told(self.told.me, RunConfig.model_validate(table))
             case ["me", peer]:
                 self.told = Told(peer, self.told.run or RUN)
-            case ["feed", phase, *words]:
-                self.told.state = FeedState(phase, " ".join(words))
+            case ["feed", phase, position, *words]:
+                self.told.state = FeedState(phase, " ".join(words), float(position))
             case ["sighting", peer, state, *words]:
                 self.told.news.sightings.append(Sighting(peer, state, " ".join(words)))
             case ["at", at]:

@@ -35,17 +35,15 @@ from monitoring.sinks import TensorBoardSink, export_feed, figures_of, open_sink
 from monitoring.status import look
 from monitoring.terminal import frame, line, watch_feed
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
-from p2p_co2.node.reporting import nobody_answers
 from p2p_co2.protocol.reports import check_event
 from p2p_co2.telemetry import events as ev
-from p2p_co2.telemetry.feed import Feed, FeedState, News, Sighting
+from p2p_co2.telemetry.feed import Feed, FeedState, News
 from p2p_co2.telemetry.journal import MAX_LINE_BYTES, Journal, event_line
 from p2p_co2.telemetry.view import MAX_VALUES, recalled
 from p2p_co2.wire.limits import MAX_STRING
-from p2p_co2.wire.messages_pb2 import RunPosition
 from tests.event_samples import applied, sample, started
 from tests.made_swarm import MadeFeed, MadeSwarm, add_evil, peer_id, step
-from tests.stories import RUN, START, Told, drawn
+from tests.stories import RUN, START, Told
 from tests.swarms import ROOT
 
 
@@ -152,25 +150,6 @@ def test_a_board_started_again_counts_nothing_twice(tmp_path: Path) -> None:
     whole, history = model_after(80, peers=4)
     assert more[:2] == (whole.facts().tokens_counted, whole.facts().rounds_counted)
     assert more[2] == len(history.happenings(10_000))
-
-
-def test_a_run_that_ended_before_the_reader_came_is_over_where_the_seed_says_it_was() -> None:
-    """Those that left are listed for a while and answer nobody; later nobody is listed."""
-    for listed in (0, 2):
-        told = Told()
-        told.state = nobody_answers(listed, 0, RunPosition(position=60.0), RUN.clock.rounds)
-        for peer in ("ada", "bob")[:listed]:
-            told.model.sightings[peer] = Sighting(peer, "unreachable", "does not answer")
-        facts = told.at(1)
-        assert (facts.state, facts.position, facts.progress, facts.troubles) == (RunState.OVER, 60.0, 1.0, ())
-        assert "p2p-co2 model FOLDER --out DIR" in facts.state_words
-        for shown in (line(facts), drawn(frame(facts, 120, 30))):
-            assert "ended at round 60 of 60; " in shown
-            assert "tokens" not in shown  # figures of peers that were never heard say nothing of the run
-    told = Told()
-    told.state = nobody_answers(0, 0, RunPosition(position=12.3), RUN.clock.rounds)
-    facts = told.at(1)
-    assert (facts.state, facts.position) == ("", 12.3)
 
 
 # ---- journals

@@ -43,17 +43,6 @@ def filled(history: History, seconds: int, step_s: int = 2) -> None:
         history.write(Batch(at=START + t, samples=rows))
 
 
-def test_samples_come_back_in_order(tmp_path: Path) -> None:
-    history = History(tmp_path / "board.sqlite")
-    filled(history, 20)
-    rows = history.series("a", START, START + 20)
-    assert [row[0] for row in rows] == [START + t for t in range(0, 20, 2)]
-    assert rows[3][1:] == sample(6.0)
-    assert history.series("nobody", START, START + 20) == []
-    assert history.span() == (START, START + 18)
-    history.close()
-
-
 def test_old_samples_become_means_and_finer_ones_go() -> None:
     history = History(None)
     seconds = TIERS[0][1] + 1200
@@ -71,31 +60,24 @@ def test_old_samples_become_means_and_finer_ones_go() -> None:
 
 def test_a_board_started_again_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "board.sqlite"
-    first = History(path)
-    filled(first, 10)
-    line = Happening(START + 6, "peer_left", "b", -1, -1, "b left: stopped", "left b")
-    more = Batch(at=START + 10, happenings=[line, line], counted={"a": 12.5}, counted_rounds={(0, 3)})
-    first.write(more)
-    first.close()
-    again = History(path)
-    assert again.counted_rounds() == {(0, 3)}
-    assert again.happenings(10) == [line]
-    assert again.counted() == {"a": 12.5}
-    filled(again, 4)
-    assert len(again.series("a", START, START + 20)) == 5
-    again.close()
-
-
-def test_happenings_are_found_by_peer() -> None:
-    history = History(None)
     lines = [Happening(START + n, "warned", peer, -1, -1, f"{n}", f"{n}") for n, peer in enumerate("aab")]
-    history.write(Batch(at=START, happenings=lines))
-    told = [
-        [line.words for line in history.happenings(most, peer)]
-        for most, peer in ((2, ""), (9, "a"), (9, "z"))
-    ]
-    assert told == [["2", "1"], ["1", "0"], []]
-    history.close()
+    with contextlib.closing(History(path)) as first:
+        filled(first, 20)
+        rows = first.series("a", START, START + 20)
+        assert [row[0] for row in rows] == [START + t for t in range(0, 20, 2)]
+        assert rows[3][1:] == sample(6.0)
+        assert first.series("nobody", START, START + 20) == []
+        more = Batch(at=START + 20, happenings=[*lines, lines[0]], counted={"a": 12.5})
+        more.counted_rounds = {(0, 3)}
+        first.write(more)
+    with contextlib.closing(History(path)) as again:
+        assert (again.counted_rounds(), again.counted()) == ({(0, 3)}, {"a": 12.5})
+        assert again.happenings(10) == lines[::-1]
+        told = [[line.words for line in again.happenings(most, peer)] for most, peer in ((2, ""), (9, "a"))]
+        assert told == [["2", "1"], ["1", "0"]]
+        assert again.span() == (START, START + 18)
+        filled(again, 24)
+        assert len(again.series("a", START, START + 40)) == 12
 
 
 @pytest.mark.parametrize("what", ["no database", "another format", "damaged in the middle"])

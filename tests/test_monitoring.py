@@ -69,16 +69,6 @@ def test_every_fault_is_a_reason_and_a_good_run_has_none() -> None:
     assert verdict(summarise(swarm(), nan)) == ["the held-out loss at start and end was not measured"]
 
 
-def test_a_killed_peer_is_named_with_what_others_saw() -> None:
-    view = swarm(finish=False)
-    view.add(ev.PeerLeft(at=119.0, peer=IDS["ada"], other=IDS["bob"], reason="no sign of life for 6 s"))
-    summary = summarise(view, FACTS)
-    assert summary["digests_equal"]
-    assert verdict(summary) == ["peer bob did not finish (last phase training, no sign of life for 6 s)"]
-    assert "bob: no sign of life" in printed(summary)
-    assert "gone" in frame(view, now=130.0)
-
-
 def test_nothing_started() -> None:
     summary = summarise(fold([]), RunFacts(config=RunConfig(), expected_peers=4))
     assert (summary["peers"], summary["digests_equal"], summary["wall_s"]) == (0, False, 0.0)
