@@ -32,7 +32,7 @@ after a third of it; what lasts three times as long is told to a person."""
 RECENT_S = 120.0
 """Peers that ended within it ended together."""
 OF_STAGES = ("waiting", "in_flight", "counted", "dropped", "waiting_share")
-"""Figures of ``WorkFacts`` that there are only in a run with stages."""
+"""CommonFacts of ``WorkFacts`` that there are only in a run with stages."""
 
 
 class RunState(StrEnum):
@@ -71,7 +71,7 @@ class LinkFacts(FrozenFacts):
     sent_bytes: int = Field(description="Payload bytes since the peer's process started.")
 
 
-class Figures(FrozenFacts):
+class CommonFacts(FrozenFacts):
     """What a peer, the replicas of a stage or a swarm did."""
 
     tokens: int = Field(description="Trained so far; of a swarm in stages those of the first. Own word.")
@@ -80,7 +80,7 @@ class Figures(FrozenFacts):
     utilisation: float | None = Field(description="Inner steps over wall time, 0 to 1; a mean. Own word.")
 
 
-class WorkFacts(Figures):
+class WorkFacts(CommonFacts):
     """What may have a stage: a peer, or all replicas of one together. Of microbatches it is own word."""
 
     stage: int | None = Field(description="The first is 0; null in a run of one stage, or if unknown.")
@@ -191,7 +191,7 @@ class RoundFacts(FrozenFacts):
     counted: bool = Field(description="Whether a certificate was seen and checked.")
 
 
-class SwarmFacts(Figures):
+class SwarmFacts(CommonFacts):
     """A swarm at one moment."""
 
     at: float = Field(description="Unix seconds of this view.")

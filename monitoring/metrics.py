@@ -1,10 +1,9 @@
 """``/metrics`` for Prometheus, on the board and on every peer's own page.
 
 Names follow Prometheus' conventions (base units, ``_total``, ``_seconds``, ``_bytes``, ``_ratio``) under
-``p2p_co2_``. Law: label sets are bounded: ``peer`` by ``MAX_PEERS``, ``fragment`` and ``stage`` by what a run
-may have, the rest are fixed words; a peer's text is a label's value only, and a number that is not known has
-no sample. Figures a peer told of itself and figures the group counted have names of their own. Price: made
-anew for each scrape, some milliseconds for a hundred peers.
+``p2p_co2_``. Law: label sets are bounded, ``peer`` by ``MAX_PEERS``, ``fragment`` and ``stage`` by the run. A
+peer's text is a label's value only, and a number that is not known has no sample. Price: made anew for each
+scrape, some milliseconds for a hundred peers.
 """
 
 from __future__ import annotations

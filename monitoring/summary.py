@@ -211,8 +211,8 @@ def _bytes(view: SwarmView, peers: Mapping[str, PeerRecord], config: RunConfig) 
     gradients, for each of the ``inner_steps_per_sweep``; ``times_less_than_data_parallel`` is that product
     over ``per_parameter_per_round``. ``encoded_bits_per_parameter``: of one outer gradient of all fragments.
 
-    In a run with stages parameters are those of a peer's stage, the average one, and M its replicas; what
-    goes between stages is in the bytes."""
+    In a run with stages parameters are those of the average peer's stage, and M its replicas. What goes
+    between stages is in the bytes."""
     parameters = max((peer.start.parameters for peer in peers.values()), default=0)
     count = len(peers)
     # As the peers cut the model, which may be in more pieces than asked for.

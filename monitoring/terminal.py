@@ -1,7 +1,7 @@
-"""The swarm in a terminal: live while it runs, a plain line every ten seconds where there is no terminal, and
-the summary when it ended. The reader's own peer, where it has one, is the first row.
+"""The swarm in a terminal: live while it runs, and the summary when it ended. Where there is no terminal it
+is a plain line every ten seconds. The reader's own peer, where it has one, is the first row.
 
-Law: shows only what the facts hold; missing data is a dash, never a crash; a name or reason is text, never
+Law: shows only what the facts hold; missing data is a dash, never a crash. A name or reason is text, never
 markup or control characters. Price: a frame twice a second at most, some milliseconds of CPU each.
 """
 

@@ -1,7 +1,7 @@
 """What is wrong with a swarm now, in words for a person, and how the run is.
 
-Law: a trouble rests on something observed, counted or signed, goes away when it is over (``RECENT_S``), and
-never tells of what every healthy run has.
+Law: a trouble rests on something observed, counted or signed, and goes away when it is over (``RECENT_S``).
+None tells of what every healthy run has.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Figures and events in words, safe to print.
 
-Law: no text that came from a peer reaches the terminal with control characters or at unbounded length; every
+Law: no text that came from a peer reaches the terminal with control characters or at unbounded length. Every
 function takes "not known" (None or NaN) and says so with a dash.
 """
 
@@ -95,7 +95,7 @@ def loading_words(now: ev.StateLoading | None) -> str:
 
 
 def capped_words(event: ev.ContributionCapped) -> str:
-    """What its peer claims and what it counted as: in the work of the round's median member, or as a share
+    """What its peer claims and what it counted as, in the work of the round's median member. It is a share
     where only the size of what it sent was too large."""
     times = event.claimed / event.median if event.median > 0 else math.inf
     if times >= 2:

@@ -25,7 +25,7 @@ from monitoring.board.pages import fact_rows
 from monitoring.board.server import Guard, place_for, recall_journal, run_activated, swarm_schema
 from monitoring.facts import OF_STAGES, RunState, SwarmFacts
 from monitoring.feeds import JournalFeed
-from monitoring.history import AGREED, SWARM, History
+from monitoring.history import AGREED, SWARM, BoardHistory
 from monitoring.known import run_position
 from monitoring.metrics import MAX_PEERS, FactsCollector, exposition
 from monitoring.model import MAX_PEERS as MAX_PEERS_LISTED
@@ -47,20 +47,20 @@ from tests.stories import RUN, START, Told
 from tests.swarms import ROOT
 
 
-def followed(feed: Feed, now: float, history: History | None = None) -> tuple[Model, History]:
+def followed(feed: Feed, now: float, history: BoardHistory | None = None) -> tuple[Model, BoardHistory]:
     """A model of all that ``feed`` gives by ``now``, and the history that was kept of it."""
-    model, kept = Model(feed), history or History(None)
+    model, kept = Model(feed), history or BoardHistory(None)
     Recorder(model, kept).follow(now)
     return model, kept
 
 
-def model_after(seconds: int, peers: int = 6, **options: Any) -> tuple[Model, History]:
+def model_after(seconds: int, peers: int = 6, **options: Any) -> tuple[Model, BoardHistory]:
     feed = MadeFeed(MadeSwarm(peers, start_at=START, **options))
     feed.advance(seconds)
     return followed(feed, START + seconds)
 
 
-def evil_model() -> tuple[Model, History]:
+def evil_model() -> tuple[Model, BoardHistory]:
     """A swarm in which one peer says all that the checks of a report let pass."""
     feed = MadeFeed(MadeSwarm(3, start_at=START))
     feed.advance(40)
@@ -70,7 +70,7 @@ def evil_model() -> tuple[Model, History]:
     return followed(feed, START + 40)
 
 
-def all_charts(model: Model, history: History) -> list[charts.Options]:
+def all_charts(model: Model, history: BoardHistory) -> list[charts.Options]:
     facts, palette = model.facts(), charts.DARK
     rows, agreed = (history.series(key, *history.span()) for key in (SWARM, AGREED))
     return [
@@ -84,12 +84,12 @@ def all_charts(model: Model, history: History) -> list[charts.Options]:
 
 
 @pytest.fixture(name="made", scope="module")
-def _made() -> tuple[Model, History]:
+def _made() -> tuple[Model, BoardHistory]:
     return model_after(100, dead=3, late=4)
 
 
 @pytest.fixture(name="facts")
-def _facts(made: tuple[Model, History]) -> SwarmFacts:
+def _facts(made: tuple[Model, BoardHistory]) -> SwarmFacts:
     return made[0].facts()
 
 
@@ -139,7 +139,7 @@ def test_a_board_started_again_counts_nothing_twice(tmp_path: Path) -> None:
     def counted(until: int) -> tuple[float, int, int]:
         feed = MadeFeed(MadeSwarm(4, start_at=START))
         feed.advance(until)
-        model, history = followed(feed, START + until, History(path))
+        model, history = followed(feed, START + until, BoardHistory(path))
         lines = len(history.happenings(10_000))
         history.close()
         return model.facts().tokens_counted, model.facts().rounds_counted, lines
@@ -230,7 +230,7 @@ def test_a_run_is_where_its_peers_are_or_where_they_ended_it(
 # ---- lines end, and begin
 
 
-def rows(history: History) -> list[tuple[float, float]]:
+def rows(history: BoardHistory) -> list[tuple[float, float]]:
     """(seconds since the start, loss) of all samples of the finest tier."""
     place = charts.column("loss")
     return [(row[0] - START, row[place]) for row in history.series(SWARM, *history.span())]
@@ -238,7 +238,7 @@ def rows(history: History) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("how", ["lost", "silent"])
 def test_lines_end_at_the_last_report(how: str) -> None:
-    told, history = Told(), History(None)
+    told, history = Told(), BoardHistory(None)
     recorder = Recorder(told.model, history)
     told.tell(0, "peer_started", "ada", "bob")
     for at in range(0, 60, 2):
@@ -292,7 +292,7 @@ def test_history_begins_with_the_peers_own_journal(tmp_path: Path, monkeypatch: 
         for at in (math.inf, 1e300, -1e300, START + 1e6):  # a future that this board will not tell
             file.write(b'{"kind":"warned","peer":"me","text":"x","at":%s}\n' % str(at).encode())
         file.write(b'{"kind":"warned","peer":"me","at":')
-    history = History(tmp_path / "board.sqlite")
+    history = BoardHistory(tmp_path / "board.sqlite")
     recall_journal(path, "me", RUN, history)
     told = rows(history)
     assert told[0][0] <= 4
@@ -319,7 +319,7 @@ def test_a_board_waits_for_a_peer_that_answers_late_and_has_its_past(
         if clock[0] > 40.0:
             feed.me, feed.run = "me", RUN
 
-    async def served(model: object, history: History, *of_no_interest: object) -> None:
+    async def served(model: object, history: BoardHistory, *of_no_interest: object) -> None:
         told.extend(rows(history))
 
     told: list[tuple[float, float]] = []

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from monitoring.feeds import QUIET_S, JournalFeed, RelayedFeed
-from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, Happening, History
+from monitoring.history import AGREED, MEASURES, SWARM, TIERS, Batch, BoardHistory, Happening
 from monitoring.model import MAX_PEERS, Model, Recorder
 from p2p_co2.config import read_run_config
 from p2p_co2.errors import EnvironmentFault
@@ -37,14 +37,14 @@ def sample(value: float) -> tuple[float, ...]:
     return tuple(value + place for place in range(len(MEASURES)))
 
 
-def filled(history: History, seconds: int, step_s: int = 2) -> None:
+def filled(history: BoardHistory, seconds: int, step_s: int = 2) -> None:
     for t in range(0, seconds, step_s):
         rows = {"a": sample(float(t)), SWARM: sample(float(-t)), AGREED: sample(1.0)}
         history.write(Batch(at=START + t, samples=rows))
 
 
 def test_old_samples_become_means_and_finer_ones_go() -> None:
-    history = History(None)
+    history = BoardHistory(None)
     seconds = TIERS[0][1] + 1200
     filled(history, seconds)
     long_ago = history.series("a", START, START + seconds)
@@ -61,7 +61,7 @@ def test_old_samples_become_means_and_finer_ones_go() -> None:
 def test_a_board_started_again_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "board.sqlite"
     lines = [Happening(START + n, "warned", peer, -1, -1, f"{n}", f"{n}") for n, peer in enumerate("aab")]
-    with contextlib.closing(History(path)) as first:
+    with contextlib.closing(BoardHistory(path)) as first:
         filled(first, 20)
         rows = first.series("a", START, START + 20)
         assert [row[0] for row in rows] == [START + t for t in range(0, 20, 2)]
@@ -70,7 +70,7 @@ def test_a_board_started_again_goes_on(tmp_path: Path) -> None:
         more = Batch(at=START + 20, happenings=[*lines, lines[0]], counted={"a": 12.5})
         more.counted_rounds = {(0, 3)}
         first.write(more)
-    with contextlib.closing(History(path)) as again:
+    with contextlib.closing(BoardHistory(path)) as again:
         assert (again.counted_rounds(), again.counted()) == ({(0, 3)}, {"a": 12.5})
         assert again.happenings(10) == lines[::-1]
         told = [[line.words for line in again.happenings(most, peer)] for most, peer in ((2, ""), (9, "a"))]
@@ -89,19 +89,19 @@ def test_a_file_that_cannot_be_read_is_set_aside(tmp_path: Path, what: str) -> N
         with contextlib.closing(sqlite3.connect(path)) as other:
             other.execute("PRAGMA user_version=99")
     else:
-        with contextlib.closing(History(path)) as history:
+        with contextlib.closing(BoardHistory(path)) as history:
             filled(history, 400)
         data = path.read_bytes()
         path.write_bytes(data[:4096] + b"\x5a" * (len(data) - 4096))
-    with contextlib.closing(History(path)) as history:
+    with contextlib.closing(BoardHistory(path)) as history:
         assert list(tmp_path.glob("board.sqlite.damaged-*"))
         filled(history, 4)
-    with contextlib.closing(History(path)) as again:
+    with contextlib.closing(BoardHistory(path)) as again:
         assert len(again.series("a", START, START + 99)) == 2
 
 
 def test_a_write_that_fails_changes_nothing() -> None:
-    history = History(None)
+    history = BoardHistory(None)
     filled(history, 4)
     before = history.series("a", START, START + 99)
     line = Happening(START, "warned", "a", 2**70, 0, "a number that the file cannot hold", "")
@@ -115,13 +115,13 @@ def test_a_write_that_fails_changes_nothing() -> None:
 
 def test_a_history_that_cannot_be_written_is_told_and_kept_in_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    history = History.or_in_memory(tmp_path / "file" / "board.sqlite")
+    history = BoardHistory.or_in_memory(tmp_path / "file" / "board.sqlite")
     recorder = Recorder(Model(MadeFeed(MadeSwarm(2, start_at=START))), history)
     recorder.follow(START + 1)
     assert "--folder" in recorder.trouble
     assert history.span() != (0.0, 0.0)
     history.close()
-    assert not History.or_in_memory(None).trouble
+    assert not BoardHistory.or_in_memory(None).trouble
 
 
 # ---- feeds
@@ -219,7 +219,7 @@ def test_a_time_that_no_history_can_hold_does_not_stop_the_board(tmp_path: Path)
         for at in (1_700_000_000.0, 1e300, 1.1e300):
             journal.write(ev.Warned(at=at, peer=peer_id(0), text="here"))
     model = Model(JournalFeed(tmp_path))
-    recorder = Recorder(model, History(None))
+    recorder = Recorder(model, BoardHistory(None))
     recorder.follow(1e300)
     assert model.facts().peers_known == 1
     assert "not written" in recorder.trouble
@@ -227,8 +227,8 @@ def test_a_time_that_no_history_can_hold_does_not_stop_the_board(tmp_path: Path)
 
 BROKEN = """
 import asyncio
-from monitoring.board.server import Place, listening_socket, serve
-from monitoring.history import History
+from monitoring.board.server import BoardPlace, listening_socket, serve
+from monitoring.history import BoardHistory
 from monitoring.model import Model
 from tests.made_swarm import MadeFeed, MadeSwarm
 
@@ -237,9 +237,9 @@ class Broken(MadeFeed):
         raise RuntimeError("a fault of ours")
 
 async def main():
-    model, place = Model(Broken(MadeSwarm(2, start_at=1.8e9))), Place()
+    model, place = Model(Broken(MadeSwarm(2, start_at=1.8e9))), BoardPlace()
     async with asyncio.timeout(120):
-        await serve(model, History(None), listening_socket(place))
+        await serve(model, BoardHistory(None), listening_socket(place))
 
 asyncio.run(main())
 """

@@ -18,7 +18,7 @@ from monitoring.board.run_page import invitation, setting_rows
 from monitoring.board.server import make_app
 from monitoring.feeds import JournalFeed, read_ticket
 from monitoring.glossary import GLOSSARY, explained
-from monitoring.history import MEASURES, TIERS, Batch, Happening, History
+from monitoring.history import MEASURES, TIERS, Batch, BoardHistory, Happening
 from monitoring.machine import GpuFacts, MachineFacts, ask_nvidia, read_machine, read_nvidia
 from monitoring.model import Model, Recorder
 from monitoring.seeds import ask_seeds
@@ -118,7 +118,7 @@ def test_the_machines_card_says_no_gpu_and_holds_the_traffic_against_the_cap() -
 
 
 def test_what_a_peer_sent_is_summed_over_all_tiers() -> None:
-    history, seconds = History(None), TIERS[0][1] + 2400
+    history, seconds = BoardHistory(None), TIERS[0][1] + 2400
     row = [math.nan] * len(MEASURES)
     row[MEASURES.index("up_bytes_per_s")], row[MEASURES.index("down_bytes_per_s")] = 1000.0, 10.0
     for t in range(0, seconds, 2):
@@ -205,7 +205,7 @@ def named(options: charts.Options, name: str) -> dict[str, Any]:
 
 def test_a_smooth_line_is_the_mean_of_what_was_and_begins_anew_after_a_gap() -> None:
     rows = [row(0, 4.0), row(2, 2.0), row(4, math.nan), row(6, 8.0)]
-    made = charts.loss(charts.LIGHT, rows, look=charts.Look(smooth=0.5))
+    made = charts.loss(charts.LIGHT, rows, look=charts.ChartLook(smooth=0.5))
     smooth = named(made, "training, mean of the peers")["data"]
     # By hand: (0.5 * 4) / 0.5; (0.25 * 4 + 0.5 * 2) / 0.75.
     assert smooth == [[0, 4.0], [2000, 2.66667], [4000, None], [6000, 8.0]]
@@ -215,7 +215,9 @@ def test_a_smooth_line_is_the_mean_of_what_was_and_begins_anew_after_a_gap() -> 
 
 
 def test_a_logarithmic_axis_has_no_place_for_what_is_not_above_zero() -> None:
-    made = charts.loss(charts.LIGHT, [row(0, 2.0), row(2, -1.0), row(4, 0.0)], look=charts.Look(log=True))
+    made = charts.loss(
+        charts.LIGHT, [row(0, 2.0), row(2, -1.0), row(4, 0.0)], look=charts.ChartLook(log=True)
+    )
     assert made["yAxis"]["type"] == "log"
     assert [value for _, value in named(made, "training, mean of the peers")["data"]] == [2.0, None, None]
 
@@ -275,7 +277,7 @@ async def test_a_program_that_asks_is_somebody_who_looks() -> None:
             looked_at.append(now)
 
     model = Model(Looked(MadeSwarm(1)))
-    app = make_app(model, Recorder(model, History(None)))
+    app = make_app(model, Recorder(model, BoardHistory(None)))
     endpoints = {route.path: route.endpoint for route in app.routes if isinstance(route, APIRoute)}
     await endpoints["/metrics"]()
     assert not looked_at  # tells of its own peer alone

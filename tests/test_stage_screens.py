@@ -10,7 +10,7 @@ import pytest
 from monitoring import charts
 from monitoring.board.pages import fact_rows
 from monitoring.facts import OF_STAGES
-from monitoring.history import History
+from monitoring.history import BoardHistory
 from monitoring.known import Known
 from monitoring.lines import timed_exchanges
 from monitoring.model import Model, Recorder
@@ -73,7 +73,7 @@ def test_a_peers_page_has_its_microbatches() -> None:
 
 
 def test_a_board_remembers_rounds_of_each_stage() -> None:
-    model, history = made(30, 4, stages=2), History(None)
+    model, history = made(30, 4, stages=2), BoardHistory(None)
     recorder = Recorder(model, history)
     for peer in list(model.view.peers)[:2]:
         recorder.see([sample("round_counted", peer, 1.0, fragment=1, round=7)])

@@ -519,12 +519,12 @@ def _facts(kind: type[BaseModel], found: dict[str, type[BaseModel]] | None = Non
 def served() -> list[str]:
     """The addresses for programs that a board has."""
     from monitoring.board.server import make_app
-    from monitoring.history import History
+    from monitoring.history import BoardHistory
     from monitoring.model import Model, Recorder
     from tests.made_swarm import MadeFeed, MadeSwarm
 
     model = Model(MadeFeed(MadeSwarm(1)))
-    app = make_app(model, Recorder(model, History.or_in_memory(None)))
+    app = make_app(model, Recorder(model, BoardHistory.or_in_memory(None)))
     return [
         route.path for route in app.routes if getattr(route, "methods", None) and "_nicegui" not in route.path
     ]  # type: ignore[attr-defined]

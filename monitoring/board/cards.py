@@ -144,8 +144,8 @@ class MachineCard:
 
 
 def at_least_told(moved: tuple[float, float], peer: PeerFacts | None, since: float) -> tuple[float, float]:
-    """``moved`` (bytes sent and received, as a history has them), or what the peer says of itself where it is
-    more: no board may have been there, and a peer that came after ``since`` moved all of it since then."""
+    """``moved``, bytes sent and received as a history has them, or what the peer says of itself where it is
+    more. No board may have been there; a peer that came after ``since`` moved all of it since then."""
     if peer is None or peer.joined_at is None or peer.joined_at < since:
         return moved
     return max(moved[0], peer.up_bytes), max(moved[1], peer.down_bytes)

@@ -12,7 +12,7 @@ from nicegui import ui
 
 from monitoring import charts
 from monitoring.board.cards import MachineCard, OwnCard, RunCard
-from monitoring.board.shell import Chart, Frame, Page, Table, Told, Trends, block, card, choice, text
+from monitoring.board.shell import BoardTable, Chart, Frame, Page, Told, Trends, block, card, text
 from monitoring.columns import (
     COUNT,
     FAST_RATE,
@@ -40,6 +40,7 @@ class SwarmPage(Page):
         self._run = RunCard(facts)
         super().__init__(frame, swarm_told)
         self._shown: tuple[Trouble, ...] | None = None
+        self._over_tokens = False
         with card("What is wrong now"):
             self._troubles = ui.element("div").props("data-testid=troubles")
         self._stages = _stages_table() if frame.model.facts().stages else None
@@ -54,10 +55,13 @@ class SwarmPage(Page):
 
     def _add_controls(self) -> None:
         block("b-grow")
-        over = ("over time", "over tokens")
-        self._axis = choice("what the loss is over", over, over[0], lambda _: self.frame.redraw_soon())
+        over = {"over time": False, "over tokens": True}
+        self.frame.choice("what the loss is over", over, self._show_over)
         self.frame.axis_choice()
         self.frame.range_choice()
+
+    def _show_over(self, tokens: bool) -> None:
+        self._over_tokens = tokens
 
     def refresh(self, facts: SwarmFacts) -> None:
         super().refresh(facts)
@@ -75,17 +79,16 @@ class SwarmPage(Page):
         palette = self.frame.palette
         (since, until) = self.frame.span(facts)
         rows, agreed = (history.series(key, since, until) for key in (SWARM, AGREED))
-        over_tokens = self._axis.value == "over tokens"
-        look = self.frame.look
-        marks = self.frame.marks()
-        drawn = charts.loss(palette, rows, agreed, over_tokens=over_tokens, look=look, marks=marks)
-        self._loss.set(drawn)
+        self._loss.set(charts.loss(
+            palette, rows, agreed, over_tokens=self._over_tokens, look=self.frame.look,
+            marks=self.frame.marks(),
+        ))  # fmt: skip
         self._trends.set(self.frame, rows)
         if self._stages is not None:
             self._stages.set(facts.stages)
 
 
-def _stages_table() -> Table:
+def _stages_table() -> BoardTable:
     """A row for each stage of a run with several."""
     hint = "from the first to the last; hops: the median link while microbatches are under way, own word"
     shown = ("stage", "replicas", "apart", "tokens_per_s", "queue", "waiting", "dropped", "forward", "back",
@@ -93,7 +96,7 @@ def _stages_table() -> Table:
     columns = [STAGE[name] for name in shown]
     columns.insert(2, Column("Is", TEXT, _staffed))
     with card("Stages", hint):
-        return Table("stages", columns, rows_a_page=0)
+        return BoardTable("stages", columns, rows_a_page=0)
 
 
 def _staffed(stage: StageFacts) -> str:
@@ -205,9 +208,9 @@ class BandwidthPage(Page):
                 "activations go forward, gradients back; the median link while they are under way, own word"
             )
             with card("Hops between stages", hint):
-                self._hops = Table("hops", _HOPS, rows_a_page=0)
+                self._hops = BoardTable("hops", _HOPS, rows_a_page=0)
         with card("Links", "as their senders measured them, about every ten seconds"):
-            self._links = Table("links-table", _LINKS, search=True)
+            self._links = BoardTable("links-table", _LINKS, search=True)
 
     def redraw(self, facts: SwarmFacts) -> None:
         rows = self.frame.history.series(SWARM, *self.frame.span(facts))
@@ -271,10 +274,10 @@ def bandwidth_told(facts: SwarmFacts) -> Told:
     }
 
 
-def _peers_table(frame: Frame, test_id: str, columns: Sequence[Column], **more: Any) -> Table:
+def _peers_table(frame: Frame, test_id: str, columns: Sequence[Column], **more: Any) -> BoardTable:
     """Whose rows lead to the peers' pages; the reader's own is tinted."""
     me = frame.model.feed.me
-    return Table(
+    return BoardTable(
         test_id, columns, to=lambda peer: f"/peer/{peer.peer}", is_mine=lambda peer: peer.peer == me, **more
     )
 
@@ -302,9 +305,9 @@ class PeersPage(Page):
     def _add_count(self) -> None:
         self._count = text("b-hint", test_id="peers-count")
 
-    def _seen_s(self, peer: PeerFacts) -> float | None:
+    def _seen_s(self, peer: PeerFacts) -> int | None:
         now = self.frame.model.facts().at
-        return None if peer.last_seen_at is None else max(0.0, now - peer.last_seen_at)
+        return None if peer.last_seen_at is None else round(max(0.0, now - peer.last_seen_at))
 
     def refresh(self, facts: SwarmFacts) -> None:
         self._count.text = f"{facts.peers_online} online of {facts.peers_known} known"
@@ -329,7 +332,7 @@ class PeerPage(Page):
                 Column(heading, TEXT, itemgetter(place))
                 for place, heading in enumerate(("Fact", "Value", "What it is"))
             ]
-            self._known = Table("peer-facts", columns, rows_a_page=0)
+            self._known = BoardTable("peer-facts", columns, rows_a_page=0)
         with card("What happened at it"):
             self._events = _events_table("peer-events", 15)
 
@@ -379,7 +382,7 @@ class EventsPage(Page):
         self._table.set(self.frame.history.happenings(MAX_LINES))
 
 
-def _events_table(test_id: str, rows_a_page: int, search: bool = False) -> Table:
+def _events_table(test_id: str, rows_a_page: int, search: bool = False) -> BoardTable:
     def place(line: Happening) -> str:
         return f"/round/{line.fragment}/{line.round}" if line.round >= 0 and line.fragment >= 0 else ""
 
@@ -391,7 +394,7 @@ def _events_table(test_id: str, rows_a_page: int, search: bool = False) -> Table
         Column("Kind", TEXT, kind),
         Column("What", TEXT, lambda line: plain(line.words, 240)),
     )
-    return Table(test_id, columns, rows_a_page, place, search, on_phone=("At", "What"))
+    return BoardTable(test_id, columns, rows_a_page, place, search, on_phone=("At", "What"))
 
 
 def _key_of(found: RoundFacts) -> tuple[int, int]:
@@ -415,7 +418,7 @@ class RoundPage(Page):
 
         times = {"BEGIN": "begun_s", "PARTS": "parts_s", "MEAN": "means_s", "Certificate": "duration_s"}
         with card("Members", "seconds from each member's READY; work: tokens in the certificate"):
-            self._table = Table("round-members", (
+            self._table = BoardTable("round-members", (
                 Column("Peer", TEXT, itemgetter(0)),
                 *(Column(heading, HUNDREDTHS, seconds(name)) for heading, name in times.items()),
                 Column("Work (tokens)", COUNT, itemgetter(2)),

@@ -2,14 +2,14 @@
 nothing to show.
 
 Law: every text that may come from a peer is an element's text or a table's cell, which the browser never
-reads as markup; an element is sent again only when what it shows has changed.
+reads as markup. An element is sent again only when what it shows has changed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from monitoring.charts import (
     MARKED,
     MAX_MARKS,
     TRENDS,
-    Look,
+    ChartLook,
     Options,
     Palette,
     over_time,
@@ -167,7 +167,7 @@ class Trends:
             self._charts[name].set(made)
 
 
-class Table:
+class BoardTable:
     """A table that is sorted, cut into pages and searched in the browser, and sent when its rows differ.
 
     ``rows_a_page``: 0 for all. ``to``: the address that a click on a row, or the link in its first cell,
@@ -242,15 +242,6 @@ def card(title: str, hint: str = "", controls: Callable[[], None] = lambda: None
     return panel
 
 
-def choice(
-    of: str, names: Iterable[str], chosen: str, on_change: Callable[[Any], None] | None = None
-) -> ui.toggle:
-    """Buttons of which one is pressed; ``of``: what they choose."""
-    made = ui.toggle(list(names), value=chosen, on_change=on_change)
-    made.props("dense unelevated no-caps size=sm toggle-color=primary").props["aria-label"] = of
-    return made
-
-
 def _glossary() -> Element:
     """The words of the board, in a window of the browser's own that ``_SHOW_WORDS`` opens."""
     with block("b-words-shown", "dialog").props("aria-label=Words data-testid=words") as made:
@@ -309,10 +300,11 @@ class Frame:
         self.model = model
         self.history = recorder.history
         self.palette: Palette = LIGHT
-        self.look = Look()
+        self.look = ChartLook()
         self._recorder = recorder
         self._range_s: float | None = None
-        self._make, self._needs_peers = make, here != "/run"  # who is alone needs the invitation most
+        self._make = make
+        self._needs_peers = here != "/run"  # who is alone needs the invitation most
         self._page: Page | None = None
         self._drawn_at = 0.0
         ui.add_css(CSS)
@@ -348,10 +340,6 @@ class Frame:
             self._drawn_at = time.monotonic()
             self._page.redraw(facts)
 
-    def redraw_soon(self) -> None:
-        """Charts are drawn again at the next tick."""
-        self._drawn_at = 0.0
-
     def span(self, facts: SwarmFacts) -> tuple[float, float]:
         """From when to when charts over time reach, unix seconds."""
         first, last = self.history.span()
@@ -365,26 +353,32 @@ class Frame:
     def range_choice(self) -> None:
         """Buttons for how smooth charts over time are drawn, and how far back they reach."""
 
-        def choose(chosen: Any) -> None:
-            self._range_s = _RANGES.get(str(chosen.value))
-            self.redraw_soon()
-
-        def smoothen(chosen: Any) -> None:
-            self.look = self.look._replace(smooth=_SMOOTH[str(chosen.value)])
-            self.redraw_soon()
+        def choose(range_s: float | None) -> None:
+            self._range_s = range_s
 
         block("b-grow")
-        choice("how smooth lines are", _SMOOTH, "as measured", smoothen)
-        choice("how far back", _RANGES, "all", choose)
+        self.choice("how smooth lines are", _SMOOTH, lambda smooth: self._look_on(smooth=smooth))
+        self.choice("how far back", _RANGES, choose, "all")
 
     def axis_choice(self) -> None:
         """Buttons for whether losses are drawn over a logarithmic axis."""
+        self.choice("axis of the loss", _AXES, lambda log: self._look_on(log=log))
 
-        def choose(chosen: Any) -> None:
-            self.look = self.look._replace(log=_AXES[str(chosen.value)])
-            self.redraw_soon()
+    def choice(
+        self, of: str, values: Mapping[str, Any], choose: Callable[[Any], None], chosen: str = ""
+    ) -> None:
+        """Buttons of which one is pressed; charts follow. ``of``: what they choose; ``chosen``: at first, the
+        first if ""."""
 
-        choice("axis of the loss", _AXES, "linear", choose)
+        def pressed(chosen: Any) -> None:
+            choose(values[str(chosen.value)])
+            self._drawn_at = 0.0
+
+        made = ui.toggle(list(values), value=chosen or next(iter(values)), on_change=pressed)
+        made.props("dense unelevated no-caps size=sm toggle-color=primary").props["aria-label"] = of
+
+    def _look_on(self, **changed: Any) -> None:
+        self.look = self.look._replace(**changed)
 
     def _set_banner(self, facts: SwarmFacts) -> None:
         said = plain(self._recorder.trouble, 300)
@@ -426,5 +420,5 @@ class Frame:
 
     def _use(self, dark: bool) -> None:
         self.palette = DARK if dark else LIGHT
-        self.redraw_soon()
+        self._drawn_at = 0.0
         self.tick()

@@ -359,8 +359,8 @@ class RoundView:
 
     @property
     def aborts(self) -> Counter[str]:
-        """Aborted attempts by reason, each once: the member that saw most is believed, of a committed round
-        one that knows of the commit, since the others may have lost just the answer (``missed_by``)."""
+        """Aborted attempts by reason, each once: the member that saw most is believed. Of a committed round
+        it is one that knows of the commit; the others may have lost just the answer (``missed_by``)."""
         asked = self.aborted.keys() - self.missed_by
         best = min(asked, key=lambda peer: (-self.aborted[peer].total(), peer), default="")
         return Counter(self.aborted.get(best, ()))
