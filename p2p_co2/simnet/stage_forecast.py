@@ -50,7 +50,7 @@ class StageForecast:
     ``compute_s``, ``uplink_s``, ``downlink_s``: of a microbatch. ``away_s``: from its forward until its
     gradient is back, at most. ``drain_s``: waited for gradients in an inner step. ``utilisation``: share of
     the time in which it computes. ``uplink_share``, ``downlink_share``, ``loss_share``: in which its line,
-    or one connection over a lossy way, carries microbatches. ``memory_bytes``: held for those on their way.
+    or each of its connections over a lossy way, carries microbatches. ``memory_bytes``: held for those on their way.
     """
 
     replicas: int
@@ -165,7 +165,11 @@ def _stage(
     sent = load.ahead_bytes + load.back_bytes
     uplink_s = 8 * LINK_OVERHEAD * sent / _mean([peer.line.up_bits_per_s for peer in group])
     downlink_s = 8 * LINK_OVERHEAD * came / _mean([peer.line.down_bits_per_s for peer in group])
-    loss_s = LINK_OVERHEAD * max(load.ahead_bytes, load.back_bytes) / _mean([_connection(p) for p in group])
+    connection_bytes_per_s = _mean([_connection(peer) for peer in group])
+    ahead_s, back_s = (
+        LINK_OVERHEAD * size / connection_bytes_per_s / len(setting.peers[other % len(loads)])
+        for size, other in ((load.ahead_bytes, stage + 1), (load.back_bytes, stage - 1))
+    )
     window = setting.layout.window or window_of(stage, len(loads), setting.layout.microbatches)
     assert isinstance(window, int)
     each = rate / len(group)
@@ -179,7 +183,7 @@ def _stage(
         utilisation=utilisation,
         uplink_share=each * uplink_s,
         downlink_share=each * downlink_s,
-        loss_share=each * loss_s,
+        loss_share=each * max(ahead_s, back_s),
         window=window,
         memory_bytes=window * load.entry_bytes + 2 * window * came,
     )
