@@ -50,7 +50,7 @@ class StageForecast:
     ``compute_s``, ``uplink_s``, ``downlink_s``: of a microbatch. ``away_s``: from its forward until its
     gradient is back, at most. ``drain_s``: waited for gradients in an inner step. ``utilisation``: share of
     the time in which it computes. ``uplink_share``, ``downlink_share``, ``loss_share``: in which its line,
-    or each of its connections over a lossy way, carries microbatches. ``memory_bytes``: held for those on their way.
+    or each of its connections over a lossy way, carries them. ``memory_bytes``: held for those on their way.
     """
 
     replicas: int
