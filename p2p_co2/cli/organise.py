@@ -24,9 +24,9 @@ def init() -> None:
 @takes(PlanOptions)
 def plan(options: PlanOptions) -> int:
     """Whether links bear a run, what it will cost on them, and what to change. The verdict comes first."""
-    from bootstrap.plan.stages import run_any_plan
+    from bootstrap.plan.plan import run_plan
 
-    return run_any_plan(options, is_brief=LOUDNESS.get() is Loudness.QUIET)
+    return run_plan(options, is_brief=LOUDNESS.get() is Loudness.QUIET)
 
 
 @takes(RehearsalOptions)

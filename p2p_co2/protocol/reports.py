@@ -45,7 +45,7 @@ from p2p_co2.telemetry.events import (
 )  # fmt: skip
 from p2p_co2.telemetry.feed import News, Sighting
 from p2p_co2.telemetry.journal import event_line, parse_event
-from p2p_co2.telemetry.view import PeerView, numbered, recalled
+from p2p_co2.telemetry.view import PeerRecord, numbered, recalled
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.identity import Identity, PeerId, parsed, public_key_of, unseal
 from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_MEMBERS, MAX_STAGES, MAX_STRING
@@ -217,7 +217,7 @@ class Responder:
         self._identity = identity
         self._run = run
         self._process = process
-        self._base = PeerView(identity.peer_id)
+        self._base = PeerRecord(identity.peer_id)
         self._events: deque[Event] = deque()
         self._first = 1
         self._decisions: OrderedDict[tuple[int, int], Decision] = OrderedDict()
