@@ -253,14 +253,10 @@ Row = tuple[str, Callable[[Setting, Forecast], str]]
 
 
 def run_plan(options: PlanOptions, say: Callable[[str], None] = print, is_brief: bool = False) -> int:
-    """Print the plan of a run, with stages or without; of one that ``is_brief`` the verdict alone.
+    """Print the plan of a run of whole models; of one that ``is_brief`` the verdict alone.
 
     Returns the exit status: 1 with ``options.check`` if the verdict is no. Raises ``ConfigError`` and
     ``EnvironmentFault``."""
-    if read_run_config(options.run_file).pipeline.stages > 1:
-        from bootstrap.plan.stages import run_staged_plan
-
-        return run_staged_plan(options, say, is_brief)
     if options.plot is not None:
         require("plot", "--plot")
     plan = make_plan(options)
