@@ -50,8 +50,6 @@ after a third of it; what lasts three times as long is told to a person."""
 TRAINS = frozenset({"training", "draining"})
 ENDED = OVER | {"gone", "silent", "unreachable"}
 NOT_IN_THE_RUN = frozenset({"starting", "joining", "behind", "unknown"})
-LATE_RULES = frozenset({"co2", "eager"})
-"""Apply rules whose answers are one outer step old by design."""
 RECENT_S = 120.0
 """Peers that ended within it ended together."""
 MAX_TROUBLES = 24
@@ -672,7 +670,7 @@ def round_facts(known: Known, view: RoundView) -> RoundFacts:
     reason = ""
     missed = view.missed_by
     aborts = view.aborts
-    late_from = 2 if known.run is not None and known.run.outer.rule in LATE_RULES else 1
+    late_from = 2 if known.run is not None and known.run.outer.is_delayed else 1  # late by design
     if outcome == "committed":
         if missed or view.staleness >= late_from:
             outcome = "late"

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from p2p_co2.config import ClockConfig, OuterConfig, RunConfig
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
 from p2p_co2.wire.schedule import (
-    DISTINCT,
     FIRST_ROUND_BOUND_S,
     FLUSH_CAP_S,
     FLUSH_FLOOR_S,
     Ending,
     Lag,
+    OfferState,
     Stage,
     SwarmClock,
     WorkAccount,
@@ -178,26 +178,33 @@ def account(
     return WorkAccount(run, 100, [0] * count)
 
 
-def send(made: WorkAccount, fragment: int, position: float, tokens: int, offer_id: bytes = b"") -> float:
+def send(made: WorkAccount, fragment: int, position: float, tokens: int) -> OfferState:
     steps = int(10 * position)
     return made.send(
-        fragment, position=position, inner_steps=steps, tokens=tokens, now=5 * position, offer_id=offer_id
+        fragment,
+        position=position,
+        inner_steps=steps,
+        tokens=tokens,
+        now=5 * position,
+        offer_id=b"%d" % tokens,
     )
 
 
 def end(made: WorkAccount, fragment: int, position: float, share: float = 1.0) -> Lag:
-    sent = made.meet(fragment, made.versions[fragment] + 1, ends_offer=True)
+    offer = made.meet(fragment, made.versions[fragment] + 1, 1, made.in_flight.get(fragment))
     steps = int(10 * position)
-    return made.step(fragment, sent, share, position=position, inner_steps=steps, now=5 * position)
+    return made.step(fragment, offer, share, position=position, inner_steps=steps, now=5 * position)
 
 
 def test_work_is_offered_until_it_is_counted() -> None:
     made = account()
-    assert send(made, 1, 0.5, 140, bytes([128])) == 40 + DISTINCT / 2
+    assert send(made, 1, 0.5, 140).weight == 40
     assert made.finished(()) == {0}
     assert end(made, 1, 2.0, share=0.25) == Lag(1, 15, 7.5)  # the point at 1.5 passed meanwhile
-    assert (made.versions, made.taken) == ([0, 1], [0, 1])
-    assert send(made, 1, 2.5, 150) == 40  # three quarters of the forty are not counted, and ten are new
+    assert made.versions == [0, 1]
+    assert (
+        send(made, 1, 2.5, 150).weight == 40
+    )  # three quarters of the forty are not counted, and ten are new
     assert end(made, 1, 2.6) == Lag(0, 1, pytest.approx(0.5))
     assert made.uncounted(150) == [0]
     assert made.finished([0]) == {1}
@@ -205,12 +212,16 @@ def test_work_is_offered_until_it_is_counted() -> None:
     assert made.versions == [0, 3]
 
 
-def test_an_outcome_that_ends_no_offer_leaves_it_in_flight() -> None:
+def test_an_outcome_ends_the_offer_that_it_names_and_the_next_says_what_it_has_met() -> None:
     made = account()
-    send(made, 0, 1.0, 140)
-    assert made.meet(0, 1, ends_offer=False) is made.in_flight[0]
-    assert made.meet(0, 1, ends_offer=True) is not None
-    assert (made.in_flight, made.taken, made.versions) == ({}, [2, 0], [1, 0])
+    first = send(made, 0, 1.0, 140)
+    assert made.meet(0, 1, 7, None) is first is made.in_flight[0]
+    assert made.meet(0, 1, 8, first) is first
+    assert made.in_flight == {}
+    second = send(made, 0, 2.0, 150)
+    assert (first.met, second.met) == (0, 8)
+    made.meet(0, 1, 9, first)  # told again, by a late word
+    assert made.in_flight == {0: second}
 
 
 def pass_points(made: WorkAccount, last: float, position: float, *, awaits_begin: bool = False) -> list[int]:
@@ -345,13 +356,13 @@ def test_who_has_no_part_in_a_mean_is_due_at_once_in_short_rounds(
     long rounds it would wait for them alone until its offer is given up."""
     made = account(round_s=round_s)
     send(made, 1, 0.5, 140)
-    made.step(1, made.meet(1, 1, True), share, position=0.9, inner_steps=9, now=9.0)
+    made.step(1, made.meet(1, 1, 1, made.in_flight.get(1)), share, position=0.9, inner_steps=9, now=9.0)
     assert made.due(0.9, 1.0) == sent
 
 
 def test_a_newcomer_that_loaded_a_round_offers_at_its_point() -> None:
     made = account(round_s=4.0)
-    made.step(1, made.meet(1, 1, True), 0.0, position=0.9, inner_steps=9, now=9.0)
+    made.step(1, made.meet(1, 1, 1, made.in_flight.get(1)), 0.0, position=0.9, inner_steps=9, now=9.0)
     assert made.due(0.9, 1.0) == [0]
 
 
@@ -361,7 +372,7 @@ def test_who_loaded_what_others_made_is_due_at_once_in_short_rounds(round_s: flo
     made.left_out(1)  # at first it loads what it is to begin with
     assert made.due(0.9, 1.0) == [0]
     send(made, 1, 0.5, 140)
-    made.meet(1, 1, True)
+    made.meet(1, 1, 1, made.in_flight[1])
     made.left_out(1)
     assert made.due(0.9, 1.0) == sent
 
@@ -373,7 +384,7 @@ def test_who_loaded_what_others_made_is_due_at_once_in_long_rounds_too_where_the
     made.due(0.6, 1.0, is_line_full=True)
     assert is_held(made, {1: "slices"})
     send(made, 0, 1.0, 140)
-    made.meet(1, 1, True)
+    made.meet(1, 1, 1, made.in_flight[1])
     made.left_out(1)
     assert made.due(1.0, 1.1) == [1]
 

@@ -31,11 +31,11 @@ from p2p_co2.trainer.network_thread import NodeView
 from p2p_co2.trainer.synchroniser import SYSTEM
 from p2p_co2.wire.messages_pb2 import Status
 from p2p_co2.wire.schedule import (
-    DISTINCT,
     FIRST_ROUND_BOUND_S,
     FLUSH_FLOOR_S,
     SETTLE_S,
     STILL_LOADS,
+    OfferState,
 )
 from tests.test_fragment_state import BLOCK, run_config
 from tests.trainer_bench import LEDGERS, Bench, bench_on_virtual_time
@@ -56,7 +56,7 @@ def bench() -> Bench:
 def test_fragments_are_sent_at_their_schedule_points(bench: Bench) -> None:
     bench.step(4)
     assert [offer.fragment for offer in bench.wire.offers] == [1, 0]  # at half a round, and at a whole one
-    assert [offer.weight for offer in bench.wire.offers] == pytest.approx([20.0, 40.0], abs=DISTINCT)
+    assert [offer.weight for offer in bench.wire.offers] == [20, 40]
     assert bench.sync.position == pytest.approx(1.0)
 
 
@@ -107,7 +107,7 @@ def test_a_point_that_passes_while_a_round_is_in_flight_is_skipped_and_the_work_
         bench.abort(fragment)
     bench.step(4)
     assert len(bench.wire.offers) == 4
-    assert [offer.weight for offer in bench.wire.offers[2:]] == pytest.approx([100.0, 120.0], abs=DISTINCT)
+    assert [offer.weight for offer in bench.wire.offers[2:]] == [100, 120]
     assert bench.wire.seen(ev.FragmentApplied) == []
 
 
@@ -187,7 +187,7 @@ def test_an_offer_that_crosses_a_replayed_round_is_not_made_and_the_work_stays(r
     assert bench.wire.offers == []
     bench.step(4)  # and due again, after fragment 0
     offers = [offer for offer in bench.wire.offers if offer.fragment == 1]
-    assert [(offer.round, offer.weight) for offer in offers] == [(2, pytest.approx(60.0, abs=DISTINCT))]
+    assert [(offer.round, offer.weight) for offer in offers] == [(2, 60)]
     if rule == "keep":
         gradient = torch.frombuffer(bytearray(offers[0].payload), dtype=torch.float32)[:size]
         assert torch.allclose(gradient, torch.tensor(-6.0))  # its own six steps, and nothing of theirs
@@ -237,10 +237,11 @@ async def test_an_outcome_ends_no_offer_that_is_still_to_be_measured() -> None:
     start, parts = ledger.agreed()[0].digest, (PartWeights(0, 1, {"b": 1.0}),)
     mean = AgreedMean(0, 1, 0, start, ones.numpy().tobytes(), parts)
     version = await ledger.commit(mean)
-    ledger.submit_offer(0, ones, 1.0, 1, lambda *offer: None).result()
+    offer = OfferState(b"ours", met=1)
+    ledger.submit_offer(0, ones, offer, lambda made: None).result()
     await ledger.commit(replace(mean, round=2, base_version=1, state_digest=version.digest))
     told = [ledger.outcomes.get_nowait() for _ in range(ledger.outcomes.qsize())]
-    assert [outcome.ends_offer for outcome in told if outcome.report is not None] == [False, True]
+    assert [(outcome.number, outcome.ended) for outcome in told] == [(1, None), (2, offer)]
 
 
 @pytest.mark.parametrize("starts_again", [True, False])
@@ -495,11 +496,11 @@ async def test_a_state_that_a_round_made_meanwhile_is_not_taken_over_and_offers_
     offer = AgreedMean(0, 1, 0, start, snapshot.numpy().tobytes(), parts)
     version = await ledger.commit(offer)
     _, state, _ = await ledger.export(0)
-    ledger.submit_offer(0, snapshot, 1.0, 1, lambda *encoded: None).result()
+    ledger.submit_offer(0, snapshot, OfferState(b"ours", met=1), lambda made: None).result()
     told = ledger.outcomes.qsize()
     assert await ledger.adopt(0, state[:], version) == version
     assert ledger.outcomes.qsize() == told
-    await ledger.abort(0, b"")
+    await ledger.abort(0, b"ours")
     assert ledger.outcomes.qsize() == told + 1  # it was in flight still
 
 
@@ -522,16 +523,17 @@ async def test_work_in_a_round_upon_a_state_that_was_exchanged_is_offered_once(i
     take()
     live += 1.0
     told = live.clone()
-    mine.submit_offer(
-        0, told, 7.0, 1, lambda _, offer, agreed: payloads.append(bytes(offer.payload))
-    ).result()
+    offer = OfferState(b"ours", met=1)
+    mine.submit_offer(0, told, offer, lambda made: payloads.append(bytes(made.payload))).result()
     take()
     if not is_kept:
         await mine.doubt(0)
     other, data, _ = await there.export(0)
     await mine.adopt(0, data[:], other)
     take()
-    second = AgreedMean(0, 2, 1, version.digest, payloads[0], (PartWeights(0, 1, {"a": 7.0}),))
+    second = AgreedMean(
+        0, 2, 1, version.digest, payloads[0], (PartWeights(0, 1, {"a": 7.0}, {"a": b"ours"}),)
+    )
     assert await mine.commit(second) == other
     live += 0.5
     newest = await here.commit(second)
@@ -545,13 +547,14 @@ def test_parameters_that_are_not_finite_are_reset_to_the_agreed_ones() -> None:
     ledger = make_ledger()
     called = []
     snapshot = torch.full((BLOCK,), math.nan)
-    future = ledger.submit_offer(0, snapshot, 1.0, 0, lambda *offer: called.append(offer))
+    future = ledger.submit_offer(0, snapshot, OfferState(b"ours"), called.append)
     future.result()
     outcome = ledger.outcomes.get_nowait()
     assert not called
     assert outcome.merge is not None
     assert outcome.merge.keep == 0.0
     assert "not finite" in outcome.trouble
+    assert outcome.ended == OfferState(b"ours")
 
 
 def told(bench: Bench) -> list[str]:

@@ -20,21 +20,17 @@ live parameters meet a mean at the next schedule point."""
 
 @dataclass(frozen=True)
 class PartWeights:
-    """One part of a mean: blocks [start_block, stop_block) and the effective weight of every peer's slice.
-    ``offered``: the weights of these peers' offers, where they are others; ``offer_ids``: which offers they
-    are. Where no id is told, weights tell one from another."""
+    """One part of a mean: blocks [start_block, stop_block), the effective weight of every peer's slice, and
+    the ids of the offers that they are of."""
 
     start_block: int
     stop_block: int
     weights: Mapping[str, float]
-    offered: Mapping[str, float] = field(default_factory=dict)
     offer_ids: Mapping[str, bytes] = field(default_factory=dict)
 
-    def offer_of(self, peer: str) -> bytes | float | None:
-        """What names the offer of ``peer`` that counts here: its id, or its weight; None if none does."""
-        if not self.weights.get(peer):
-            return None
-        return self.offer_ids.get(peer) or self.offered.get(peer, self.weights[peer])
+    def offer_of(self, peer: str) -> bytes | None:
+        """The id of the offer of ``peer`` that counts here, empty if none was told; None if none does."""
+        return self.offer_ids.get(peer, b"") if self.weights.get(peer) else None
 
 
 @dataclass(frozen=True)
@@ -53,14 +49,12 @@ class AgreedMean:
 @Derived
 def weights_of(outcome: Outcome) -> tuple[PartWeights, ...]:
     """Who is in the mean of a checked, committed outcome, part by part."""
-    asked = {member.peer: member.weight for member in outcome.members}
     names = {member.peer: member.offer_id for member in outcome.members if member.offer_id}
     parts = []
     for part in outcome.parts:
         weights = {one.peer: one.weight for one in part.contributors}
-        offered = {peer: asked[peer] for peer, weight in weights.items() if weight != asked.get(peer, weight)}
         ids = {peer: names[peer] for peer in weights if peer in names}
-        parts.append(PartWeights(part.start_block, part.stop_block, weights, offered, ids))
+        parts.append(PartWeights(part.start_block, part.stop_block, weights, ids))
     return tuple(parts)
 
 

@@ -131,9 +131,6 @@ FULL_LATELY = 2.0
 a moment on any line."""
 LONGEST_TURN_ROUNDS = 2.0
 """A fragment whose slices have not left after so many rounds keeps none of the others waiting."""
-DISTINCT = 2.0**-10
-"""Tokens at most that a weight is off, by the offer's id: a commit names offers by peer and weight, and a
-peer that was restarted must not take the offer of its last process for its own."""
 
 Stage = Literal["", "asking", "slices", "means"]
 """How far the round of an offer is: not known yet, or over; its READY waits for BEGIN; it has begun, and our
@@ -141,13 +138,22 @@ slices wait for the line; they have left."""
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A fragment that is in flight."""
+class OfferState:
+    """An offer of this peer's, from its snapshot to the end of its round. It goes to the worker with the
+    snapshot, and comes back in the outcome that ends it; others know it by its id.
 
-    inner_steps: int
-    at: float
-    points: int
-    tokens: int
+    ``weight``: tokens that it counts as; ``tokens``: trained at the snapshot. ``met``: number of the
+    fragment's last outcome that the snapshot has met. ``inner_steps``, ``points``, ``at``: when it was taken,
+    in steps, in schedule points of its fragment, and in seconds.
+    """
+
+    offer_id: bytes
+    weight: int = 1
+    tokens: int = 0
+    met: int = 0
+    inner_steps: int = 0
+    points: int = 0
+    at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -192,10 +198,11 @@ class WorkAccount:
         self._count = len(versions)
         self.versions = list(versions)
         """Of the agreed states that the live parameters have met."""
-        self.in_flight: dict[int, Sent] = {}
-        self.taken = [0] * self._count
-        """Outcomes of each fragment that the live parameters have met."""
-        self._contributed_tokens = [float(tokens)] * self._count
+        self.in_flight: dict[int, OfferState] = {}
+        """By fragment, until live parameters meet the outcome that ends it."""
+        self._met = [0] * self._count
+        """Number of each fragment's last outcome that the live parameters have met."""
+        self._contributed_tokens = [tokens] * self._count
         """Tokens whose work has been counted. Of an offer that was counted in part, that share: what is
         contributed each time is a part at random, so the parts' mean age is their weight."""
         self._waiting: dict[int, int] = {}
@@ -254,9 +261,9 @@ class WorkAccount:
         early = 0
         tick_s = round_s / self._count
         early_s = round_s if self._line.share > 0.5 else tick_s
-        for fragment, sent in self.in_flight.items():
+        for fragment, offer in self.in_flight.items():
             at = stage(fragment)
-            age_s = now - sent.at
+            age_s = now - offer.at
             begun += at == "slices" and age_s < LONGEST_TURN_ROUNDS * round_s
             early += at in ("", "asking") and age_s < early_s
         if begun:
@@ -270,15 +277,16 @@ class WorkAccount:
 
     def send(
         self, fragment: int, *, position: float, inner_steps: int, tokens: int, now: float, offer_id: bytes
-    ) -> float:
-        """An offer sets out: its weight."""
+    ) -> OfferState:
+        """An offer sets out."""
         points = points_passed(fragment, self._count, position)
-        self.in_flight[fragment] = Sent(inner_steps, now, points, tokens)
+        weight = max(1, tokens - self._contributed_tokens[fragment])
+        offer = OfferState(offer_id, weight, tokens, self._met[fragment], inner_steps, points, now)
+        self.in_flight[fragment] = offer
         self._waiting.pop(fragment, None)
         self._missed[fragment] = 0
         self._has_offered[fragment] = True
-        off = DISTINCT * math.ldexp(int.from_bytes(offer_id, "big"), -8 * len(offer_id))
-        return max(1, tokens - self._contributed_tokens[fragment]) + off
+        return offer
 
     def awaited(self, sent: Sequence[int]) -> set[int]:
         """Of what was just sent, the rounds that the run file wants awaited. They are awaited together: one
@@ -286,11 +294,15 @@ class WorkAccount:
         are yet to send."""
         return {one for one in sent if self.versions[one] < self._run.outer.blocking_rounds}
 
-    def meet(self, fragment: int, version: int, ends_offer: bool) -> Sent | None:
-        """Live parameters met an outcome: the offer that is or was in flight for it."""
-        self.taken[fragment] += 1
+    def meet(self, fragment: int, version: int, number: int, ended: OfferState | None) -> OfferState | None:
+        """Live parameters met outcome ``number``, which ``ended`` this offer: the one that is or was in
+        flight."""
+        self._met[fragment] = number
         self.versions[fragment] = version  # outcomes come in their order; a peer may turn back to others
-        return self.in_flight.pop(fragment, None) if ends_offer else self.in_flight.get(fragment)
+        offer = self.in_flight.get(fragment)
+        if offer is not None and offer == ended:
+            del self.in_flight[fragment]
+        return offer
 
     def left_out(self, fragment: int) -> None:
         """The others have made a round without us, and its state is ours now: in short rounds, and where the
@@ -301,19 +313,20 @@ class WorkAccount:
             self._waiting.setdefault(fragment, self._last_point_of(fragment))
 
     def step(
-        self, fragment: int, sent: Sent | None, share: float, *, position: float, inner_steps: int, now: float
-    ) -> Lag:
-        """An outer step was taken. ``sent``: as ``meet`` gave it; ``share`` of it is in the mean, 0 to 1. Who
-        has none in it was ``left_out``."""
-        if sent is None:
+        self, fragment: int, offer: OfferState | None, share: float,
+        *, position: float, inner_steps: int, now: float,
+    ) -> Lag:  # fmt: skip
+        """An outer step was taken. ``offer``: as ``meet`` gave it; ``share`` of it is in the mean, 0 to 1. A
+        peer that has none in it was ``left_out``."""
+        if offer is None:
             return Lag(0, 0, 0.0)
         if not share:
             self.left_out(fragment)
         known = self._contributed_tokens[fragment]
-        self._contributed_tokens[fragment] = known + share * (sent.tokens - known)
-        self._delays_s.append(now - sent.at)
+        self._contributed_tokens[fragment] = known + int(share * (offer.tokens - known))
+        self._delays_s.append(now - offer.at)
         passed = points_passed(fragment, self._count, position)
-        return Lag(max(0, passed - sent.points), inner_steps - sent.inner_steps, now - sent.at)
+        return Lag(max(0, passed - offer.points), inner_steps - offer.inner_steps, now - offer.at)
 
     # ---- the end
 

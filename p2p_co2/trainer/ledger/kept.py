@@ -3,10 +3,10 @@
 The payload is in the round anyway and holds the outer gradient but for what the codec lost. Kept beside it,
 in copies of the fragment in fp32:
 
-- "co2" and "eager": nothing. What comes back of an offer that was not counted is what was sent.
-- "keep" and "blend" with error feedback: what the codec lost, in four bits (1/8): the next residual.
-- "keep" and "blend" without it, with a codec of 8 bits or less: the gradient in half precision (1/2).
-- "keep" and "blend" without it, with a finer codec: nothing. What it lost stays in the live parameters.
+- with error feedback: what the codec lost, in four bits (1/8): the next residual.
+- without it what the rule ``keeps``. Under "keep" and "blend" with a codec of 8 bits or less that is the
+  gradient in half precision (1/2). With a finer codec it is nothing: what that loses stays in the live
+  parameters. Under "co2" and "eager" it is nothing: what comes back is what was sent.
 
 Law: nothing here changes once it is whole, so whoever holds it reads the same values. Price: a decode for
 each piece that is read.
@@ -27,6 +27,7 @@ from p2p_co2.tensors import outer
 from p2p_co2.tensors.codec import Codec, get_codec
 from p2p_co2.tensors.codec.base import PIECE_VALUES, pieces
 from p2p_co2.tensors.fragments import large_tensor
+from p2p_co2.tensors.outer_rules import within
 
 _BITS = 15
 """The largest value of a piece is kept as one below 2^_BITS: fp16 ends at 65504."""
@@ -181,14 +182,6 @@ def added(values: Sequence[Kept], at: slice) -> Tensor:
     return total
 
 
-def counted(gradient: Kept, at: slice, missed: Sequence[slice]) -> Tensor:
-    """What a mean holds of an offer that it ``missed`` in these ranges: fp32, a new tensor."""
-    values = gradient[at]
-    for part in missed:
-        values[within(part, at)] = 0.0
-    return values
-
-
 def spliced(fresh: Compact, before: Compact | None, missed: Sequence[slice], room: Compact) -> Compact:
     """``fresh`` in ``room``, but in the ranges ``missed`` what was ``before``: zeros without it."""
     for at in pieces(len(fresh)):
@@ -197,9 +190,3 @@ def spliced(fresh: Compact, before: Compact | None, missed: Sequence[slice], roo
             values[here] = 0.0 if before is None else before[at][here]
         room.set_(at, values)
     return room
-
-
-def within(part: slice, at: slice) -> slice:
-    """Where ``part`` lies in the piece ``at``, counted from that one's start."""
-    size = at.stop - at.start
-    return slice(min(size, max(0, part.start - at.start)), min(size, max(0, part.stop - at.start)))
