@@ -41,8 +41,10 @@ from torch.optim import Optimizer
 
 from p2p_co2.errors import ConfigError, LocalProtocolError
 from p2p_co2.system.memory import POOLED_BYTES, large_buffer
-from p2p_co2.tensors.names import kind_of, named_modules, named_parameters, unwrapped
+from p2p_co2.tensors.device import await_computed, is_accelerator
+from p2p_co2.tensors.names import named_modules, named_parameters, unwrapped
 from p2p_co2.tensors.outer import Merge
+from p2p_co2.tensors.private import class_of
 
 MAX_OVER_MEAN = 1.5
 _SNAP = 0.1
@@ -193,7 +195,7 @@ def _block_list(module: nn.Module) -> str | None:
         if any(name.startswith(prefix) for prefix in outer):
             continue
         children = [(key, unwrapped(child)) for key, child in candidate.named_children()]
-        if len(children) < 2 or len({kind_of(child) for _, child in children}) > 1:
+        if len(children) < 2 or len({class_of(child) for _, child in children}) > 1:
             continue
         if not all(key.isdigit() for key, _ in children):
             continue  # a Sequential with names: positions would be guesses
@@ -327,7 +329,7 @@ class LiveParameters:
             out = large_tensor(fragment.numel)
         self._check(index, out)
         devices = self._let_compute(index)
-        if len(devices) == 1 and next(iter(devices)).type != "cpu":
+        if len(devices) == 1 and is_accelerator(next(iter(devices))):
             views = [
                 self._parameters[part.name].reshape(-1)[part.start : part.stop] for part in fragment.slices
             ]
@@ -449,9 +451,9 @@ class LiveParameters:
     def await_computed(self, devices: Iterable[torch.device]) -> None:
         """Wait until they have computed what is queued there; that time is training's."""
         for device in devices:
-            if device.type != "cpu" and device not in self._waited_for:
+            if is_accelerator(device) and device not in self._waited_for:
                 began_at = time.monotonic()
-                torch.accelerator.current_stream(device).synchronize()
+                await_computed(device)
                 self.computing_s += time.monotonic() - began_at
                 self._waited_for.add(device)
 

@@ -24,6 +24,7 @@ from p2p_co2.errors import ConfigError
 from p2p_co2.tensors.fragments import FragmentPlan, LiveParameters, Slice, named_values
 from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names
 from p2p_co2.tensors.outer import Merge, OuterState
+from p2p_co2.tensors.private import is_batch_norm, is_fully_sharded
 from p2p_co2.tensors.sharding import is_sharded, shard, trouble_with_cut
 from p2p_co2.trainer.ranks.parameters import Group, RankedParameters
 
@@ -213,7 +214,7 @@ class ExchangedModel:
         """Its parameters were not finite: running statistics that are not either begin anew, too."""
         self._merged = None
         for module in self._plan.model.modules():
-            if not isinstance(module, nn.modules.batchnorm._NormBase) or not module.track_running_stats:
+            if not is_batch_norm(module):
                 continue  # others' buffers may be of dtypes that cannot be asked
             if not all(bool(one.isfinite().all()) for one in module.buffers(recurse=False)):
                 module.reset_running_stats()
@@ -279,7 +280,7 @@ def check_model(model: nn.Module, optimizer: Optimizer, in_group: bool = False) 
 
 def _check_wrappers(model: nn.Module, in_group: bool) -> None:
     for name, module in model.named_modules():
-        if "_fsdp_wrapped_module" in dict(module.named_children()):
+        if is_fully_sharded(module):
             raise ConfigError("model", name or type(module).__name__, _OLD_FSDP)
         if isinstance(module, nn.parallel.DistributedDataParallel) and not in_group:
             raise ConfigError("model", name or type(module).__name__, _ALONE)

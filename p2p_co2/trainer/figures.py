@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from p2p_co2.errors import ConfigError
+from p2p_co2.tensors.device import is_accelerator
 
 MAX_TOKENS = 2**40
 """In one step."""
@@ -110,7 +111,7 @@ def tokens_of(tokens: Any) -> int | Tensor:
     """
     value = tokens
     if isinstance(tokens, Tensor) and _is_one_number(tokens):
-        if tokens.device.type != "cpu":
+        if is_accelerator(tokens.device):
             return tokens.detach()
         value = tokens.item()
     if isinstance(value, numbers.Real | SupportsIndex) and not isinstance(value, bool | Tensor):
