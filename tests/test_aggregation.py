@@ -195,12 +195,6 @@ def test_fewer_liars_than_honest_peers_neither_pull_harder_nor_silence(
     assert min(honest) * (1 - 1e-9) <= usual_length([*honest, *lies], 1) <= max(honest) * (1 + 1e-9)
 
 
-def test_of_two_slices_the_shorter_is_believed_and_one_is_itself() -> None:
-    assert centred(along(1.0, 0.25), [100.0, 100.0]) == (25.0, 100.0)
-    assert centred(apart(3.0), [2.0]) == (2.0,)
-    assert centred(apart(0.0, 0.0), [1.0, 2.0]) == (1.0, 2.0)
-
-
 def test_equal_slices_and_those_that_differ_alike_count_whole() -> None:
     assert centred(along(1.0, 1.0, 1.0), [1.0, 1.0, 1.0]) == (1.0, 1.0, 1.0)
     assert centred(apart(1.0, 1.0, 1.0, 1.0), [3.0] * 4) == (3.0,) * 4

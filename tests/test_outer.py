@@ -168,31 +168,6 @@ def test_steps_equal_torch_sgd(nesterov: bool, beta: float) -> None:
         torch.testing.assert_close(state.params, weight.detach(), rtol=1e-6, atol=1e-6)
 
 
-def test_equal_peers_without_delay_are_diloco() -> None:
-    """Law 4 for several peers: quadratic losses, plain SGD inside, torch's SGD with Nesterov outside."""
-    targets = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
-    weight = torch.nn.Parameter(torch.zeros(50))
-    reference = torch.optim.SGD([weight], lr=0.7, momentum=0.9, nesterov=True)
-    config = plain(lr=0.7, momentum=0.9, nesterov=True)
-    state = outer.init(torch.zeros(50))
-    lives = [torch.zeros(50) for _ in targets]
-    for version in range(8):
-        theirs = [weight.detach().clone() for _ in targets]
-        for peer, target in enumerate(targets):
-            for _ in range(5):
-                lives[peer] -= 0.1 * (lives[peer] - target)
-                theirs[peer] -= 0.1 * (theirs[peer] - target)
-        weight.grad = torch.stack([weight.detach() - one for one in theirs]).mean(0)
-        reference.step()
-        mean = torch.stack([state.params - live for live in lives]).mean(0)
-        new, _ = outer.step(config, state, mean, version)
-        for peer, live in enumerate(lives):
-            merge = merged(config, state, new, Work(offered(state, live)))
-            lives[peer] = merge.keep * live + merge.addend
-        state = new
-        torch.testing.assert_close(state.params, weight.detach(), rtol=1e-5, atol=1e-5)
-
-
 def test_exact_norm_at_its_edges() -> None:
     assert norm(torch.zeros(0)) == 0.0
     assert norm(torch.zeros(5)) == 0.0
@@ -250,28 +225,6 @@ def test_agreed_state_has_the_same_bits_whatever_the_number_of_threads() -> None
 
 
 # ---- faults
-
-
-def test_an_aborted_round_and_a_step_leave_the_old_state_as_it_was() -> None:
-    """Law 5: what a round did not commit exists only in values that are dropped."""
-    config = OuterConfig()
-    state, _ = outer.step(config, outer.init(numbers(1, 2, 3)), numbers(1, 0, -2), 0)
-    params, momentum = state.params.clone(), state.momentum.clone()
-    mean, snapshot = numbers(5, 5, 5), numbers(0, 0, 0)
-    new, _ = outer.step(config, state, mean, 0)
-    merged(config, state, new, Work(offered(state, snapshot), [slice(0, 2)]))
-    assert torch.equal(state.params, params)
-    assert torch.equal(state.momentum, momentum)
-    assert values(mean) == [5, 5, 5]
-    assert values(snapshot) == [0, 0, 0]
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
-def test_a_mean_that_would_leave_fp32_is_refused_by_everybody_alike(bad: float) -> None:
-    state = outer.init(numbers(-3e38, 1))
-    with pytest.raises(RemoteProtocolError, match="not_finite"):
-        outer.step(plain(momentum=0.5, nesterov=True), state, numbers(bad, 0), 0)
-    assert state.version == 0
 
 
 # ---- in the old state's memory, of a mean as it travelled

@@ -28,17 +28,6 @@ from p2p_co2.wire.schedule import (
 )
 
 
-def test_points_by_hand() -> None:
-    assert [points_passed(0, 4, position) for position in (0, 0.5, 1, 1.9, 2)] == [0, 0, 1, 1, 2]
-    assert [points_passed(1, 4, position) for position in (0, 0.25, 1, 1.25, 2)] == [0, 1, 1, 2, 2]
-    assert due(4, 0.0, 0.2) == ()
-    assert due(4, 0.0, 0.5) == (1, 2)
-    assert due(4, 0.5, 1.0) == (3, 0)
-    assert due(4, 0.5, 0.5) == ()
-    assert due(4, 0.5, 9.0) == (3, 0, 1, 2)
-    assert due(1, 0.0, 1.0) == (0,)
-
-
 def test_clock_in_steps_mode_counts_inner_steps() -> None:
     clock = SwarmClock(ClockConfig(mode="steps", inner_steps_per_round=30))
     assert clock.position(1e9, 15) == 0.5
@@ -131,20 +120,6 @@ def test_a_peer_that_slept_sends_each_fragment_once() -> None:
     last = clock.position(1.0, 0)
     clock.observe(40.3, 1.0)
     assert sorted(due(4, last, clock.position(1.0, 0))) == [0, 1, 2, 3]
-
-
-def test_peers_offer_the_rest_of_their_work_in_one_order_few_fragments_at_once() -> None:
-    ending, now = Ending(4, 0.0, 1000.0), iter(range(0, 1000, 2))
-    calls: list[tuple[set[int], set[int], list[int]]] = [
-        ({0, 1, 2, 3}, {0}, [1]),  # 0 was sent before the end
-        ({2, 3}, {1}, [2]),
-        ({1, 3}, {2}, [3]),  # 1 failed: its turn comes again after the others
-        ({1}, {3}, [1]),
-        ({0, 2}, set(), [0, 2]),
-    ]
-    for uncounted, in_flight, expected in calls:
-        assert (ending.next(uncounted, in_flight, next(now)) or ([], 0))[0] == expected
-    assert (Ending(4, 0.0, 10.0).next({0, 1, 2, 3}, {3}, 6.0) or ([], 0))[0] == [0, 1, 2]
 
 
 @given(count=st.integers(1, 6), outcomes=st.lists(st.booleans(), max_size=60))
@@ -360,12 +335,6 @@ def test_who_has_no_part_in_a_mean_is_due_at_once_in_short_rounds(
     assert made.due(0.9, 1.0) == sent
 
 
-def test_a_newcomer_that_loaded_a_round_offers_at_its_point() -> None:
-    made = account(round_s=4.0)
-    made.step(1, made.meet(1, 1, 1, made.in_flight.get(1)), 0.0, position=0.9, inner_steps=9, now=9.0)
-    assert made.due(0.9, 1.0) == [0]
-
-
 @pytest.mark.parametrize(("round_s", "sent"), [(4.0, [1, 0]), (60.0, [0])])
 def test_who_loaded_what_others_made_is_due_at_once_in_short_rounds(round_s: float, sent: list[int]) -> None:
     made = account(round_s=round_s)
@@ -398,14 +367,6 @@ def test_points_of_a_rest_are_not_made_up() -> None:
     assert made.due(2.9, 3.0) == [0]
 
 
-def test_only_first_rounds_are_awaited_and_only_if_the_run_asks_for_it() -> None:
-    assert account().awaited([0, 1]) == set()
-    made = account(awaited=1)
-    assert made.awaited([0, 1]) == {0, 1}
-    end(made, 1, 1.0)
-    assert made.awaited([0, 1]) == {0}
-
-
 def test_a_run_is_over_at_its_last_round() -> None:
     assert not account().is_over(1e9)
     assert [account(rounds=2).is_over(position) for position in (1.99, 2.0)] == [False, True]
@@ -422,13 +383,6 @@ def test_an_offer_that_ends_at_once_is_not_made_again_at_once() -> None:
     assert len(offered) == 30
     assert min(b - a for a, b in pairwise(offered)) >= HEARTBEAT_S
     assert Ending(2, 100.0, 30.0).next([0, 1], [], 100.0) == ([0, 1], 15.0)
-
-
-def test_an_offer_that_fails_later_is_made_again_at_once_and_others_do_not_wait_for_it() -> None:
-    ending = Ending(3, 100.0, 30.0)
-    assert ending.next([0, 1, 2], [], 100.0) == ([0, 1], 15.0)
-    assert ending.next([0, 1, 2], [1], 100.25) == ([2], 0.75)  # the first has ended at once
-    assert ending.next([0, 1, 2], [2], 104.0) == ([0], 11.0)
 
 
 def test_the_end_offers_few_at_once_then_all_then_nothing() -> None:
