@@ -1,12 +1,11 @@
 """The names of a model's parameters as its author wrote them, whatever wrappers this machine put round it.
 
-``torch.compile``, activation checkpointing and data parallelism wrap a module in another one and so put a
-prefix into the names of what is inside ("_orig_mod.", "module."). Whether a model is wrapped is one machine's
-own business, and names are what peers and checkpoints recognise parameters by. So the module tree is walked
-here, and a wrapper's inner module takes the wrapper's place.
+``torch.compile``, activation checkpointing and data parallelism wrap a module in another one and put a prefix
+into the names of what is inside. Names are what peers and checkpoints recognise parameters by. So the module
+tree is walked here, and a wrapper's inner module takes the wrapper's place.
 
 Law: a wrapped model has the same names in the same order as the model without wrappers. A module that its
-author called ``module`` keeps its name: wrappers are known by what they are, not by what they are called.
+author called ``module`` keeps its name.
 """
 
 from __future__ import annotations

@@ -2,25 +2,19 @@
 
 ``init`` and ``step`` are an algorithm over a plain ``OuterState``, one per fragment: what a committed mean
 does to the agreed parameters. How live parameters meet the result the ``outer_rules`` say. In the papers'
-symbols ``params`` is CO2's x and DiLoCo's theta, ``momentum`` CO2's m, ``config.momentum`` beta,
-``config.lr`` the outer learning rate, ``config.clip_phi`` CO2's phi. The outer gradient is ``state.params -
-params``; the sign is law.
+symbols ``params`` is CO2's x and DiLoCo's theta, ``momentum`` CO2's m, ``config.momentum`` beta. The outer
+gradient is ``state.params - params``; the sign is law.
 
 Laws:
 
 1. Agreed state. ``step`` gives the same bits on every peer. Multiplication and addition are separate
-   operations, each rounded once; ``torch.add(alpha=)``, ``addcmul`` and ``lerp`` are never used, because
-   some builds fuse them into one rounding. No tensor is divided by a number. Norms have no reduction order
-   (``norm_of_pieces``). A process that flushes denormals breaks this law.
+   operations, each rounded once: ``torch.add(alpha=)``, ``addcmul`` and ``lerp`` are never used. No tensor is
+   divided by a number. Norms have no reduction order. A process that flushes denormals breaks this law.
 2. An aborted round changes nothing: there is no call for it.
-3. A state is never modified, unless ``step`` is told that nobody else holds it.
+3. A state is never modified, unless ``step`` is told that nobody else holds it (``docs/design/memory.md``).
 
-Sources: CO2 (arXiv 2401.16265) for the staleness gap penalty (after its Eq. 3, denominator ours) and outer
-momentum clipping; DiLoCo (2311.08105) for Nesterov.
-
-The mean is read piece by piece, so nothing of the fragment's size is made but the new state, and that lies in
-the old one's memory where nobody else needs it. Price: the mean is decoded three times (four with Nesterov in
-the old memory), in pieces that stay in the cache.
+Sources: CO2 (arXiv 2401.16265) for the gap penalty (after its Eq. 3, denominator ours) and momentum clipping;
+DiLoCo (2311.08105) for Nesterov.
 """
 
 from __future__ import annotations

@@ -151,10 +151,7 @@ class ExchangedModel:
         """As ``LiveParameters.merge_``; whether it lasts is seen after the next step."""
         part = max(self.live.slices(fragment), key=lambda one: one.stop - one.start, default=None)
         before = None if part is None else self._values(part)
-        if merge.keep == 0.0:
-            self.live.load_(fragment, merge.addend)
-        else:
-            self.live.merge_(fragment, merge)
+        self.live.merge_(fragment, merge)
         self._frozen = {
             name: (since, _some_of(self._joined[name][0])) for name, (since, _) in self._frozen.items()
         }

@@ -1,13 +1,11 @@
 """The inner optimizer's learning rates: each group's own rate times the factor of the swarm's position.
 
-A group's own rate is the one that torch's schedulers take for it: ``initial_lr`` where a scheduler was made
-already, which may have left ``lr`` at 0 for its first step. A rate of 0 is refused: nothing would train, and
-nothing would tell. A group that is added later has its own.
+A group's own rate is the one that torch's schedulers take for it: ``initial_lr`` where there is one. A rate
+of 0 is refused. A group that is added later has its own.
 
-Without a factor the rates are the program's. But a resume puts the saved ones back, and torch's schedulers
-multiply what they find: one whose own state is not loaded warms up from the full rate to a multiple of it.
-Law: where a scheduler began below a group's own rate, its multiples stay at the larger of that rate and the
-saved one, and one line says so.
+Without a factor the rates are the program's. But a scheduler whose own state is not loaded after a resume
+warms up from the saved rate to a multiple of it. Law: where a scheduler began below a group's own rate, its
+multiples stay at the larger of that rate and the saved one, and one line says so.
 """
 
 from __future__ import annotations

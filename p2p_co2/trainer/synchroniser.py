@@ -173,7 +173,7 @@ class Synchroniser:
         """Offer what is due and has its turn. Returns what was sent.
 
         A snapshot that would wait behind another (not ``is_encoded``) is taken some steps later, at most half
-        of the fragments so: one that waits for its next point has lost a round. Long steps take several."""
+        of the fragments so. Long steps take several."""
         sent = list[int]()
         one_by_one = step_s < REPORT_EVERY_S and not self.account.awaited(due)
         for waiting, fragment in zip(range(len(due), 0, -1), due, strict=True):

@@ -2,16 +2,12 @@
 that says the position, the account of offers, and the end of a run. ``trainer`` and ``simnet`` keep the same.
 
 Fragment f of P has a point at every ``r + f / P`` above 0, r a whole number (Streaming DiLoCo, arXiv
-2501.18512): sends are spread evenly over a round, so the peak bandwidth falls by P. Points are numbered as
-ticks, ``t = r * P + f``, t >= 1.
+2501.18512): sends are spread evenly over a round. Points are numbered as ticks, ``t = r * P + f``, t >= 1.
 
 Laws: nothing here reads a clock, a socket or a tensor. Positions never fall; a fragment's points are passed
-in order, each counted once. A fragment has one offer in flight at most; work that no mean has counted is in
-the weight of the next offer, and is offered again at the end. On a full line a point that passes while the
-last round of a fragment is in flight is made up as soon as that round has ended. There fragments take turns,
-in one order for all: the next snapshot is taken when the slices of the last one have left, so the line is
-never idle. Price: what is made up late shows as staleness. After a long sleep a peer jumps over points: the
-work of that time goes into its next offers.
+in order, each counted once. A fragment has one offer in flight at most. Work that no mean has counted is in
+the next offer, and is offered again at the end. On a full line a point that passes while the fragment is in
+flight is made up as soon as its round has ended, and fragments take turns, in one order for all.
 """
 
 from __future__ import annotations
@@ -167,8 +163,7 @@ class Lag:
 
 
 class FullLine:
-    """Whether bulk waits for the line most of the time; only in runs by the clock. Else it is others, or the
-    way's length, that rounds wait for: one after the other they would take longer."""
+    """Whether bulk waits for the line most of the time; only in runs by the clock."""
 
     def __init__(self, count: int, by_time: bool) -> None:
         self._count = count
@@ -203,8 +198,7 @@ class WorkAccount:
         self._met = [0] * self._count
         """Number of each fragment's last outcome that the live parameters have met."""
         self._contributed_tokens = [tokens] * self._count
-        """Tokens whose work has been counted. Of an offer that was counted in part, that share: what is
-        contributed each time is a part at random, so the parts' mean age is their weight."""
+        """Tokens whose work has been counted; of an offer that was counted in part, that share."""
         self._waiting: dict[int, int] = {}
         """Fragments whose point has passed and that are not sent yet, with the number of their first one."""
         self._missed = [0] * self._count
@@ -238,8 +232,8 @@ class WorkAccount:
 
     def may_send(self, fragment: int, awaits_begin: bool) -> bool:
         """Whether a fragment that is due can be sent. If not, its point is made up once its round has ended:
-        by the clock, and if the line is full or it is overdue. One that ``awaits_begin`` was sent before the
-        others' were: it waits for what they send at this point."""
+        by the clock, and if the line is full or it is overdue. One that ``awaits_begin`` waits for what
+        others send at this point."""
         if fragment not in self.in_flight:
             return True
         if not awaits_begin:
@@ -253,9 +247,8 @@ class WorkAccount:
 
     def is_held(self, stage: Callable[[int], Stage], step_s: float, now: float) -> bool:
         """Whether the next fragment waits for its turn on a full line: what is sent into a queue is stale
-        when it gets there. One has the line until its slices have left, if they are not lost. While it is
-        encoded and awaits its BEGIN, which takes all members' offers, it has it for a round at most, or, if
-        the line is idle, for the time between two points. A step that is longer than that sends several."""
+        when it gets there. One has the line until its slices have left. While it awaits its BEGIN it has it
+        for a round at most, or, on an idle line, until the next point. A longer step sends several."""
         round_s = self._run.clock.round_s
         begun = 0
         early = 0
@@ -289,9 +282,8 @@ class WorkAccount:
         return offer
 
     def awaited(self, sent: Sequence[int]) -> set[int]:
-        """Of what was just sent, the rounds that the run file wants awaited. They are awaited together: one
-        after the other, peers that were held up differently would each wait for a fragment that the others
-        are yet to send."""
+        """Of what was just sent, the rounds that the run file wants awaited, together: one after the other,
+        peers would each wait for a fragment that the others are yet to send."""
         return {one for one in sent if self.versions[one] < self._run.outer.blocking_rounds}
 
     def meet(self, fragment: int, version: int, number: int, ended: OfferState | None) -> OfferState | None:
@@ -305,9 +297,8 @@ class WorkAccount:
         return offer
 
     def left_out(self, fragment: int) -> None:
-        """The others have made a round without us, and its state is ours now: in short rounds, and where the
-        line is full, we are due at once, since they may be ready for the next. Who waited for its own point
-        would come late to that one too, and to all that follow."""
+        """The others have made a round without us, and its state is ours now. In short rounds, and where the
+        line is full, we are due at once: they may be ready for the next."""
         is_soon = self._run.clock.round_s <= FIRST_ROUND_BOUND_S or self._line.is_full(self._tick)
         if is_soon and self._by_time and self._has_offered[fragment]:
             self._waiting.setdefault(fragment, self._last_point_of(fragment))
@@ -355,20 +346,18 @@ class WorkAccount:
 
 # ---- the end of a run
 
-# Training has ended then, so this is the one time at which everybody waits for the network. It lasts as long
-# as the rounds that are in flight and one more of each fragment, two at a time; a line that is slow for the
-# run's round makes it long, a peer that is gone makes it end at its bound.
-
-FLUSH_FLOOR_S, FLUSH_CAP_S = 30.0, 600.0
-"""The final flush takes so long at most; or, where that is more, as long as one round of every fragment would
-take one after the other, but never longer than the cap."""
+FLUSH_FLOOR_S = 30.0
+"""The final flush may take so long, or as long as one round of every fragment, one after the other."""
+FLUSH_CAP_S = 600.0
+"""And never longer."""
 SETTLE_S = 25.0
 """Until all live peers agree: longer than a flush by so much, since theirs may begin with our end."""
 
-LOADS_QUIET_S, LOADS_CAP_S = 30.0, FLUSH_CAP_S
-"""Then a peer goes, unless it is still needed: it loads a state or gives one, others that are done hold more
-or less than it does, or a last round is made. While a chunk came or went within the first it stays, up to the
-second. Price: a liar that says to the end that it holds something else keeps the others for so long."""
+LOADS_QUIET_S = 30.0
+"""Then a peer goes, unless a state is on its way to it or from it: a chunk came or went within so long."""
+LOADS_CAP_S = FLUSH_CAP_S
+"""The longest that it stays for that. A liar that says to the end that it holds something else has the
+same."""
 
 STILL_LOADS = (
     "the run is over, but a last round is still being made, or not all hold the same yet, or a state or a "
@@ -393,10 +382,8 @@ class Ending:
     """In which order a peer offers the rest of its work, the same on all peers, so that they meet in the same
     rounds: ``bound_s`` long from ``began_at`` on, by the caller's clock.
 
-    Few at once: each holds a snapshot until its round ends, and the lines are busy with two. In the second
-    half all at once, for peers that wait for each other with different ones. Law: every fragment's turn
-    comes; one that failed is tried again after the others, and after a heartbeat: one peer alone hears at
-    once that no round begins any more, and each offer takes a snapshot and its encoding.
+    Few at once; in the second half all, for peers that wait for each other with different ones. Law: every
+    fragment's turn comes. One that failed is tried again after the others, and after a heartbeat.
     """
 
     def __init__(self, count: int, began_at: float, bound_s: float) -> None:

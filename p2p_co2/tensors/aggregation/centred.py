@@ -46,12 +46,12 @@ def centred(
     are cut makes the step no shorter.
 
     Law: where more than half of the slices that are not zero are honest, none pulls harder than the longest
-    honest one of its work, in either cut. Slices of zeros have no say in what is usual: of a matrix that most
-    peers did not use (an expert, an adapter at its start) the others' work would come to nothing.
+    honest one of its work, in either cut. Slices of zeros have no say: most peers may not use an expert, or
+    an adapter at its start.
 
-    Of two nobody can tell which is right, and the shorter one is believed: noise ruins a model, and a short
-    step costs a round. ``uses``: of a table that as many peers train in one use as in the other, whose slices
-    are longer in one: usual is what is so among the longest, their share of all, and only lengths are cut.
+    Of two the shorter one is believed: noise ruins a model, and a short step costs a round. ``uses``: of a
+    table whose slices are longer in one use than in the other. Usual is then what is so among the longest,
+    their share of all, and only lengths are cut.
     """
     count = len(weights)
     norms = [math.sqrt(max(0.0, products[index][index])) for index in range(count)]
@@ -85,9 +85,9 @@ def centred(
 
 def usual_length(lengths: Sequence[float], uses: int) -> float:
     """The median of those above 0; endless if there is none. Of four or more, if even, it is the lower middle
-    one, but not less than ``LEAST_OF_MIDDLE`` of the upper one: newcomers whose learning rate still warms up
-    do not silence half of the swarm. Law: where more than half are honest, it is at least the shortest honest
-    one and at most the longest. Price of two: beside a newcomer the other's work of that time is lost."""
+    one, but not less than ``LEAST_OF_MIDDLE`` of the upper one: newcomers whose learning rate warms up
+    silence nobody. Law: where more than half are honest, it lies between the shortest honest one and the
+    longest."""
     sizes = sorted(length for length in lengths if length > 0)
     sizes = sizes[-(-len(sizes) * (uses - 1) // uses) :]
     if not sizes:

@@ -1,14 +1,14 @@
 """What every codec is: fp32 values to bytes and back, block after block.
 
 Laws: the payload is whole blocks of ``block_values`` values, each block self-contained (its codes, then its
-scale if it has one, all little-endian), so a slice at block boundaries is contiguous bytes and decodes alone
+scale if it has one, all little-endian). So a slice at block boundaries is contiguous bytes and decodes alone
 to the same values as within the whole. A decoded value is a table's entry times the scale in fp32, which
 rounds once and alike on every IEEE machine. Encoding of finite values never gives NaN or Inf. Codecs hold no
-state, so one instance serves all threads. All tensors are in host memory.
+state: one serves all threads. All tensors are in host memory.
 
-Price: a payload is padded with zeros to whole blocks, and a scale costs 32 bits for each 128 values (a
-quarter of a bit per value). Blocks whose largest magnitude is below ``SMALLEST`` are sent as zeros, so that
-neither scales nor decoded values are ever subnormal, which some processors round differently.
+Price: a payload is padded to whole blocks, and a scale costs a quarter of a bit per value. Blocks whose
+largest magnitude is below ``SMALLEST`` are sent as zeros, so that nothing is ever subnormal, which some
+processors round differently.
 """
 
 from __future__ import annotations

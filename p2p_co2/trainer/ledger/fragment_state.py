@@ -1,14 +1,12 @@
 """The agreed state of one fragment, and what this peer has in flight for it. Tensors only: no thread, no
 network, no clock.
 
-A snapshot of live parameters becomes an offer; a committed mean becomes the next agreed state and an
-``Outcome``, whose ``Merge`` the training thread applies when it next passes by. Which offers a mean may hold
-``offers`` knows.
+A snapshot of live parameters becomes an offer. A committed mean becomes the next agreed state and an
+``Outcome``, whose ``Merge`` the training thread applies when it next passes by.
 
 Laws: the state changes only in ``commit`` and ``adopt``. A change that fails in its middle poisons the
-fragment (``PoisonGuard``). An offer that did not reach the mean, wholly or in some parts, goes back into the
-live parameters or stays there, so that its work is offered again. The residual of error feedback advances
-only there, and only where the offer was counted.
+fragment (``PoisonGuard``). Work that did not reach the mean is in the live parameters, or goes back there,
+and is offered again. The residual of error feedback advances where an offer was counted, and nowhere else.
 
 Memory: ``docs/design/memory.md``.
 """
@@ -51,9 +49,8 @@ from p2p_co2.wire.schedule import OfferState
 
 @dataclass(frozen=True)
 class EncodedOffer:
-    """An outer gradient ready to travel. ``payload``: uint8 [blocks * block_bytes], host memory. ``merge``,
-    under "co2" and "eager": how the live parameters meet the newest agreed ones at this boundary.
-    ``state_digest``: of the agreed state that it goes upon, where the worker made it."""
+    """An outer gradient ready to travel. ``payload``: uint8 [blocks * block_bytes], host memory. ``merge``:
+    how the live parameters set out anew, if they do. ``state_digest``: of the state that it goes upon."""
 
     round: int
     base_version: int
@@ -82,9 +79,9 @@ class Outcome:
 
 
 class Departure(NamedTuple):
-    """Where the live parameters set out under "co2" and "eager": the version, and how far it lay from the
-    params of now (the sum of ``offset``), with what was corrected there. ``stale``, under "eager": what the
-    newest mean holds of this peer's, with the gap and the share there."""
+    """Where the live parameters set out, if they do so anew with each offer. ``offset``: how far that lay
+    from the params of now, a sum. ``stale``, for corrections: what the newest mean holds of this peer's, with
+    the gap and the share there."""
 
     version: int
     offset: tuple[Kept, ...] = ()
@@ -341,9 +338,9 @@ class FragmentState:
     # ---- a donor's state
 
     def adopt(self, state: OuterState, parts: Sequence[PartWeights] | None = None) -> Outcome:
-        """Replace the agreed state by a donor's; what this peer learned and nobody counted stays in its live
-        parameters, or nothing of it if that is in doubt. ``parts``: who is in the round after our state, None
-        if its outcome is not known."""
+        """Replace the agreed state by a donor's. What this peer learned and nobody counted stays in its live
+        parameters; nothing does where that is in doubt. ``parts``: who is in the round after our state, None
+        if nobody knows."""
         with self.guard.changing(f"taking over the others' version {state.version}"):
             merge = self._take_over(state, parts)
             return self._outcome(merge, ended=self.offers.end())

@@ -1,15 +1,8 @@
-"""What a peer keeps of an offer until its round has ended: fp32 values, held in as little as they need.
+"""What a peer keeps of an offer until its round has ended: fp32 values, held in as little as they need. How
+much that is, and why, ``docs/design/memory.md`` says.
 
-The payload is in the round anyway and holds the outer gradient but for what the codec lost. Kept beside it,
-in copies of the fragment in fp32:
-
-- with error feedback: what the codec lost, in four bits (1/8): the next residual.
-- without it what the rule ``keeps``. Under "keep" and "blend" with a codec of 8 bits or less that is the
-  gradient in half precision (1/2). With a finer codec it is nothing: what that loses stays in the live
-  parameters. Under "co2" and "eager" it is nothing: what comes back is what was sent.
-
-Law: nothing here changes once it is whole, so whoever holds it reads the same values. Price: a decode for
-each piece that is read.
+Law: nothing here changes once it is whole, so all that hold it read the same values. Price: a decode for each
+piece that is read.
 """
 
 from __future__ import annotations
@@ -38,9 +31,8 @@ class Encoded:
     """A payload as the values it stands for: fp32 [numel], read by slices. Nobody changes its bytes. A mean
     is what others signed, of any size, holding anything: read it only if ``largest`` is finite.
 
-    ``uses``: times its values; 2 for the mean of a tied table, over all peers of both stages that use it. The
-    unsplit model's mean is the sum over both uses, and the gap penalty and an elementwise clip see that only
-    here: twice the outer learning rate is the same, bit for bit, for other clips and without a penalty."""
+    ``uses``: times its values; 2 for the mean of a tied table, over all peers of both stages that use it: the
+    unsplit model's mean is the sum over both uses."""
 
     def __init__(self, codec: Codec, payload: Buffer, numel: int, uses: int = 1) -> None:
         self.codec = codec
@@ -83,9 +75,8 @@ class Encoded:
 
 
 class Compact:
-    """fp32 [numel] in a codec's code, each of the ``pieces`` scaled by a power of two: 1/2 of its size in
-    "fp16", 1/8 in "int4", exact in "fp32". Values come back as near as the codec keeps them, however large or
-    small all of them are; a piece of nothing above 2^-100 as zeros."""
+    """fp32 [numel] in a codec's code, each of the ``pieces`` scaled by a power of two. Values come back as
+    near as the codec keeps them, however large or small; a piece of nothing above 2^-100 as zeros."""
 
     def __init__(self, numel: int, codec: Codec) -> None:
         self._codec = codec
@@ -143,8 +134,8 @@ class Gradient:
 
 class StepChange:
     """How far a step took the agreed parameters back, ``old - new`` but for one rounding: fp32 [numel], read
-    by slices; computed again from the ``mean`` that it applied, the ``momentum`` that it left, which must not
-    change, and its staleness gap penalty ``gap``."""
+    by slices. It is computed again from the ``mean`` that was applied, the ``momentum`` that was left (which
+    must not change), and the ``gap``."""
 
     def __init__(self, config: OuterConfig, mean: Encoded, momentum: Tensor, gap: float) -> None:
         self._config = config

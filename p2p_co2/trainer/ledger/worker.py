@@ -1,6 +1,6 @@
 """The tensor side of a node: all fragments' states on one worker thread, which works in the order of asking.
 
-Only snapshots, bytes and merges cross between threads: the training thread hands over snapshots
+Only snapshots, bytes and merges cross between threads. The training thread hands over snapshots
 (``submit_offer``) and takes ``Outcome`` values from ``outcomes``; the network thread awaits the ``Ledger``
 methods.
 """
@@ -119,9 +119,8 @@ class TensorWorker:
         return read() if self._is_closed else self.thread.submit(read).result()
 
     def borrow(self) -> tuple[list[OuterState], dict[int, Values], list[dict[int, bytes]]]:
-        """The agreed states and the residuals of one moment, for a checkpoint: not written to until each is
-        given back; and their ``past``, where the network thread knows of the state. Waits for the worker.
-        Raises as ``PoisonGuard.check``."""
+        """The agreed states, the residuals and the ``past`` of one moment, for a checkpoint. Nothing writes
+        to a state until it is given back. Waits for the worker. Raises as ``PoisonGuard.check``."""
 
         def read() -> tuple[list[OuterState], dict[int, Values], list[dict[int, bytes]]]:
             states = [fragment.lend("saver") for fragment in self.fragments]
@@ -151,9 +150,8 @@ class TensorWorker:
     ) -> Future[None]:
         """Encode an offer; ``done`` is called on the worker. Does not block.
 
-        If an outcome is on its way that ``snapshot`` has not met, the agreed state is not the one that it set
-        out from: measured from it, the gradient would take the swarm's last step back. Then nothing is
-        offered and the work stays for the next point.
+        Nothing is offered if an outcome is on its way that ``snapshot`` has not met: measured from that state
+        the gradient would take the swarm's last step back. The work stays for the next point.
         """
 
         def encode() -> None:
