@@ -12,7 +12,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class OuterRuleSpec:
     """``made_by``: the class, as "module:name". ``returns_work``: an offer takes its work out of the live
-    parameters, which meet a mean at the fragment's next schedule point; what does not count is put back.
+    parameters, and what does not count is put back. They meet a mean at the fragment's next schedule point.
     ``copies``: of the fragment that are held from one round to the next."""
 
     made_by: str

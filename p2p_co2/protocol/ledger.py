@@ -14,8 +14,8 @@ from p2p_co2.system.memory import Buffer, Joined
 from p2p_co2.wire.messages_pb2 import Outcome
 
 LATEST_BASE = 2
-"""Rounds that a mean counts as late at most, whatever its members claim: honest gradients are one late where
-live parameters meet a mean at the next schedule point."""
+"""Rounds that a mean counts as late at most, whatever its members claim. Honest gradients are one late at
+most."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class Ledger(Protocol):
         """This peer's offer came to nothing; silent if it is not in flight: the next one may be already."""
 
     async def doubt(self, fragment: int) -> None:
-        """An offer of ours may be counted in a history that we do not hold: until a later one is counted
-        whole, taking over a donor's state must not keep what it may hold already."""
+        """An offer of ours may be counted in a history that we do not hold. Until a later one is counted
+        whole, a donor's state that is taken over may hold that work already."""
 
     async def export(self, fragment: int) -> Exported:
         """The fragment's state for a peer that is behind. It stays as it is while the swarm goes on."""
@@ -140,6 +140,6 @@ class Ledger(Protocol):
         parts: Sequence[PartWeights] | None = None, goes_back: bool = False,
     ) -> AgreedVersion:  # fmt: skip
         """Take over a donor's state; work of ours that is not counted yet is offered again. ``parts``: who is
-        in the round after the state that we hold, None if nobody told us; ``goes_back``: it may be an older
+        in the round after the state that we hold, None if nobody told us. ``goes_back``: it may be an older
         one, of another history. The state that is held already changes nothing, and offers go on. Raises
         ``DigestMismatch`` or ``RemoteProtocolError`` and then changes nothing."""

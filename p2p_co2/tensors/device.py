@@ -4,9 +4,8 @@
     device.words        # "cuda:0 (NVIDIA GeForce RTX 4090, 24 GB)"
     model.to(device.name)
 
-``auto`` is the first GPU that torch can compute on, else the processor. A GPU that torch sees and cannot
-compute on (a driver that is too old, a card without kernels in this build, no memory left) is passed over,
-and the words say why.
+``auto`` is the first GPU that torch can compute on, else the processor. One that torch sees and cannot
+compute on is passed over, and the words say why: its driver, its kernels or its memory.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ def built_for() -> Maker | None:
 
 
 def device_of(number: int, wanted: str) -> str:
-    """What peer ``number`` (from 0) of a swarm on this machine is to be told where ``wanted`` was asked for:
-    ``auto`` spreads them over the GPUs, where there are several."""
+    """What peer ``number`` (from 0) of a swarm on this machine is to be told where ``wanted`` was asked for.
+    ``auto`` spreads them over several GPUs."""
     count = torch.cuda.device_count()
     return f"cuda:{number % count}" if wanted == AUTO and count > 1 else wanted
 

@@ -6,12 +6,12 @@ larger than 1.5 times the mean, or one element above it.
 
 How: the parameters are laid out on a tape and the tape is cut. Transformer blocks are strided, block l beside
 blocks l + P, l + 2 P and so on (Streaming DiLoCo, arXiv 2501.18512, section 2.1). What is outside the blocks
-has a tape and fragments of its own. Cuts are even, so that traffic is the same at every schedule point, and
+has a tape and fragments of its own. Cuts are even, so that traffic is the same at every schedule point. They
 move to the end of a block or a parameter when one is near.
 
 Laws of the live parameters: a snapshot is a copy. A merge touches only its fragment's elements, in place, so
 the inner optimizer keeps its references and its state. It is computed in fp32 (fp64 for parameters of that)
-and rounded once to the parameter's dtype: with 16-bit parameters one smaller than half a last place is lost.
+and rounded once to the parameter's dtype. With 16-bit parameters a merge below half a last place is lost.
 Reasons: ``docs/design/memory.md``.
 """
 
@@ -420,8 +420,8 @@ class LiveParameters:
     # ---- time
 
     def take_computing_s(self) -> float:
-        """Seconds since this was asked last for which copies waited until accelerators had computed what
-        training had queued there: time that training used, not the exchange."""
+        """Seconds, since this was asked last, for which copies waited for what training had queued on
+        accelerators: training's time, not the exchange's."""
         taken_s = self.computing_s
         self.computing_s = 0.0
         self._waited_for.clear()

@@ -53,8 +53,8 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
-    """Further plain names of parameters and persistent buffers that have several, and the first of each: what
-    a state dict of the module holds beyond ``named_parameters`` and ``named_buffers``."""
+    """Further plain names of parameters and persistent buffers, and the first of each: what a state dict
+    holds beyond ``named_parameters`` and ``named_buffers``."""
     own = {**named_parameters(module), **named_buffers(module, persistent=True)}
     first = {id(one): name for name, one in own.items()}
     found = dict[str, str]()

@@ -33,8 +33,8 @@ from p2p_co2.tensors.codec.passes import Changed, Passes
 
 _NORM_BITS = 18
 PIECE = 1 << 16
-"""Elements worked on at once, few enough for a cache, and for ``square_sum``: this many squares of
-integers of at most 2^_NORM_BITS stay below 2^53, so fp64 adds them exactly, in any order."""
+"""Elements worked on at once. So many squares of integers of at most 2^_NORM_BITS stay below 2^53: fp64 adds
+them exactly, in any order."""
 MOVED_NORMS_KEPT = 4
 """Changes of ``params`` whose norms are remembered: the staleness that the gap penalty measures exactly."""
 _WIDTH = 2 * PIECE
@@ -101,7 +101,7 @@ def step(
     new state takes that memory, if the step cannot fail. ``new`` gives all other memory, by its number of
     values.
 
-    Raises ``RemoteProtocolError`` if the mean is not finite or would take the state out of fp32: every peer
+    Raises ``RemoteProtocolError`` if the mean is not finite or would take the state out of fp32. Every peer
     that holds the same bits refuses alike, and the state stays. Raises ``LocalProtocolError`` for a wrong
     shape or version.
     """
@@ -269,9 +269,9 @@ def _pieces(size: int) -> Iterator[slice]:
 def stability_warning(config: OuterConfig) -> str | None:
     """Words for a person if these settings are known to diverge under a full round of delay, else None.
 
-    Linear model, with delta in (0, 1) the contraction of one round of training: one round late, heavy ball
-    is stable for ``lr * delta < 1 - beta``. So ``lr / (1 - beta)`` below 1 always is, and above 2 only a
-    model that covers less than half of its way per round is.
+    Linear model: delta in (0, 1) is the contraction of one round of training. One round late, heavy ball is
+    stable for ``lr * delta < 1 - beta``. So ``lr / (1 - beta)`` below 1 always is, and above 2 only a model
+    that covers less than half of its way per round is.
     """
     speed = config.lr / (1.0 - config.momentum)
     if not config.is_delayed or config.gap_penalty or speed <= 2.0:
@@ -300,9 +300,9 @@ def norm_of_pieces(largest: float, pieces: Iterable[Tensor]) -> float:
     every machine, however they are cut. Inf if a value is not finite, 0 for no values.
 
     A float sum depends on its order, so on thread count, vector width and device. Here the largest magnitude
-    (no order in a maximum) gives a power of two that scales all values to at most 2^18; they are rounded to
-    integers, and integers are squared and summed, exactly. The rounding is at most 2^-18 of the largest
-    magnitude per value. So a peer computes these bits itself, and believes nobody about them.
+    gives a power of two that scales all values to at most 2^18. They are rounded to integers, which are
+    squared and summed exactly. The rounding is at most 2^-18 of the largest magnitude per value. So a peer
+    computes these bits itself, and believes nobody about them.
     """
     if largest in {0.0, math.inf}:
         return largest

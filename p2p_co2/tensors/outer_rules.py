@@ -54,8 +54,8 @@ class OuterRule(ABC):
         self.copies = spec.copies
 
     def keeps(self, bits: float) -> int:
-        """In how many bits a value the outer gradient is kept beside a payload of ``bits`` a value, until its
-        round has ended; 0 for not at all."""
+        """In how many bits a value the outer gradient is kept beside a payload of ``bits`` a value; 0 for not
+        at all."""
         return 0
 
     @abstractmethod

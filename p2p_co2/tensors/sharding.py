@@ -72,8 +72,8 @@ def as_sharded(mine: Tensor, like: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Have all that FSDP2 put together for a forward pass in shards again: the first module keeps its
-    parameters whole until a backward pass, which an evaluation has none of."""
+    """Have all that FSDP2 put together for a forward pass in shards again. The first module keeps its
+    parameters whole until a backward pass, and an evaluation has none."""
     for module in model.modules():
         private.reshard(module)
 

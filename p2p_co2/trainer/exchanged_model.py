@@ -1,11 +1,11 @@
-"""The model that a peer trains: what it and its optimizer have to be for a swarm to train them, looked at
-before the network is used, and again, by identity, while training goes on.
+"""The model that a peer trains, and what it and its optimizer have to be for a swarm to train them. That is
+looked at before the network is used, and again while training goes on.
 
-Law: what is taken is exchanged. Each trainable parameter is a plain dense tensor with memory of its own, the
-optimizer that ``join`` was given trains all of them and nothing else, and until the peer leaves they are the
-same objects by name, shape and dtype. Anything else raises ``ConfigError`` with the parameter's name and the
-cure. A parameter that several modules share (tied) is one parameter. What is frozen may be anything that
-holds values. fp64 parameters train in fp64 and are exchanged in fp32.
+Law: what is taken is exchanged. Each trainable parameter is a plain dense tensor with memory of its own. The
+optimizer trains all of them and nothing else. Until the peer leaves they are the same objects by name, shape
+and dtype. Anything else raises ``ConfigError`` with the parameter's name and the cure. A parameter that
+several modules share (tied) is one parameter. What is frozen may be anything that holds values. fp64
+parameters train in fp64 and are exchanged in fp32.
 """
 
 from __future__ import annotations
@@ -93,8 +93,7 @@ class ExchangedModel:
     def look(self, position: float) -> None:
         """Raise ``ConfigError`` if the model has other parameters than those that are exchanged. Reads no
         values; as long as nothing changes it costs a glance at each module. One that is frozen for part of an
-        iteration is still trained: it is told only if all that is frozen stays for a round, up to
-        ``position``."""
+        iteration is still trained. It is told only if all that is frozen stays as it is for a round."""
         if (glance := self._glance()) == self._seen:
             self._frozen.clear()
             return
@@ -192,8 +191,8 @@ class ExchangedModel:
         return [shard(one).detach() for key, one in like if self._is_copy(key)]
 
     def _is_copy(self, key: str) -> bool:
-        """Whether entry ``key`` of the inner optimizer's states lies near the parameters, over all of them,
-        and is no moment of gradients by its name: with much weight decay those lie near them, too."""
+        """Whether entry ``key`` of the inner optimizer's states lies near the parameters, over all of them.
+        Moments of gradients, known by their names, do so too with much weight decay."""
         if key not in self._copied:
             state = self._plan.optimizer.state
             apart = 0.0

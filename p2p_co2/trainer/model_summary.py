@@ -1,7 +1,7 @@
 """A model as its peers compare it, and the buffers that a newcomer is given.
 
-Compared are names, shapes, dtypes, fragments, and the values of what is frozen: adapters that were fitted to
-different frozen bases would be averaged into something that fits none of them (``wire.model_table``).
+Compared are names, shapes, dtypes, fragments, and the values of what is frozen (``wire.model_table``).
+Adapters that were fitted to different frozen bases would be averaged into something that fits none of them.
 Quantised layers keep their frozen base in buffers: matrices of narrow numbers count as frozen parameters do.
 
 A newcomer begins with a donor's persistent buffers (``catchup.buffers``), batch-norm statistics above all:
@@ -103,8 +103,8 @@ class ModelBuffers:
 
     @torch.no_grad()
     def to_bytes(self) -> bytes:
-        """All values as they are now, one buffer after the other; empty if the buffers are not those of
-        which this was made any more, or torch does not show their values."""
+        """All values as they are now, one buffer after the other. Empty if the buffers are others by now, or
+        torch does not show their values."""
         buffers = _given(self._module)
         if _layout(buffers) != self.layout:
             return b""

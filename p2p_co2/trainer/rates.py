@@ -5,7 +5,7 @@ of 0 is refused. A group that is added later has its own.
 
 Without a factor the rates are the program's. But a scheduler whose own state is not loaded after a resume
 warms up from the saved rate to a multiple of it. Law: where a scheduler began below a group's own rate, its
-multiples stay at the larger of that rate and the saved one, and one line says so.
+multiples stay at the larger of that rate and the saved one. One line says so.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Rates:
     the rates to the program. ``warn`` is told once if somebody else sets them too.
 
     Raises ``ConfigError`` for a ``factor`` that is no schedule, for a rate that trains nothing, and for none
-    at all if a schedule is to multiply it."""
+    that a schedule could multiply."""
 
     def __init__(self, optimizer: Optimizer, factor: Factor | None, warn: Callable[[str], None]) -> None:
         groups = optimizer.param_groups
@@ -103,9 +103,8 @@ class Rates:
             _put(group, rate)
 
     def _put_back(self) -> None:
-        """Put a held rate back where it rose. A warm-up multiplies what it finds by less each time: a rate
-        that rises by more than the last time goes on as it is, since its schedule names it, whatever it
-        finds."""
+        """Put a held rate back where it rose. A warm-up multiplies what it finds by less each time. A rate
+        that rises by more than the last time goes on as it is: its schedule names it."""
         for index, held in list(self._held.items()):
             group = self._optimizer.param_groups[index]
             rate = float(group["lr"])

@@ -1,10 +1,10 @@
 """Checkpoints beside training. The saver's own thread writes the agreed states of one moment while rounds go
-on; what training changes the training thread copies for it, a share between two steps
+on. What training changes the training thread copies for it, a share between two steps
 (``docs/design/memory.md``).
 
 Laws: the agreed states are of one moment; the inner state of a parameter is of one step, those of two some
-steps apart. No checkpoint ends training: what cannot be saved is left out and told once, and a file that
-cannot be written is told and tried again when the next is due.
+steps apart. No checkpoint ends training. What cannot be saved is left out and told once. A file that cannot
+be written is told and tried again when the next is due.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ class Saver:
 
 
 class ShareQueue:
-    """What training changes, on its way from the training thread, which copies a share between two steps, to
-    the saver's, which asks for the next when it has written the last.
+    """What training changes, on its way to the saver's thread. The training thread copies a share between two
+    steps; the saver's asks for the next when it has written the last.
 
     A Ctrl-C may come between any two lines of the training thread's: a share may be copied again, whole."""
 

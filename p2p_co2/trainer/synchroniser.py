@@ -1,8 +1,8 @@
 """What the training thread does for the swarm: schedule points, snapshots, merges, and the end of a run.
 
-Law: the training thread never waits for the network, except in the final flush and, if the run file asks for
-it (``outer.blocking_rounds``), in the first rounds of each fragment, both bounded. All time spent in
-``after_step`` is counted as ``exposed_s`` (``figures``).
+Law: the training thread never waits for the network, except in the final flush and in the first rounds that
+the run file wants awaited (``outer.blocking_rounds``), both bounded. All time spent in ``after_step`` is
+counted as ``exposed_s`` (``figures``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from p2p_co2.wire.schedule import (
 
 REPORT_EVERY_S = 1.0
 """How often a peer tells of itself. One that rests does so a tenth as often, and sees within a tenth of it
-that it may go on; one that stands still sees within a hundredth what the network thread has concluded."""
+that it may go on. One that stands still looks for news within a hundredth."""
 
 EMPTY_STEPS = 10
 NO_TOKENS = (
@@ -75,7 +75,7 @@ Waits = Iterator[float]
 
 
 class Activity(Enum):
-    """What a peer is at: it trains or rests; once the run is over it offers the rest of its work, then waits
+    """What a peer is at: it trains or rests. Once the run is over it offers the rest of its work, then waits
     until all agree."""
 
     TRAINING = Status.TRAINING

@@ -1,13 +1,13 @@
-"""When fragments are sent and what of their work counts: schedule points on the swarm's position, the clock
-that says the position, the account of offers, and the end of a run. ``trainer`` and ``simnet`` keep the same.
+"""When fragments are sent and what of their work counts: schedule points, the clock of the swarm's position,
+the account of offers, the end of a run. ``trainer`` and ``simnet`` keep the same.
 
 Fragment f of P has a point at every ``r + f / P`` above 0, r a whole number (Streaming DiLoCo, arXiv
-2501.18512): sends are spread evenly over a round. Points are numbered as ticks, ``t = r * P + f``, t >= 1.
+2501.18512). So sends are spread evenly over a round. Points are numbered as ticks, ``t = r * P + f``, t >= 1.
 
 Laws: nothing here reads a clock, a socket or a tensor. Positions never fall; a fragment's points are passed
 in order, each counted once. A fragment has one offer in flight at most. Work that no mean has counted is in
 the next offer, and is offered again at the end. On a full line a point that passes while the fragment is in
-flight is made up as soon as its round has ended, and fragments take turns, in one order for all.
+flight is made up as soon as its round has ended. There fragments take turns, in one order for all.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ class SwarmClock:
 
     Mode "steps": inner steps / ``inner_steps_per_round``, counted from ``start``; other peers do not matter.
 
-    Mode "time": one round per ``round_s``, drawn gently towards the median of the other peers. Only
-    positions and durations travel between peers, never dates: a wrong date, a time zone or a clock set by
-    hand changes nothing, and one lying peer cannot move a median. ``now`` is any local clock in seconds
-    that does not go back.
+    Mode "time": one round per ``round_s``, drawn gently towards the median of the other peers. Only positions
+    and durations travel between peers, never dates. One lying peer cannot move a median. ``now`` is any local
+    clock in seconds that does not go back.
     """
 
     def __init__(self, config: ClockConfig) -> None:
@@ -120,17 +119,17 @@ FIRST_ROUND_BOUND_S = 15.0
 in rounds that are longer nothing is offered before its point: a coordinator waits 30 s for the others."""
 OVERDUE_POINTS = 2
 """Where no line is full, one of several fragments that missed so many points is sent as soon as its round has
-ended. A single one is after the first: the next point may lie between the steps in which members meet the
-mean, so who missed it must not be a round behind those who did not."""
+ended. A single one is sent after the first: the next point may lie between the steps in which members meet
+the mean."""
 FULL_LATELY = 2.0
-"""Whether the line is full is judged by about the last half of the time between two points: a burst waits for
-a moment on any line."""
+"""Whether the line is full is judged by the last half of the time between two points: a burst waits for a
+moment on any line."""
 LONGEST_TURN_ROUNDS = 2.0
 """A fragment whose slices have not left after so many rounds keeps none of the others waiting."""
 
 Stage = Literal["", "asking", "slices", "means"]
-"""How far the round of an offer is: not known yet, or over; its READY waits for BEGIN; it has begun, and our
-slices wait for the line; they have left."""
+"""How far the round of an offer is: not known yet, or over. Its READY waits for BEGIN. It has begun, and our
+slices wait for the line. They have left."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +153,8 @@ class OfferState:
 
 @dataclass(frozen=True)
 class Lag:
-    """How late an answer is: in schedule points of its fragment, in inner steps and in seconds since the
-    send; 0 for one that this peer made no offer for."""
+    """How late an answer is: in schedule points of its fragment, in inner steps, in seconds. 0 for one that
+    this peer made no offer for."""
 
     staleness: int
     sync_delay_steps: int
@@ -212,7 +211,7 @@ class WorkAccount:
 
     def due(self, last_position: float, position: float, is_line_full: bool = False) -> list[int]:
         """Fragments that wait to be sent, or passed a point on the way to ``position``, in the order of their
-        points; on a full line those with the fewest outer steps first, which all peers count alike.
+        points. On a full line those with the fewest outer steps come first, which all peers count alike.
         ``is_line_full``: bulk waits for it."""
         self._line.see(is_line_full, position - last_position)
         points = due(self._count, last_position, position)
@@ -282,8 +281,8 @@ class WorkAccount:
         return offer
 
     def awaited(self, sent: Sequence[int]) -> set[int]:
-        """Of what was just sent, the rounds that the run file wants awaited, together: one after the other,
-        peers would each wait for a fragment that the others are yet to send."""
+        """Of what was just sent, the rounds that the run file wants awaited. All together: else each peer
+        would wait for a fragment that the others are yet to send."""
         return {one for one in sent if self.versions[one] < self._run.outer.blocking_rounds}
 
     def meet(self, fragment: int, version: int, number: int, ended: OfferState | None) -> OfferState | None:
@@ -322,8 +321,8 @@ class WorkAccount:
     # ---- the end
 
     def is_over(self, position: float) -> bool:
-        """Whether the run has reached its last round. What is offered from then on, at a schedule point or
-        after it, is a peer's last of that fragment, and the others wait for it longer."""
+        """Whether the run has reached its last round. What is offered from then on is a peer's last of that
+        fragment, and the others wait for it longer."""
         return 0 < self._run.clock.rounds <= position
 
     def is_near_end(self, position: float) -> bool:
@@ -380,7 +379,7 @@ def few_at_once(count: int) -> int:
 
 class Ending:
     """In which order a peer offers the rest of its work, the same on all peers, so that they meet in the same
-    rounds: ``bound_s`` long from ``began_at`` on, by the caller's clock.
+    rounds. It lasts ``bound_s`` from ``began_at`` on, by the caller's clock.
 
     Few at once; in the second half all, for peers that wait for each other with different ones. Law: every
     fragment's turn comes. One that failed is tried again after the others, and after a heartbeat.
@@ -396,7 +395,7 @@ class Ending:
         self, uncounted: Collection[int], in_flight: Collection[int], now: float
     ) -> tuple[list[int], float] | None:
         """Fragments to offer now, of those with work that is not counted, and how long to wait then until
-        fewer are in flight; None when nothing is left to do."""
+        fewer are in flight. None when nothing is left to do."""
         left_s = self._ends_at - now
         half_s = self._bound_s / 2
         count = len(self._tries)

@@ -37,7 +37,7 @@ def reduce_slices(rule: AggregationRule, codec: Codec, parts: Sequence[Part]) ->
     """The mean of ``parts``, in any order, by ``rule``; its weights are in the order of ``parts``.
 
     Weights are positive (tokens); all slices have the same number of whole blocks. Raises ``HostileSlice``
-    for one that ``Codec.admit`` would refuse; ``LocalProtocolError`` for no parts, a peer named twice,
+    for one that ``Codec.admit`` would refuse. Raises ``LocalProtocolError`` for no parts, a peer named twice,
     unequal sizes, or a weight that is not finite and positive.
     """
     _check(codec, parts)

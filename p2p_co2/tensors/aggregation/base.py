@@ -1,9 +1,10 @@
 """The slices that the peers sent for a part, and what every rule that makes one mean of them is.
 
 Laws: a rule is deterministic, so all owners of the same slices make the same bytes, whatever the order of
-arrival. Slices come in the order of peer ids. The weighted mean is summed in fp32 in that order; each peer's
-share, ``weight / sum of weights`` (fp64, rounded once to fp32), multiplies its values before they are added,
-so large weights cannot overflow. The owner gets its own result by decoding these bytes, like everybody else.
+arrival. Slices come in the order of peer ids. The weighted mean is summed in fp32 in that order. Each peer's
+values are multiplied by its share, ``weight / sum of weights`` (fp64, rounded once to fp32), before they are
+added: large weights cannot overflow. The owner gets its own result by decoding these bytes, like everybody
+else.
 
 Price: the mean is encoded again, which adds a second quantisation error. Slices are read in pieces of a MiB;
 fp16, int8, int4 and e3m0 need no memory for the mean (``codec.passes``).
@@ -27,8 +28,8 @@ from p2p_co2.tensors.codec.base import CHUNK_BLOCKS, LARGEST
 
 
 class Mean(NamedTuple):
-    """``encoded``: a mean; ``weights``: what each slice counted with in it, at most what was asked for it (0:
-    not at all), in the order of the slices."""
+    """``encoded``: a mean. ``weights``: what each slice counted with in it, at most what was asked for it, in
+    the order of the slices."""
 
     encoded: memoryview
     weights: tuple[float, ...]

@@ -40,14 +40,14 @@ def centred(
     slice with each. Centred clipping from a first mean of slices that were cut to the usual length
     (``usual_length``).
 
-    ``STEPS`` times the centre moves by the mean of what the slices differ from it, each difference cut to
-    the median one for its work: the weight by the median weight. All that is a mean of the slices with other
+    ``STEPS`` times the centre moves by the mean of what the slices differ from it. Each difference is cut to
+    the median one for its work (its weight by the median weight). All that is a mean of the slices with other
     weights, so it takes their products alone and one pass for the mean. Their sum is the divisor: that some
     are cut makes the step no shorter.
 
-    Law: where more than half of the slices that are not zero are honest, none pulls harder than the longest
-    honest one of its work, in either cut. Slices of zeros have no say: most peers may not use an expert, or
-    an adapter at its start.
+    Law: where most slices that are not zero are honest, none pulls harder than the longest honest one of its
+    work, in either cut. Slices of zeros have no say: most peers may not use an expert, or an adapter at its
+    start.
 
     Of two the shorter one is believed: noise ruins a model, and a short step costs a round. ``uses``: of a
     table whose slices are longer in one use than in the other. Usual is then what is so among the longest,
@@ -85,7 +85,7 @@ def centred(
 
 def usual_length(lengths: Sequence[float], uses: int) -> float:
     """The median of those above 0; endless if there is none. Of four or more, if even, it is the lower middle
-    one, but not less than ``LEAST_OF_MIDDLE`` of the upper one: newcomers whose learning rate warms up
+    one, but not less than ``LEAST_OF_MIDDLE`` of the upper one. So newcomers whose learning rate warms up
     silence nobody. Law: where more than half are honest, it lies between the shortest honest one and the
     longest."""
     sizes = sorted(length for length in lengths if length > 0)

@@ -1,10 +1,10 @@
 """int8, fp4 and nf4: the block-wise formats of bitsandbytes, whose kernels encode the last two (arXiv
 2110.02861, and QLoRA, 2305.14314).
 
-Law: decoding needs neither bitsandbytes nor its kernels, only the tables below, which are part of the
-protocol; so the peers agree bit for bit whichever version each one encodes with.
+Law: decoding needs only the tables below, which are part of the protocol. So the peers agree bit for bit,
+whichever version of bitsandbytes each one encodes with.
 
-``int8`` uses a symmetric linear table, (code - 127) / 127, in place of bitsandbytes' dynamic one: it has 2.5
+``int8`` uses a symmetric linear table, (code - 127) / 127, in place of bitsandbytes' dynamic one. It has 2.5
 times less squared error on Gaussian values, and the nearest entry needs no search.
 
 Price: fp4 and nf4 encode about twenty times slower than int4. Importing bitsandbytes takes seconds, so it is

@@ -31,8 +31,8 @@ class Encoded:
     """A payload as the values it stands for: fp32 [numel], read by slices. Nobody changes its bytes. A mean
     is what others signed, of any size, holding anything: read it only if ``largest`` is finite.
 
-    ``uses``: times its values; 2 for the mean of a tied table, over all peers of both stages that use it: the
-    unsplit model's mean is the sum over both uses."""
+    ``uses``: times its values. It is 2 for the mean of a tied table over all peers of both stages that use
+    it: the unsplit model's mean is the sum."""
 
     def __init__(self, codec: Codec, payload: Buffer, numel: int, uses: int = 1) -> None:
         self.codec = codec

@@ -4,7 +4,7 @@
          -> withdrawn -> counted all the same
                       -> forgotten, when the state moves on
 
-One offer is open at most. A withdrawn one may be in a commit that is yet to be heard of; a later offer for
+One offer is open at most. A withdrawn one may be in a commit that is yet to be heard of. A later offer for
 the same round holds its work, too.
 """
 

@@ -150,7 +150,7 @@ class TensorWorker:
     ) -> Future[None]:
         """Encode an offer; ``done`` is called on the worker. Does not block.
 
-        Nothing is offered if an outcome is on its way that ``snapshot`` has not met: measured from that state
+        Nothing is offered if an outcome is on its way that ``snapshot`` has not met. Measured from that state
         the gradient would take the swarm's last step back. The work stays for the next point.
         """
 
