@@ -348,7 +348,7 @@ def _learn(model: torch.nn.Module) -> None:
 
 def _donor(ticket: str, folder: str, width: str, count: str, name: str, cap: str, ready_at: str) -> None:
     model, optimizer = _model(width)
-    versions, said, over = dict.fromkeys(range(FRAGMENTS), 0), False, threading.ev.Event()
+    versions, said, over = dict.fromkeys(range(FRAGMENTS), 0), False, threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
 
     def hear(event: ev.Event) -> None:

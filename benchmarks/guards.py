@@ -93,7 +93,7 @@ GUARDS: dict[str, Guard] = {
         {"32 MB, times as fast as hivemind": (
             ("fp16", "grpc", "times_less_than", "total_s", "hivemind"), 3.0, False
         )},
-        ("-c", AVERAGING, *"--codecs fp16 --rounds 3 --sides hivemind grpc".split()),
+        ("-c", AVERAGING, "--codecs", "fp16", "--rounds", "3", "--sides", "hivemind", "grpc"),
     ),
     "memory": Guard(
         file("peer", "memory --cases int4-keep --repeats 1"),

@@ -59,8 +59,8 @@ LIED = "averages no more"
 class Case(NamedTuple):
     """The last ``liars`` of ``peers`` lie. ``mean``, ``change``: what a liar multiplies the means that it
     makes, and what it learned, with. ``claim``: how many times its work it claims. ``two_faced``: it sends
-    each peer another mean, and signs them all. ``ghost``: it comes after the first exchange, says that it trains, and
-    makes no step."""
+    each peer another mean, and signs them all. ``ghost``: it comes after the first exchange, says that it
+    trains, and makes no step."""
 
     peers: int
     liars: int = 0

@@ -530,8 +530,8 @@ def main() -> None:
     command(commands, "slow", slow, turns=(3, "in turn"), seconds=(30.0, "of a measurement"))
     made = command(
         commands, "loss", loss, stages=([2, 4], "2, 3, 4"), replicas=(2, "of each"),
-        microbatches=(4, "a step"), sequences=(4, "in a microbatch"), rounds=(12, "of 20 inner steps"), seeds=([0, 1, 2], "which ones"),
-        law=(False, "only split against unsplit"),
+        microbatches=(4, "a step"), sequences=(4, "in a microbatch"), rounds=(12, "of 20 inner steps"),
+        seeds=([0, 1, 2], "which ones"), law=(False, "only split against unsplit"),
     )  # fmt: skip
     names = [variant.name for variant in VARIANTS]
     made.add_argument("--variants", nargs="+", choices=names, default=names)

@@ -3,5 +3,5 @@
 ``server`` binds, guards and ticks; ``shell`` has what all pages share, ``pages`` the pages. Laws: pages read
 facts and history and nothing else; what a peer said is set as text, never as markup; every page has a
 designed state for "not connected yet", "nobody here" and "connection lost". Price: see
-``benchmarks/board.py``.
+``benchmarks/offline.py board``.
 """
