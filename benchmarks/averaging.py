@@ -4,8 +4,8 @@
     python benchmarks/averaging.py codecs [--mb 32 256] [--repeats 9]
 
 ``round``: a round among four processes on loopback, ours against hivemind's ``DecentralizedAverager``. So
-many MB of fp32 per process in 8 tensors, the same codec on both sides, in turn. Answers within
-``--bound-s``, cut short too: medians over rounds, the slowest process counting.
+many MB of fp32 per process in 8 tensors, the same codec on both sides, in turn: medians
+over rounds, the slowest process counting.
 
 - ``total_s``: from the word to go until every process has the averaged values: ours has decoded the agreed
   mean, hivemind's ``step`` has returned.
@@ -28,7 +28,6 @@ import argparse
 import ctypes
 import os
 import platform
-import signal
 import statistics
 import sys
 import time
@@ -63,42 +62,31 @@ BARS = {
     "cpu_s_per_gb_moved": 2.0,
 }  # fmt: skip
 """How many times less ours should take."""
-SETTLE_S, STOP_BOUND_S = 0.3, 20.0
+SETTLE_S = 0.3
 TOLERANCE = {"fp16": 1e-5, "int8": 5e-4}
 """Root mean square error of a mean of values of size ``NOISE``."""
 NOT_AVERAGING = ("step", "merge", "merge_", "state_chunk_digests")
 """Watched work of ours that hivemind's averager does not do."""
 
 
-class CutShort(Exception):
-    """Time is up, somebody ended the benchmark, or a side is not usable: print what there is."""
+class Unusable(Exception):
+    """A side that averages wrongly, or not at all."""
 
 
 def averaging(options: argparse.Namespace) -> Figures:
     """A round of averaging, ours against hivemind's."""
-    ends_at, answer = time.monotonic() + options.bound_s - STOP_BOUND_S, Figures(trouble="")
-    for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _cut_short)
-    signal.setitimer(signal.ITIMER_REAL, options.bound_s - STOP_BOUND_S)
-    for index, codec in enumerate(options.codecs):
-        share_s = (ends_at - time.monotonic()) / (len(options.codecs) - index)
+    answer = Figures(trouble="")
+    for codec in options.codecs:
         sides = {side: Side(side, codec, options.megabytes) for side in options.sides}
         try:
-            _measure(list(sides.values()), options, time.monotonic() + share_s)
-        except CutShort as error:
+            _measure(list(sides.values()), options)
+        except Unusable as error:
             answer["trouble"] = str(error)
         answer[codec] = _table(sides)
-        if answer["trouble"]:
-            break
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
     return answer
 
 
-def _cut_short(number: int, frame: object) -> None:
-    raise CutShort("time was up" if number == signal.SIGALRM else "ended by a signal")
-
-
-def _measure(sides: Sequence[Side], options: argparse.Namespace, ends_at: float) -> None:
+def _measure(sides: Sequence[Side], options: argparse.Namespace) -> None:
     """The sides live at once and take turns; those that wait cost a little CPU, all alike."""
     with ExitStack() as stack:
         for side in sides:
@@ -106,8 +94,6 @@ def _measure(sides: Sequence[Side], options: argparse.Namespace, ends_at: float)
         for turn in range(options.warm_up + options.rounds):
             for side in sides:
                 side.round(turn, keep=turn >= options.warm_up)
-            if turn >= options.warm_up and time.monotonic() > ends_at:
-                break
 
 
 def _table(sides: Mapping[str, Side]) -> Figures:
@@ -162,11 +148,11 @@ class Side:
             self._failed += 1
             note(self.name, [answer["group"] for answer in answers], f"wrong by {error:.1e}")
             if self.name in OURS and turn == 0:  # a second attempt would start from another state
-                raise CutShort(f"{self.name}: the first round was not whole, or wrong by {error:.1e}")
+                raise Unusable(f"{self.name}: the first round was not whole, or wrong by {error:.1e}")
         else:
-            raise CutShort(f"{self.name} averaged nothing among {PEERS} in three attempts")
+            raise Unusable(f"{self.name} averaged nothing among {PEERS} in three attempts")
         if len({check["digest"] for check in checks}) > 1:
-            raise CutShort(f"{self.name}: the peers hold different values")
+            raise Unusable(f"{self.name}: the peers hold different values")
         one = _row(answers, told_at, cpu_s, sum(check["more_cpu_s"] for check in checks))
         note(self._codec, self.name, one)
         if keep:
@@ -389,7 +375,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     made = command(
         commands, "round", averaging, megabytes=(32, "of fp32 per process"), rounds=(5, "measured"),
-        warm_up=(2, "rounds until memory is where it stays"), bound_s=(290.0, "of the whole benchmark"),
+        warm_up=(2, "rounds until memory is where it stays"),
         sides=([*HIVEMIND, "grpc"], f"{', '.join((*HIVEMIND, *OURS))}"),
     )  # fmt: skip
     made.add_argument("--codecs", nargs="+", choices=tuple(TOLERANCE), default=list(TOLERANCE))

@@ -12,7 +12,6 @@ Then the run ends by itself. Every second kill hits a peer that just began a rou
   ``exposed_share``: time inside ``peer.step``, in both phases.
 - ``aborted_per_kill``: rounds that ended without a commit from a kill to the next. A peer that goes over to
   the agreed state ends its offer, and that is no round that failed: ``went_over``.
-- ``without_a_commit``: the longest time in which any fragment had no commit.
 - ``newcomer_alone``, ``newcomers``: seconds from the start of ``p2p-co2 join`` to the first contribution
   that was counted, in the calm and amid the kills, and where they went.
 
@@ -39,10 +38,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from common import Figures, Worker, against, bench, command, joined, note, parser_of, run, say
@@ -112,7 +110,6 @@ def _kills(swarm: Campaign, options: argparse.Namespace) -> Figures:
         "rounds_committed": len({key for name in names for key in _commits(swarm, name)}),
         "throughput": _throughput(swarm, names, (calm_from, kills_from), (kills_from, kills_until)),
         **_aborted(swarm, names, victims, kills_until),
-        "without_a_commit": _without_a_commit(swarm, names, (calm_from, kills_from, kills_until)),
         "newcomer_alone": _newcomers(swarm, [alone]),
         "newcomers": _newcomers(swarm, newcomers),
         "survivors": len(survivors),
@@ -193,85 +190,23 @@ def went_over(reason: str) -> bool:
     return re.fullmatch(r"version \d+ is the agreed state now", reason) is not None
 
 
-def _without_a_commit(swarm: Campaign, names: Sequence[str], edges: tuple[float, float, float]) -> Figures:
-    made_at: dict[tuple[int, int], float] = {}
-    for name in names:
-        for event in swarm.events(name, ev.RoundCommitted):
-            key = event.fragment, event.round
-            made_at[key] = min(event.at, made_at.get(key, event.at))
-    answer: Figures = {"round_s": KILLS_ROUND_S}
-    for phase, (since, until) in zip(("calm", "kills"), itertools.pairwise(edges), strict=True):
-        longest_s, fragment = longest_gap(made_at, KILLS_FRAGMENTS, since, until)
-        rounds = round(longest_s / KILLS_ROUND_S, 2)
-        answer[phase] = {"longest_s": round(longest_s, 1), "in_rounds": rounds, "fragment": fragment}
-    return answer
-
-
-def longest_gap(
-    made_at: Mapping[tuple[int, int], float], fragments: int, since: float, until: float
-) -> tuple[float, int]:
-    """The longest time between two commits of one fragment, of which part lies between ``since`` and
-    ``until``, and that fragment. ``made_at``: of (fragment, round), when the first peer had it. What came
-    before the first commit, or would come after the last one, counts from ``since`` and up to ``until``."""
-    longest = (0.0, 0)
-    for fragment in range(fragments):
-        times = sorted(at for (of, _), at in made_at.items() if of == fragment)
-        before = [at for at in times if at <= since] or [since]
-        after = [at for at in times if at >= until] or [until]
-        around = [before[-1], *(at for at in times if since < at < until), after[0]]
-        gap = max(later - at for at, later in itertools.pairwise(around))
-        longest = max(longest, (gap, fragment))
-    return longest
-
-
 def _newcomers(swarm: Campaign, newcomers: Sequence[Child]) -> Figures:
-    rows = [row for child in newcomers if (row := _first_contribution(swarm, child)) is not None]
-    parts = ("imports_and_dht_s", "first_peer_s", "caught_up_s", "first_send_s", "counted_s")
-    if not rows:
+    """Seconds from each one's start to its first contribution; those that were killed before are left out."""
+    took, rounds = list[float](), list[float]()
+    for child in newcomers:
+        counted = [event for event in swarm.events(child.name, ev.FragmentApplied) if event.contributed]
+        if counted:
+            took.append(counted[0].at - child.started_at)
+            rounds.append((counted[0].at - swarm.events(child.name, ev.PeerStarted)[0].at) / KILLS_ROUND_S)
+    if not took:
         return {"contributed": 0}
     return {
-        "started": len(newcomers),
-        "contributed": len(rows),
+        "started": len(newcomers), "contributed": len(took),
         "join_to_contribution_s": {
-            "median": round(statistics.median(row["all_s"] for row in rows), 1),
-            "most": against(max(row["all_s"] for row in rows), BAR_JOIN_S, at_most=True),
+            "median": round(statistics.median(took), 1), "most": against(max(took), BAR_JOIN_S, at_most=True),
         },
-        "rounds_most": against(max(row["rounds"] for row in rows), BAR_JOIN_ROUNDS, at_most=True),
-        "where_the_median_went": {
-            part: round(statistics.median(row[part] for row in rows), 2) for part in parts
-        },
-    }
-
-
-def _first_contribution(swarm: Campaign, child: Child) -> dict[str, float] | None:
-    """Seconds of a newcomer's road, part by part; None for one that was killed on it."""
-
-    def first(events: Sequence[Any], after: float) -> float:
-        return next((event.at for event in events if event.at >= after), after)
-
-    name, began_at = child.name, child.started_at
-    started = swarm.events(name, ev.PeerStarted)
-    counted = [event for event in swarm.events(name, ev.FragmentApplied) if event.contributed]
-    if not started or not counted:
-        return None
-    up_at, counted_at = started[0].at, counted[0].at
-    heard_at = first(swarm.events(name, ev.PeerJoined), up_at)
-    training = [event for event in swarm.events(name, ev.Progress) if event.phase == "training"]
-    caught_up = [event.at for event in swarm.events(name, ev.CaughtUp)]
-    trains_at = first(training, heard_at)
-    ready_at = max([trains_at, *(at for at in caught_up if at <= counted_at)])
-    ready_at = min(ready_at, counted_at)
-    sent = [event for event in swarm.events(name, ev.FragmentSent) if event.at <= counted_at]
-    sent_at = sent[-1].at if sent else counted_at
-    return {
-        "all_s": counted_at - began_at,
-        "rounds": (counted_at - up_at) / KILLS_ROUND_S,
-        "imports_and_dht_s": up_at - began_at,
-        "first_peer_s": heard_at - up_at,
-        "caught_up_s": trains_at - heard_at,
-        "first_send_s": max(0.0, sent_at - trains_at),
-        "counted_s": counted_at - sent_at,
-    }
+        "rounds_most": against(max(rounds), BAR_JOIN_ROUNDS, at_most=True),
+    }  # fmt: skip
 
 
 # ---- catching up

@@ -2,7 +2,7 @@
 
     python benchmarks/offline.py plan [--cases loopback dsl] [--seconds 60] [--runs FOLDER ...]
     python benchmarks/offline.py storms [--seeds 1 200]
-    python benchmarks/offline.py ends drawn [--seeds 200000 200157]
+    python benchmarks/offline.py ends [--seeds 200000 200157]
     python benchmarks/offline.py board
 
 ``plan``: the planner's forecast against a run of the console script with four peers, ``demo`` on loopback or
@@ -11,9 +11,8 @@ step that the run shows; ``ratio`` is predicted over actual. The bar is 10 % on 
 is and ``once under way``: after the first rounds and before the flush.
 
 ``storms``: so many simulated storms of 32 peers, all faults at once: laws broken, and seconds of a core.
-``ends``: do swarms end in one state? A named set is three peers on lines too slow for their runs, without a
-fault; ``drawn`` takes peers, lines, model, rounds and churn at random from the seed, and lays a storm over
-every seventh run.
+``ends``: do swarms end in one state? Peers, lines, model, rounds and churn are drawn from the seed, and every
+seventh run has a storm over it.
 
 ``board``: a week of 64 peers as a board keeps it, its size and the time to open it (about 2 min); and the
 fold and the facts of 512 peers, the share of a core at one update a second."""
@@ -161,32 +160,12 @@ def storms(options: argparse.Namespace) -> Figures:
     return {"broken": broken, "core_s_of_200": against(used_s, 360.0, at_most=True)}
 
 
-SETS = {
-    "4g": ("4g", 10_000_000, 30.0, 4),
-    "satellite": ("satellite", 2_000_000, 30.0, 12),
-    "dsl": ("dsl", 30_000_000, 20.0, 20),
-    "home-mix": ("home-mix", 30_000_000, 20.0, 12),
-    "cable": ("cable", 30_000_000, 20.0, 10),
-}
-"""Lines, parameters, seconds of a round, rounds."""
 LINES = ("fibre", "cable", "dsl", "4g", "transatlantic", "satellite", "home-mix", "home-mix")
 MAX_STATE_FACTOR = 64
 
 
-def settings_of(
-    profile: str, values: int, round_s: float, rounds: int, *, seed: int, peers: int = 3,
-    faults: Churn | Storm | None = None,
-) -> Settings:  # fmt: skip
-    encoded = SPECS["int4"].payload_bytes(values)
-    clock = ClockConfig(mode="time", round_s=round_s, rounds=rounds)
-    run = RunConfig(name="ends", fragments=2, group_size=64, clock=clock)
-    return Settings(
-        run=run, peers=peers, seed=seed, profile=profile, faults=faults, blocks=(16, 16),
-        real_bytes_per_block=encoded / 16, state_factor=min(MAX_STATE_FACTOR, round(8 * values / encoded)),
-    )  # fmt: skip
-
-
 def drawn(seed: int) -> Settings:
+    """A swarm and what happens to it, drawn from the seed."""
     draw = random.Random(seed)
     peers, profile = draw.choice([2, 3, 3, 4, 5, 8, 12, 20]), draw.choice(LINES)
     round_s, rounds = draw.choice([4.0, 10.0, 30.0]), draw.choice([4, 8, 14])
@@ -195,8 +174,12 @@ def drawn(seed: int) -> Settings:
     faults: Churn | Storm | None = Churn(churn_per_h, 0.7 * round_s * rounds) if churn_per_h else None
     if is_storm:
         faults = Storm(round_s, 0.6 * round_s * rounds)
-    return settings_of(
-        profile, values, round_s, rounds, seed=seed, peers=peers, faults=faults
+    encoded = SPECS["int4"].payload_bytes(values)
+    clock = ClockConfig(mode="time", round_s=round_s, rounds=rounds)
+    return Settings(
+        run=RunConfig(name="ends", fragments=2, group_size=64, clock=clock), peers=peers, seed=seed,
+        profile=profile, faults=faults, blocks=(16, 16), real_bytes_per_block=encoded / 16,
+        state_factor=min(MAX_STATE_FACTOR, round(8 * values / encoded)),
     )  # fmt: skip
 
 
@@ -204,7 +187,7 @@ def ends(options: argparse.Namespace) -> Figures:
     """Do swarms on lines too slow for their runs end in one state?"""
     broken, lacked, rows = list[str](), 0, list[dict[str, float]]()
     for seed in range(*options.seeds):
-        of = drawn(seed) if options.name == "drawn" else settings_of(*SETS[options.name], seed=seed)
+        of = drawn(seed)
         result = Swarm(of, EventLog(digests=False)).run()
         if result.violations:
             storm = " (a storm)" if isinstance(of.faults, Storm) else ""
@@ -317,8 +300,7 @@ def main() -> None:
     made.add_argument("--cases", nargs="+", default=["loopback", "dsl"], choices=["loopback", *PROFILES])
     made.add_argument("--runs", nargs="+", type=Path, help="folders of demos or rehearsals that are there")
     command(commands, "storms", storms, seeds=([1, 200], "first and last"))
-    made = command(commands, "ends", ends, seeds=([0, 16], "from, and to but without it"))
-    made.add_argument("name", choices=(*SETS, "drawn"))
+    command(commands, "ends", ends, seeds=([200000, 200016], "from, and to but without it"))
     command(commands, "board", board, days=(7, "that are kept"))
     run(parser)
 

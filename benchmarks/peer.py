@@ -60,15 +60,7 @@ from common import (
 )
 from torch import nn
 
-from p2p_co2.config import (
-    CHECKPOINT_BYTES_PER_DAY,
-    CHECKPOINT_LEAST_S,
-    OWN_LOOP,
-    ClockConfig,
-    CodecConfig,
-    OuterConfig,
-    RunConfig,
-)
+from p2p_co2.config import OWN_LOOP, ClockConfig, CodecConfig, OuterConfig, RunConfig
 from p2p_co2.system.memory import use_one_arena
 from p2p_co2.telemetry import events as ev
 
@@ -183,7 +175,6 @@ def checkpoint(options: argparse.Namespace) -> Figures:
         outer=OuterConfig(blocking_rounds=0),
     )  # fmt: skip
     values = LAYERS * options.width**2
-    budget_s = max(CHECKPOINT_LEAST_S, 24 * 3600 * 16 * values / CHECKPOINT_BYTES_PER_DAY)
     answer: Figures = {"parameters": values, "optimizer": "AdamW"}
     for count in options.peers:
         with ExitStack() as stack:
@@ -201,7 +192,6 @@ def checkpoint(options: argparse.Namespace) -> Figures:
         answer[f"{count} peers"] = {
             **{key: spread(values) for key, values in every.items()},
             "longest_step_s": round(max(every["longest_step_s"]), 3), "checkpoints": len(every["stopped_s"]),
-            "stopped_percent": round(100 * statistics.median(every["stopped_s"]) / budget_s, 4),
         }  # fmt: skip
         note(count, answer[f"{count} peers"])
     return answer

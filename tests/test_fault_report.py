@@ -1,4 +1,4 @@
-"""What the report on kills says of the swarm's commits and aborts, from times and reasons."""
+"""Which ends of an offer the report on kills counts as rounds that failed."""
 
 from __future__ import annotations
 
@@ -9,18 +9,6 @@ from p2p_co2.protocol.rounds import Aborted
 from tests.round_machine import drain, offer_of, one_machine
 
 faults = load("faults")
-
-
-def test_the_longest_time_without_a_commit_is_of_one_fragment() -> None:
-    made_at = {(0, 1): 1.0, (0, 2): 5.0, (0, 3): 9.0, (1, 1): 3.0, (1, 2): 7.0, (1, 3): 13.5}
-    assert faults.longest_gap(made_at, 2, 2.0, 12.0) == (6.5, 1)  # it began before the end of the time
-    assert faults.longest_gap(made_at, 2, 2.0, 6.0) == (4.0, 1)
-    assert faults.longest_gap(made_at, 2, 2.0, 30.0) == (21.0, 0)  # and never ended
-
-
-def test_a_time_without_any_commit_is_as_long_as_it_is() -> None:
-    assert faults.longest_gap({}, 1, 2.0, 12.0) == (10.0, 0)
-    assert faults.longest_gap({(0, 1): 4.0}, 2, 2.0, 12.0) == (10.0, 1)
 
 
 def test_a_peer_that_goes_over_to_the_agreed_state_aborts_no_round() -> None:
