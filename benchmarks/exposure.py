@@ -7,11 +7,11 @@
 ``phases``: peers train the demo's model with the demo's settings (a round of 4 fragments each 5 s, int4,
 keep), one torch thread each. By wall clock and all together they alternate: "off" never calls ``peer.step``,
 so only heartbeats flow; "on" calls it after each inner step. The first round of a phase is left out. Layouts
-are held to the same two cores: ``four`` peers, as the demo; ``two``, a core each; ``spare``, two whose
-training shares one core, with all else on the other, as on a machine that has a core to spare; ``open``, two
+are held to the same two cores: ``four`` peers, as the demo. ``two``, a core each. ``spare``, two whose
+training shares one core, with all else on the other, as on a machine that has a core to spare. ``open``, two
 on all cores.
 
-- ``ratio``: inner steps per second on / off, all peers together, median of the pairs; ``quiet`` ones are
+- ``ratio``: inner steps per second on / off, all peers together, median of the pairs. ``quiet`` ones are
   those that no other work disturbed. ``ratio_at_equal_cpu``: the same per CPU second of all the peers'
   threads.
 - ``exposed_share``: wall time inside ``peer.step`` in "on" phases, the peer with most counting; on a GPU

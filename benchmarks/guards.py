@@ -2,11 +2,11 @@
 
     python benchmarks/guards.py --beside /path/to/other/checkout [--pairs 1] [--only demo flood] [--more]
 
-Each guard is a command that runs as a process of its own, with the virtual environment of its checkout, in
-turn: this one first in every other pair. Short variants of the benchmarks: about 25 minutes for a pair of
-all on two quiet cores; ``--more`` adds those that no release waits for. Lines and the traffic at rest need
-root. The other checkout may be older than this layout of ``benchmarks``: ``Guard.old`` is what it is asked
-then.
+Each guard is a command that runs as a process of its own, with the virtual environment of its checkout. They
+take turns: this one is first in every other pair. Short variants of the benchmarks: about 25 minutes for a
+pair of all on two quiet cores. ``--more`` adds those that no release waits for. Lines and the traffic at
+rest need root. The other checkout may be older than this layout of ``benchmarks``: ``Guard.old`` is what it
+is asked then.
 
 Prints the table on stderr and JSON on stdout: the figure's bar, each checkout's median and all its values.
 Exit status 1 if a guard of this checkout misses its bar, and if one gave no figure.

@@ -4,10 +4,10 @@
         swarm.start("peer0", lines.command("peer0", [sys.executable, ...]))
 
 The machine's device is shaped at the upload rate, the wire's port to it at the download rate. ``netem`` adds
-the latency and the loss, on the way up. A kernel without it has rates alone, by ``tbf``; ``words`` says
+the latency and the loss, on the way up. A kernel without it has rates alone, by ``tbf``. ``words`` says
 which. Jitter and routers are not emulated. Needs root and iproute2; raises ``EnvironmentFault`` without.
 
-All that is made carries this process's id in its name and goes with the block; what a killed process left is
+All that is made carries this process's id in its name and goes with the block. What a killed process left is
 swept up by the next. Nothing else of the machine is changed, and no namespace is connected with the outside.
 """
 

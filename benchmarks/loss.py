@@ -5,13 +5,13 @@
     python benchmarks/loss.py efficiency --rounds 30 --variants        # 4 peers with other settings
     python benchmarks/loss.py tax --rounds 150 --seeds 4               # the defence where nobody lies
 
-The peers are stacked in one process and the network is a delay in inner steps; what a peer offers, the mean
+The peers are stacked in one process and the network is a delay in inner steps. What a peer offers, the mean
 and the outer step are the product's own. ``table`` and ``efficiency`` write a line of JSON for each run into
-``--out``, skip what is there, and print tables; with ``--only`` the cases of these names, with ``--show``
+``--out``, skip what is there, and print tables. ``--only``: the cases of these names. With ``--show``
 nothing is trained. A round is 30 inner steps whatever a case's own is, so equal rounds are equal tokens.
 
 ``efficiency``: **swarm** of N peers, each with its own batch, ``keep``, 4 fragments, means 7 inner steps
-late; **data-parallel**, one model whose batch is the N peers' batches; **lone**, one peer, also for longer.
+late. **Data-parallel**, one model whose batch is the N peers' batches. **Lone**, one peer, also for longer.
 "Worth" is the number of times a lone peer's tokens that a lone peer needs for the same loss, read off the
 lone peers' losses by straight lines over the logarithm of tokens. Each length is a run of its own.
 

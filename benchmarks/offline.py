@@ -7,7 +7,7 @@
 
 ``plan``: the planner's forecast against a run of the console script with four peers, ``demo`` on loopback or
 ``rehearse`` with carriers slowed to a profile. Into the forecast go the run file, the links and the inner
-step that the run shows; ``ratio`` is predicted over actual. The bar is 10 % on utilisation, of the run as it
+step that the run shows. ``ratio`` is predicted over actual. The bar is 10 % on utilisation, of the run as it
 is and ``once under way``: after the first rounds and before the flush.
 
 ``storms``: so many simulated storms of 32 peers, all faults at once: laws broken, and seconds of a core.

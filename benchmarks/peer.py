@@ -15,8 +15,8 @@ and the bar 4. The default (first case) runs ``--repeats`` times and the median 
 allocator keeps as well. ``caught_up``: rounds that a late peer got afterwards; with many, the peak is higher.
 
 ``checkpoint``: how long one stops training (AdamW, 4 * width * width parameters). ``stopped_s``: what peers
-say it cost them; ``longest_step_s``: the longest ``peer.step``, which no report can flatter; ``whole_s``:
-with training stopped until it is on the disk; ``written_s``: beside training.
+say it cost them. ``longest_step_s``: the longest ``peer.step``, which no report can flatter. ``whole_s``:
+with training stopped until it is on the disk. ``written_s``: beside training.
 
 ``step``: what joining costs a step, with nobody else in the run: a small ResNet, and a GPT with a vocabulary
 of 16k. In turn a process that has joined and one that has not; seconds and CPU of the median step, joined

@@ -1,6 +1,6 @@
 """Trainings of a fixed speed, for swarms whose processes share few cores: a step computes little and sleeps.
 
-``tables`` has many parameters, for lines; ``gpt`` learns text at a fixed speed, for losses over lines;
+``tables`` has many parameters, for lines. ``gpt`` learns text at a fixed speed, for losses over lines.
 ``stages`` rests instead of computing, for pipelines. Imports torch alone at the top: torchft's environment
 has nothing of ours.
 """
@@ -92,8 +92,8 @@ def tables(rows: int, step_s: float, batch: int = 16, plain: bool = False) -> Re
 
 
 def gpt(step_s: float = 0.5, batch: int = 8) -> Recipe:
-    """The built-in byte GPT of 1.27 million parameters on its text, ``batch`` sequences of 64 bytes a step;
-    its held-out loss is taken over few windows, the same for everybody."""
+    """The built-in byte GPT of 1.27 million parameters on its text, ``batch`` sequences of 64 bytes a step.
+    Its held-out loss is taken over few windows, the same for everybody."""
     from dataclasses import replace
 
     from p2p_co2.recipes import load_recipe

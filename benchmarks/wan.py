@@ -4,7 +4,7 @@
     python benchmarks/wan.py --lines dsl transatlantic     # against hivemind
     python benchmarks/wan.py --lines dsl-gpt               # against hivemind, the loss of a text model
 
-Needs root: four peers, each a network namespace behind its line (``lines``; ``line`` in the answer says what
+Needs root: four peers, each a network namespace behind its line (``lines``. ``line`` in the answer says what
 the kernel emulates). Steps have a fixed length, slept, so that two cores do not decide. The grid trains 30.8
 million parameters in four fragments, a round each 3.9 s or 100 steps, on so many Mbit/s up and down (20: up,
 100 down) and 10 ms one way. ``dsl`` and ``transatlantic`` take half of a round for an exchange at best,
@@ -14,7 +14,7 @@ million parameters in four fragments, a round each 3.9 s or 100 steps, on so man
   the training. ``aside_share``: of that time, checkpoints and held-out loss. ``tokens_per_s``: of all peers.
 - ``floor_s``: a round's payload at the line's upload rate, 2 (1 - 1/M) N b / rate for all systems. b is 4.25
   bits for ours (int4), 32 for torchft on a CPU, 8 for hivemind. ``against_best``: outer rounds by the best
-  that the line allows, one in the longer of a round and ``floor_s``; ``diloco``, which waits by design,
+  that the line allows, one in the longer of a round and ``floor_s``. ``diloco``, which waits by design,
   takes the sum.
 - ``steps_late``: inner steps from sending a fragment to applying its mean. ``line_used``: bytes on the line,
   headers included, by what it carries. ``transfer_share``: payload alone, from BEGIN to the last mean.
