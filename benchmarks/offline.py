@@ -36,7 +36,7 @@ from typing import Any
 
 from common import ROOT, Figures, against, command, folder_of, note, parser_of, run
 
-from monitoring.history import MEASURES, SWARM, Batch, Happening, History
+from monitoring.history import MEASURES, SWARM, Batch, BoardHistory, Happening
 from monitoring.model import Model, Recorder
 from p2p_co2.codec_specs import SPECS
 from p2p_co2.config import ClockConfig, RunConfig, read_run_config
@@ -215,7 +215,7 @@ def board(options: argparse.Namespace) -> Figures:
 def history(folder: Path, length_s: int) -> Figures:
     """Write so long as a board would have, sample by sample, and open it."""
     path = folder / "board.sqlite"
-    kept = History(path)
+    kept = BoardHistory(path)
     started_at = time.monotonic()
     names = [*(peer_id(number) for number in range(BOARD_PEERS)), SWARM]
     # A board writes every 2 s. Fine samples live for 20 minutes and 4 hours only, so where they would be gone
@@ -228,7 +228,7 @@ def history(folder: Path, length_s: int) -> Figures:
     wrote_s = time.monotonic() - started_at
     kept.close()
     opened_at = time.monotonic()
-    again = History(path)
+    again = BoardHistory(path)
     Recorder(Model(MadeFeed(MadeSwarm(0))), again)
     since, until = again.span()
     points = len(again.series(SWARM, since, until))
@@ -271,7 +271,7 @@ def facts(peers: int = 512) -> Figures:
     feed.is_whole = False
     feed.advance(30)
     model = Model(feed)
-    recorder = Recorder(model, History(None))
+    recorder = Recorder(model, BoardHistory(None))
     recorder.follow(START + 30)
     steps, events, used_s = 0, 0, 0.0
     for t in range(30, 60):
