@@ -311,7 +311,7 @@ class Stage:
         if left and self._config.pipeline.stages == 1:
             shutil.copytree(left[0], target)
         elif left:
-            from p2p_co2.trainer.ranks.gather import gather_folders
+            from p2p_co2.trainer.gather import gather_folders
 
             try:
                 gather_folders(left, target, self._own_recipe)

@@ -258,7 +258,7 @@ def _has_memory() -> bool:
 
 def keep(errand: Errand) -> None:
     """Load the stage's agreed state, and put it in the place of what was kept."""
-    from p2p_co2.trainer.ranks.gather import fetch
+    from p2p_co2.trainer.gather import fetch
 
     fresh = errand.kept.with_suffix(".new")
     shutil.rmtree(fresh, ignore_errors=True)

@@ -28,9 +28,9 @@ from p2p_co2.tensors.stages import Chain
 from p2p_co2.tensors.stages.whole import WholeModel, whole_names
 from p2p_co2.trained import Trained
 from p2p_co2.trainer.exchanged_model import ExchangedModel, Plan
+from p2p_co2.trainer.gather import sources_of, write_whole
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.trainer.ledger.worker import TensorWorker
-from p2p_co2.trainer.ranks.gather import sources_of, write_whole
 from p2p_co2.trainer.resuming import shapes_of
 from p2p_co2.trainer.saver import Saver
 from p2p_co2.trainer.synchroniser import Progressed, Synchroniser

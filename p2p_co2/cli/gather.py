@@ -33,7 +33,7 @@ def gather(
     if tickets and len(sources) > 1:
         raise ConfigError.of_option("FOLDER", "give folders, or one ticket alone")
     take_back()
-    from p2p_co2.trainer.ranks.gather import gather_folders, gather_swarm
+    from p2p_co2.trainer.gather import gather_folders, gather_swarm
 
     hand_over()
     if tickets:

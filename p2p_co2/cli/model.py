@@ -40,7 +40,7 @@ def model(
     source = read_ticket(source)
     if source.startswith(PREFIX):
         take_back()
-        from p2p_co2.trainer.ranks.gather import gather_swarm
+        from p2p_co2.trainer.gather import gather_swarm
 
         hand_over()
         out.parent.mkdir(parents=True, exist_ok=True)

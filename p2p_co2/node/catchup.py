@@ -9,6 +9,7 @@ in the missed means.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
@@ -22,6 +23,7 @@ from p2p_co2.protocol.catchup.policy import NOTICE_AFTER_S, Held, Mine, Move, Sa
 from p2p_co2.protocol.ledger import AgreedMean, AgreedVersion, agreed_mean
 from p2p_co2.protocol.membership import Membership, PeerInfo
 from p2p_co2.protocol.rounds import PayloadShape, Rounds, open_decision, signers_of
+from p2p_co2.system.memory import Buffer
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.heartbeat import SLOWEST_HEARTBEAT_S
 from p2p_co2.wire.identity import PeerId
@@ -163,6 +165,8 @@ class CatchupController:
         """When one that could not be brought up is tried again: all have said by then where they are."""
         self._told_of: dict[int, object] = {}
         """For which state of a fragment, and on the way to which version, it was told that it could not."""
+        self._buffers: asyncio.Future[Buffer] | None = None
+        """Where somebody waits for them."""
         self._looked_at: object = None
         """What was known when the others were looked at last; None to look again, news or not."""
         machine.fetcher.ask_swarm(
@@ -275,6 +279,10 @@ class CatchupController:
                 self._do.refuse(event.peer, event.reason, event.detail)
             case goals.Loading():
                 self._do.report(ev.StateLoading, **asdict(event))
+            case goals.Fetched(goal=goals.Goal(what=goals.BUFFERS)):
+                self._take_buffers(event.data)
+            case goals.FetchFailed(goal=goals.Goal(what=goals.BUFFERS)):
+                self._take_buffers(b"")
             case goals.Fetched():
                 self._do.spawn(self._take(event))
             case goals.FetchFailed(goal=goal):
@@ -339,6 +347,25 @@ class CatchupController:
         if self._told_of.get(fragment) != news:  # it is tried every few seconds, to the end of a run
             self._told_of[fragment] = news
             self._do.report(ev.Warned, text=f"fragment {fragment} could not catch up yet: {reason}")
+
+    async def fetch_buffers(
+        self, layout: int, size_bytes: int, donors: tuple[PeerId, ...], within_s: float
+    ) -> Buffer:
+        """Those of one of the ``donors``; empty if nobody gave them in time."""
+        self._buffers = asyncio.get_running_loop().create_future()
+        fragment = len(self._state.agreed)
+        goal = goals.Goal(goals.BUFFERS, fragment, layout, donors, size_bytes=size_bytes)
+        self._machine.fetcher.want(goal, self._do.now())
+        self._do.pump()
+        try:
+            return await asyncio.wait_for(self._buffers, within_s)
+        except TimeoutError:
+            self._machine.fetcher.forget(fragment, self._do.now())
+            return b""
+
+    def _take_buffers(self, data: Buffer) -> None:
+        if self._buffers is not None and not self._buffers.done():
+            self._buffers.set_result(data)
 
     async def _take(self, event: goals.Fetched) -> None:
         await (self._take_round(event) if event.goal.what == goals.ROUND else self._take_state(event))

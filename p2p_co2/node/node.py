@@ -38,6 +38,7 @@ from p2p_co2.protocol.membership import Joined, Left, Membership
 from p2p_co2.protocol.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.protocol.strangers import OtherModel
 from p2p_co2.system.clock import ProcessClock
+from p2p_co2.system.memory import Buffer
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.heartbeat import HEARTBEAT_S, quiet_beat_s
 from p2p_co2.wire.identity import PeerId
@@ -221,6 +222,12 @@ class Node:
         if known.phase == Status.PAUSED:
             self._pump.fetches.wake(self.now())
         self._pump.tell_all()
+
+    async def fetch_buffers(
+        self, layout: int, size_bytes: int, donors: tuple[PeerId, ...], within_s: float
+    ) -> Buffer:
+        """As ``CatchupController.fetch_buffers``."""
+        return await self._pump.fetches.fetch_buffers(layout, size_bytes, donors, within_s)
 
     def say_goodbye(self, reason: str) -> None:
         self.membership.say_goodbye(reason)

@@ -26,8 +26,8 @@ from p2p_co2.telemetry.events import Event, Progress
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.ticket import Ticket, read_ticket
 from p2p_co2.trainer import connection
-from p2p_co2.trainer.group import form_group
 from p2p_co2.trainer.peer import Peer
+from p2p_co2.trainer.ranks.group import form_group
 from p2p_co2.trainer.ranks.peer import as_one_peer
 
 EventSink = Callable[[Event], None]

@@ -6,7 +6,7 @@ shapes differ and whose sizes do not, would be averaged into something that fits
 compare summaries when they meet (``wire.model_table``). Quantised layers keep their frozen base in buffers:
 matrices of narrow numbers count as frozen parameters do. Counters, statistics, masks and indices do not.
 
-A newcomer begins with a donor's persistent buffers (``catchup.buffers``), batch-norm statistics above all:
+A newcomer begins with a donor's persistent buffers (``catchup.donor``), batch-norm statistics above all:
 they are in no fragment and in no mean, and each peer keeps its own, of its own data. Running statistics go
 first, then the others, small ones first, as long as all are within ``MOST_BYTES``; not what a checkpoint does
 not hold either. Which go, and where in the bytes they lie, depends on names, shapes and dtypes alone.
@@ -158,4 +158,4 @@ def _is_finite(values: Tensor) -> Tensor:
 
 def _layout(buffers: dict[str, Tensor]) -> int:
     rows = [f"{name}\0{tuple(one.shape)}\0{one.dtype}" for name, one in buffers.items()]
-    return int.from_bytes(digest("\n".join(rows).encode())[:8], "little")
+    return int.from_bytes(digest("\n".join(rows).encode())[:6], "little")  # as versions are

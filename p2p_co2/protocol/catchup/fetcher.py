@@ -324,10 +324,12 @@ class Fetcher:
             self.owed.clear()
 
     def _may_start(self, goal: Goal) -> bool:
+        if goal.what != STATE:
+            return True
         states = [load.goal.fragment for load in self._loads.values() if load.goal.what == STATE]
         size = sum(self.shape.state_bytes[fragment] for fragment in (*states, goal.fragment))
         is_small = len(states) < MOST_AT_ONCE and self.shape.is_free(size)
-        return goal.what != STATE or not states or is_small
+        return not states or is_small
 
     def _start(self, goal: Goal, now: float) -> None:
         self._requests += 1

@@ -57,6 +57,8 @@ class Shape:
 @dataclass(frozen=True)
 class Goal:
     """What is wanted: the round that made ``version`` (ROUND), or a state at ``version`` or after it (STATE).
+    Or the buffers whose layout is ``version`` (BUFFERS): ``size_bytes`` of them, one donor's as good as
+    another's; ``fragment`` is the number after the last.
 
     ``digest``: what most peers report as the state of ``version``, empty if not known. ``donors``: in the
     order in which they are asked. ``oldest``: a state as old as this will do where a donor has no room for
@@ -69,6 +71,7 @@ class Goal:
     donors: tuple[PeerId, ...]
     digest: bytes = b""
     oldest: int = 0
+    size_bytes: int = 0
 
 
 Vouch = Callable[[PeerId, int, int, bytes], bool | None]
@@ -79,7 +82,7 @@ otherwise (False); None if nobody else says anything."""
 @dataclass(frozen=True)
 class Fetched:
     """All bytes of a goal, every chunk checked against the manifest. ``decision`` is the signed outcome of a
-    ROUND, ``digest`` of a STATE. ``donors``: who signed the manifest, the one that gave most first."""
+    ROUND, ``digest`` of anything else. ``donors``: who signed the manifest, the one that gave most first."""
 
     goal: Goal
     version: int

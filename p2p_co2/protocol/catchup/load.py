@@ -133,7 +133,8 @@ class Load:
 
     @property
     def _total_bytes(self) -> int:
-        return self._terms.shape.bytes_of(self.goal.what, self.goal.fragment)
+        goal = self.goal
+        return goal.size_bytes or self._terms.shape.bytes_of(goal.what, goal.fragment)
 
     @property
     def _oldest(self) -> int:
