@@ -119,6 +119,7 @@ def test_a_rank_that_joins_alone_is_told_what_it_waits_for(
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "new_group", wait)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
     monkeypatch.setattr(ranks, "SILENCE_FLOOR_S", 0.01)
     ranks.Ranks()
     assert "rank 0 of 4" in told
@@ -312,7 +313,7 @@ def test_a_ctrl_c_stops_all_ranks_with_the_same_step(tmp_path: Path) -> None:
     with swarm(tmp_path, exact(10**4)) as running:
         start(running, "group", "fsdp", "peer", step_s=0.05)
         ends_at = time.monotonic() + START_BOUND_S
-        while not list(tmp_path.glob("peer/checkpoint/state-*.safetensors")) and time.monotonic() < ends_at:
+        while not list(tmp_path.glob("peer/checkpoint/state-*/manifest.json")) and time.monotonic() < ends_at:
             time.sleep(0.1)
         running.processes["group"].send_signal(signal.SIGINT)
         running.processes["group"].wait(START_BOUND_S)

@@ -109,7 +109,7 @@ def test_two_peers_agree_over_each_carrier(tmp_path: Path) -> None:
             losses = [event.loss for event in swarm.events("one", Progress) if event.loss == event.loss]
             assert losses[-1] < losses[0]
             assert max(event.contributors for event in swarm.events("one", RoundCommitted)) == 2
-            assert list((swarm.folder / "one" / "checkpoint").glob("state-*.safetensors"))
+            assert list((swarm.folder / "one" / "checkpoint").glob("state-*/manifest.json"))
 
 
 def test_a_daemon_dies_a_peer_leaves_at_ctrl_c_and_comes_back_and_two_ctrl_cs_end_at_once(

@@ -25,7 +25,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from p2p_co2.digest import digest
-from p2p_co2.tensors.checkpoint.tensorfile import trouble_with
+from p2p_co2.tensors.checkpoint.parts import trouble_with
 from p2p_co2.tensors.fragments import FragmentPlan
 from p2p_co2.tensors.names import named_buffers, named_parameters
 from p2p_co2.trainer.exchanged_model import EXCHANGED

@@ -29,8 +29,8 @@ from torch import Tensor
 from p2p_co2.config import CHECKPOINT_BYTES_PER_DAY, CHECKPOINT_LEAST_S
 from p2p_co2.errors import EnvironmentFault
 from p2p_co2.telemetry import events as ev
-from p2p_co2.tensors.checkpoint.folder import Checkpoint, Saving, parts
-from p2p_co2.tensors.checkpoint.tensorfile import trouble_with
+from p2p_co2.tensors.checkpoint.folder import Checkpoint, Saving, changing_parts
+from p2p_co2.tensors.checkpoint.parts import trouble_with
 from p2p_co2.tensors.checkpoint.tree import Said, say
 from p2p_co2.tensors.fragments import LiveParameters, large_tensor
 from p2p_co2.tensors.names import named_buffers
@@ -143,7 +143,7 @@ class Saver:
             parameters=self._shapes, stage=plan.stage,
         )  # fmt: skip
         stopped_s = time.monotonic() - began_at
-        self.copies = copies = ShareQueue(parts(checkpoint, said), self._live, stopped_s)
+        self.copies = copies = ShareQueue(changing_parts(checkpoint, said), self._live, stopped_s)
         self.under_way = self._thread.submit(self._write, checkpoint, said, copies, began_at)
 
     def _look(self) -> tuple[Said, dict[str, Tensor]]:

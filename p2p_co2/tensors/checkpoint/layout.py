@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.tensors.checkpoint.folder import Checkpoint
-from p2p_co2.tensors.checkpoint.tensorfile import NAMES
+from p2p_co2.tensors.checkpoint.parts import DTYPES
 from p2p_co2.tensors.fragments import FragmentPlan, named_values, plan_of_table, plan_table
 from p2p_co2.tensors.names import named_buffers, named_parameters, shared_names, unwrapped
 from p2p_co2.tensors.pretrained import (
@@ -304,6 +304,6 @@ def _tensors_in(folder: Path, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
         raise ValueError(f"{name} is no dtype of a file")
     return dtype

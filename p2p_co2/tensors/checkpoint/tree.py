@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from p2p_co2.tensors.checkpoint.tensorfile import trouble_with
+from p2p_co2.tensors.checkpoint.parts import trouble_with
 
 
 @dataclass(frozen=True)
