@@ -35,12 +35,7 @@ from p2p_co2.digest import digest
 from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
 from p2p_co2.tensors import outer
 from p2p_co2.tensors.checkpoint import agreed, parts, tree
-from p2p_co2.tensors.checkpoint.folder import (
-    Checkpoint,
-    load,
-    load_agreed,
-    save,
-)
+from p2p_co2.tensors.checkpoint.folder import Checkpoint, load, load_agreed, save
 from p2p_co2.tensors.fragments import LiveParameters, plan_fragments
 from tests.disks import fill
 
