@@ -22,7 +22,7 @@ from p2p_co2.protocol.catchup.goals import (
     Fetched,
     FetchFailed,
     Goal,
-    Shape,
+    TransferSizes,
     chunk_bytes_of,
     split_donors,
 )
@@ -100,7 +100,7 @@ def test_large_states_are_loaded_one_after_the_other_and_small_ones_at_once() ->
 
 
 def test_the_history_is_bounded_and_keeps_the_newest_of_each_fragment() -> None:
-    machine = CatchUp(IDENTITIES[0], RUN, Shape((1000, 10), (2000, 2000)))
+    machine = CatchUp(IDENTITIES[0], RUN, TransferSizes((1000, 10), (2000, 2000)))
     for version in range(1, 100):
         machine.donor.history.remember(0, version, Decision(), bytes(1000))
         machine.donor.history.remember(1, version, Decision(), bytes(10))
@@ -115,7 +115,7 @@ def test_the_history_is_bounded_and_keeps_the_newest_of_each_fragment() -> None:
 def test_a_mean_beyond_the_bound_goes_once_all_have_it(mean_bytes: int) -> None:
     """Unless somebody who loads a state needs it next; small ones only as far as the bound asks for it."""
     everywhere: set[tuple[int, int]] = set()
-    shape = Shape((mean_bytes,) * 4, (2000,) * 4)  # of small ones 1000 bytes may stay
+    shape = TransferSizes((mean_bytes,) * 4, (2000,) * 4)  # of small ones 1000 bytes may stay
     machine = CatchUp(IDENTITIES[1], RUN, shape, lambda *place: place in everywhere)
     history = machine.donor.history
     for version in (1, 2):
@@ -145,7 +145,7 @@ def test_who_has_loaded_a_state_has_time_to_replay_the_rounds_since() -> None:
     after that went with it, a moment before it asked for the first of them (run 802396 of
     ``benchmarks/ends.py drawn``)."""
     large = 3 * EXPORTS_FREE_BYTES // 4  # no room for two
-    machine = CatchUp(IDENTITIES[1], RUN, Shape((1000, 10), (large, large)))
+    machine = CatchUp(IDENTITIES[1], RUN, TransferSizes((1000, 10), (large, large)))
     chunks = chunk_count(large, machine.donor.shape.chunk_bytes)
 
     def kept() -> list[int]:
@@ -247,7 +247,7 @@ def test_what_a_slow_donor_owes_of_one_state_is_still_to_be_had_when_the_next_is
     which: int,
 ) -> None:
     """The others had dropped that state to make room for the next: it ended in a failure, its chunks lost."""
-    slow, shape = DONORS[which], Shape((10,) * 4, (SMALL, HALF, HALF, HALF))
+    slow, shape = DONORS[which], TransferSizes((10,) * 4, (SMALL, HALF, HALF, HALF))
     world = World(donors=4, rate=2e6, shape=shape)
     given = count(1)
 
@@ -265,9 +265,9 @@ def test_what_a_slow_donor_owes_of_one_state_is_still_to_be_had_when_the_next_is
     assert max(machine.donor.exported_bytes() for machine in world.machines.values()) <= EXPORTS_FREE_BYTES
 
 
-def many(states: int, size: int) -> Shape:
+def many(states: int, size: int) -> TransferSizes:
     """A small one, and ``states`` of ``size``."""
-    return Shape((10,) * (states + 1), (SMALL, *(size,) * states))
+    return TransferSizes((10,) * (states + 1), (SMALL, *(size,) * states))
 
 
 @pytest.mark.parametrize("mb", [0.8, 4.0])
@@ -276,7 +276,7 @@ def test_a_small_state_comes_over_ways_of_10_kb_s(donors: int, mb: float) -> Non
     """As between satellites behind relays. In chunks of half a megabyte no donor gave one in time, and a
     state that took longer than a minute was no longer kept."""
     size = int(mb * 1e6)
-    world = World(donors, 10e3, Shape((10, 10), (1000, size), chunk_bytes_of([size])))
+    world = World(donors, 10e3, TransferSizes((10, 10), (1000, size), chunk_bytes_of([size])))
     world.want(fragment=1)
     world.run(seconds=600.0)
     event = world.fetched()
@@ -297,7 +297,7 @@ def test_who_promised_and_left_before_anything_was_chosen_leaves_no_timer_that_i
 
 def test_a_chunk_of_one_of_several_donors_that_is_lost_is_given_by_another() -> None:
     """Those that had given nothing yet were no idle donors: the only chunk of a round took a minute."""
-    world = World(donors=3, shape=Shape((100,), (1000,), chunk_bytes=64 << 10))
+    world = World(donors=3, shape=TransferSizes((100,), (1000,), chunk_bytes=64 << 10))
     lost = count()
     world.tamper = lambda sender, message: None if isinstance(message, Chunk) and next(lost) == 0 else message
     world.want(0)
@@ -324,7 +324,7 @@ def test_doubled_messages_are_no_offence() -> None:
 def test_random_faults_end_in_the_right_bytes_or_a_failure_and_no_timer_is_left() -> None:
     for seed in range(25):
         random_ = random.Random(seed)
-        world = World(donors=5, shape=Shape((10, 10, 10), (SMALL, SMALL, 3 * SMALL)))
+        world = World(donors=5, shape=TransferSizes((10, 10, 10), (SMALL, SMALL, 3 * SMALL)))
         for donor in DONORS:
             world.rates[donor] = 10 ** random_.uniform(5.0, 7.5)
             world.move(donor, random_.choice([6, 7, 7, 7, 8]))
@@ -373,7 +373,7 @@ def test_rounds_that_wait_for_their_turn_with_a_slow_donor_are_not_given_up() ->
     """Of twelve fragments, each a round behind, one chunk came every 6.5 s: the twelfth's turn came after
     more than a minute, and all twelve were given up for whole states."""
     fragments, mean_bytes = 12, 4 * (64 << 10)
-    shape = Shape((mean_bytes,) * fragments, (4 * mean_bytes,) * fragments, 64 << 10)
+    shape = TransferSizes((mean_bytes,) * fragments, (4 * mean_bytes,) * fragments, 64 << 10)
     world, mean = World(donors=1, rate=10e3, shape=shape), random.Random(1).randbytes(mean_bytes)
     for fragment in range(fragments):
         world.machines[D1].donor.history.remember(fragment, 7, Decision(outcome=b"x"), mean)

@@ -319,9 +319,9 @@ def test_a_commit_with_one_signature_stops_nobody(named: int) -> None:
                     agreed = trainer.node.agreed[0]
                     decision = forged_commit(
                         liar.identity, agreed.version + 1, agreed.digest, names[-named:],
-                        run=trainer.ranks.group, blocks=trainer.shape.blocks[0],
+                        run=trainer.group, blocks=trainer.shape.blocks[0],
                     )  # fmt: skip
-                    envelope = Envelope(version=PROTOCOL_VERSION, run=trainer.ranks.group)
+                    envelope = Envelope(version=PROTOCOL_VERSION, run=trainer.group)
                     envelope.decision.CopyFrom(decision)
                     await world.deliver(liar.me, trainer.me, envelope.SerializeToString())
                 await asyncio.sleep(1)
@@ -403,7 +403,7 @@ def test_a_state_that_only_one_holds_is_nobodys(lie: Callable[..., dict[str, Mes
         before, held = min(world.versions())[0], await go_astray(liar, 1)
         for _ in range(250):
             for trainer in honest:
-                envelope = Envelope(version=PROTOCOL_VERSION, run=trainer.ranks.group)
+                envelope = Envelope(version=PROTOCOL_VERSION, run=trainer.group)
                 envelope.MergeFrom(Envelope(**lie(liar, trainer, held)))
                 await world.deliver(liar.me, trainer.me, envelope.SerializeToString())
                 trainer.step()

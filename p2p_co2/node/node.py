@@ -31,14 +31,13 @@ from p2p_co2.node.pump import Pump
 from p2p_co2.node.router import Inbox, Router
 from p2p_co2.node.state import Effects, LocalProgress, PeerState
 from p2p_co2.node.status import StatusWriter, SwarmNews, Times
-from p2p_co2.protocol.catchup.goals import Shape, chunk_bytes_of
+from p2p_co2.protocol.catchup.goals import TransferSizes, chunk_bytes_of
 from p2p_co2.protocol.catchup.machine import CatchUp
 from p2p_co2.protocol.ledger import AgreedVersion, Ledger
 from p2p_co2.protocol.membership import Joined, Left, Membership
 from p2p_co2.protocol.rounds import Offer, PayloadShape, Rounds
 from p2p_co2.protocol.strangers import OtherModel
 from p2p_co2.system.clock import ProcessClock
-from p2p_co2.system.memory import Buffer
 from p2p_co2.telemetry import events as ev
 from p2p_co2.wire.heartbeat import HEARTBEAT_S, quiet_beat_s
 from p2p_co2.wire.identity import PeerId
@@ -102,7 +101,7 @@ class Node:
         self.membership = Membership(me, quiet_beat_s(pace.round_s) if by_time else 0.0, model)
         self.rounds = Rounds(identity, group, shape)
         chunk_bytes = shape.chunk_bytes or chunk_bytes_of(state_bytes)
-        sizes = Shape(shape.mean_bytes, tuple(state_bytes), chunk_bytes, shape.scale)
+        sizes = TransferSizes(shape.mean_bytes, tuple(state_bytes), chunk_bytes, shape.scale)
         self.catchup = CatchUp(identity, group, sizes, self.rounds.is_everywhere)
         self.rounds.when_begun(self.catchup.donor.history.shrink)
         # what follows from their events
@@ -222,12 +221,6 @@ class Node:
         if known.phase == Status.PAUSED:
             self._pump.fetches.wake(self.now())
         self._pump.tell_all()
-
-    async def fetch_buffers(
-        self, layout: int, size_bytes: int, donors: tuple[PeerId, ...], within_s: float
-    ) -> Buffer:
-        """As ``CatchupController.fetch_buffers``."""
-        return await self._pump.fetches.fetch_buffers(layout, size_bytes, donors, within_s)
 
     def say_goodbye(self, reason: str) -> None:
         self.membership.say_goodbye(reason)

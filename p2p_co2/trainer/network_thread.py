@@ -23,6 +23,7 @@ import uvloop
 
 from p2p_co2.config import PeerConfig
 from p2p_co2.errors import ConfigError, RemoteProtocolError, TransportError
+from p2p_co2.node.catchup import fetch_buffers
 from p2p_co2.node.environment import Environment
 from p2p_co2.node.network import Held, Network
 from p2p_co2.node.node import Node
@@ -31,6 +32,7 @@ from p2p_co2.node.pipeline_node import PipelineNode, Result
 from p2p_co2.node.reporting import ReportService
 from p2p_co2.node.state import LocalProgress
 from p2p_co2.protocol.catchup.donor import EXPORT_SLOWEST_BYTES_PER_S, LOADS_S
+from p2p_co2.protocol.catchup.goals import BUFFERS, Goal
 from p2p_co2.protocol.pipeline import Key, Place, Sizes, Work
 from p2p_co2.protocol.rounds import Offer, PayloadShape
 from p2p_co2.system.extras import missing
@@ -155,7 +157,9 @@ class NodeView:
             return bytearray()
         within_s = len(asked) * (LOADS_S + buffers.size_bytes / EXPORT_SLOWEST_BYTES_PER_S)
         peers = tuple(map(PeerId, asked))
-        return bytearray(await self.node.fetch_buffers(buffers.layout, buffers.size_bytes, peers, within_s))
+        goal = Goal(BUFFERS, len(self.node.agreed), buffers.layout, peers, size_bytes=buffers.size_bytes)
+        node = self.node
+        return bytearray(await fetch_buffers(node.catchup, goal, within_s, node.now, node.pump))
 
 
 class PipelineView:

@@ -1,13 +1,11 @@
-"""The donor: serves past rounds and exported states in chunks, within memory bounds.
+"""The donor: serves past rounds, exported states and buffers in chunks, within memory bounds.
 
-A state is exported when somebody asks and kept while it is being loaded, so that the chunks of one version
-stay the same although the swarm commits meanwhile. The rounds since are held as well, and for a while after
-it, for the newcomer to replay.
+A state is exported when somebody asks, and kept while it is loaded. So the chunks of one version stay the
+same although the swarm commits meanwhile. The rounds since are held as well, and for a while after it.
 
-Laws: one large export at a time (``EXPORTS_FREE_BYTES``), none for longer than its idle and its whole time
-allow; one that nobody takes chunks of makes room at once. The tensor side is busy with large exports for at
-most one part in 1 + ``EXPORT_REST`` of its time. Price: room goes to whoever asks first, and identities are
-free to make.
+Laws: one large export at a time (``EXPORTS_FREE_BYTES``), within its idle and its whole time. One that nobody
+takes chunks of makes room at once. The tensor side is busy with large exports for at most one part in 1 +
+``EXPORT_REST`` of its time. Price: room goes to whoever asks first, and identities are free to make.
 """
 
 from __future__ import annotations
@@ -20,8 +18,16 @@ from typing import Any
 
 from p2p_co2.digest import chunk_digests, digest_of_chunks
 from p2p_co2.errors import RemoteProtocolError
-from p2p_co2.protocol.catchup.goals import BUFFERS, PATIENCE_S, ROUND, STATE, ExportWanted, Outbox, Shape
-from p2p_co2.protocol.catchup.history import HISTORY_ROUNDS_KEPT, History
+from p2p_co2.protocol.catchup.goals import (
+    BUFFERS,
+    PATIENCE_S,
+    ROUND,
+    STATE,
+    ExportWanted,
+    Outbox,
+    TransferSizes,
+)
+from p2p_co2.protocol.catchup.history import HISTORY_ROUNDS_KEPT, RoundHistory
 from p2p_co2.protocol.catchup.manifest import chunk_at, make_manifest
 from p2p_co2.system.memory import Buffer, Joined
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
@@ -84,7 +90,7 @@ class Donor:
     sent a chunk last; other threads look at it."""
 
     def __init__(
-        self, identity: Identity, run: bytes, shape: Shape, out: Outbox,
+        self, identity: Identity, run: bytes, shape: TransferSizes, out: Outbox,
         is_everywhere: Callable[[int, int], bool],
     ) -> None:  # fmt: skip
         self._identity = identity
@@ -92,7 +98,7 @@ class Donor:
         self.shape = shape
         self._out = out
         self._versions = [0] * len(shape.state_bytes)
-        self.history = History(shape, is_everywhere)
+        self.history = RoundHistory(shape, is_everywhere)
         self.exports: OrderedDict[tuple[int, int], Export] = OrderedDict()
         self._replayed: tuple[int, int, float] | None = None
         """Fragment, version and end of the last loaded export that has gone: the rounds since are kept."""

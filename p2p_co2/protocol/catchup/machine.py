@@ -8,7 +8,16 @@ from collections.abc import Callable
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.catchup.donor import Donor
 from p2p_co2.protocol.catchup.fetcher import Fetcher
-from p2p_co2.protocol.catchup.goals import BUFFERS, ROUND, STATE, CatchUpEvent, CatchUpMessage, Outbox, Shape
+from p2p_co2.protocol.catchup.goals import (
+    BUFFERS,
+    ROUND,
+    STATE,
+    CatchUpEvent,
+    CatchUpMessage,
+    Outbox,
+    TransferSizes,
+)
+from p2p_co2.system.memory import Buffer
 from p2p_co2.wire.identity import Identity, PeerId
 from p2p_co2.wire.messages_pb2 import Fetch, Refusal
 
@@ -17,7 +26,7 @@ class CatchUp:
     """A ``donor`` and a ``fetcher``. ``run``: the run's digest; ``is_everywhere``: see ``History``."""
 
     def __init__(
-        self, identity: Identity, run: bytes, shape: Shape,
+        self, identity: Identity, run: bytes, shape: TransferSizes,
         is_everywhere: Callable[[int, int], bool] = lambda fragment, version: False,
     ) -> None:  # fmt: skip
         self._out = Outbox()
@@ -25,6 +34,8 @@ class CatchUp:
         self.donor = Donor(identity, run, shape, self._out, is_everywhere)
         self.fetcher = Fetcher(run, shape, self._out)
         self._busy_at = -math.inf
+        self.take_buffers: Callable[[Buffer], None] = lambda data: None
+        """Hears what has come of a goal of buffers: empty if nothing."""
 
     def moves(self, now: float, within_s: float) -> bool:
         """Whether a chunk came to this peer of late, or one went to others; of a state or of a round that

@@ -1,8 +1,8 @@
 """What a donor promises: a signed list of chunk digests, and what a chunk must be to be one of them.
 
-Laws: a manifest is checked against sizes that this peer computed from its own model before anything is
-allocated; two manifests promise the same bytes exactly if their ``content_of`` are equal; one that names a
-state has the chunk digests of that state and no others; a donor cannot deny its promise, since it signed it.
+Laws: a manifest is checked against sizes that this peer computed itself before anything is allocated. Two
+promise the same bytes exactly if their ``content_of`` are equal. One that names a state has the chunk digests
+of that state and no others. A donor cannot deny its promise, since it signed it.
 """
 
 from __future__ import annotations

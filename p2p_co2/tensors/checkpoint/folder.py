@@ -1,16 +1,15 @@
 """A peer's checkpoints: what is in one, and a folder that keeps the newest two.
 
-What is agreed, the own optimizer and the buffers: no live parameters, since a resumed peer goes on from the
+What is agreed, the own optimizer and the buffers. No live parameters, since a resumed peer goes on from the
 agreed ones, and no frozen ones.
 
-Laws: a checkpoint is whole or it is not there; while a new one is being written the previous one stays; a
-damaged newest one falls back to the previous, with the reason kept. One of an abandoned future (the peer
-went back to an earlier checkpoint, or began anew in the same folder) is set aside under another name, the
-newest of them, until the peer has come as far again.
+Laws: a checkpoint is whole or it is not there, and the previous one stays while it is written. A damaged
+newest one falls back to the previous, with the reason kept. Where a peer went back or began anew, the newest
+of the abandoned future is set aside under another name. It goes when the peer has come as far again.
 
-Price: two checkpoints on disk (a third while one is written, one more that is set aside), each about the fp32
-parameters twice (agreed, outer momentum) and the inner optimizer. A resumed peer has lost what it learned
-since its last offers, less than a round's work.
+Price: two checkpoints on disk, a third while one is written, perhaps one that is set aside. Each holds the
+fp32 parameters twice (agreed, outer momentum) and the inner optimizer. A resumed peer has lost what it
+learned since its last offers, less than a round's work.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class Saving:
     stay), ``ConfigError`` for a buffer that cannot be saved.
     """
 
-    def __init__(self, folder: Path, checkpoint: Checkpoint, said: tree.Said) -> None:
+    def __init__(self, folder: Path, checkpoint: Checkpoint, said: tree.SavedTree) -> None:
         self._folder = folder
         self._path = _new_path(folder, checkpoint.inner_steps)
         self._states = dict(enumerate(checkpoint.states))
@@ -153,7 +152,7 @@ class Saving:
         self._writing.give_up()
 
 
-def changing_parts(checkpoint: Checkpoint, said: tree.Said) -> list[Mapping[str, Tensor]]:
+def changing_parts(checkpoint: Checkpoint, said: tree.SavedTree) -> list[Mapping[str, Tensor]]:
     """What changes with training, by its name there: what stands in one part belongs together."""
     buffers = [{f"buffer.{name}": values} for name, values in checkpoint.buffers.items()]
     return [*buffers, *said.tensors]
@@ -193,8 +192,7 @@ def load(folder: Path) -> Checkpoint:
 
 
 def load_agreed(folder: Path) -> Checkpoint:
-    """The agreed state and the buffers alone, of the newest whole checkpoint in ``folder``, or of the one
-    that ``folder`` itself is: no more than they takes memory. Raises as ``load``."""
+    """As ``load``, the agreed state and the buffers alone. ``folder`` may be one checkpoint itself."""
     return _newest(folder, lambda name: name.startswith(("agreed.", "buffer.")))
 
 
@@ -294,8 +292,8 @@ def _new_path(folder: Path, inner_steps: int) -> Path:
 
 
 def _prune(folder: Path, written: Path) -> None:
-    """Keep ``written`` and the newest before it; set aside what claims to be newer, and of what is set aside
-    keep the newest while it is further on than ``written``.
+    """Keep ``written`` and the newest before it, and set aside what claims to be newer. Of that keep the
+    newest while it is further on than ``written``.
 
     What cannot be removed is left: it costs space, not correctness.
     """

@@ -8,8 +8,8 @@
 Each tensor lies flat, cut into pieces ``START:NAME`` of at most ``PART_BYTES``. ``manifest.json`` has dtypes,
 shapes, metadata, and the sha256 of each part. Any safetensors reader opens the parts.
 
-Laws: a folder appears under its name whole or not at all; one whose bytes changed in any place is refused;
-reading never runs code, and allocates no more than lies on the disk. Price: a part of ``PART_BYTES`` three
+Laws: a folder appears under its name whole or not at all. One whose bytes changed in any place is refused.
+Reading never runs code, and allocates no more than lies on the disk. Price: a part of ``PART_BYTES`` three
 times in memory.
 """
 

@@ -1,7 +1,6 @@
-"""What a rank that follows does in the calls that all ranks make: it carries out rank 0's commands, until one
-says that the call is over.
+"""What a rank that follows does in a call of all ranks: it carries out rank 0's commands, to the call's end.
 
-Law: it decides nothing. What it needs of the run it is told; its shards, its inner optimizer and its buffers
+Law: it decides nothing. It is told what it needs of the run. Its shards, its inner optimizer and its buffers
 are changed only by a command, at the same point of training as rank 0's.
 """
 

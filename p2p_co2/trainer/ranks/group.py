@@ -1,7 +1,7 @@
 """How the ranks of a ``torchrun`` group find that they hold one model together.
 
 Laws: every rank raises the same ``ConfigError``, or none does; nothing is changed. What each rank holds whole
-has the same values on all of them, read once, when they join; some of each are compared again after the first
+has the same values on all of them, read once, when they join. Some of each are compared again after the first
 step, which finds ranks that train apart.
 """
 

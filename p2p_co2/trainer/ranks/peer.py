@@ -3,9 +3,9 @@
     group = form_group(model, optimizer)                     # None outside a group
     peer = as_one_peer(group, model, optimizer, lead, learning_rate)
 
-On rank 0 ``lead()`` connects and starts, and the result is a ``LeadingPeer`` that commands the other ranks;
-on those ``lead`` is not called, and the result is a ``FollowingPeer`` with the same methods. What rank 0
-fails with while it joins, every rank raises.
+On rank 0 ``lead()`` connects and starts, and the result is a ``LeadingPeer`` that commands the other ranks.
+There the result is a ``FollowingPeer`` with the same methods. What rank 0 fails with while it joins, every
+rank raises.
 
 Laws: all ranks make the same calls in the same order, or each raises one ``ConfigError`` that names the two.
 Tokens are summed and losses averaged over the ranks. A rank that ends, ends the peer on every other rank. A
