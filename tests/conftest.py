@@ -62,6 +62,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--storms", type=int, default=200, help="how many storms the campaign plays")
+    parser.addoption(
+        "--rewrite-scenarios", action="store_true", help="write what tests/scenarios say now into their files"
+    )
 
 
 @cache
@@ -103,12 +106,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     config.option.loadscopereorder = False
     return Lanes(config, log)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--rewrite-scenarios", action="store_true", help="write what tests/scenarios say now into their files"
-    )
 
 
 _started: list[str] = []
