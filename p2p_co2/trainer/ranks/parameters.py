@@ -54,7 +54,8 @@ class RankedParameters(LiveParameters):
 
     @torch.no_grad()
     def snapshot(self, index: int, out: Tensor | None = None) -> Tensor:
-        self._tell("snapshot", index)
+        if any(is_sharded(parameter) for parameter, _, _ in super()._slices(index)):
+            self._tell("snapshot", index)
         if out is None:
             is_here = self._ranks.leads
             out = large_tensor(self._plan.fragments[index].numel) if is_here else self.valueless(index)
@@ -93,14 +94,29 @@ class RankedParameters(LiveParameters):
                 yield shard(parameter), mine, slice(at.start + within.start, at.start + within.stop)
 
     def _with(self, index: int, values: Tensor) -> Iterator[tuple[Tensor, Slice, slice, Tensor]]:
-        """As ``_slices``, with rank 0's ``values``: a part of a parameter after the other, whole."""
-        for parameter, part, at in super()._slices(index):
-            piece = torch.empty(part.stop - part.start, dtype=torch.float32, device=parameter.device)
-            self._ranks.spread(piece.copy_(values[at]) if self._ranks.leads else piece)
+        """As ``_slices``, with rank 0's ``values``: to host memory at once, to accelerators part by part."""
+        parts = list(super()._slices(index))
+        is_here = all(parameter.device.type == "cpu" for parameter, _, _ in parts)
+        if is_here:
+            values = self._ranks.spread(values if self._ranks.leads else large_tensor(len(values)))
+        for parameter, part, at in parts:
             mine, within = _share(parameter, part)
+            if is_here:
+                own = values[at][within]
+            else:
+                own = self._to_device(values[at], parameter.device)[within]
+                own = own.clone() if len(own) < part.stop - part.start else own  # lets the rest go
             if mine.start < mine.stop:
-                own = piece[within] if len(piece[within]) == len(piece) else piece[within].clone()
                 yield shard(parameter), mine, slice(0, len(own)), own
+
+    def _to_device(self, values: Tensor, device: torch.device) -> Tensor:
+        """Rank 0's ``values`` on the device of every rank."""
+        there = (
+            values.to(device)
+            if self._ranks.leads
+            else torch.empty(len(values), dtype=torch.float32, device=device)
+        )
+        return self._ranks.spread(there)
 
     def _exchanged(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in super()._exchanged():
