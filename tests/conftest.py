@@ -101,6 +101,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     return Lanes(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rewrite-scenarios", action="store_true", help="write what tests/scenarios say now into their files"
+    )
+
+
 _started: list[str] = []
 """The programs that the test now running has started."""
 
