@@ -172,6 +172,9 @@ class PeerFacts(_Frozen):
     links: tuple[LinkFacts, ...] = Field(description="Measured links, by receiver.")
     skipped_sends: int = Field(description="Schedule points passed with the exchange before still in flight.")
     refused: dict[str, int] = Field(description="Messages that it refused, by reason. Own word.")
+    missed: dict[str, int] = Field(
+        description="Exchanges in which slices of it were not counted, by reason. Own word."
+    )
     nonsense: dict[str, int] = Field(description="What it told that cannot be, by cause. Observed.")
     pipeline: PipelineFacts | None = Field(description="Null in a run of one stage, or if unknown.")
 
@@ -302,6 +305,11 @@ class SwarmFacts(_Frozen):
     peers: tuple[PeerFacts, ...]
     rounds: tuple[RoundFacts, ...] = Field(description="The newest fragment exchanges, newest first.")
     stages: tuple[StageFacts, ...] = Field(description="In their order; empty in a run of one stage.")
+
+    @property
+    def missed(self) -> Counter[str]:
+        """Exchanges in which a peer's slices were not counted, by reason, over all peers."""
+        return sum((Counter(peer.missed) for peer in self.peers), Counter[str]())
 
     @property
     def has_figures(self) -> bool:
@@ -651,7 +659,8 @@ def _peer_facts(known: Known, peer: PeerView) -> PeerFacts:
             if (link := one.measured) is not None
         ),
         skipped_sends=peer.tally.skipped_sends.total(), refused=dict(peer.tally.refused),
-        nonsense=dict(sighting.refused), pipeline=_pipeline_facts(known, peer, online),
+        missed=dict(peer.tally.missed), nonsense=dict(sighting.refused),
+        pipeline=_pipeline_facts(known, peer, online),
     )  # fmt: skip
 
 

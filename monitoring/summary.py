@@ -250,6 +250,7 @@ def _peer(peer: PeerView, labels: dict[str, str], has_stages: bool) -> dict[str,
     tally = peer.tally
     end = peer.end
     tables = {"skipped_sends": tally.skipped_sends, "caught_up": tally.caught_up, "refused": tally.refused}
+    tables["missed"] = tally.missed
     seconds = ("train_s", "exposed_s", "wall_s")
     return {
         **({"stage": peer.stage} if has_stages else {}),

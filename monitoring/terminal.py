@@ -21,13 +21,25 @@ from rich.text import Text
 
 from monitoring.facts import ONLINE, Known, PeerFacts, RoundFacts, StageFacts, SwarmFacts, swarm_facts
 from monitoring.model import follow
-from monitoring.words import UNKNOWN, ago, clock, figure, links, news, percent, plain, size
+from monitoring.words import (
+    UNKNOWN,
+    ago,
+    clock,
+    figure,
+    links,
+    missed_advice,
+    missed_words,
+    news,
+    percent,
+    plain,
+    size,
+)
 from p2p_co2.telemetry.feed import Feed
 
 FRAME_S = 0.5
 PLAIN_EVERY_S = 10.0
 NEWS_LINES = 6
-_LINES_BESIDE_PEERS = 20
+_LINES_BESIDE_PEERS = 21
 _STATE_STYLES = {"training": "green", "finished": "cyan", "left": "cyan", "gone": "red", "silent": "red",
                  "unreachable": "red"}  # fmt: skip
 _CONNECTION_STYLES = {"connected": "green", "connecting": "yellow", "ended": "cyan"}
@@ -335,7 +347,10 @@ def _staleness(facts: SwarmFacts, width: int) -> list[Text]:
             letters.append(*_OUTCOME_STYLES[one.outcome])
         rows.append(letters)
     reasons = ", ".join(f"{plain(why, 40)} ({times})" for why, times in list(facts.abort_reasons.items())[:3])
-    return [*rows, *([Text(f"aborted: {reasons}")] if reasons else [])]
+    missed = missed_words(facts.missed)
+    lines = [f"aborted: {reasons}"] if reasons else []
+    lines += [f"slices not counted: {missed}; {missed_advice(facts.missed)}"] if missed else []
+    return [*rows, *map(Text, lines)]
 
 
 def _ms(seconds: float | None) -> float | None:

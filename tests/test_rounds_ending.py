@@ -247,15 +247,16 @@ def test_so_does_one_that_is_only_known_from_the_donor_that_gave_its_mean() -> N
     for start, workers in ((0, (ME, OTHER, THIRD)), (8, (OTHER, THIRD))):
         counted = [wire.Contributor(peer=name, weight=2.0) for name in sorted(workers)]
         part = wire.PartOutcome(
-            start_block=start, stop_block=start + 8, digest=bytes(32), contributors=counted
-        )
+            start_block=start, stop_block=start + 8, digest=bytes(32), contributors=counted,
+            missed=[wire.LATE] * (3 - len(counted)),
+        )  # fmt: skip
         parts.append(part)
     machine.replayed(signed(1))  # all of its work is in this one
     assert not drain(machine)
     machine.replayed(signed(1, parts=parts))
     assert drain(machine) == [Doubted(0)]
     for part in parts:
-        del part.contributors[:]
+        del part.contributors[:], part.missed[:]
         part.contributors.extend(wire.Contributor(peer=name, weight=1.5) for name in everybody)
     members = [wire.Member(peer=name, weight=1.5, offer_id=bytes(8)) for name in everybody]
     machine.replayed(signed(1, members=members, parts=parts))  # what it had offered before, and less
@@ -276,6 +277,8 @@ def test_what_a_peer_was_in_alone_nobody_else_has_counted() -> None:
     drain(machine)
     counted = [wire.Contributor(peer=name, weight=2.0) for name in sorted((OTHER, THIRD))]
     blocks = machine._shape.blocks[0]
-    part = wire.PartOutcome(start_block=0, stop_block=blocks, digest=bytes(32), contributors=counted)
+    part = wire.PartOutcome(
+        start_block=0, stop_block=blocks, digest=bytes(32), contributors=counted, missed=[wire.LATE]
+    )
     machine.replayed(signed(1, parts=[part]))
     assert not drain(machine)

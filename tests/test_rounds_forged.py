@@ -207,7 +207,10 @@ def test_forged_means_and_results() -> None:
     owner = next(identity for identity in map(make_identity, range(3)) if identity.peer_id == other)
 
     def mean(*contributors: wire.Contributor) -> wire.Mean:
-        whole = wire.Mean(key=begin.key, part=1, total=64, data=bytes(64), contributors=contributors)
+        whole = wire.Mean(
+            key=begin.key, part=1, total=64, data=bytes(64), contributors=contributors,
+            missed=[wire.LATE] * (3 - len(contributors)),
+        )  # fmt: skip
         whole.signature = signed_mean(whole, (8, 16), owner, RUN).signature
         return whole
 
@@ -216,6 +219,10 @@ def test_forged_means_and_results() -> None:
     assert refusal(machine, mean(wire.Contributor(peer=other, weight=99.0)), other) == "wrong contributors"
     assert refusal(machine, mean(good, good), other) == "wrong contributors"
     assert refusal(machine, mean(wire.Contributor(peer="x", weight=2.0)), other) == "wrong contributors"
+    whole = mean(good)
+    for reasons in ([wire.LATE], [wire.LATE] * 3, [0, 1], [1, 6]):
+        whole.missed[:] = reasons  # type: ignore[assignment]
+        assert refusal(machine, whole, other) == "wrong reasons"
     machine.receive(mean(good), other, 1.0)
     result = wire.Result(key=begin.key, lost=[wire.LostPart(part=7)])
     assert refusal(machine, result, other) == "wrong parts"
@@ -288,6 +295,7 @@ def fill(message: Message, chance: random.Random, strings: list[str], blobs: lis
                 field.CPPTYPE_UINT32: chance.choice(numbers),
                 field.CPPTYPE_UINT64: chance.choice([*numbers, 2**63]),
                 field.CPPTYPE_DOUBLE: chance.choice([0.0, 1.0, 2.0, 5.0, -1.0, math.nan, math.inf, 1e300]),
+                field.CPPTYPE_ENUM: chance.choice([0, 1, 5, 6, 2**31 - 1]),
                 field.CPPTYPE_BOOL: chance.random() < 0.5,
                 field.CPPTYPE_STRING: chance.choice(blobs if field.type == field.TYPE_BYTES else strings),
             }[field.cpp_type]

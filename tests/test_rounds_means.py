@@ -163,7 +163,10 @@ def test_which_mean_is_refused(
             for index, peer in enumerate(peers)
         ]
         contributors = [wire.Contributor(peer=peer, weight=weight) for peer, weight in listed if weight]
-        mean = wire.Mean(key=attempt.key(), part=part, total=32, data=bytes(32), contributors=contributors)
+        mean = wire.Mean(
+            key=attempt.key(), part=part, total=32, data=bytes(32), contributors=contributors,
+            missed=[wire.LATE] * (4 - len(contributors)),
+        )  # fmt: skip
         mean.signature = signed_mean(mean, ranges[part], IDENTITIES[part], RUN).signature
         assert exchange.mean_came(mean, owner, 1.0)
     jobs = [event for event in outlet.events if isinstance(event, CheckWanted)]

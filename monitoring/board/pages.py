@@ -24,7 +24,19 @@ from monitoring.facts import (
     Trouble,
 )
 from monitoring.history import AGREED, MAX_LINES, SWARM, Happening
-from monitoring.words import ago, clock, date, exchange, figure, links, percent, plain, size
+from monitoring.words import (
+    ago,
+    clock,
+    date,
+    exchange,
+    figure,
+    links,
+    missed_advice,
+    missed_words,
+    percent,
+    plain,
+    size,
+)
 from p2p_co2.telemetry.view import numbered
 from p2p_co2.wire.limits import MAX_FRAGMENTS
 
@@ -192,6 +204,7 @@ def staleness_told(facts: SwarmFacts) -> Told:
         "staleness-mean": ("Mean staleness", figure(facts.staleness_mean, 2), "outer steps", applied),
         "delay": ("Send to apply", delay, "inner steps", "mean over all applied"),
         "late": ("Late or partial exchanges", odd, "", of),
+        "missed": ("Slices not counted", missed_words(facts.missed) or "0", "", missed_advice(facts.missed)),
         "oldest": ("Oldest fragment", clock(oldest), "min:s", f"on {label}" if label else ""),
     }
 
@@ -317,6 +330,7 @@ class PeersPage(Page):
                 ("Tokens/s", 0, lambda peer: round(peer.tokens_per_s)),
                 ("Training loss", 3, lambda peer: _times(peer.loss, 1)),
                 ("Staleness (outer steps)", 2, lambda peer: _times(peer.staleness_mean, 1)),
+                ("Not counted (exchanges)", -1, lambda peer: missed_words(peer.missed)),
                 ("Used (%)", 1, lambda peer: _times(peer.utilisation, 100)),
                 ("Up (kB/s)", 1, lambda peer: _times(peer.up_bytes_per_s, 1e-3)),
                 ("Links", -1, lambda peer: links(peer.carriers)),

@@ -42,6 +42,7 @@ from p2p_co2.telemetry.events import (
     RoundBegan,
     RoundCommitted,
     RoundCounted,
+    SliceMissed,
 )  # fmt: skip
 from p2p_co2.telemetry.feed import News, Sighting
 from p2p_co2.telemetry.journal import event_line, parse_event
@@ -117,7 +118,7 @@ def _inflated(packed: bytes) -> bytes:
     return text
 
 
-_NAMING = PeerJoined | PeerLeft | LinkOpened | LinkLost | LinkMeasured | RoundBegan
+_NAMING = PeerJoined | PeerLeft | LinkOpened | LinkLost | LinkMeasured | RoundBegan | SliceMissed
 """Events that name peers which exist."""
 
 
@@ -132,7 +133,8 @@ def check_event(event: Event, peer: PeerId, sent_at: float) -> None:
     for name, value in vars(event).items():
         if name not in {"at", "peer"}:
             _check_value(name, value)
-    others = getattr(event, "group", (getattr(event, "other", ""),))
+    others = event.owners if isinstance(event, SliceMissed) else getattr(event, "group", None)
+    others = (getattr(event, "other", ""),) if others is None else others
     if isinstance(event, _NAMING) and not all(_is_peer_id(name) for name in others):
         raise ValueError("a peer that cannot be")
 
@@ -148,7 +150,7 @@ def _check_value(name: str, value: Any) -> None:
             if len(value) > MAX_STRING:
                 raise ValueError("a text that is too long")
         case tuple():
-            if len(value) > (MAX_MEMBERS if name == "group" else MAX_FRAGMENTS):
+            if len(value) > (MAX_MEMBERS if name in {"group", "owners"} else MAX_FRAGMENTS):
                 raise ValueError("too many items")
             for item in value:
                 _check_value(name, item)

@@ -80,6 +80,8 @@ class Tally:
     refused: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     """Microbatches given up, by reason."""
+    missed: Counter[str] = field(default_factory=Counter)
+    """Exchanges with slices of it that were not counted, by reason."""
     sends: int = 0
     rounds_alone: int = 0
     in_flight_s: float = 0.0
@@ -98,6 +100,7 @@ class Tally:
         self.caught_up = Counter(event.caught_up)
         self.refused = Counter(event.refused)
         self.dropped = Counter(event.dropped)
+        self.missed = Counter(event.missed)
         for delay, times in event.sync_delay_steps.items():
             if _is_number(delay):
                 _count_value(self.sync_delay_steps, int(delay), times)
@@ -277,6 +280,8 @@ class PeerView:
                 _count(self.tally.refused, event.reason)
             case ev.MicrobatchDropped():
                 _count(self.tally.dropped, event.reason)
+            case ev.SliceMissed():
+                _count(self.tally.missed, event.reason)
             case ev.Recalled():
                 self.tally.recall(event)
 
@@ -315,7 +320,7 @@ def recalled(view: PeerView) -> list[ev.Event]:
         staleness={f"{fragment}:{stale}": times for (fragment, stale), times in staleness.items()},
         sync_delay_steps={str(delay): times for delay, times in delays.items()},
         skipped_sends=dict(tally.skipped_sends), caught_up=dict(tally.caught_up - newer.caught_up),
-        refused=dict(tally.refused), dropped=dict(tally.dropped),
+        refused=dict(tally.refused), dropped=dict(tally.dropped), missed=dict(tally.missed),
     )  # fmt: skip
     told = view.start, view.progress, view.pipeline, view.end, view.agreed
     newest = [event for event in told if event and event.peer]

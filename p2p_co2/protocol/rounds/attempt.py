@@ -26,6 +26,7 @@ from p2p_co2.wire.messages_pb2 import (
     Behind,
     Contributor,
     Member,
+    Missed,
     Ready,
     RoundKey,
 )
@@ -240,6 +241,12 @@ def read_contributors(
         if weight != most and (is_exact or not 0 < weight < most):
             raise RemoteProtocolError("wrong contributors", "must have the weights of BEGIN, at most")
     return read
+
+
+def check_missed(missed: Collection[int], others: int) -> None:
+    """Raise ``RemoteProtocolError`` unless there is a reason for each of so many that are no contributors."""
+    if len(missed) != others or not set(Missed.values()[1:]).issuperset(missed):
+        raise RemoteProtocolError("wrong reasons", f"{len(missed)} for {others} members")
 
 
 def read_key(key: RoundKey, shape: PayloadShape) -> tuple[int, int, bytes]:

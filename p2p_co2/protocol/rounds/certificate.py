@@ -22,6 +22,7 @@ from p2p_co2.protocol.rounds.attempt import (
     capped,
     check_digest,
     check_live,
+    check_missed,
     is_quorum,
     read_contributors,
     read_key,
@@ -125,6 +126,7 @@ def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
     for part in outcome.parts:
         check_digest(part.digest)
         read_contributors(part.contributors, weights, not shape.weight_cap)
+        check_missed(part.missed, len(weights) - len(part.contributors))
 
 
 def signers_of(decision: Decision, outcome: Outcome) -> list[PeerId]:

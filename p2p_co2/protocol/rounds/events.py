@@ -14,6 +14,7 @@ from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.bounds import DIGEST_BYTES, MAX_WEIGHT
 from p2p_co2.system.memory import Buffer
 from p2p_co2.wire.identity import PeerId
+from p2p_co2.wire.messages_pb2 import Missed
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,18 @@ class Committed:
 
 
 @dataclass(frozen=True)
+class MissedSlices:
+    """Slices of ours that are not in a committed mean: of ``parts`` of it, for this reason. ``owners``: who
+    averaged these and says so, sorted."""
+
+    fragment: int
+    round: int
+    reason: Missed
+    owners: tuple[PeerId, ...]
+    parts: int
+
+
+@dataclass(frozen=True)
 class Aborted:
     """Our offer came to nothing and nothing changed; the gradient carries over."""
 
@@ -264,6 +277,7 @@ RoundsEvent = (
     ReduceWanted
     | CheckWanted
     | Committed
+    | MissedSlices
     | Aborted
     | Began
     | FellBehind

@@ -21,11 +21,11 @@ from p2p_co2.digest import digest
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.assembly import Assembly, pieces
-from p2p_co2.protocol.rounds.attempt import Attempt, Share, read_contributors
+from p2p_co2.protocol.rounds.attempt import Attempt, Share, check_missed, read_contributors
 from p2p_co2.protocol.rounds.certificate import Seals
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import CheckWanted, Likeness, Offer, ReduceJob
-from p2p_co2.protocol.rounds.owner import Arrivals, Contributors, PartJob, Room
+from p2p_co2.protocol.rounds.owner import Arrivals, Contributors, Counted, PartJob, Room
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.system.memory import Buffer, large_buffer
 from p2p_co2.wire.envelope import with_data
@@ -99,8 +99,8 @@ class PartState:
     def expect(self, source: PeerId) -> None:
         """All of it, from ``source``."""
         self.source, self.transfer = source, Assembly(len(self.place), self.place)
-        self.head: tuple[Contributors, bytes] | None = None
-        """What the first piece says: the contributors, and the owner's signature."""
+        self.head: tuple[Counted, bytes] | None = None
+        """What the first piece says: whose slices are in it, and the owner's signature."""
 
     def is_lost(self, swarm: Swarm, now: float) -> bool:
         """Whether its owner is late, or went: one that is back at once is another process."""
@@ -109,14 +109,14 @@ class PartState:
         return not self.is_held and now >= self.due_at
 
     def hold(
-        self, part: int, attempt: Attempt, seals: Seals, contributors: Contributors,
-        signature: bytes | None = None,
-    ) -> None:  # fmt: skip
+        self, part: int, attempt: Attempt, seals: Seals, counted: Counted, signature: bytes | None = None
+    ) -> None:
         """Its mean is whole, and we made it if there is no ``signature``. Raises ``RemoteProtocolError``."""
         start, stop = attempt.ranges[part]
-        listed = list_contributors(contributors)
-        named = digest(self.place)
-        outcome = PartOutcome(start_block=start, stop_block=stop, digest=named, contributors=listed)
+        outcome = PartOutcome(
+            start_block=start, stop_block=stop, digest=digest(self.place),
+            contributors=list_contributors(counted.contributors), missed=counted.missed,
+        )  # fmt: skip
         said = digest(outcome.SerializeToString(deterministic=True))
         seal = SignedMean(part=part, generation=self.generation, digest=said, signature=signature)
         if signature is None:
@@ -133,6 +133,7 @@ class PartState:
             head = Mean(
                 key=attempt.key(), part=self.seal.part, generation=self.generation, offset=offset,
                 total=len(self.place), contributors=[] if offset else self.outcome.contributors,
+                missed=[] if offset else self.outcome.missed,
                 signature=b"" if offset else self.seal.signature,
             )  # fmt: skip
             message = with_data(head, data)
@@ -236,8 +237,8 @@ class Exchange:
         state = self.parts[job.part]
         if mine is not None and mine.is_answered_by(job):
             self.parts_at = now
-            contributors = mine.reduced(job, mean, state.place)
-            state.hold(job.part, self.attempt, self.seals, contributors)
+            counted = mine.reduced(job, mean, state.place)
+            state.hold(job.part, self.attempt, self.seals, counted)
             state.send(self.attempt, self._swarm, self._outlet)
             self.findings[job.part, job.generation] = state.owner, True
 
@@ -261,9 +262,11 @@ class Exchange:
         if message.offset == 0:
             weights = self.attempt.weights
             contributors = read_contributors(message.contributors, weights, not self.attempt.weight_cap)
-            if state.head not in (None, (contributors, message.signature)):
+            check_missed(message.missed, len(weights) - len(contributors))
+            head = Counted(contributors, tuple(message.missed)), message.signature
+            if state.head not in (None, head):
                 raise RemoteProtocolError("conflicting duplicate", "other contributors or signature")
-            state.head = contributors, message.signature
+            state.head = head
         is_new = state.transfer.add(message.offset, message.total, message.data)
         if is_new and state.transfer.whole is not None and state.head is not None:
             try:
@@ -293,7 +296,7 @@ class Exchange:
         slices count for less than a quarter: only those unlike most do, and they do not look."""
         state = self.parts[part]
         weights = self.attempt.weights
-        counted = dict(state.head[0] if state.head else ())
+        counted = dict(state.head[0].contributors if state.head else ())
         cut = {peer for peer, weight in counted.items() if 4 * weight < weights[peer]}
         if not self.attempt.weight_cap or self._swarm.me not in self.attempt.senders[part]:
             return

@@ -19,9 +19,9 @@ from p2p_co2.protocol.rounds.attempt import Attempt, check_behind, check_duratio
 from p2p_co2.protocol.rounds.certificate import Seals, open_decision, signers_of, tellers_of
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.deadline import Durations
-from p2p_co2.protocol.rounds.events import Aborted, Doubted, FellBehind, Offer, Refused
+from p2p_co2.protocol.rounds.events import Aborted, Doubted, FellBehind, MissedSlices, Offer, Refused
 from p2p_co2.protocol.rounds.exchange import Exchange
-from p2p_co2.protocol.rounds.history import History, is_in_all
+from p2p_co2.protocol.rounds.history import History, is_in_all, missed_in
 from p2p_co2.protocol.rounds.member import Completion, Member, without_bytes
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.wire import messages_pb2 as wire
@@ -420,8 +420,20 @@ class FragmentRounds:
         member.exchange.note_duration(member.begun_at, now)
         self._cadence.committed(outcome.key.round, now)
         self.history.keep(decision, outcome)
+        self._tell_missed(member, outcome)
         self._completing = Completion(member, decision, outcome, self._swarm, now)
         self._complete(now)
+
+    def _tell_missed(self, member: Member, outcome: wire.Outcome) -> None:
+        """Tell in which parts our slices are not, and why: from the certificate, whatever we hold of it."""
+        owners: dict[wire.Missed, list[PeerId]] = {}
+        for state, part in zip(member.exchange.parts, outcome.parts, strict=True):
+            reason = missed_in(part, outcome, self._swarm.me)
+            if reason is not None:
+                owners.setdefault(reason, []).append(state.owner)
+        place = outcome.key.fragment, outcome.key.round
+        for reason, of_parts in owners.items():
+            self._outlet.emit(MissedSlices(*place, reason, tuple(sorted(set(of_parts))), len(of_parts)))
 
     def _complete(self, now: float) -> None:
         """Our attempt has committed: end the offer if we hold all means."""

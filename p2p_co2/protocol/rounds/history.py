@@ -12,7 +12,7 @@ from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.certificate import Derived
 from p2p_co2.protocol.rounds.events import Stale
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Decision, Outcome
+from p2p_co2.wire.messages_pb2 import Decision, Missed, Outcome, PartOutcome
 
 
 @Derived
@@ -24,6 +24,13 @@ def workers_of(outcome: Outcome) -> frozenset[str]:
 def is_in_all(outcome: Outcome, me: PeerId) -> bool:
     """Whether a slice of ours is in every part of a committed mean."""
     return all(any(one.peer == me for one in part.contributors) for part in outcome.parts)
+
+
+def missed_in(part: PartOutcome, outcome: Outcome, peer: PeerId) -> Missed | None:
+    """Why its slice is not in one part of a committed mean of which it is a member; None if it is."""
+    contributors = {one.peer for one in part.contributors}
+    absent = (member.peer for member in outcome.members if member.peer not in contributors)
+    return dict(zip(absent, part.missed, strict=True)).get(peer)
 
 
 class History:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from statistics import median_low
+from typing import NamedTuple
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
@@ -18,14 +19,21 @@ from p2p_co2.protocol.rounds.assembly import Assembly
 from p2p_co2.protocol.rounds.attempt import Attempt
 from p2p_co2.protocol.rounds.deadline import SAFETY, Durations
 from p2p_co2.protocol.rounds.events import Distrusted, ReduceJob, ReduceWanted, Slice
-from p2p_co2.protocol.rounds.repute import LATE
+from p2p_co2.protocol.rounds.repute import LATE_TIMES
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.system.memory import Buffer
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Part
+from p2p_co2.wire.messages_pb2 import HOSTILE, LATE, NO_ROOM, NOT_ASKED, NOT_AWAITED, Missed, Part
 
 SLOW = "not waited for here any more, since its slices come too late, until they are in time again"
 Contributors = tuple[tuple[PeerId, float], ...]
+
+
+class Counted(NamedTuple):
+    """Whose slices are in a mean, with their weights; of the other members, in their order, why not."""
+
+    contributors: Contributors
+    missed: tuple[Missed, ...]
 
 
 class Room:
@@ -106,6 +114,8 @@ class PartJob:
         self._came_s: dict[PeerId, float] = {}
         """How long after BEGIN a slice of another was whole."""
         self._transfers: dict[PeerId, Assembly] = {}
+        self._missed: dict[PeerId, Missed] = {}
+        """Why a slice is not in the job, where it is not that it was not waited for."""
 
     @property
     def _due_at(self) -> float:
@@ -147,8 +157,10 @@ class PartJob:
         self._free_place = None
         if place is None:
             if not self._room.take(self._size_bytes):
+                self._missed[sender] = NO_ROOM
                 return None
             self._taken_bytes += self._size_bytes
+        self._missed.pop(sender, None)
         self._transfers[sender] = Assembly(self._size_bytes, place)
         return self._transfers[sender]
 
@@ -161,6 +173,7 @@ class PartJob:
         missing = [peer for peer in absent if self._swarm.is_live(peer) and habit.is_awaited(peer)]
         if missing and now < self._due_at:
             return
+        self._missed = dict.fromkeys(missing, LATE) | self._missed
         late = {peer for peer, came_s in self._came_s.items() if not self._is_fair(self._began_at + came_s)}
         for peer in self._whole.keys() - late:
             self._arrivals.came(peer, self.part)
@@ -176,9 +189,9 @@ class PartJob:
     def _is_fair(self, at: float) -> bool:
         """Whether a slice that is whole then is in time for its own sake: within what links were planned to
         take, or a few times what the middle one of the others took, or what costs nobody anything."""
-        usual_s = LATE * median_low(self._came_s.values() or [0.0])
+        usual_s = LATE_TIMES * median_low(self._came_s.values() or [0.0])
         cheap_s = max(bounds.CHEAP_S, bounds.CHEAP_SHARE * self._swarm.shape.round_s)
-        fair_s = max(usual_s, cheap_s, LATE * self.attempt.parts_within_s / SAFETY)
+        fair_s = max(usual_s, cheap_s, LATE_TIMES * self.attempt.parts_within_s / SAFETY)
         return at < self._due_at and at - self._began_at <= fair_s
 
     def _ask(self) -> None:
@@ -218,10 +231,14 @@ class PartJob:
         """Drop a hostile slice and ask again without it."""
         if self._whole.pop(peer, None) is None:
             raise LocalProtocolError(f"no slice of {peer} in this job")
+        self._missed[peer] = HOSTILE
         self._ask()
 
-    def reduced(self, job: ReduceJob, mean: Buffer, place: memoryview) -> Contributors:
-        """Put the encoded mean to its ``place``; returns the contributors."""
+    def _why_missed(self, peer: PeerId) -> Missed:
+        return self._missed.get(peer, NOT_AWAITED) if peer in self.attempt.senders[self.part] else NOT_ASKED
+
+    def reduced(self, job: ReduceJob, mean: Buffer, place: memoryview) -> Counted:
+        """Put the encoded mean to its ``place``; returns whose slices are in it."""
         if len(mean) != self._size_bytes:
             raise LocalProtocolError(
                 f"the mean of part {self.part} has {len(mean)} bytes, not {self._size_bytes}"
@@ -231,4 +248,6 @@ class PartJob:
         self._whole.clear()
         self.give_up()
         self.job = None
-        return tuple((piece.peer, piece.weight) for piece in job.slices)
+        contributors = {piece.peer: piece.weight for piece in job.slices}
+        missed = (self._why_missed(peer) for peer in self.attempt.shares if peer not in contributors)
+        return Counted(tuple(contributors.items()), tuple(missed))

@@ -15,7 +15,7 @@ from p2p_co2.wire.limits import MAX_PEERS
 
 FIRST_S = 60.0
 LONGEST_S = 3600.0
-LATE = 2.0
+LATE_TIMES = 2.0
 """Times as long as the middle one of the owners: links differ, and slices reach one owner sooner."""
 AVERAGING = -1
 """In place of a fragment: that it averages."""
@@ -103,7 +103,7 @@ class Lateness:
         mean; what has not come counts up to now. ``parts_within_s``: as in BEGIN."""
         self._forgive()
         fair_s = median_low(took_s.values()) if len(took_s) > 1 else parts_within_s
-        late_s = LATE * fair_s if len(took_s) > 1 else fair_s
+        late_s = LATE_TIMES * fair_s if len(took_s) > 1 else fair_s
         for peer, owner_s in took_s.items():
             if owner_s > late_s and owner_s - fair_s > bounds.CHEAP_S:
                 share = max(HARDEST, fair_s / owner_s)
