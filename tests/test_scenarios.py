@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.scenarios import runner
 
+rewrite = cache(runner.rewrite)
+"""Once for all scenarios of a file."""
+
 
 @pytest.mark.parametrize("scenario", runner.scenarios(), ids=str)
 def test_scenario(scenario: runner.Scenario, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--rewrite-scenarios"):
-        runner.rewrite(scenario.path)
+        rewrite(scenario.path)
         pytest.skip("its file was written anew")
     wrong = scenario.play()
     assert not wrong, "\n".join(["what is expected (-) and what is said (+):", *wrong])

@@ -426,14 +426,16 @@ class FragmentRounds:
 
     def _tell_missed(self, member: Member, outcome: wire.Outcome) -> None:
         """Tell in which parts our slices are not, and why: from the certificate, whatever we hold of it."""
-        owners: dict[wire.Missed, list[PeerId]] = {}
+        owners: dict[wire.Missed, list[PeerId | None]] = {}
         for state, part in zip(member.exchange.parts, outcome.parts, strict=True):
             reason = missed_in(part, outcome, self._swarm.me)
             if reason is not None:
-                owners.setdefault(reason, []).append(state.owner)
+                is_by_owner = not state.is_held or state.outcome.digest == part.digest
+                owners.setdefault(reason, []).append(state.owner if is_by_owner else None)
         place = outcome.key.fragment, outcome.key.round
         for reason, of_parts in owners.items():
-            self._outlet.emit(MissedSlices(*place, reason, tuple(sorted(set(of_parts))), len(of_parts)))
+            known = tuple(sorted({owner for owner in of_parts if owner is not None}))
+            self._outlet.emit(MissedSlices(*place, reason, known, len(of_parts)))
 
     def _complete(self, now: float) -> None:
         """Our attempt has committed: end the offer if we hold all means."""

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
 
+from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import events as said
 from p2p_co2.protocol.rounds.attempt import seal_begin
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
-from tests.round_network import Faults, Network, contributors_of
+from tests.certificates import signed_mean
+from tests.round_network import RUN, Faults, Network, contributors_of
 
 START = hashlib.sha256(b"start").digest()
 DIGESTS = {"start": START, "other": hashlib.sha256(b"another state").digest()}
@@ -65,6 +68,11 @@ class Room:
         self.weights: dict[str, float] = {}
         self.first_offer_at: dict[int, float] = {}
         self.hostile: set[str] = set()
+        self.begun: wire.Begin | None = None
+        """The newest BEGIN that was made by hand."""
+        self.within_s: float | None = None
+        self.lost_at: set[tuple[str, str]] = set()
+        self.lying: dict[str, tuple[str, str]] = {}
         self.told = self.refused = self.listed = 0
 
     # ---- what there is
@@ -78,6 +86,7 @@ class Room:
         self.label_of = {peer: label for label, peer in self.peers.items()}
         self.net.on_send = self._passes
         self.net.on_reduce = self._reduces
+        self.net.finds_itself = self._finds_itself
         self.net.weight = lambda name: self.weights.get(self.label_of[name], 1.0)  # type: ignore[method-assign]
 
     def silent(self, *labels: str) -> None:
@@ -92,6 +101,14 @@ class Room:
             self.net.set_state(peer, 0, int(version), DIGESTS[digest])
         return self._tell()
 
+    def wake(self, *labels: str, to: str) -> list[str]:
+        """Silent ones come to life, with the state of another."""
+        for peer in self._peers(labels):
+            self.net.silent.discard(peer)
+            self.net.peers[peer].alive = True
+            self.net.set_state(peer, 0, *self.net.peers[self.peers[to]].states[0])
+        return self._tell()
+
     def seen(self, *labels: str, by: str = "", **view: str) -> list[str]:
         """Peers are seen so, by all or by one: fields of ``PeerView``; ``finished=yes``: with the
         fragment."""
@@ -102,8 +119,13 @@ class Room:
         return self._tell()
 
     def hidden(self, *labels: str, by: str) -> list[str]:
-        """One does not see these, and sees all others."""
-        self.net.hidden[self.peers[by]] = set(self._peers(labels))
+        """These do not see them, and see all others."""
+        for me in by:
+            self.net.hidden[self.peers[me]] = set(self._peers(labels))
+        return self._tell()
+
+    def heartbeats(self) -> list[str]:
+        """All hear how all others are."""
         return self._tell()
 
     def weight(self, **weights: str) -> None:
@@ -118,6 +140,16 @@ class Room:
         """The tensor side finds them so."""
         self.hostile = set(labels)
 
+    def does_not_find_itself(self, *labels: str, at: str) -> None:
+        """Their slices are not in the means of these owners, as they find."""
+        self.lost_at = {(label, owner) for label in labels for owner in at}
+
+    def lies(self, liar: str, how: str, to: str = "") -> None:
+        """An owner's means are other ones for ``each`` receiver, or for every second one (``halves``), and it
+        signs all of them; or ``unsigned``: it signs the right one alone; or it signs none (``to``: for
+        these)."""
+        self.lying[liar] = how, to
+
     # ---- what the carriers do
 
     def lose(self, kind: str = "", by: str = "inf", **ways: str) -> None:
@@ -127,12 +159,21 @@ class Room:
     delay = lose
     """The same come so many seconds later."""
 
+    def begins_within(self, seconds: str) -> None:
+        """BEGIN allows the others so much time."""
+        self.within_s = float(seconds)
+
     def deliver(self) -> None:
         """All messages come through again."""
         self.rules = []
 
     def _passes(self, source: PeerId, to: PeerId, message: Message) -> bool:
         kind, sender, receiver = NAME_OF[message.__class__], self.label_of[source], self.label_of.get(to, "?")
+        if isinstance(message, wire.Begin) and self.within_s is not None:
+            message.parts_within_s = message.result_within_s = self.within_s
+        if isinstance(message, wire.Mean) and sender in self.lying:
+            self._lie(source, to, wire.Mean.FromString(message.SerializeToString()))
+            return False
         later_s = next(
             (
                 later_s
@@ -152,15 +193,43 @@ class Room:
             self.net.at(self.net.now, lambda: self.net.pump(peer))
         return bad is None
 
+    def _finds_itself(self, peer: PeerId, job: said.CheckWanted) -> bool:
+        return (self.label_of[peer], self.label_of[self._spec(job.key, job.part).owner]) not in self.lost_at
+
+    def _spec(self, attempt: bytes, part: int) -> Any:
+        sent = (m for _, _, m in self.net.sent if isinstance(m, wire.Begin))
+        return next(begin for begin in sent if begin.key.attempt == attempt).parts[part]
+
+    def _lie(self, source: PeerId, to: PeerId, mean: wire.Mean) -> None:
+        how, victims = self.lying[self.label_of[source]]
+        number = self.net.names.index(to)
+        if how != "unsigned" or not victims:
+            mean.data = bytes([number % 2 if how == "halves" else number]) * len(mean.data)
+        if how != "unsigned":
+            spec = self._spec(mean.key.attempt, mean.part)
+            blocks = spec.start_block, spec.stop_block
+            mean.signature = signed_mean(mean, blocks, self.net.peers[source].identity, RUN).signature
+        elif self.label_of[to] in victims:
+            mean.signature = bytes(64)
+        self.net.at(self.net.now + 0.02, lambda: self.net.deliver(source, to, mean))
+
     # ---- what peers do
 
     def offer(self, *labels: str, round: str = "1", last: str = "") -> list[str]:
-        """In this order, at once; ``all``: all that live."""
+        """In this order, at once; ``all``: all that live and are at the version before."""
         self.first_offer_at.setdefault(int(round), self.net.now)
-        alive = [peer for peer in self.peers.values() if self.net.peers[peer].alive]
-        for peer in alive if labels == ("all",) else self._peers(labels):
+        ready = [peer for peer in self.net.peers.values() if peer.alive and peer.version == int(round) - 1]
+        ready.sort(key=lambda peer: self.label_of[peer.name])
+        for peer in [one.name for one in ready] if labels == ("all",) else self._peers(labels):
             self.net.offer(peer, int(round), is_last=bool(last))
         return self._news()
+
+    def play(self, first: str, last: str, seconds: str = "30") -> list[str]:
+        """Rounds that all who live offer for, each within so many seconds."""
+        lines = []
+        for round_ in range(int(first), int(last) + 1):
+            lines += self.offer("all", round=str(round_)) + self.run(seconds)
+        return lines
 
     def withdraw(self, label: str, *reason: str) -> list[str]:
         peer = self.peers[label]
@@ -179,30 +248,65 @@ class Room:
         return self._news()
 
     def hear(self, label: str, kind: str, **fields: str) -> list[str]:
-        """One message that is made by hand. It is as an honest one but for ``fields``, by their paths; what
-        follows at the peer, and what it sends then, are said."""
-        sender = fields.pop("from")
+        """A message that is made by hand, ``from`` one or several. It is as an honest one but for ``fields``,
+        by their paths; what follows at the peer, and what it sends then, are said."""
+        senders = fields.pop("from")
         peer = self.net.peers[self.peers[label]]
-        message = self._made(kind, fields)
+        message = self._made(label, kind, fields)
         if isinstance(message, wire.Begin) and not any(path.startswith("key.") for path in fields):
-            seal_begin(message, self.peers[sender])
+            seal_begin(message, self.peers[senders])
         self.listed = len(self.net.sent)
-        peer.machine.receive(message, self._peer(sender), self.net.now)
-        self.net.pump(peer.name)
+        if isinstance(message, wire.Ready):
+            self.first_offer_at.setdefault(message.round, self.net.now)
+        for sender in senders if set(senders) <= self.peers.keys() else [senders]:
+            try:
+                peer.machine.receive(message, self._peer(sender), self.net.now)
+            finally:
+                self.net.pump(peer.name)
+        self.begun = message if isinstance(message, wire.Begin) else self.begun
         return [*self._news(), *self.sent()]
+
+    def hear_each(self, label: str, kind: str, **cases: str) -> list[str]:
+        """One message for each value of each field, as in ``hear``: what becomes of it."""
+        lines = []
+        sender = cases.pop("from")
+        for path, values in cases.items():
+            for value in values.split() or [""]:
+                try:
+                    said = self.hear(label, kind, **{"from": sender, path: value})
+                except RemoteProtocolError as error:
+                    said = [f"refused: {error.reason}"]
+                lines.append(f"{path}={value}  {', '.join(said) or 'taken'}")
+        return lines
+
+    def flood(self, label: str, rounds: str, **ways: str) -> str:
+        """READYs of so many rounds ``from`` one peer: what is held of them."""
+        machine = self.net.peers[self.peers[label]].machine
+        for round_ in range(1, int(rounds) + 1):
+            ready = wire.Ready(round=round_, state_digest=START, weight=1.0)
+            machine.receive(ready, self.peers[ways["from"]], self.net.now)
+            machine.messages_to_send()
+        return f"{machine.held()['GATHERINGS'][0]} gathering held"
+
+    def note_begin(self) -> None:
+        """BEGIN as it would be now is the one that is heard from now on."""
+        self.begun = self._begin()
 
     # ---- what is said
 
     def sent(self, *kinds: str) -> list[str]:
         """What was sent since it was asked last, of these kinds."""
-        lines: dict[str, dict[str, None]] = {}
+        lines: dict[str, Counter[str]] = {}
         for source, to, message in self.net.sent[self.listed :]:
             name = NAME_OF[message.__class__]
             if not kinds or name in kinds:
                 words = f"{self.label_of[source]} -> {{}}: {name}{self._remark(message)}"
-                lines.setdefault(words, {})[self.label_of.get(to, "?")] = None
+                lines.setdefault(words, Counter())[self.label_of.get(to, "?")] += 1
         self.listed = len(self.net.sent)
-        return [words.format(" ".join(sorted(to))) for words, to in lines.items()]
+        return [
+            words.format(" ".join(f"{one}*{n}" if n > 1 else one for one, n in sorted(to.items())))
+            for words, to in lines.items()
+        ]
 
     def count_sent(self) -> str:
         """How many messages were sent since it was asked last, by kind."""
@@ -214,13 +318,13 @@ class Room:
         """Of the newest BEGIN: who averages how many blocks of whom."""
         begin = next(m for _, _, m in reversed(self.net.sent) if isinstance(m, wire.Begin))
         members = [member.peer for member in begin.members]
-        lines = []
+        lines = [f"slices within {begin.parts_within_s:.1f} s, all within {begin.result_within_s:.1f} s"]
         for part in begin.parts:
             bits = int.from_bytes(part.senders, "little") if part.senders else -1
             senders = [peer for index, peer in enumerate(members) if bits >> index & 1]
             size = part.stop_block - part.start_block
             lines.append(f"{self.label_of[part.owner]} averages {size} blocks of {self._labels(senders)}")
-        return sorted(lines)
+        return [lines[0], *sorted(lines[1:])]
 
     def timer(self, label: str) -> str:
         """When a peer does something next."""
@@ -315,25 +419,27 @@ class Room:
                 return f" ({', '.join(words)})"
         return ""
 
-    def _made(self, kind: str, fields: dict[str, str]) -> Message:
+    def _made(self, label: str, kind: str, fields: dict[str, str]) -> Message:
         """An honest message of this kind in round 1, changed."""
-        begun = next((m for _, _, m in reversed(self.net.sent) if isinstance(m, wire.Begin)), None)
+        sent = (m for _, _, m in reversed(self.net.sent) if isinstance(m, wire.Begin))
+        begun = self.begun or next(sent, None)
         message = KINDS[kind]()
         match message:
             case wire.Ready() | wire.Waiting() | wire.Behind():
                 message.round = int(fields.get("round", "1"))
                 if isinstance(message, wire.Ready):
                     message.weight = 1.0
-                    message.base_version = message.round - 1
+                    message.base_version = max(0, message.round - 1)
                 if not isinstance(message, wire.Waiting):
                     message.state_digest = START
             case wire.Begin():
-                message.CopyFrom(self._begin())
+                message.CopyFrom(self.begun or self._begin())
             case wire.Decision():
                 pass
             case _:
                 message.key.CopyFrom(self._begin().key if begun is None else begun.key)  # type: ignore[attr-defined]
         if isinstance(message, wire.Part | wire.Mean):
+            message.part = self.net.names.index(self.peers[label])
             message.total = 64
             message.data = bytes(64)
         for path, text in fields.items():
