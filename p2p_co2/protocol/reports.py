@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import DecodeError
 
 from p2p_co2.config import stage_digest
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds import check_certificate, counted_weights
 from p2p_co2.telemetry.events import (
     Event,
@@ -82,13 +82,13 @@ class CheckedReport(NamedTuple):
 def open_report(data: bytes, peer: PeerId, run: bytes) -> CheckedReport:
     """What ``peer`` answered. Raises ``RemoteProtocolError`` if the whole of it is worth nothing."""
     if len(data) > MAX_REPORT_BYTES:
-        raise RemoteProtocolError("too large", f"a report of {len(data)} bytes")
+        raise RemoteProtocolError(Offence.TOO_LARGE, f"a report of {len(data)} bytes")
     signer, content = unseal(REPORT_CONTEXT, data)
     report = Report()
     try:
         report.ParseFromString(content)
     except DecodeError:
-        raise RemoteProtocolError("unreadable", "not a Report") from None
+        raise RemoteProtocolError(Offence.UNREADABLE, "not a Report") from None
     if not signer == report.peer == peer or report.run != run:
         raise RemoteProtocolError("foreign report", f"of {report.peer[:64]!r}, signed by {signer}")
     whole = math.isfinite(report.sent_at) and 0 <= report.again_in_s < 3600
@@ -112,9 +112,9 @@ def _inflated(packed: bytes) -> bytes:
     try:
         text = inflater.decompress(packed, MAX_EVENT_BYTES + 1)
     except zlib.error:
-        raise RemoteProtocolError("unreadable", "events that are not zlib") from None
+        raise RemoteProtocolError(Offence.UNREADABLE, "events that are not zlib") from None
     if len(text) > MAX_EVENT_BYTES or not inflater.eof:
-        raise RemoteProtocolError("too large", "events")
+        raise RemoteProtocolError(Offence.TOO_LARGE, "events")
     return text
 
 
@@ -281,12 +281,12 @@ class Responder:
 
     def _read(self, data: bytes) -> ReportRequest:
         if len(data) > MAX_REQUEST_BYTES:
-            raise RemoteProtocolError("too large", f"a request of {len(data)} bytes")
+            raise RemoteProtocolError(Offence.TOO_LARGE, f"a request of {len(data)} bytes")
         request = ReportRequest()
         try:
             request.ParseFromString(data)
         except DecodeError:
-            raise RemoteProtocolError("unreadable", "not a ReportRequest") from None
+            raise RemoteProtocolError(Offence.UNREADABLE, "not a ReportRequest") from None
         if request.run != self._run:
             raise RemoteProtocolError("another run", request.run.hex()[:16])
         return request

@@ -18,7 +18,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from google.protobuf.message import DecodeError
 
-from p2p_co2.errors import ConfigError, EnvironmentFault, RemoteProtocolError
+from p2p_co2.errors import ConfigError, EnvironmentFault, Offence, RemoteProtocolError
 from p2p_co2.wire.limits import MAX_PEER_ID, MAX_PEERS
 from p2p_co2.wire.messages_pb2 import Signed
 
@@ -112,17 +112,17 @@ def public_key_of(peer_id: str) -> bytes:
     except ValueError:
         raw = b""
     if len(raw) != 38 or not raw.startswith(_MULTIHASH_PREFIX + _KEY_PREFIX):
-        raise RemoteProtocolError("bad peer id", repr(peer_id[:64]))
+        raise RemoteProtocolError(Offence.BAD_PEER_ID, repr(peer_id[:64]))
     return raw[6:]
 
 
 def verify(signer: str, context: bytes, content: bytes, signature: bytes) -> None:
-    """Raise ``RemoteProtocolError("wrong signature")`` unless ``signer`` signed ``content`` for
+    """Raise ``RemoteProtocolError(Offence.WRONG_SIGNATURE)`` unless ``signer`` signed ``content`` for
     ``context``."""
     try:
         _key_of(signer).verify(signature, context + b"\0" + content)
     except InvalidSignature:
-        raise RemoteProtocolError("wrong signature", f"claimed by {signer}") from None
+        raise RemoteProtocolError(Offence.WRONG_SIGNATURE, f"claimed by {signer}") from None
 
 
 @lru_cache(maxsize=MAX_PEERS)
@@ -137,6 +137,6 @@ def unseal(context: bytes, data: bytes) -> tuple[PeerId, bytes]:
     try:
         signed.ParseFromString(data)
     except DecodeError:
-        raise RemoteProtocolError("unreadable", "not a Signed message") from None
+        raise RemoteProtocolError(Offence.UNREADABLE, "not a Signed message") from None
     verify(signed.signer, context, signed.content, signed.signature)
     return PeerId(signed.signer), signed.content

@@ -15,7 +15,7 @@ from functools import cache
 from google.protobuf.message import Message
 
 from p2p_co2.config import ClockConfig, RunConfig
-from p2p_co2.node.router import GRAVE
+from p2p_co2.errors import Blame, blame_of
 from p2p_co2.protocol.rounds.gathering import behind_message
 from p2p_co2.simnet import EventLog, Settings, Storm, Swarm
 from p2p_co2.simnet.internet import Endpoint
@@ -95,7 +95,7 @@ class Scene:
 
         def note(event: MessageRefused) -> None:
             self.refused[event.other] += 1
-            assert event.other in liars or not (is_calm or event.reason in GRAVE), event
+            assert event.other in liars or not (is_calm or blame_of(event.reason) is Blame.GRAVE), event
 
         self.swarm.log.readers_of[MessageRefused].append(note)
         result = self.swarm.run()

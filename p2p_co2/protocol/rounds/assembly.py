@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.system.memory import Buffer, large_buffer
 from p2p_co2.wire.identity import PeerId
@@ -89,11 +89,11 @@ class Assembly:
 
     def _check(self, offset: int, total: int, size: int) -> None:
         if total != self.total_bytes:
-            raise RemoteProtocolError("wrong size", f"{total} bytes announced, {self.total_bytes} expected")
+            raise RemoteProtocolError(Offence.WRONG_SIZE, f"{total} bytes, {self.total_bytes} expected")
         stop = offset + size
         aligned = offset % PIECE_UNIT_BYTES == 0 and (stop == total or size % PIECE_UNIT_BYTES == 0)
         if not aligned or not 0 < size <= MAX_PIECE_BYTES or stop > total:
-            raise RemoteProtocolError("wrong piece", f"{size} bytes at offset {offset} of {total}")
+            raise RemoteProtocolError(Offence.WRONG_PIECE, f"{size} bytes at offset {offset} of {total}")
 
 
 class ReorderBuffer:
@@ -110,14 +110,14 @@ class ReorderBuffer:
         self._bytes: dict[PeerId, int] = {}
 
     def hold(self, piece: Piece, sender: PeerId) -> None:
-        """Keep a piece, or raise ``RemoteProtocolError("too much held")``."""
+        """Keep a piece, or raise ``RemoteProtocolError(Offence.TOO_MUCH_HELD)``."""
         size = piece.ByteSize()
         mine = self._bytes.get(sender, 0) + size
         full = (
             sum(self._bytes.values()) + size > self._limit_bytes or len(self._held) >= bounds.EARLY_MESSAGES
         )
         if full or 2 * mine > self._limit_bytes:
-            raise RemoteProtocolError("too much held", "pieces of a round that has not begun here")
+            raise RemoteProtocolError(Offence.TOO_MUCH_HELD, "pieces of a round that has not begun here")
         self._bytes[sender] = mine
         self._held.append((sender, piece))
 

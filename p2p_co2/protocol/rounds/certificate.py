@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import (
     Attempt,
@@ -81,7 +81,7 @@ def open_decision(decision: Decision, run: bytes, shape: PayloadShape) -> Outcom
     good signatures, for another run, or an outcome that no honest peer signs. Whether its signers are who
     they should be is the caller's question. The outcome is shared and must not be written to."""
     if len(decision.outcome) > MAX_MESSAGE_BYTES or len(decision.votes) > MAX_MEMBERS:
-        raise RemoteProtocolError("too large", f"outcome of {len(decision.outcome)} bytes, or its votes")
+        raise RemoteProtocolError(Offence.TOO_LARGE, f"{len(decision.outcome)} bytes, or its votes")
     votes = tuple((vote.member, vote.signature) for vote in decision.votes)
     return _open(decision.outcome, votes, run, shape)
 
@@ -100,7 +100,7 @@ def check_certificate(content: bytes, votes: Collection[tuple[int, bytes]], run:
     try:
         outcome.ParseFromString(content)
     except DecodeError:
-        raise RemoteProtocolError("unreadable", "not an Outcome") from None
+        raise RemoteProtocolError(Offence.UNREADABLE, "not an Outcome") from None
     if outcome.run != run:
         raise RemoteProtocolError("wrong run", "a decision of another run")
     members = [member.peer for member in outcome.members]
@@ -120,9 +120,9 @@ def _check_outcome(outcome: Outcome, shape: PayloadShape) -> None:
     check_digest(outcome.state_digest)
     weights = capped(read_members(outcome.members, round_), shape.weight_cap)
     if len(outcome.coordinator) > MAX_PEER_ID or len(outcome.parts) > MAX_MEMBERS:
-        raise RemoteProtocolError("too large", "coordinator or parts of an outcome")
+        raise RemoteProtocolError(Offence.TOO_LARGE, "coordinator or parts of an outcome")
     if not covers([BlockRange(p.start_block, p.stop_block) for p in outcome.parts], shape.blocks[fragment]):
-        raise RemoteProtocolError("wrong parts", "they do not cover the fragment's blocks once, in order")
+        raise RemoteProtocolError(Offence.WRONG_PARTS, "they do not cover the blocks once, in order")
     for part in outcome.parts:
         check_digest(part.digest)
         read_contributors(part.contributors, weights, not shape.weight_cap)

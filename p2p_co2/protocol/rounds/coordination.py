@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import Attempt, check_ready
 from p2p_co2.protocol.rounds.deadline import SAFETY, Cadence, Durations, ReadyHistory, parts_deadline_s
@@ -81,7 +81,7 @@ class Coordination:
         ``RemoteProtocolError``."""
         check_ready(message, self._swarm.shape)
         if not self._swarm.is_live(sender):
-            raise RemoteProtocolError("unknown peer", "READY")
+            raise RemoteProtocolError(Offence.UNKNOWN_PEER, "READY")
         place = (message.fragment, message.round)
         if message.withdrawn:
             self.withdraw(place, sender)

@@ -18,7 +18,7 @@ from statistics import median_high
 from typing import TypeVar
 
 from p2p_co2.digest import digest
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.assembly import Assembly, pieces
 from p2p_co2.protocol.rounds.attempt import Attempt, Share, check_missed, read_contributors
@@ -216,9 +216,9 @@ class Exchange:
 
     def _state(self, part: int, generation: int) -> PartState:
         if part >= len(self.parts):
-            raise RemoteProtocolError("wrong parts", f"part {part} of {len(self.parts)}")
+            raise RemoteProtocolError(Offence.WRONG_PARTS, f"part {part} of {len(self.parts)}")
         if generation > self.parts[part].generation:
-            raise RemoteProtocolError("wrong generation", f"{generation} of part {part}")
+            raise RemoteProtocolError(Offence.WRONG_GENERATION, f"{generation} of part {part}")
         return self.parts[part]
 
     def part(self, message: Part, sender: PeerId, now: float) -> bool:
@@ -228,7 +228,7 @@ class Exchange:
             return False
         job = self._jobs.get(message.part)
         if job is None:
-            raise RemoteProtocolError("wrong owner", f"PART {message.part} belongs to {state.owner}")
+            raise RemoteProtocolError(Offence.WRONG_OWNER, f"PART {message.part} belongs to {state.owner}")
         self._slices_at = now  # too late for the mean, it is still a measurement
         return job.add(message, sender, now)
 
@@ -284,7 +284,7 @@ class Exchange:
     def _follows(self, state: PartState, sender: PeerId, now: float) -> bool:
         """Whether ``sender`` may pass on the mean of an owner that is lost: the first one that does."""
         if sender not in self.attempt.shares:
-            raise RemoteProtocolError("not a member", "MEAN")
+            raise RemoteProtocolError(Offence.NOT_A_MEMBER, "MEAN")
         is_ours = state.owner == self._swarm.me  # its slices are being averaged in place
         if is_ours or not state.is_lost(self._swarm, now) or state.source != state.owner:
             return False

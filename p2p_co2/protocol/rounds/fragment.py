@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.errors import LocalProtocolError, Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds.asking import Asking
 from p2p_co2.protocol.rounds.assembly import Piece, ReorderBuffer
 from p2p_co2.protocol.rounds.attempt import Attempt, check_behind, check_duration, read_begin
@@ -223,7 +223,7 @@ class FragmentRounds:
             return
         if asking is None or asking.offer.round != attempt.round:
             if attempt.round > self.reached() + 1:
-                raise RemoteProtocolError("unknown round", f"BEGIN of round {attempt.round}")
+                raise RemoteProtocolError(Offence.UNKNOWN_ROUND, f"BEGIN of round {attempt.round}")
             # Our READY was overtaken: the offer has ended or is in another attempt (we are in one at a time).
             self._decline(attempt)
             return
@@ -294,18 +294,18 @@ class FragmentRounds:
             return False
         if member is not None and member.attempt.id == message.key.attempt:
             if sender not in member.attempt.shares:
-                raise RemoteProtocolError("not a member", message.__class__.__name__)
+                raise RemoteProtocolError(Offence.NOT_A_MEMBER, message.__class__.__name__)
             if not member.exchange.is_early(message.part, message.generation):
                 return self._take(member, message, sender, now)
         elif self.asking is not None and self.asking.offer.round == round_:
             if not self._swarm.is_live(sender):
-                raise RemoteProtocolError("unknown peer", "a piece of a round that has not begun here")
+                raise RemoteProtocolError(Offence.UNKNOWN_PEER, "a piece of a round that has not begun here")
             self.asking.poke(now)
         elif self._withdrawn is not None and self._withdrawn.round == round_:
             return False  # the others count on the READY that we withdrew
         else:
             known = round_ <= self.reached()
-            raise RemoteProtocolError("replayed round" if known else "unknown round", str(round_))
+            raise RemoteProtocolError(Offence.REPLAYED_ROUND if known else Offence.UNKNOWN_ROUND, str(round_))
         self._early.hold(message, sender)
         return True
 

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from statistics import median_low
 from typing import NamedTuple
 
-from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
+from p2p_co2.errors import LocalProtocolError, Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.assembly import Assembly
 from p2p_co2.protocol.rounds.attempt import Attempt
@@ -133,7 +133,7 @@ class PartJob:
     def add(self, message: Part, sender: PeerId, now: float) -> bool:
         """Take a piece of a member's slice; False if it came for nothing. Raises ``RemoteProtocolError``."""
         if sender not in self.attempt.shares or sender == self._swarm.me:
-            raise RemoteProtocolError("not a member", "PART")
+            raise RemoteProtocolError(Offence.NOT_A_MEMBER, "PART")
         if sender not in self.attempt.senders[self.part]:
             return False  # more than it was asked for
         if self.job is not None or self.is_done:

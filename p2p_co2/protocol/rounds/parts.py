@@ -34,7 +34,7 @@ from itertools import pairwise
 from statistics import median, median_low
 from typing import NamedTuple
 
-from p2p_co2.errors import RemoteProtocolError
+from p2p_co2.errors import Offence, RemoteProtocolError
 from p2p_co2.protocol.rounds.bounds import ASSUMED_UPLOAD_BYTES_PER_S
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_MEMBERS, MAX_PIECE_BYTES
@@ -175,7 +175,7 @@ def check_owned(ranges: Sequence[BlockRange], owners: Sequence[PeerId], members:
         owned[owner] = owned.get(owner, 0) + stop - start
     if max(owned.values()) > MOST_OWNED * ranges[-1].stop / members + 1:
         raise RemoteProtocolError(
-            "wrong owner", f"one owns {max(owned.values())} of {ranges[-1].stop} blocks"
+            Offence.WRONG_OWNER, f"one owns {max(owned.values())} of {ranges[-1].stop} blocks"
         )
 
 
