@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -14,15 +15,18 @@ from p2p_co2.protocol.rounds import (
     PayloadShape,
     ReduceWanted,
     Stale,
+    offer_state,
     parts,
 )
 from p2p_co2.protocol.rounds.history import History
+from p2p_co2.protocol.rounds.member import NEXT
 from p2p_co2.protocol.rounds.rank import coordination_order
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.limits import MAX_PIECE_BYTES
 from tests.round_machine import begun_member, drain, offer_of, one_machine
 from tests.round_network import Faults, Network, contributors_of, make_identity
+from tests.swarms import ROOT
 
 # ---- by hand
 
@@ -197,3 +201,23 @@ def test_everybody_has_an_ending_though_one_withdraws_and_offers_again(role: int
         assert net.refused == []
         assert net.peers[fickle].machine.get_timer() is None
         assert len({peer.states[0] for peer in net.peers.values() if peer.name != fickle}) == 1
+
+
+# ---- states
+
+
+def test_the_states_and_what_may_follow_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    drawn = {
+        state: re.findall("`([A-Z][a-z]+)`", following)
+        for state, following in re.findall(r"^\| `([A-Z][a-z]+)` \|.*\|([^|]*)\|$", page, re.MULTILINE)
+    }
+    offers = {state: following and (following,) for state, following in offer_state.NEXT.items()}
+    coded = {state.__name__: [one.__name__ for one in of or ()] for state, of in {**offers, **NEXT}.items()}
+    assert drawn == coded
+
+
+def test_a_state_that_does_not_follow_is_a_bug() -> None:
+    state = offer_state.OfferState(offer_of(), 0.0)
+    with pytest.raises(LocalProtocolError):
+        state.become(offer_state.Waiting())

@@ -20,6 +20,7 @@ from p2p_co2.protocol.rounds import (
     Rounds,
     open_decision,
 )
+from p2p_co2.protocol.rounds.member import Signed
 from p2p_co2.wire import messages_pb2 as wire
 from p2p_co2.wire.identity import Identity, PeerId
 from tests.certificates import certify, signed_mean
@@ -127,7 +128,8 @@ def whole(machine: Rounds, begin: wire.Begin, coordinator: PeerId, other: PeerId
 def outcome_signed(machine: Rounds) -> bytes:
     member = machine._fragments[0].member
     assert member is not None
-    return member._outcome
+    assert isinstance(member.state, Signed)
+    return member.state.outcome
 
 
 def test_a_second_equal_vote_of_three_commits_and_is_passed_on_as_a_certificate() -> None:
@@ -205,6 +207,3 @@ def test_a_commit_of_others_is_believed_if_most_live_peers_are_in_it(
     assert [event.round for event in told] == [3] * is_believed
     machine.set_state(0, 2, DIGEST)
     assert machine.next_commit(0) is None
-
-
-# ---- owners that go

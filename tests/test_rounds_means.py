@@ -17,7 +17,7 @@ from p2p_co2.protocol.rounds import (
 )
 from p2p_co2.protocol.rounds.attempt import Attempt, Share
 from p2p_co2.protocol.rounds.ballot import Ballot
-from p2p_co2.protocol.rounds.certificate import Seals
+from p2p_co2.protocol.rounds.certificate import Seals, Signer
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import Distrusted
 from p2p_co2.protocol.rounds.exchange import Exchange
@@ -91,7 +91,7 @@ def test_which_mean_is_refused(
     )  # fmt: skip
     swarm, outlet = Swarm(peers[0], SHAPE), Outlet(peers[0])
     offer = Offer(0, 1, 0, bytes(32), bytes(128), 1.0)
-    seals = Seals(IDENTITIES[0], RUN, attempt)
+    seals = Seals(Signer(IDENTITIES[0], RUN), attempt)
     exchange = Exchange(offer, attempt, swarm, outlet, seals=seals, observed=Durations(), now=0.0)
     for part, owner in enumerate(peers[1:], 1):
         listed = [
@@ -120,7 +120,7 @@ def refusals(members: int, by: Sequence[int]) -> Ballot:
         0, 1, bytes(16), {peer: Share(1.0, 0) for peer in peers}, (BlockRange(0, 4),), (peers[0],),
         (frozenset(peers),), bytes(32), peers[0], 1.0, 1.0, members, 4.0,
     )  # fmt: skip
-    ballot = Ballot(attempt, Seals(IDENTITIES[0], RUN, attempt), lambda peer, why: None)
+    ballot = Ballot(attempt, Seals(Signer(IDENTITIES[0], RUN), attempt), lambda peer, why: None)
     for index in by:
         message = wire.Result(key=attempt.key(), refused=[wire.LostPart(part=0, generation=0)])
         ballot.hear(message, peers[index])
@@ -232,7 +232,7 @@ def test_only_two_means_that_one_owner_signed_for_one_part_of_one_attempt_prove_
         0, 1, bytes(16), {peer: Share(1.0, 0) for peer in peers}, ranges, (peers[1], peers[2]),
         (frozenset(peers),) * 2, bytes(32), peers[0], 1.0, 1.0, 4, 4.0,
     )  # fmt: skip
-    ballot = Ballot(attempt, Seals(IDENTITIES[0], RUN, attempt), lambda peer, why: None)
+    ballot = Ballot(attempt, Seals(Signer(IDENTITIES[0], RUN), attempt), lambda peer, why: None)
 
     def signed(
         data: bytes,

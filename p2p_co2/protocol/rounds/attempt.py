@@ -27,6 +27,7 @@ from p2p_co2.wire.messages_pb2 import (
     Contributor,
     Member,
     Missed,
+    Outcome,
     Ready,
     RoundKey,
 )
@@ -101,6 +102,13 @@ class Attempt:
             offer.fragment, offer.round, offer.state_digest,
         )  # fmt: skip
         return same_round and self.shares.get(me) == (offer.weight, offer.base_version, offer.offer_id)
+
+    def check_outcome(self, outcome: Outcome) -> None:
+        """Raise ``RemoteProtocolError`` unless a commit is about the round that began here."""
+        ranges = [(part.start_block, part.stop_block) for part in outcome.parts]
+        is_same = list(outcome.members) == self.members() and outcome.live == self.live
+        if not is_same or ranges != list(self.ranges):
+            raise RemoteProtocolError("wrong group", "a decision that is not about the round that began")
 
     def members(self) -> list[Member]:
         return [

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import lru_cache
 from struct import pack
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -54,20 +54,29 @@ check_signature = lru_cache(4 * MAX_MEMBERS)(verify)
 """Peers of one process share it."""
 
 
+class Signer(NamedTuple):
+    """Who signs, in which run (its digest)."""
+
+    identity: Identity
+    run: bytes
+
+    def vote(self, outcome: bytes) -> bytes:
+        return self.identity.sign(DECISION_CONTEXT, outcome)
+
+
 class Seals:
     """Owners' signatures under the means of one attempt. An owner signs one mean of a part in a generation,
     so two that differ prove to anybody that it lied. They are of no use in another attempt or run."""
 
-    def __init__(self, identity: Identity, run: bytes, attempt: Attempt) -> None:
-        self._identity = identity
-        self._run = run
+    def __init__(self, signer: Signer, attempt: Attempt) -> None:
+        self._signer = signer
         self._attempt = attempt
 
     def _content(self, mean: SignedMean) -> bytes:
-        return self._run + self._attempt.id + pack("<II", mean.part, mean.generation) + mean.digest
+        return self._signer.run + self._attempt.id + pack("<II", mean.part, mean.generation) + mean.digest
 
     def sign(self, mean: SignedMean) -> None:
-        mean.signature = self._identity.sign(MEAN_CONTEXT, self._content(mean))
+        mean.signature = self._signer.identity.sign(MEAN_CONTEXT, self._content(mean))
 
     def check(self, mean: SignedMean) -> None:
         """Raise ``RemoteProtocolError`` unless the owner of that part in that generation signed it."""

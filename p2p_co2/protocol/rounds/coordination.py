@@ -76,9 +76,8 @@ class Coordination:
 
     # ---- READYs
 
-    def on_ready(self, message: Ready, sender: PeerId, mine: tuple[int | None, bytes], now: float) -> None:
-        """A peer wants to be in a round. ``mine`` is our own version and digest. Raises
-        ``RemoteProtocolError``."""
+    def on_ready(self, message: Ready, sender: PeerId, now: float) -> None:
+        """A peer wants to be in a round. Raises ``RemoteProtocolError``."""
         check_ready(message, self._swarm.shape)
         if not self._swarm.is_live(sender):
             raise RemoteProtocolError(Offence.UNKNOWN_PEER, "READY")
@@ -86,7 +85,7 @@ class Coordination:
         if message.withdrawn:
             self.withdraw(place, sender)
             return
-        if self._answer_decided(message, sender, mine):
+        if self._answer_decided(message, sender):
             return
         if self._answer_begun(place, message, sender, now) or self._is_elsewhere(place, [sender], now):
             return
@@ -111,19 +110,19 @@ class Coordination:
             self._gatherings[place] = known
         return known
 
-    def _answer_decided(self, message: Ready, sender: PeerId, mine: tuple[int | None, bytes]) -> bool:
+    def _answer_decided(self, message: Ready, sender: PeerId) -> bool:
         history = self._histories[message.fragment]
         known = history.commit(message.round)
         newest = history.newest_commit()
-        version, digest = mine
         fragment = message.fragment
         round_ = message.round
         donors = [PeerId(member.peer) for member in newest[1].members] if newest else []
         if known is not None and known[1].state_digest == message.state_digest:
             self._outlet.send(sender, known[0])
-        elif version is not None and version >= round_:
+        elif history.version is not None and history.version >= round_:
             donors = sorted({*donors, self._swarm.me} - {sender})
-            self._outlet.send(sender, behind_message(fragment, round_, version, digest, donors))
+            behind = behind_message(fragment, round_, history.version, history.digest, donors)
+            self._outlet.send(sender, behind)
         elif (
             newest is not None and round_ <= newest[1].key.round <= self._swarm.farthest_version(fragment) + 1
         ):

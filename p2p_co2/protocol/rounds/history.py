@@ -9,10 +9,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from p2p_co2.protocol.rounds import bounds
-from p2p_co2.protocol.rounds.certificate import Derived
+from p2p_co2.protocol.rounds.certificate import Derived, tellers_of
 from p2p_co2.protocol.rounds.events import Stale
 from p2p_co2.wire.identity import PeerId
-from p2p_co2.wire.messages_pb2 import Decision, Missed, Outcome, PartOutcome
+from p2p_co2.wire.messages_pb2 import Decision, Missed, Outcome, PartOutcome, Result
 
 
 @Derived
@@ -34,9 +34,15 @@ def missed_in(part: PartOutcome, outcome: Outcome, peer: PeerId) -> Missed | Non
 
 
 class History:
-    """The last ``KEEP_DECISIONS`` commits of one fragment, and the attempts that ended."""
+    """Where this peer is in one fragment, the last ``KEEP_DECISIONS`` commits, and the attempts that
+    ended."""
 
     def __init__(self) -> None:
+        self.version: int | None = None
+        """The agreed state that we hold; None while joining."""
+        self.digest = b""
+        self._beyond: tuple[Decision, Outcome] | None = None
+        """The last commit that was heard while the one before it was not known either."""
         self.workers: frozenset[str] = frozenset()
         """Whose slices are in the kept commits."""
         self._commits: OrderedDict[int, tuple[Decision, Outcome]] = OrderedDict()
@@ -46,6 +52,36 @@ class History:
         of ours."""
         self._left: deque[tuple[int, bytes]] = deque(maxlen=bounds.KEEP_ATTEMPTS)
         """The last of them that has committed, and those since that we left before they were decided."""
+
+    def go_to(self, version: int, digest: bytes) -> tuple[Decision, Outcome] | None:
+        """Our state now. The commit that follows it, if that is known: replays follow one another. What was
+        known of another history is forgotten."""
+        is_healed = version == self.version and digest != self.digest
+        if self.version is not None and (is_healed or not version - 1 <= self.version <= version):
+            self.forget(0)  # it goes over to most others
+        self.version = version
+        self.digest = digest
+        if self._beyond is not None and self._beyond[1].key.round == version + 1:
+            self.keep(*self._beyond)
+            self._beyond = None
+        following = self.next_commit()
+        if following is None and version + 1 in self._commits:
+            self.forget(version + 1)
+        return following
+
+    def next_commit(self) -> tuple[Decision, Outcome] | None:
+        """The commit that follows the state that we hold, if anybody told us of it."""
+        known = None if self.version is None else self.commit(self.version + 1)
+        return known if known is not None and known[1].state_digest == self.digest else None
+
+    def reached(self) -> int:
+        """The newest version that we hold or have seen committed; -1 while joining."""
+        return max([-1 if self.version is None else self.version, *self._commits])
+
+    def hear_beyond(self, decision: Decision, outcome: Outcome) -> None:
+        """A commit that does not follow what we know; one of another history hides nothing."""
+        is_foreign = outcome.key.round == (self.version or 0) + 1 and outcome.state_digest != self.digest
+        self._beyond = None if is_foreign else (decision, outcome)
 
     def keep(self, decision: Decision, outcome: Outcome) -> None:
         self.end(outcome.key.attempt)
@@ -120,6 +156,15 @@ class History:
     def has_worked(self, peer: PeerId) -> bool:
         """Whether a slice of ``peer`` is in one of the kept commits."""
         return peer in self.workers
+
+    def verdict(self, heard: Result, me: PeerId) -> Decision | Result | None:
+        """How the attempt of ``heard`` ended, for a member that has to ask: one that votes hears the others'
+        votes, and asks two of them when it says so again. None if there is nothing to tell."""
+        known = self.commit(heard.key.round)
+        hears_votes = bool(heard.digest)
+        if known is not None:
+            return known[0] if not hears_votes or (heard.again and me in tellers_of(*known)) else None
+        return None if heard.gave_up or hears_votes else Result(key=heard.key, gave_up=True)
 
     def held(self) -> dict[str, tuple[int, int]]:
         """As ``Rounds.held``."""

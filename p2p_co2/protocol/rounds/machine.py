@@ -21,12 +21,13 @@ one step stale anyway, so the protocol prefers an abort to a guess.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 
 from google.protobuf.message import Message
 
 from p2p_co2.errors import LocalProtocolError, RemoteProtocolError
 from p2p_co2.protocol.rounds.attempt import check_place, read_key
-from p2p_co2.protocol.rounds.certificate import open_decision
+from p2p_co2.protocol.rounds.certificate import Signer, open_decision
 from p2p_co2.protocol.rounds.coordination import Coordination
 from p2p_co2.protocol.rounds.events import (
     CheckWanted,
@@ -72,8 +73,9 @@ class Rounds:
             self._swarm, self._outlet, histories,
             joined_until=lambda place: self._fragments[place[0]].joined_until(place[1]),
         )  # fmt: skip
+        signer = Signer(identity, run)
         self._fragments = [
-            FragmentRounds(fragment, identity, run, self._swarm, self._outlet, history, self._coordination)
+            FragmentRounds(fragment, signer, self._swarm, self._outlet, history, self._coordination)
             for fragment, history in enumerate(histories)
         ]
         self._now = 0.0
@@ -127,9 +129,8 @@ class Rounds:
 
     def next_commit(self, fragment: int) -> wire.Outcome | None:
         """The commit that follows the state that we hold, if anybody told us of it."""
-        mine = self._fragments[fragment]
-        known = None if mine.version is None else mine.history.commit(mine.version + 1)
-        return known[1] if known is not None and known[1].state_digest == mine.digest else None
+        known = self._fragments[fragment].history.next_commit()
+        return None if known is None else known[1]
 
     def is_over(self, fragment: int) -> bool:
         """Whether no more rounds of a fragment are made in this run: what is left of it stays uncounted."""
@@ -169,7 +170,7 @@ class Rounds:
     def is_completing(self, fragment: int) -> bool:
         """Whether the bytes of a fragment's newest commit are on their way: asking donors would bring them
         twice."""
-        return self._fragments[fragment].is_completing()
+        return self._fragments[fragment].completion is not None
 
     def reduced(self, job: ReduceJob, mean: Buffer, now: float) -> None:
         """The encoded mean of a ``ReduceWanted``; ignored if the job is not open any more."""
@@ -244,17 +245,19 @@ class Rounds:
 
     def open_offers(self) -> list[OpenOffer]:
         """Our offers that wait for their end."""
-        offers = ((index, fragment.waiting()) for index, fragment in enumerate(self._fragments))
-        return [OpenOffer(index, *waiting) for index, waiting in offers if waiting is not None]
+        return [
+            OpenOffer(index, fragment.open.offered_at, inf if (at := fragment.get_timer()) is None else at)
+            for index, fragment in enumerate(self._fragments)
+            if fragment.open is not None
+        ]
 
     def held(self) -> dict[str, tuple[int, int]]:
         """What is held of the kinds that strangers can make grow: (now, at most) by the name of the bound;
         of the fragment that has least room left."""
-        most = self._coordination.held() | self._swarm.repute.held() | self._fragments[0].held()
-        for fragment in self._fragments[1:]:
-            for name, now in fragment.held().items():
-                if now[0] - now[1] > most[name][0] - most[name][1]:
-                    most[name] = now
+        most = self._coordination.held() | self._swarm.repute.held()
+        for fragment in self._fragments:
+            for name, now in (fragment.history.held() | fragment.early.held()).items():
+                most[name] = max(most.get(name, now), now, key=lambda held: held[0] - held[1])
         return most
 
     def _changed(self) -> None:
@@ -289,9 +292,7 @@ class Rounds:
     def _dispatch(self, message: Message, sender: PeerId, now: float) -> bool:
         match message:
             case wire.Ready():
-                fragment = self._place(message)
-                mine = (fragment.version, fragment.digest)
-                self._coordination.on_ready(message, sender, mine, now)
+                self._coordination.on_ready(message, sender, now)
             case wire.Waiting():
                 self._place(message).on_waiting(message, sender, now)
             case wire.Behind():
