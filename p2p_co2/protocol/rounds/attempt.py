@@ -1,6 +1,6 @@
 """One attempt at a round as its BEGIN fixed it, and the checks that a peer's message must pass.
 
-Law: an ``Attempt`` or a checked value is never built from an unchecked number; whatever fails is a
+Law: an ``Attempt`` or a checked value is never built from an unchecked number. Whatever fails is a
 ``RemoteProtocolError`` with a short constant reason, and nothing was allocated for it.
 """
 
@@ -70,8 +70,8 @@ class Attempt:
         return coordination_order(self.shares, self.fragment, self.round)
 
     def heir(self, part: int, generation: int) -> PeerId:
-        """Who averages a part if its owner and the heirs before are lost: the next owner by rank, since BEGIN
-        gave parts to those whose links can carry them, then the other members."""
+        """Who averages a part if its owner and the heirs before are lost: the next owner by rank, then the
+        other members."""
         if not generation:
             return self.owners[part]
         owners = [peer for peer in self.ranked if peer in self.owners]
@@ -200,11 +200,11 @@ def read_members(members: Sequence[Member], round_: int) -> dict[PeerId, Share]:
 
 
 def capped(shares: Mapping[PeerId, Share], cap: float) -> dict[PeerId, float]:
-    """What the members' weights count as: at most ``cap`` times their median, and of four or more no more
-    than a third of them all (``MOST_PEERS_SHARE``); 0 for no cap.
+    """What the members' weights count as: at most ``cap`` times their median; 0 for no cap. Of four or more
+    each counts for a third of them all at most (``MOST_PEERS_SHARE``).
 
-    Made of BEGIN's members alone, so it is the same for every part and everybody can check it. Of an even
-    number the lower middle one is the median: half of the group may boast, and moves it nowhere.
+    Made of BEGIN's members alone, so everybody can check it. Of an even number the lower middle one is the
+    median: half of the group may boast, and moves it nowhere.
     """
     limit = cap * median_low([share.weight for share in shares.values()]) if cap else math.inf
     sizes = sorted((min(share.weight, limit) for share in shares.values()), reverse=True)

@@ -24,7 +24,7 @@ SIGNATURE_BYTES = 64
 
 class Ballot:
     """``refuse(peer, detail)`` hears of a signature that does not hold. ``gave_up``: members that make no
-    certificate of this attempt any more; ``lost``: by member, the (part, generation) whose mean it lacks;
+    certificate of this attempt any more. ``lost``: by member, the (part, generation) whose mean it lacks.
     ``two_faced``: owners that signed two means of one part."""
 
     def __init__(self, attempt: Attempt, seals: Seals, refuse: Callable[[PeerId, str], None]) -> None:
@@ -84,7 +84,7 @@ class Ballot:
 
     def caught(self, voters: Collection[PeerId]) -> Counter[PeerId]:
         """Owners of means that more than half of the other ``voters`` among the members refuse, and how many
-        do: fewer liars than that take nobody's role."""
+        do."""
         owners = (
             {self._attempt.heir(part, generation) for part, generation in refused} - {peer}
             for peer, refused in self._refused.items()

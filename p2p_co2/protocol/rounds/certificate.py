@@ -2,8 +2,7 @@
 
 All members that hold a round's mean make the same ``Outcome``, byte for byte, and sign it. A quorum of
 signatures is the commit, and anybody may pass it on (``Decision``). Laws: an outcome is read only after its
-certificate held; any two quorums share a member, also of two attempts whose coordinators saw the same live
-peers, since more than half of these must sign (or half, the coordinator among it).
+certificate held; any two quorums of the same live peers share a member. (``docs/design`` says why.)
 """
 
 from __future__ import annotations
@@ -171,8 +170,8 @@ class Derived(Generic[_T]):
 
 @Derived
 def counted_weights(outcome: Outcome) -> dict[str, float]:
-    """Whose work is in a committed outcome: by peer, the weight (tokens) that it counted with times the share
-    of the fragment's blocks whose mean holds its slice."""
+    """By peer, its work in a committed outcome: its weight (tokens) times the share of the blocks whose mean
+    holds its slice."""
     return _weights(outcome, {})
 
 

@@ -1,9 +1,8 @@
 """The groups that this peer forms: from the first READY to BEGIN.
 
 A coordinator only forms the group: what becomes of a round is its members' business (``member``). Laws: a
-peer coordinates for whoever asks it, whatever its own state, because a split view is healed by digests and
-not by silence; it begins no second attempt of a round while it is itself in one that is not decided. One
-sender occupies one gathering for each fragment, so what is held is bounded by the live peers.
+peer coordinates for whoever asks it, whatever its own state. It begins no second attempt of a round while it
+is itself in one that is not decided. One sender occupies one gathering for each fragment.
 """
 
 from __future__ import annotations
@@ -133,8 +132,8 @@ class Coordination:
         return True
 
     def _answer_begun(self, place: Place, message: Ready, sender: PeerId, now: float) -> bool:
-        """A READY for a round that we began: BEGIN again to a member that missed it, and to one that is too
-        late and waits for its end. A member that is ready anew says that the attempt is over."""
+        """A READY for a round that we began. A member that missed BEGIN gets it again, and so does one that
+        is too late and waits for the end. A member that is ready anew says that the attempt is over."""
         begun = self._begun.get(place)
         if begun is None:
             return False
@@ -218,8 +217,8 @@ class Coordination:
             self._outlet.send(peer, begin)
 
     def clamped(self, attempt: Attempt) -> Attempt:
-        """``attempt`` with a quarter to sixteen times of the time that we would have given it: a coordinator
-        that lies may say half an hour, or none at all."""
+        """``attempt`` with a quarter to sixteen times of the time that we would have given it, whatever a
+        coordinator says."""
         place = attempt.fragment, attempt.round
         views = {peer: self._swarm.live.get(peer, PeerView()) for peer in attempt.shares}
         rates = {

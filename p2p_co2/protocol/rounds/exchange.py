@@ -1,12 +1,10 @@
 """The bytes of one attempt at one member: its slices go to owners, owners' means come back.
 
-Laws: a mean counts only with the signature of the part's owner in its generation, from that owner, or from a
-member that passes on what a lost owner had sent it; the payload is cut with views, never copied whole. Where
-an owner is lost, no leader says who comes next: once all live members say that they lack its mean, the next
-by rank takes the part (``Attempt.heir``), and all send it their slices. As long as one of them holds the
-mean, that one passes it on, the first by rank of those that do not say that they lack it. An owner that holds
-it has sent it: that is under way, and is sent once more only when it must be lost, since it would make a slow
-line slower.
+Laws: a mean counts only with the signature of the part's owner in its generation. It comes from that owner,
+or from a member that passes on what a lost owner had sent it. The payload is cut with views, never copied
+whole. Where an owner is lost, nobody leads: once all live members lack its mean, the next by rank takes the
+part (``Attempt.heir``). As long as a member holds the mean, the first of these by rank passes it on. An owner
+sends its own mean once more only when it must be lost.
 """
 
 from __future__ import annotations
@@ -86,8 +84,10 @@ class PartState:
         self.generation = generation
         self.place = place
         self.due_at = due_at
-        self.outcome, self.seal = PartOutcome(), SignedMean()
-        """What an outcome says of it, and its owner's signature, once its mean is held."""
+        self.outcome = PartOutcome()
+        """What an outcome says of it, once its mean is held."""
+        self.seal = SignedMean()
+        """Its owner's signature, then."""
         self.again_at: dict[PeerId, float] = {}
         """When its mean, which was passed on to a peer, must have come or be lost."""
         self.expect(owner)
@@ -98,7 +98,8 @@ class PartState:
 
     def expect(self, source: PeerId) -> None:
         """All of it, from ``source``."""
-        self.source, self.transfer = source, Assembly(len(self.place), self.place)
+        self.source = source
+        self.transfer = Assembly(len(self.place), self.place)
         self.head: tuple[Counted, bytes] | None = None
         """What the first piece says: whose slices are in it, and the owner's signature."""
 
@@ -328,8 +329,8 @@ class Exchange:
     # ---- lost owners
 
     def lost(self, now: float) -> frozenset[tuple[int, int]]:
-        """The (part, generation) that we lack and whose owner is gone or late; with those that we have given
-        up for an heir, or others would think that we hold their means."""
+        """The (part, generation) that we lack and whose owner is gone or late. Those that we have given up
+        for an heir count, too: we do not hold their means."""
         return frozenset(
             (part, generation)
             for part, state in enumerate(self.parts)

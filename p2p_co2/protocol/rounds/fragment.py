@@ -1,10 +1,9 @@
-"""One fragment's rounds as a participant: the open offer from READY to its ending, and what others committed
-meanwhile.
+"""One fragment's rounds as a participant: the open offer from READY to its ending, and what others committed.
 
-Laws: at most one offer is open and it ends once; a commit is believed only if it makes the version after the
-newest one that we know, from the state that we hold, and if we were in it or enough live peers signed it;
-no other attempt of a round is joined before the one that we left is over (``member``); what was held for an
-offer is forgotten with it.
+Laws: at most one offer is open and it ends once. A commit is believed only if it makes the version after the
+newest one that we know, from the state that we hold. We must have been in it, or enough live peers signed it.
+No other attempt of a round is joined before the one that we left is over. What was held for an offer is
+forgotten with it.
 """
 
 from __future__ import annotations

@@ -97,9 +97,9 @@ class History:
             self._ended.append(attempt)
 
     def leave(self, round_: int, attempt: bytes, emit: Callable[[Stale], None], *, is_over: bool) -> None:
-        """``end`` an attempt that we were in, and tell what nobody needs any more: its slices and, if it has
-        committed only when the next one ends, for slower members, its means. Not ``is_over``: others may go
-        on with it."""
+        """``end`` an attempt that we were in, and tell what nobody needs any more: its slices. Its means,
+        too, if it has not committed; else slower members need them until the next one ends. Not ``is_over``:
+        others may go on with it."""
         self.end(attempt)
         known = self._commits.get(round_)
         has_committed = known is not None and known[1].key.attempt == attempt
@@ -129,7 +129,7 @@ class History:
         return any(round_ == key.round and attempt != key.attempt for round_, attempt, _ in self._joined)
 
     def is_settled_by(self, outcome: Outcome, me: PeerId) -> bool:
-        """Whether a commit that is replayed leaves open nothing of what we offered: it was doubted when we
+        """Whether a commit that is replayed leaves open nothing of what we offered. It was doubted when we
         heard of it, or all that we offered last is in it. (Earlier offers for its round held no more.)"""
         offered = [offer_id for round_, _, offer_id in self._joined if round_ == outcome.key.round]
         asked = next((member.offer_id for member in outcome.members if member.peer == me), None)
@@ -158,8 +158,8 @@ class History:
         return peer in self.workers
 
     def verdict(self, heard: Result, me: PeerId) -> Decision | Result | None:
-        """How the attempt of ``heard`` ended, for a member that has to ask: one that votes hears the others'
-        votes, and asks two of them when it says so again. None if there is nothing to tell."""
+        """How the attempt of ``heard`` ended, for a member that has to ask; None if there is nothing to tell.
+        One that votes hears the others' votes, and asks two of them when it says so again."""
         known = self.commit(heard.key.round)
         hears_votes = bool(heard.digest)
         if known is not None:

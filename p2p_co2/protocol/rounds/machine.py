@@ -1,21 +1,19 @@
 """The rounds of one peer: every role of every fragment behind five verbs.
 
 A round averages one fragment in one group and ends in a commit or in an abort with a reason. This machine has
-no I/O, no clock, no randomness and no tensors: it is a function of (state, message, ``now``), so the same
-code runs over real carriers and in virtual time (the sans-I/O style of aioquic). ``now`` is any monotonic
-clock in seconds.
+no I/O, no clock, no randomness and no tensors: a function of (state, message, ``now``). So the same code runs
+over real carriers and in virtual time (the sans-I/O style of aioquic). ``now`` is any monotonic clock in
+seconds.
 
     offer -> Asking ---BEGIN---> Member ---a quorum's votes---> Committed | OutcomeWithoutBytes | Aborted
                 | READY             ^                           (or FellBehind)
                 v                   | RESULT, from all to all
             Gathering            the other members
 
-Laws: an offer always ends, by a certificate or by a timer; two honest members that commit a round commit the
-same bytes and contributors (``member`` says why); everything held is bounded (``bounds``); a message that
-breaks the rules raises ``RemoteProtocolError``; a late or doubled one is no offence.
-
-The price: a doubt costs a round. A failed round changes nothing, the gradient carries over, and the update is
-one step stale anyway, so the protocol prefers an abort to a guess.
+Laws: an offer always ends, by a certificate or by a timer. Two honest members that commit a round commit the
+same bytes and contributors (``member`` says why). Everything held is bounded (``bounds``). A message that
+breaks the rules raises ``RemoteProtocolError``; a late or doubled one is no offence. The price: a doubt costs
+a round.
 """
 
 from __future__ import annotations
@@ -153,8 +151,8 @@ class Rounds:
         return "" if asking is None else "asking"
 
     def when_begun(self, call: Callable[[], None]) -> None:
-        """Have ``call`` made when a round of ours has begun, so that its members have the one before, and
-        before memory is taken for its mean: what that one took and nobody needs any more may be let go."""
+        """Have ``call`` made when a round of ours has begun, before memory is taken for its mean. Its members
+        have the round before: what nobody needs of that may be let go."""
         for fragment in self._fragments:
             fragment.on_begun = call
 
@@ -252,8 +250,8 @@ class Rounds:
         ]
 
     def held(self) -> dict[str, tuple[int, int]]:
-        """What is held of the kinds that strangers can make grow: (now, at most) by the name of the bound;
-        of the fragment that has least room left."""
+        """What is held of the kinds that strangers can make grow: (now, at most) by the name of the bound. Of
+        the fragment that has least room left."""
         most = self._coordination.held() | self._swarm.repute.held()
         for fragment in self._fragments:
             for name, now in (fragment.history.held() | fragment.early.held()).items():

@@ -1,22 +1,15 @@
 """A member from BEGIN to the certificate: it exchanges bytes, signs what came of them, and counts votes.
 
-    EXCHANGING --all means here--> SIGNED --quorum--> committed
+    Exchanging --all means here--> Signed --quorum--> committed
          |                           |
-         +---- no quorum can come ---+--> LEAVING --all live members gave up, too--> failed
+         +---- no quorum can come ---+--> Leaving --all live members gave up, too--> failed
 
 There is no leader: each member sends its vote to all, and whoever has a quorum of equal ones has the commit.
-
-Laws, and why two contents of one round are never both committed:
-
-1. a member signs one outcome of an attempt; two quorums of one attempt share a member;
-2. a member that gives up makes no certificate of the attempt any more, though it takes one that it is given;
-3. it is in no other attempt of that round before each live member of this one has given up, too; one that
-   had committed would have answered with the certificate;
-4. two attempts need quorums of the same live peers (``certificate``), so they share a signer.
-
-What breaks this is a view of the swarm in which a member that committed is not live: a cut net. Then digests
-show it, and the smaller side goes over. Price: a member that hangs keeps the others from this round's next
-attempt until it is not live any more, at most for as long as a round may take.
+Laws: a member signs one outcome of an attempt. One that gives up makes no certificate of the attempt any
+more, though it takes one that it is given. It is in no other attempt of that round before each live member of
+this one has given up, too. So two contents of one round are never both committed
+(``docs/design/offers-and-certificates.md``). Price: a member that hangs keeps the others from this round's
+next attempt, at most for as long as a round may take.
 """
 
 from __future__ import annotations
@@ -268,8 +261,8 @@ class Member:
                 self._outlet.send(peer, decision)
 
     def may_complete(self, outcome: Outcome) -> bool:
-        """Whether all that was committed can still come: what we hold is part of it, and the owners of the
-        rest live and are not known to lie."""
+        """Whether all that was committed can still come: what we hold is part of it. The owners of the rest
+        live, and are not known to lie."""
         owners = self.exchange.owners_of_missing()
         is_open = all(self._swarm.is_live(o) and not self._swarm.repute.has_lied(o) for o in owners)
         return is_open and self._fits(outcome)
@@ -352,12 +345,11 @@ def missed_slices(member: Member, outcome: Outcome, me: PeerId) -> list[MissedSl
 
 
 class Completion:
-    """A member whose round has committed before all means had come: a slow link is not waited for, but what
+    """A member whose round has committed before all means had come. A slow link is not waited for, but what
     is on its way to it is not thrown away either.
 
-    Law: it waits as long as pieces keep coming and their owners live, at most ``SAFETY``
-    times as long as owners waited for slices, and then says so: the bytes are fetched from donors instead. So
-    an owner that sends its mean a drop at a time keeps nobody from the swarm's next versions.
+    Law: it waits as long as pieces keep coming and their owners live, at most ``SAFETY`` times as long as
+    owners waited for slices. Then it says so, and the bytes are fetched from donors.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
 """The owner of one part: collects the members' slices, has them averaged, sends the mean to all.
 
-Laws: a slice counts only if it arrived whole, once, from a member; the divisor is the weight of what is in
-the job; the own slice is always there; nothing waits longer than ``due_at``. What is held is at most the
-slices of this part: about one payload where links are equal, and at most ``MAX_OWNED_PAYLOADS`` in all parts
-of one owner, whatever BEGIN says; what finds no room is not counted. One member's slice takes none: until
-the mean is made it lies where that will.
+Laws: a slice counts only if it arrived whole, once, from a member. The divisor is the weight of what is in
+the job. The own slice is always there, and nothing waits longer than ``due_at``. All parts of one owner hold
+at most ``MAX_OWNED_PAYLOADS`` of slices, whatever BEGIN says. One member's slice takes no room: until the
+mean is made it lies where that will.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ class Room:
 
 
 class Arrivals:
-    """What an owner sees of one attempt, over all parts of its own: a peer was in time if all that it was to
-    send was, and the wait was as long as the longest of those in time. One that sends at the last moment,
-    each time, is as late as one that misses it: else it alone would say how long all exchanges take."""
+    """What an owner sees of one attempt, over all parts of its own. A peer was in time if all that it was to
+    send was; the wait was as long as the longest of those in time. Whoever sends at the last moment each time
+    is late, too: else it alone would say how long exchanges take."""
 
     def __init__(self, attempt: Attempt, swarm: Swarm, observed: Durations, parts: Collection[int]) -> None:
         self._attempt = attempt
@@ -209,8 +208,8 @@ class PartJob:
         self._ask()
 
     def _is_fair(self, at: float) -> bool:
-        """Whether a slice that is whole then is in time for its own sake: within what links were planned to
-        take, or a few times what the middle one of the others took, or what costs nobody anything."""
+        """Whether a slice that is whole then is in time for its own sake. That is within what links were
+        planned to take, or twice what the middle one of the others took, or what costs nobody anything."""
         came_at = median_low(self._slices.came_at.values() or [self._began_at])
         usual_s = LATE_TIMES * (came_at - self._began_at)
         cheap_s = max(bounds.CHEAP_S, bounds.CHEAP_SHARE * self._swarm.shape.round_s)
