@@ -33,7 +33,7 @@ MEASURING = ("test_kill", "test_faults", "test_rehearsal", "test_doctor_network"
 SWARMS = ("test_swarm", "test_hostile", "test_leaks", "test_examples")
 """Start processes and wait for conditions; the longest first. Other files marked ``swarm`` follow them."""
 WAITING = (
-    "test_flood", "test_transport", "test_transport_libp2p", "test_discovery", "test_board_history",
+    "test_flood", "test_transport", "test_libp2p", "test_discovery", "test_board_history",
     "test_network", "test_socket_activation",
 )  # fmt: skip
 """Wait more than they work; short ones, which even out the end."""
@@ -49,6 +49,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile(
+    "long", settings.get_profile("suite"), derandomize=False, print_blob=True, max_examples=2000
+)  # --hypothesis-profile=long, before a release: 20 times the examples, others every time
 settings.load_profile("suite")  # the same examples every time, however long a machine stands still
 
 for _variable in [name for name in os.environ if name.startswith("P2P_CO2_")]:
@@ -58,6 +61,13 @@ atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would only wait for each other
     os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--storms", type=int, default=200, help="how many storms the campaign plays")
+    parser.addoption(
+        "--rewrite-scenarios", action="store_true", help="write what tests/scenarios say now into their files"
+    )
 
 
 @cache
@@ -101,12 +111,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     return Lanes(config, log)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--rewrite-scenarios", action="store_true", help="write what tests/scenarios say now into their files"
-    )
-
-
 _started: list[str] = []
 """The programs that the test now running has started."""
 
@@ -122,16 +126,17 @@ sys.addaudithook(_hear)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """What a test started stands in its report, for the file of durations."""
+def pytest_runtest_protocol() -> Iterator[None]:
     _started.clear()
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """What a test and its fixtures started stands in the file of durations."""
+    result = yield
     item.user_properties.append(("started", " ".join(_started)))
-    return (yield)
+    return result
 
 
 _durations: dict[str, list[Any]] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import inspect
 import io
 import re
@@ -30,13 +31,13 @@ from pydantic.fields import FieldInfo
 import p2p_co2
 from bootstrap.run_file import DEFAULT_RUN_FILE
 from monitoring import facts
-from monitoring.event_docs import event_docs
 from monitoring.metrics import FactsCollector
 from p2p_co2 import errors
 from p2p_co2.cli import main as cli
 from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.recipes import Recipe, Stages, TiedTable
 from p2p_co2.swarm.joining import Options
+from p2p_co2.telemetry.events import EVENT_TYPES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE = "*Made by `make docs` from the code: change it there.*"
@@ -90,6 +91,20 @@ ADDRESSES = {
 }
 METRICS = """`/metrics` of a board is text for Prometheus. A peer's own page has that peer's figures. `p2p-co2
 board TICKET` has all peers' and the run's. `monitoring/grafana.json` draws them in Grafana.
+
+"""
+
+
+EVENTS = """\
+Every peer writes what happens to it to `events.jsonl` in its folder. It is one JSON object per line
+(RFC 8259, ASCII), appended as it happens, never changed. A reader skips lines that it does not
+know; fields may be added. `kind` says which event it is; `at` (unix seconds by the writer's clock)
+and `peer` (the writer's id) are in every event. A number that is not a number is null. Units are in
+the names: `_s` seconds, `_bytes`, `_at` unix seconds, `_steps` inner steps. In the names of events
+and fields a `round` is one fragment's: what other pages call a fragment exchange.
+
+Observers (`p2p-co2 board`, `watch`, `metrics`) get the same events in reports that each peer signs. There
+`round_counted` comes from certificates alone, never from a peer's word.
 
 """
 
@@ -504,12 +519,12 @@ def _facts(kind: type[BaseModel], found: dict[str, type[BaseModel]] | None = Non
 def served() -> list[str]:
     """The addresses for programs that a board has."""
     from monitoring.board.server import make_app
-    from monitoring.history import History
+    from monitoring.history import BoardHistory
     from monitoring.model import Model, Recorder
     from tests.made_swarm import MadeFeed, MadeSwarm
 
     model = Model(MadeFeed(MadeSwarm(1)))
-    app = make_app(model, Recorder(model, History.or_in_memory(None)))
+    app = make_app(model, Recorder(model, BoardHistory.or_in_memory(None)))
     return [
         route.path for route in app.routes if getattr(route, "methods", None) and "_nicegui" not in route.path
     ]  # type: ignore[attr-defined]
@@ -521,12 +536,17 @@ def _json(annotation: Any) -> str:
         return words[annotation]
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is tuple:
-        return f"list of {_json(inner[0])}"
+        return f"list of {_several(inner[0])}"
     if origin is dict:
-        return f"table of {_json(inner[1])}"
+        return f"table of {_several(inner[1])}"
     if inner:
         return " or ".join(_json(one) for one in inner)
     return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+
+
+def _several(annotation: Any) -> str:
+    one = _json(annotation)
+    return one if " or " in one or "[" in one else f"{one}s"
 
 
 def metrics() -> str:
@@ -546,11 +566,29 @@ def metrics() -> str:
     return f"# Metrics\n\n{MADE}\n\n{METRICS}{table(('name', 'kind', 'labels', 'what it is'), rows)}"
 
 
+def event_pages() -> str:
+    kinds, sections = [], ""
+    for kind, event_type in EVENT_TYPES.items():
+        doc = marked(event_type.__doc__ or "")
+        first = " ".join(doc.split("\n\n")[0].split()).split(". ")[0].rstrip(".").split("; ")[0]
+        kinds.append((f"[`{kind}`](#{kind})", first))
+        hints, words = typing.get_type_hints(event_type), field_words(event_type)
+        rows = []
+        for field in dataclasses.fields(event_type):
+            is_optional = not field.default is field.default_factory is dataclasses.MISSING
+            note = f"{words.get(field.name, '')}{' (may be absent)' if is_optional else ''}"
+            if field.name not in {"at", "peer"}:
+                hint = hints[field.name]
+                rows.append((code(field.name), "number or null" if hint is float else _json(hint), note))
+        sections += f"\n## {kind}\n\n{doc}\n\n{table(('field', 'JSON', ''), rows)}"
+    return f"# Events\n\n{MADE}\n\n{EVENTS}{table(('kind', 'what it tells'), kinds)}{sections}"
+
+
 MAKERS: dict[str, Callable[[], str]] = {
     "reference/command-line.md": command_line, "reference/run-file.md": run_file,
     "reference/peer-file.md": peer_file, "reference/python-api.md": python_api,
     "reference/exit-status.md": exit_status, "reference/http-api.md": http_api,
-    "reference/metrics.md": metrics, "events.md": event_docs,
+    "reference/metrics.md": metrics, "events.md": event_pages,
 }  # fmt: skip
 """What makes each page, by its path in ``docs``."""
 

@@ -9,15 +9,15 @@ SLOWEST_HEARTBEAT_S = 5.0
 SILENCE_FLOOR_S = 6.0
 """A peer is never declared silent sooner: a busy laptop may starve a thread for seconds."""
 SILENCE_CAP_S = 6 * SLOWEST_HEARTBEAT_S
-"""Nor later, unless it announced a slower beat."""
+"""Nor later: silence must stand out from the beat."""
 QUIET_SHARE = 0.1
 """Of a round, between the heartbeats of a peer that only trains."""
 LONGEST_HEARTBEAT_S = 120.0
-"""The same at the most."""
+"""At most so long."""
 MEASURE_EVERY_S = 20.0
-"""Between two measurements of a round trip."""
+"""A round trip is measured so often."""
 MEASURED_BEATS = 5.0
-"""The same in slow beats."""
+"""Or once in so many slow beats."""
 
 
 def heartbeat_among_s(others: int, quiet_s: float = 0.0) -> float:

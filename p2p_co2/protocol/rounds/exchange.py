@@ -23,7 +23,7 @@ from p2p_co2.protocol.rounds.attempt import Attempt, Share, check_missed, read_c
 from p2p_co2.protocol.rounds.certificate import Seals
 from p2p_co2.protocol.rounds.deadline import Durations
 from p2p_co2.protocol.rounds.events import CheckWanted, Likeness, Offer, ReduceJob
-from p2p_co2.protocol.rounds.owner import Arrivals, Contributors, Counted, PartJob, Room
+from p2p_co2.protocol.rounds.owner import Arrivals, Contributors, MeanSlices, PartJob, Room
 from p2p_co2.protocol.rounds.swarm import Outlet, Swarm
 from p2p_co2.system.memory import Buffer, large_buffer
 from p2p_co2.wire.envelope import with_data
@@ -100,7 +100,7 @@ class PartState:
         """All of it, from ``source``."""
         self.source = source
         self.transfer = Assembly(len(self.place), self.place)
-        self.head: tuple[Counted, bytes] | None = None
+        self.head: tuple[MeanSlices, bytes] | None = None
         """What the first piece says: whose slices are in it, and the owner's signature."""
 
     def is_lost(self, swarm: Swarm, now: float) -> bool:
@@ -110,7 +110,7 @@ class PartState:
         return not self.is_held and now >= self.due_at
 
     def hold(
-        self, part: int, attempt: Attempt, seals: Seals, counted: Counted, signature: bytes | None = None
+        self, part: int, attempt: Attempt, seals: Seals, counted: MeanSlices, signature: bytes | None = None
     ) -> None:
         """Its mean is whole, and we made it if there is no ``signature``. Raises ``RemoteProtocolError``."""
         start, stop = attempt.ranges[part]
@@ -264,7 +264,7 @@ class Exchange:
             weights = self.attempt.weights
             contributors = read_contributors(message.contributors, weights, not self.attempt.weight_cap)
             check_missed(message.missed, len(weights) - len(contributors))
-            head = Counted(contributors, tuple(message.missed)), message.signature
+            head = MeanSlices(contributors, tuple(message.missed)), message.signature
             if state.head not in (None, head):
                 raise RemoteProtocolError("conflicting duplicate", "other contributors or signature")
             state.head = head

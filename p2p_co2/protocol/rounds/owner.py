@@ -28,7 +28,7 @@ SLOW = "not waited for here any more, since its slices come too late, until they
 Contributors = tuple[tuple[PeerId, float], ...]
 
 
-class Counted(NamedTuple):
+class MeanSlices(NamedTuple):
     """Whose slices are in a mean, with their weights; of the other members, in their order, why not."""
 
     contributors: Contributors
@@ -253,7 +253,7 @@ class PartJob:
             else NOT_ASKED
         )
 
-    def reduced(self, job: ReduceJob, mean: Buffer, place: memoryview) -> Counted:
+    def reduced(self, job: ReduceJob, mean: Buffer, place: memoryview) -> MeanSlices:
         """Put the encoded mean to its ``place``; returns whose slices are in it."""
         if len(mean) != len(place):
             raise LocalProtocolError(f"the mean of part {self.part} has {len(mean)} bytes, not {len(place)}")
@@ -263,4 +263,4 @@ class PartJob:
         self.give_up()
         contributors = {piece.peer: piece.weight for piece in job.slices}
         missed = (self._why_missed(peer) for peer in self.attempt.shares if peer not in contributors)
-        return Counted(tuple(contributors.items()), tuple(missed))
+        return MeanSlices(tuple(contributors.items()), tuple(missed))
