@@ -7,9 +7,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from monitoring.board.pages import staleness_told
+from monitoring.columns import PEER
 from monitoring.terminal import frame
 from monitoring.words import MISSED, missed_words
 from p2p_co2.protocol.reports import check_event
@@ -19,9 +19,9 @@ from p2p_co2.telemetry.view import recalled
 from p2p_co2.wire import messages_pb2 as wire
 from tests.event_samples import fold
 from tests.round_network import Network
+from tests.stories import START, Told, drawn
 from tests.swarms import ROOT
 from tests.test_commits import Place
-from tests.told_feed import START, Told
 
 
 def test_each_reason_of_the_wire_has_words_an_advice_and_a_row_in_troubleshooting() -> None:
@@ -61,22 +61,17 @@ def missed(reason: str, number: int, parts: int = 1) -> SliceMissed:
 
 def test_the_pages_say_how_often_why_and_what_to_do() -> None:
     told = Told()
-    told.start("ada", 0)
-    told.events += [
-        missed("late", 1),
-        missed("late", 2),
-        missed("not_asked", 2),
-        missed("later version's", 3),
-    ]
-    view = fold(told.events)
+    told.tell(0, "peer_started", "ada")
+    happened = [missed("late", 1), missed("late", 2), missed("not_asked", 2), missed("later version's", 3)]
+    told.news.events += happened
+    view = fold(happened)
     assert fold(recalled(view.peers["ada"])).peers["ada"].tally.missed == view.peers["ada"].tally.missed
-    told.progress("ada", 1, loss=2.0)
+    told.tell(1, "progress", "ada")
     facts = told.at(2)
     assert facts.peers[0].missed == {"late": 2, "not_asked": 1, "later version's": 1}
     assert missed_words(facts.missed) == "2 late, 1 later version's, 1 not asked"
+    assert PEER["missed"].number(facts.peers[0]) == missed_words(facts.missed)
     caption, value, _, hint = staleness_told(facts)["missed"]
     assert (caption, value) == ("Slices not counted", missed_words(facts.missed))
-    console = Console(width=400, record=True)
-    console.print(frame(facts, 400, 60))
-    for words in (hint, re.sub(r"\s+", " ", console.export_text())):
+    for words in (hint, re.sub(r"\s+", " ", drawn(frame(facts, 400, 60), 400))):
         assert all(part in words for part in MISSED["late"])
