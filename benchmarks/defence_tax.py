@@ -1,8 +1,8 @@
 """What the defence against liars costs where nobody lies: held-out loss with the weight cap against without.
 
 A laboratory, as ``loss_table``: four honest peers in one process, synchronous rounds, the byte GPT of
-``loss_model``. The rules are the product's own: ``capped`` weights and ``centred_mean`` of each part against
-plain weights and ``weighted_mean``; so are codec, outer step and outer settings (those of a new run file).
+``loss_model``. The rules are the product's own: ``capped`` weights and rule "centred" for each part against
+plain weights and rule "mean"; so are codec, outer step and outer settings (those of a new run file).
 Peers are equally fast, or two of them ten times as fast as the others, and weigh by their tokens.
 
 Law: both rules of a seed see the same start, the same windows of text and the same learning rates, so they
@@ -50,7 +50,7 @@ from p2p_co2.config import RunConfig
 from p2p_co2.protocol.rounds.attempt import Share, capped
 from p2p_co2.recipes.corpus import embedded_corpus
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import centred_mean, reduce_slices, weighted_mean
+from p2p_co2.tensors.aggregation import get_rule, reduce_slices
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.wire.identity import PeerId
 
@@ -99,7 +99,7 @@ class Averaged:
                 offers[PeerId(str(peer))] = self._codec.encode(gradient).numpy()
         size = len(next(iter(offers.values())))
         part_bytes = -(-size // self._codec.block_bytes // len(tokens)) * self._codec.block_bytes
-        rule = centred_mean if self._run.weight_cap else weighted_mean
+        rule = get_rule(self._run.aggregation.rule)
         means = bytearray()
         for start in range(0, size, part_bytes):
             slices = [

@@ -47,7 +47,7 @@ from p2p_co2.system.memory import Buffer
 from p2p_co2.telemetry.events import MessageRefused, RoundAborted, RoundCommitted, Warned
 from p2p_co2.telemetry.journal import Journal
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import Mean, centred_mean, compare, reduce_slices
+from p2p_co2.tensors.aggregation import Mean, compare, get_rule, reduce_slices
 from p2p_co2.tensors.codec import Codec
 from p2p_co2.trained import Trained
 from p2p_co2.trainer import connect
@@ -150,7 +150,7 @@ class Attacked(Averaged):
         for part, start in enumerate(range(0, size, part_bytes)):
             owner = owners[part]
             slices = [(peer, weights[peer], one[start : start + part_bytes]) for peer, one in offers.items()]
-            mean = reduce_slices(centred_mean, codec, slices)
+            mean = reduce_slices(get_rule("centred"), codec, slices)
             encoded = scaled(codec, mean.encoded, case.mean) if owner in self._lying else mean.encoded
             means += encoded
             for (peer, asked, data), counted in zip(slices, mean.weights, strict=True):

@@ -51,11 +51,16 @@ from p2p_co2.config import ApplyRule, CodecConfig, OuterConfig, RunConfig
 from p2p_co2.protocol.ledger import PartWeights
 from p2p_co2.recipes.corpus import Corpus, embedded_corpus
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import reduce_slices, weighted_mean
+from p2p_co2.tensors.aggregation import get_rule, reduce_slices
 from p2p_co2.tensors.codec import get_codec
+from p2p_co2.tensors.outer_rules import Work
+from p2p_co2.tensors.outer_rules import get_rule as get_outer_rule
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
+from p2p_co2.wire.schedule import OfferState
 
 PEERS, H = 4, 30
+ID = bytes(8)
+"""Of every offer: each peer has one at a time."""
 Clip = Literal["none", "elementwise", "rms"]
 
 
@@ -150,7 +155,8 @@ class FragmentLab:
         self._base_version = self._apply_at = 0
         self._corrections: list[Tensor | None] = [None] * PEERS
         self._residuals: list[Tensor | None] = [None] * PEERS
-        self._overwrites = row.rule in {"co2", "eager"}
+        self._rule = get_outer_rule(self._config)
+        self._overwrites = self._rule.returns_work
         self._exchanges = self._overwrites and row.delay >= H
         self._awaited = row.blocking_rounds
 
@@ -221,18 +227,18 @@ class FragmentLab:
         live = flatten(self._params, self._names)
         for peer in range(PEERS):
             if self._overwrites:
-                fix = None
-                if self._row.rule == "eager":
-                    # Progress since the send has not been offered, so (unlike in _exchange) it stays part of
-                    # the next offer.
-                    fresh, stale = old.params - live[peer], self._gradients[peer]
-                    fix = outer.eager_correction(self._config, gap, 1 / PEERS, fresh, stale)
+                # Progress since the send has not been offered, so (unlike in _exchange) it stays part of the
+                # next offer.
+                fresh, stale = old.params - live[peer], self._gradients[peer]
+                fix = self._rule.correction(gap, 1 / PEERS, fresh, stale)
                 change = outer.Merge(1.0, self.state.params - live[peer])
                 if fix is not None:
                     change.addend.sub_(fix)
             else:
                 gradient = old.params - self._snapshots[peer]
-                change = outer.merge(self._config, old, self.state, gradient.__getitem__, [])
+                merged = self._rule.merge(old, self.state, Work(gradient.__getitem__))
+                assert merged is not None
+                change = merged
             live[peer] = live[peer] * change.keep + change.addend
         unflatten_(self._params, self._names, live)
 
@@ -249,8 +255,8 @@ class FragmentLab:
         merged = torch.empty_like(live)
         for peer in range(PEERS):
             fix = None
-            if self._row.rule == "eager" and mean is not None:
-                fix = outer.eager_correction(self._config, gap, 1 / PEERS, fresh[peer], stale[peer])
+            if mean is not None:
+                fix = self._rule.correction(gap, 1 / PEERS, fresh[peer], stale[peer])
             self._corrections[peer] = fix
             change = outer.Merge(1.0, self.state.params - live[peer])
             if fix is not None:
@@ -277,7 +283,8 @@ class HeldFragment:
             FragmentState(run, self._codec, str(peer), outer.init(one)) for peer, one in enumerate(start)
         ]
         everybody = {str(peer): 1.0 for peer in range(len(start))}
-        self._parts = [PartWeights(0, self._codec.blocks(start.shape[1]), everybody)]
+        ids = dict.fromkeys(everybody, ID)
+        self._parts = [PartWeights(0, self._codec.blocks(start.shape[1]), everybody, ids)]
         self.gaps: list[float] = []
         self._mean: bytes | None = None  # in flight
         self._base_version = self._apply_at = self._sent_at = 0
@@ -308,11 +315,11 @@ class HeldFragment:
     def _send(self) -> None:
         live, payloads = flatten(self._params, self._names), []
         for peer, ledger in enumerate(self._peers):
-            offer = ledger.offer(live[peer].clone(), 1.0)
+            offer = ledger.offer(live[peer].clone(), OfferState(ID))
             payloads.append((str(peer), 1.0, offer.payload))
             self._base_version = offer.base_version
             self._merge_(live, peer, offer.merge)
-        self._mean = reduce_slices(weighted_mean, self._codec, payloads).encoded
+        self._mean = reduce_slices(get_rule("mean"), self._codec, payloads).encoded
         unflatten_(self._params, self._names, live)
 
     def _commit(self) -> None:

@@ -24,6 +24,7 @@ from p2p_co2.swarm.data import reseed, warn_of_a_stream
 from p2p_co2.swarm.joining import Options, check_names, join
 from p2p_co2.swarm.swarm import Swarm
 from p2p_co2.system.extras import require
+from p2p_co2.tensors.private import fetcher_of
 
 require("lightning", "SwarmCallback")
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402  # once it is known to be there
@@ -45,14 +46,14 @@ class SwarmCallback(Callback):
         self.swarm = join(pl_module, trainer.optimizers, **self._options)
         self._steps = trainer.global_step
         self._has_left = False
-        for loader in _fetcher_of(trainer).combined_loader.flattened:
+        for loader in fetcher_of(trainer).combined_loader.flattened:
             warn_of_a_stream(loader)
         self.on_train_epoch_start(trainer, pl_module)
-        iter(_fetcher_of(trainer))  # the first pass had begun, and workers have drawn from it
+        iter(fetcher_of(trainer))  # the first pass had begun, and workers have drawn from it
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.swarm is not None:
-            for loader in _fetcher_of(trainer).combined_loader.flattened:
+            for loader in fetcher_of(trainer).combined_loader.flattened:
                 reseed(loader, trainer.current_epoch, self.swarm.data_seed)
 
     def on_train_batch_end(
@@ -80,11 +81,6 @@ class SwarmCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self.swarm is not None:
             self.swarm.leave(error=exception)
-
-
-def _fetcher_of(trainer: Trainer) -> Any:
-    """What Lightning takes the training batches from."""
-    return trainer.fit_loop._data_fetcher
 
 
 def _loss_of(outputs: Any) -> float | Tensor:
