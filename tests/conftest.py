@@ -65,6 +65,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--storms", type=int, default=200, help="how many storms the campaign plays")
+    parser.addoption(
+        "--rewrite-scenarios", action="store_true", help="write what tests/scenarios say now into their files"
+    )
 
 
 @cache
