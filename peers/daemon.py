@@ -11,7 +11,6 @@ import importlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -211,7 +210,7 @@ def _join_and_train(
             watch.say(opened)
         recipe = load_run_recipe(connection.run, options.recipe, options.data)
         watch.say(f"trains on: {_what_is_trained_on(connection.run, options)}")
-        _train(connection, recipe, options, running, on_event)
+        _train(connection, recipe, options, running)
     finally:
         connection.close()
 
@@ -233,25 +232,12 @@ def what_is_opened(config: PeerConfig) -> str:
     return "" if is_loopback(config.host) or not doings else f"this peer {' and '.join(doings)}"
 
 
-def _train(
-    connection: Connection, recipe: Recipe, options: JoinOptions, running: _Running,
-    on_event: Callable[[Event], None],
-) -> None:  # fmt: skip
+def _train(connection: Connection, recipe: Recipe, options: JoinOptions, running: _Running) -> None:
     if connection.run.pipeline.stages > 1:
         running.go_on()
         stage_peer = connection.start_stage(recipe, options.resume or None, options.start_over)
         running.take(stage_peer)
-        from peers.guardian import Errand, Guardian
-
-        errand = Errand(options.ticket, options.config, options.recipe)
-        if options.start_over:
-            errand.forget()
-
-        def warn(text: str) -> None:
-            on_event(Warned(at=time.time(), peer=stage_peer.peer.peer_id, text=text))
-
-        with Guardian(errand, stage_peer, warn):
-            stage_peer.train()
+        stage_peer.train()
         return
     from p2p_co2.recipes import InnerStep
     from p2p_co2.trainer.agreed_loss import AgreedLoss
