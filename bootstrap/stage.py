@@ -23,8 +23,7 @@ from bootstrap.local_swarm import POLL_S, Child, LocalSwarm
 from p2p_co2.config import RunConfig, write_toml
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.planning.profiles import LinkProfile
-from p2p_co2.system.ctrl_c import hand_over, take_back
-from p2p_co2.system.process import full_disk_named, program, require_supported_platform
+from p2p_co2.system.process import StopSignals, full_disk_named, program, require_supported_platform
 from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
 
@@ -95,32 +94,29 @@ WatchWith = Callable[[RunConfig, Path, str, Sequence[Line]], Watch]
 
 def run_in_new_folder(folder: Path | None, kind: str, stopped: str, run: Callable[[Path], list[str]]) -> int:
     """The exit status of ``run`` in ``folder`` (None: ``runs/KIND-<time>``). It gives the reasons why it was
-    no success: 0 without any, else they are told and it is 1. While it lasts SIGTERM counts as Ctrl-C; after
-    either ``stopped`` is said, and the status is 130. Folders of a run that did not begin are taken back.
+    no success: 0 without any, else they are told and it is 1. After Ctrl-C or SIGTERM ``stopped`` is said,
+    and the status is 130; a second one ends all at once. Folders of a run that did not begin are taken back.
     Raises ``ConfigError``, ``EnvironmentFault``."""
     require_supported_platform()
     if folder and (folder / "logs").exists():
         raise ConfigError.of_option("--folder", f"{folder} holds a run already; name a new folder")
     print("preparing the recipe ...", flush=True)
-    take_back()
-    import p2p_co2.recipes  # noqa: F401 (slow, and nothing is to be given back yet)
+    import p2p_co2.recipes  # noqa: F401  # slow, and nothing is to be given back yet
 
-    hand_over()
     made = folder or Path("runs") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        try:
-            (made / "logs").mkdir(parents=True)
-        except OSError as error:
-            cure = "choose another with --folder"
-            raise EnvironmentFault(f"cannot make {made}: {error.strerror}; {cure}") from None
-        with full_disk_named(made):
-            reasons = run(made)
+        with StopSignals():
+            try:
+                (made / "logs").mkdir(parents=True)
+            except OSError as error:
+                cure = "choose another with --folder"
+                raise EnvironmentFault(f"cannot make {made}: {error.strerror}; {cure}") from None
+            with full_disk_named(made):
+                reasons = run(made)
     except KeyboardInterrupt:
         print(stopped, file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
-        signal.signal(signal.SIGTERM, before)
         with suppress(OSError):  # something is in it, and so in those above
             for empty in (made / "logs", made, made.parent):
                 empty.rmdir()

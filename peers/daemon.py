@@ -169,22 +169,18 @@ class _Running(StopSignals):
         if self._asked.get():
             answer()
 
-    def _stop(self) -> None:
+    def _stop(self) -> bool:
         if self._peer is None:
-            raise KeyboardInterrupt
+            return True
         self._asked.put(True)
         self._peer.stop()
+        return False
 
     def take(self, peer: Peer | StagePeer) -> None:
         """From now on a Ctrl-C means this peer; one that was swallowed on the way to it too."""
         self._peer = peer
         if self.asked:
             peer.stop()
-
-    def go_on(self) -> None:
-        """Raise the ``KeyboardInterrupt`` that a slow import swallowed, if one did."""
-        if self.asked:
-            raise KeyboardInterrupt
 
     def toggle_pause(self, number: int, frame: FrameType | None) -> None:
         """SIGUSR1. Before there is a peer there is nothing to pause; the signal must not end the process."""
@@ -241,7 +237,6 @@ def _train(
     on_event: Callable[[Event], None],
 ) -> None:  # fmt: skip
     if connection.run.pipeline.stages > 1:
-        running.go_on()
         stage_peer = connection.start_stage(recipe, options.resume or None, options.start_over)
         running.take(stage_peer)
         from peers.guardian import Errand, Guardian
@@ -262,7 +257,6 @@ def _train(
 
     model = recipe.model.to(options.config.device)
     optimizer = recipe.optimizer(model.parameters())  # a first one imports much of torch
-    running.go_on()
     peer = connection.start(
         model, optimizer, recipe.learning_rate, resume=options.resume or None, start_over=options.start_over
     )

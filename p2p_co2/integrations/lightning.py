@@ -15,15 +15,18 @@ agreed on takes their place when training starts again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import Tensor
 
 from p2p_co2.swarm.counting import batch_tokens
 from p2p_co2.swarm.data import reseed, warn_of_a_stream
-from p2p_co2.swarm.joining import Options, check_names, join
+from p2p_co2.swarm.joining import check_names, join
 from p2p_co2.swarm.swarm import Swarm
 from p2p_co2.system.extras import require
+
+if TYPE_CHECKING:
+    from p2p_co2.swarm.options import Options
 
 require("lightning", "SwarmCallback")
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402  # once it is known to be there

@@ -4,8 +4,8 @@ steps. Below them is ``trainer.Peer``.
 """
 
 from p2p_co2.swarm.data import shard
-from p2p_co2.swarm.joining import Options, join
+from p2p_co2.swarm.joining import join
 from p2p_co2.swarm.optimizer import Optimizer
 from p2p_co2.swarm.swarm import Swarm
 
-__all__ = ["Optimizer", "Options", "Swarm", "join", "shard"]
+__all__ = ["Optimizer", "Swarm", "join", "shard"]

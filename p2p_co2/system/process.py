@@ -28,6 +28,7 @@ from types import FrameType
 from typing import Any, Protocol, Self
 
 from p2p_co2.errors import EnvironmentFault
+from p2p_co2.system.ctrl_c import is_importing
 
 VARIABLES = "P2P_CO2_"
 """Begins the names of the environment variables that options are read from."""
@@ -173,10 +174,11 @@ class StopSignals:
     """While entered, SIGINT and SIGTERM call ``ask`` once; the next one ends the process with status 130. In
     a child that was forked meanwhile they end it.
 
-    ``ask`` runs in the main thread between two bytecodes: it may set a flag, or raise ``KeyboardInterrupt``.
-    """
+    ``ask`` runs in the main thread between two bytecodes: it may set a flag, or return True for a
+    ``KeyboardInterrupt``, which is the rule. Amid an import, which may swallow one, that ends the process,
+    too."""
 
-    def __init__(self, ask: Callable[[], object], *numbers: signal.Signals) -> None:
+    def __init__(self, ask: Callable[[], object] = lambda: True, *numbers: signal.Signals) -> None:
         self.ask = ask
         self._numbers = numbers or (signal.SIGINT, signal.SIGTERM)
         self._process = os.getpid()
@@ -198,8 +200,10 @@ class StopSignals:
             os.kill(os.getpid(), number)
         elif not self.asked:
             self.asked = True
-            self.ask()
-            return
+            if self.ask() is not True:
+                return
+            if not is_importing(frame):
+                raise KeyboardInterrupt
         for pid in processes_below(os.getpid()):
             with suppress(ProcessLookupError):  # it was faster
                 os.kill(pid, signal.SIGKILL)
