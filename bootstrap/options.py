@@ -82,21 +82,14 @@ class RehearsalOptions:
         ),
     ] = "dsl"
     seconds: Annotated[Figure, says("Length of the training; the run's own, or 120, if absent.")] = None
-    nat: Annotated[str, says("Routers: profile (as it says), open, cone or symmetric.")] = "profile"
     up_mbit: Annotated[Figure, says("Another upload rate, Mbit/s.")] = None
     down_mbit: Annotated[Figure, says("Another download rate, Mbit/s.")] = None
     latency_ms: Annotated[Figure, says("Another latency, one way between two peers.")] = None
     jitter_ms: Annotated[Figure, says("Another jitter.")] = None
     loss: Annotated[Figure, says("Another share of packets lost, 0.01 for 1 %.")] = None
-    congestion: Annotated[
-        str, says("TCP's congestion control, cubic or bbr; this machine's own if absent.")
-    ] = ""
     carrier: Carrier = "auto"
     folder: Annotated[Path | None, says("Where the run is written; runs/rehearsal-<time> if absent.")] = None
     recipe: OwnRecipe = ""
-    in_carrier: Annotated[
-        bool, says("Slow the carriers down on loopback, as without root.", "--in-carrier")
-    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,19 +35,13 @@ _DIED = "ended unexpectedly with"
 _WITH_US = ("--parent", str(os.getpid()))
 """So that the swarm leaves even when this process is killed."""
 
-Wrap = Callable[[list[str]], list[str]]
-"""A command line as it is to be run: on another machine, say."""
-Traffic = tuple[float, dict[str, tuple[int, int]]]
-"""(unix time, bytes (up, down) by peer)."""
-
 
 @dataclass(frozen=True)
 class Line:
-    """One peer's emulated line. ``address``: the one that others see it under, "" on loopback."""
+    """The line that a peer's carriers are slowed down to."""
 
     peer: str
     profile: LinkProfile
-    address: str = ""
 
     @property
     def figures(self) -> tuple[float, ...]:
@@ -62,8 +56,7 @@ class RunEnd:
     """What a watcher cannot know from events. Losses in the recipe's unit, None if not measured: on what
     peers measure while they train, and ``loss_whole`` at the end on all that nobody trains on. ``deaths``:
     last words of those that died by themselves; ``killed``: names of the peers that need not have finished;
-    ``notes``: what else the reader should know, a sentence each. Of a rehearsal ``traffic``: samples of the
-    lines' counters, empty on loopback; ``forwarded``: the packet forwarder's own account."""
+    ``notes``: what else the reader should know, a sentence each."""
 
     loss_start: float | None
     loss_end: float | None
@@ -74,8 +67,6 @@ class RunEnd:
     text: str = ""
     killed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    traffic: Sequence[Traffic] = ()
-    forwarded: dict[str, float] = field(default_factory=dict)
 
 
 class Watch(Protocol):
@@ -206,16 +197,14 @@ class Stage:
         """Where the run's own recipe lies here, "" for the built-in one."""
         return self._config.recipe if self._config.is_own_recipe else ""
 
-    def start_seed(self, place: Sequence[str] = LOOPBACK, wrap: Wrap = list) -> None:
+    def start_seed(self) -> None:
         """Start the seed and wait for its ticket. Raises ``EnvironmentFault``."""
         arguments = ["seed", str(self._folder / "run.toml"), "--folder", str(self._folder / "seed")]
-        command = program("bootstrap", *arguments, *_WITH_US, *place)
-        seed = self.swarm.start("seed", wrap(command))
+        command = program("bootstrap", *arguments, *_WITH_US, *LOOPBACK)
+        seed = self.swarm.start("seed", command)
         self._ticket = self.swarm.wait_for_line(seed, "ticket:", _START_UP_S)
 
-    def start_peer(
-        self, name: str, number: int, among: int, place: Sequence[str] = LOOPBACK, wrap: Wrap = list
-    ) -> None:
+    def start_peer(self, name: str, number: int, among: int, place: Sequence[str] = LOOPBACK) -> None:
         """Start a peer of one thread, ``number`` (from 0) of those that wait for each other, which are
         ``among``: in a run with stages they hold these in turn. ``place``: more of its options."""
         folder = self._folder / "peers" / name
@@ -229,7 +218,7 @@ class Stage:
         if self._own_recipe:
             arguments += ["--recipe", self._own_recipe]
         arguments += [word for key, path in self._data.items() for word in (f"--{key}", path)]
-        self.adopt(self.swarm.start(name, wrap(program("peers", *arguments))), folder)
+        self.adopt(self.swarm.start(name, program("peers", *arguments)), folder)
 
     def adopt(self, child: Child, folder: Path) -> None:
         """Look on at a peer that writes its journal to ``folder``."""

@@ -252,7 +252,7 @@ def test_a_swarm_whose_peer_cannot_start_ends_at_once(tmp_path: Path) -> None:
     with LocalSwarm(tmp_path) as parent:
         options = ["--peers", "2", "--seconds", "60", "--folder", str(folder)]
         demo = parent.start(
-            "demo", program("p2p_co2.cli", "rehearse", "--in-carrier", *options), environment()
+            "demo", program("p2p_co2.cli", "rehearse", *options), environment()
         )
         assert parent.wait([demo], 0.5 * GATHER_BOUND_S), demo.last_lines()
         assert demo.exit_status() == 1

@@ -107,7 +107,7 @@ class RunWatch:
         )  # fmt: skip
         summary = summarise(self._view, facts)
         if self._emulation:
-            summary |= self._of_lines(end)
+            summary |= self._of_lines()
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         first = (self._view.started_at, 0)
         last = (self._view.last_at, summary["tokens"])
@@ -140,13 +140,12 @@ class RunWatch:
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _of_lines(self, end: RunEnd) -> dict[str, Any]:
+    def _of_lines(self) -> dict[str, Any]:
         profiles = {line.peer: line.profile for line in self._lines}
         since = self._steady.since() or 0.0
         return {
             "emulation": self._emulation,
-            "lines": {line.peer: {**asdict(line.profile), "address": line.address} for line in self._lines},
+            "lines": {line.peer: asdict(line.profile) for line in self._lines},
             "steady": self._steady.figures(),
-            "exchanges": exchange_figures(self._exchanges, end.traffic, profiles, since),
-            "forwarder": end.forwarded or None,
+            "exchanges": exchange_figures(self._exchanges, (), profiles, since),
         }

@@ -40,7 +40,7 @@ GROUPS: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
     "Organise": {
         "init": (organise.init, "Print a run file with every setting explained."),
         "plan": (organise.plan, "What a run costs on given links, and whether they bear it."),
-        "rehearse": (organise.rehearse, "The run over emulated internet lines."),
+        "rehearse": (organise.rehearse, "The run over slowed lines, on this machine."),
         "seed": (organise.seed, "Publish a run and print its ticket."),
     },
     "Volunteer": {

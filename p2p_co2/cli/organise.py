@@ -28,7 +28,7 @@ def plan(options: PlanOptions) -> int:
 
 
 def rehearse(options: RehearsalOptions) -> int:
-    """The run over emulated internet lines, before anybody is invited: needs root for real packets."""
+    """The run over slowed lines on this machine, before anybody is invited."""
     from bootstrap.rehearsal import run_rehearsal
     from p2p_co2.cli.demo import RunWatch
 
