@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +20,14 @@ from bootstrap.local_swarm import LocalSwarm
 from bootstrap.options import RehearsalOptions, SeedOptions
 from bootstrap.rehearsal import Line, lines_of
 from bootstrap.seed import Seed, invitation_of, salted, say_invitation
-from bootstrap.stage import run_in_new_folder
+from bootstrap.stage import RunEnd, Stage, run_in_new_folder
 from p2p_co2.config import OWN_LOOP, RunConfig
 from p2p_co2.errors import ConfigError, EnvironmentFault, TransportError
 from p2p_co2.net.discovery import Discovery
 from p2p_co2.net.transport.libp2p.daemon import start_p2p, stop_p2p
 from p2p_co2.planning.profiles import PROFILES
 from p2p_co2.system.process import processes_below
+from p2p_co2.telemetry.events import Event
 from p2p_co2.ticket import Ticket
 from p2p_co2.wire.identity import Identity, peer_id_of
 from tests.transport_peers import until
@@ -231,6 +233,30 @@ def test_who_is_stopped_cleans_up_and_says_so(
     assert cleaned == [True]
     assert signal.getsignal(signal.SIGTERM) is before
     assert not (tmp_path / "run").exists()
+
+
+class Unseen:
+    """A watch of nothing."""
+
+    def see(self, events: Sequence[Event]) -> None:
+        pass
+
+    def finish(self, end: RunEnd) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_swarm_whose_peer_cannot_start_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    with Stage(RunConfig(), tmp_path, "auto", Unseen()) as stage:
+        stage.adopt(stage.swarm.start("peer-1", [*PYTHON, POLITE]), tmp_path / "peer-1")
+        stage.adopt(stage.swarm.start("peer-2", [*PYTHON, "exit('error: no folder')"]), tmp_path / "peer-2")
+        with pytest.raises(
+            EnvironmentFault, match=r"peer-2 ended before the training began, with status 1(.|\n)*no folder"
+        ):
+            stage.look_on()
 
 
 # ---- lines
