@@ -1,6 +1,8 @@
 # Needs Linux x86-64, make, and Python 3.11 or later with venv and pip. Everything else goes into .venv.
 #   make demo              a whole swarm on this machine      (DEMO_ARGS="--peers 3 --seconds 60")
 #   make test              all tests, by two workers          (TEST_ARGS="tests/test_codec.py -x" TEST_WORKERS=0)
+#   make test-quick        those that start no process, and 40 storms of 200
+#   make storms            200 storms and long fuzzing, before a release
 #   make check             ruff, mypy, and the documentation's site
 #   make install           only sets up .venv, for a demo     (PIP_ARGS="--extra-index-url ..." for another torch build)
 #   make proto             wire schema to Python
@@ -37,7 +39,7 @@ pip = @( while :; do sleep 10 >/dev/null 2>&1; echo "    $$SECONDS s, $$(du -sm 
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) -c constraints.txt -e '.[$(1)]' \
 		| sed -un 's/^Collecting \([^ ]*\).*/  \1/p; s/.*Downloading .*\(([^)]*[MG]B)\).*/    \1/p; s/^Installing collected.*/Installing .../p'
 
-.PHONY: gone help install demo test check format proto docs screenshots clean
+.PHONY: gone help install demo test test-quick storms check format proto docs screenshots clean
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
@@ -78,6 +80,9 @@ demo: $(STAMP)
 
 test: $(ALL)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) $(TEST_ARGS)
+
+test-quick: $(ALL)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not swarm" --storms 40 $(TEST_ARGS)
 
 check: $(ALL)
 	$(BIN)/ruff check .

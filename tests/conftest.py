@@ -60,6 +60,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--storms", type=int, default=200, help="how many storms the campaign plays")
+
+
 @cache
 def starts_processes(file: str) -> bool:
     """Whether all of a file's tests are marked ``swarm``."""
@@ -116,16 +120,17 @@ sys.addaudithook(_hear)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """What a test started stands in its report, for the file of durations."""
+def pytest_runtest_protocol() -> Iterator[None]:
     _started.clear()
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """What a test and its fixtures started stands in the file of durations."""
+    result = yield
     item.user_properties.append(("started", " ".join(_started)))
-    return (yield)
+    return result
 
 
 _durations: dict[str, list[Any]] = {}

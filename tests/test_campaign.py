@@ -11,7 +11,6 @@ from p2p_co2.simnet import EventLog, Result, Swarm
 from p2p_co2.simnet.campaign import STORM_OFFER_S, STORM_UNTIL_S, storm_settings
 from p2p_co2.telemetry.events import RoundCommitted
 
-SEEDS = 200
 STORM_FAULTS = frozenset({
     "crash", "power loss", "leave", "stall", "restart with its disk", "restart without its disk", "split",
     "cut pair", "seed down", "message lost", "message doubled", "message reordered", "behind NAT",
@@ -43,10 +42,10 @@ def play(seed: int) -> tuple[Result, list[str]]:
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_storms_break_no_law(first: int) -> None:
+def test_storms_break_no_law(first: int, request: pytest.FixtureRequest) -> None:
     """Every kind of fault comes to pass in each storm, and rounds are made after it."""
     failures = []
-    for seed in range(first, SEEDS + 1, 2):
+    for seed in range(first, request.config.getoption("--storms") + 1, 2):
         result, wrong = play(seed)
         if wrong:
             failures += [f"p2p-co2 simulate --storm --peers 32 --seed {seed}", *wrong]
