@@ -273,8 +273,8 @@ class Seed:
             self._invite(invitation_of(run, ticket, self._folder))
 
     async def _keep_up(self, discovery: Discovery) -> None:
-        """Publish the settings again and again, far sooner than the DHT forgets them; keep where the run is,
-        as often as peers say it; and tell how many peers there are when that changes."""
+        """Publish the settings again and again, far sooner than the DHT forgets them. Keep where the run is,
+        as often as peers say it. Tell how many peers there are when that changes."""
         from p2p_co2.net.transport.base import MESSAGE_TIMEOUT_S
 
         positions_at = time.monotonic()

@@ -53,9 +53,9 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """What a watcher cannot know from events. Losses in the recipe's unit, None if not measured: on what
-    peers measure while they train, and ``loss_whole`` at the end on all that nobody trains on. ``deaths``:
-    last words of those that died by themselves; ``killed``: names of the peers that need not have finished;
+    """What a watcher cannot know from events. Losses in the recipe's unit, None if not measured.
+    ``loss_whole`` is of all that nobody trains on, the others of what peers measure while they train.
+    ``deaths``: last words of those that died by themselves. ``killed``: peers that need not have finished.
     ``notes``: what else the reader should know, a sentence each."""
 
     loss_start: float | None
@@ -70,8 +70,8 @@ class RunEnd:
 
 
 class Watch(Protocol):
-    """Who shows the run. ``see`` gets new events of all peers; ``finish`` writes and prints the end, and
-    returns why the run was no success (nothing if it was one); ``close`` gives the terminal back and may be
+    """Who shows the run. ``see`` gets new events of all peers. ``finish`` writes and prints the end, and
+    returns why the run was no success (nothing if it was one). ``close`` gives the terminal back and may be
     called twice."""
 
     def see(self, events: Sequence[Event]) -> None: ...
@@ -205,8 +205,8 @@ class Stage:
         self._ticket = self.swarm.wait_for_line(seed, "ticket:", _START_UP_S)
 
     def start_peer(self, name: str, number: int, among: int, place: Sequence[str] = LOOPBACK) -> None:
-        """Start a peer of one thread, ``number`` (from 0) of those that wait for each other, which are
-        ``among``: in a run with stages they hold these in turn. ``place``: more of its options."""
+        """Start a peer of one thread: ``number`` (from 0) of ``among`` that wait for each other. In a run
+        with stages they hold these in turn. ``place``: more of its options."""
         folder = self._folder / "peers" / name
         stages = self._config.pipeline.stages
         if stages > 1:

@@ -1,8 +1,8 @@
 """What all peers of a run must agree on (``RunConfig``), and what is one peer's own (``PeerConfig``).
 
-Both are frozen and validated where they are read; an unknown key is an error. Equal ``RunConfig`` values
-have equal ``canonical_bytes`` and so equal ``digest``, which covers every field: two peers that differ in
-any agreed setting refuse each other before anything is downloaded."""
+Both are frozen and validated where they are read; an unknown key is an error. The ``digest`` of a
+``RunConfig`` covers every field: two peers that differ in an agreed setting refuse each other before anything
+is downloaded."""
 
 from __future__ import annotations
 
@@ -171,9 +171,8 @@ class RunConfig(_Frozen):
     from guessing the digest, and a ticket with it; where it is empty the first seed makes one.
 
     ``weight_cap`` is the defence against a peer that lies about its work. Tokens count at most as so many
-    times the median member's, and of four or more for a third of all at most, honest ones' too. What is far
-    larger than the others' for its work, or far from them, counts for less (``tensors.aggregation``). 0 is no
-    defence."""
+    times the median member's; among four or more, for a third of all at most. What is far larger than the
+    others' for its work, or far from them, counts for less (``tensors.aggregation``). 0 is no defence."""
 
     name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
     recipe: str = Field(default="byte-gpt", min_length=1, max_length=512)
@@ -276,8 +275,8 @@ Rate = Annotated[float, BeforeValidator(read_rate)]
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """How a setting of a peer is given outside a peer file: by ``--name`` to ``p2p-co2 join`` and ``doctor``,
-    by the variable ``P2P_CO2_NAME``, and by ``name=...`` to ``co2.join``.
+    """How a setting of a peer is given outside a peer file: ``--name`` of ``p2p-co2 join`` and ``doctor``,
+    the variable ``P2P_CO2_NAME``, ``name=...`` of ``co2.join``.
 
     ``help``: what it is, for all of these and the reference. ``name``: if not that of its field. ``unit``:
     what help shows in place of a value. ``panel``: its heading in help. ``on_command_line`` and

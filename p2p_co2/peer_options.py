@@ -74,9 +74,9 @@ def peer_config(
     default_folder: Callable[[], Path] | None = None, where: str = COMMAND_LINE,
     kind: type[PeerConfig] = PeerConfig,
 ) -> PeerConfig:  # fmt: skip
-    """Defaults, then the file ``path`` (or what was read of one), then what is ``given`` (None: not), by the
-    options' names; where to listen as ``listening`` says. ``default_folder`` is asked last, and where neither
-    names a folder. Raises ``ConfigError`` of ``where`` and the option, ``TicketError``."""
+    """Defaults, then the file ``path`` (or what was read of one), then what is ``given`` by the options'
+    names; None is not given. Where to listen is as ``listening`` says. ``default_folder`` is asked last, and
+    where neither names a folder. Raises ``ConfigError`` of ``where`` and the option, ``TicketError``."""
     read = path if isinstance(path, PeerConfig) else read_peer_config(path) if path else kind()
     table = read.model_dump()
     has_folder = "folder" in read.model_fields_set
@@ -103,8 +103,8 @@ def peer_config(
 
 
 def listening(config: PeerConfig, ticket: Ticket | None) -> PeerConfig:
-    """``config`` with the address to listen on. Without a word about it: all of this machine's; the loopback
-    if all seeds of the ticket are on this machine, or there is no ticket."""
+    """``config`` with the address to listen on. Without a word about it: all of this machine's. The loopback
+    where all seeds of the ticket are on this machine, or there is no ticket."""
     if config.host:
         return config
     is_local = ticket is None or ticket.is_local

@@ -52,8 +52,8 @@ class JoinOptions:
 
 
 class Watch(Protocol):
-    """What shows a volunteer the peer. ``know`` is told the run, before there is a peer; ``see``, ``say`` and
-    ``leave`` (a first Ctrl-C) may be called from any thread; ``close`` gives the terminal back and may be
+    """What shows a volunteer the peer. ``know`` is told the run, before there is a peer. ``see``, ``say`` and
+    ``leave`` (a first Ctrl-C) may be called from any thread. ``close`` gives the terminal back and may be
     called twice."""
 
     def know(self, run: RunConfig) -> None: ...
@@ -145,9 +145,8 @@ def _on_a_device(config: PeerConfig, say: Callable[[str], None]) -> PeerConfig:
 
 
 class _Running(StopSignals):
-    """What a first Ctrl-C meets: before there is a peer it breaks off, later it asks the peer to stop, and is
-    ``answered``: by a thread, since the one that the signal interrupts may be in the middle of saying
-    something."""
+    """What a first Ctrl-C meets: before there is a peer it breaks off, later it asks the peer to stop. A
+    thread answers it, since the interrupted one may be in the middle of saying something."""
 
     def __init__(self, answer: Callable[[], None]) -> None:
         super().__init__(self._stop)

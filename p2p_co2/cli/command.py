@@ -1,7 +1,7 @@
 """What all commands have in common: options from classes and from the environment, ``-v`` and ``-q``.
 
 A command is a function whose parameters typer reads; ``add`` puts it into a group. A parameter that is a
-dataclass stands for its fields, one that is ``Settings`` for the options that ``PeerConfig`` declares. A
+dataclass stands for its fields, one that is ``PeerSettings`` for the options that ``PeerConfig`` declares. A
 number that a command returns is its exit status."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Loudness(IntEnum):
     VERBOSE = 2
 
 
-class Settings(dict[str, Any]):
+class PeerSettings(dict[str, Any]):
     """What was given of a peer's settings, by their options' names; None for what was not."""
 
 
@@ -51,7 +51,7 @@ def add(
     kind: type[PeerConfig] = PeerConfig,
 ) -> None:  # fmt: skip
     """Make ``run`` the command ``name`` of ``group``; ``short`` is its line in the list of all, unless it is
-    ``hidden``. Its docstring is its help. ``kind``: whose settings ``Settings`` stands for."""
+    ``hidden``. Its docstring is its help. ``kind``: whose settings ``PeerSettings`` stands for."""
     given_to = {one.name: one for one in inspect.signature(run, eval_str=True).parameters.values()}
     whole = {one.name: _expanded(one, kind) for one in given_to.values()}
 
@@ -91,7 +91,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 def _expanded(given: inspect.Parameter, kind: type[PeerConfig]) -> list[inspect.Parameter]:
     """The parameters of typer's that a command's parameter stands for."""
-    if given.annotation is Settings:
+    if given.annotation is PeerSettings:
         return [
             _parameter(one.name, Annotated[one.kind | None, _option(one)], None)
             for one in peer_options(kind).values()

@@ -1,10 +1,10 @@
 """The console script ``p2p-co2``: reads the command line, starts an application, turns errors into one line.
 
-It is the only place that wires the applications together (the demo of ``bootstrap`` is watched by
-``monitoring``); each file beside it holds a group of commands. ``--help``, ``--version`` and completion
-import neither torch nor hivemind. A mistake on the command line is told by typer. One in a file or a ticket
-is a line on stderr that says how to mend it, several a line each. Both have exit status 2 (this machine or
-the network at fault: 1; the run over: 3). A traceback is left to bugs and ``--verbose``."""
+It alone wires the applications together: ``monitoring`` watches the demo of ``bootstrap``. Each file beside
+it holds a group of commands. ``--help``, ``--version`` and completion import neither torch nor hivemind. A
+mistake on the command line is told by typer. One in a file or a ticket is a line on stderr that says how to
+mend it, several a line each. Both have exit status 2 (this machine or the network at fault: 1; the run over:
+3). A traceback is left to bugs and ``--verbose``."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import typer
 
 from bootstrap.options import Parent, says
 from p2p_co2.cli import options as shared
-from p2p_co2.cli.command import LINE, LOUDNESS, Loudness, Settings, variable_of
+from p2p_co2.cli.command import LINE, LOUDNESS, Loudness, PeerSettings, variable_of
 from p2p_co2.config import STAGES
 from p2p_co2.errors import ConfigError, EnvironmentFault
 from p2p_co2.peer_options import peer_config
@@ -21,7 +21,7 @@ from p2p_co2.system.governor import Wish, WishFile
 from p2p_co2.system.process import holder_of, is_kept
 from p2p_co2.ticket import TICKET_VARIABLE, Ticket, is_of_run, read_ticket
 
-NOTHING = Settings()
+NOTHING = PeerSettings()
 """No setting of a peer was given."""
 
 
@@ -37,7 +37,7 @@ def doctor(
     ] = "",
     config: shared.ConfigFile = None,
     json: Annotated[bool, says("Print JSON; plan --link reads it.", "--json")] = False,
-    settings: Settings = NOTHING,
+    settings: PeerSettings = NOTHING,
 ) -> int:
     """Look whether this machine can take part, and how, before anything is downloaded; give it join's
     options. Exit status 0: all well; 1: works with limits; 2: cannot work."""
@@ -69,7 +69,7 @@ def join(
     data: shared.OwnData = None,
     text: shared.OwnText = None,
     tokens: shared.OwnTokens = None,
-    settings: Settings = NOTHING,
+    settings: PeerSettings = NOTHING,
     restart_stage: Annotated[
         bool,
         says(

@@ -4,13 +4,12 @@
 
     trainer = lightning.Trainer(callbacks=[SwarmCallback(TICKET)], max_steps=-1)
 
-It joins when training starts, exchanges after each optimizer step (never between the micro-steps of
-``accumulate_grad_batches``), gives the training data this peer's own order, and stops the trainer when the
-run is over. Then it leaves, and the module holds the agreed parameters; a trainer that must go on, as with
+It joins when training starts and exchanges after each optimizer step, never between the micro-steps of
+``accumulate_grad_batches``. The training data gets this peer's own order. It stops the trainer when the run
+is over. Then it leaves, and the module holds the agreed parameters; a trainer that must go on, as with
 ``min_steps``, trains them further by itself. Rates are those of Lightning's schedulers, or the run's with
 ``lr_schedule``. Checkpoints: Lightning's hold the live parameters and its own counters; what the swarm has
-agreed on takes their place when training starts again.
-"""
+agreed on takes their place when training starts again."""
 
 from __future__ import annotations
 

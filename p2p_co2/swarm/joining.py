@@ -1,8 +1,8 @@
 """``join``: a model and its optimizer into a swarm, by the ticket.
 
-An option is declared once: one of a peer by its field of ``PeerConfig``, which the command line reads too,
-and one of ``join`` alone by its parameter of ``_join``. For type checkers and editors ``make docs`` writes
-both into ``options.pyi``: a test fails where that is old."""
+An option is declared once. One of a peer is a field of ``PeerConfig``, which the command line reads too; one
+of ``join`` alone a parameter of ``_join``. For type checkers and editors ``make docs`` writes both into
+``options.pyi``: a test fails where that is old."""
 
 from __future__ import annotations
 

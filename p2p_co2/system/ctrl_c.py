@@ -1,7 +1,7 @@
 """What a Ctrl-C means to a command that says nothing else of it: one word, and the end.
 
 Imported before what takes time. Amid an import the process ends at once, by the signal, which a shell shows
-as status 130: some modules swallow a ``KeyboardInterrupt``, others report it as a failure of their own. At
+as status 130. Some modules swallow a ``KeyboardInterrupt`` there, or report it as a failure of their own. At
 any other time it raises ``KeyboardInterrupt``, so that what is open is closed. A command that has more to do
 sets ``process.StopSignals`` in its place. A program that handles the signal itself keeps its handler. Of a
 Ctrl-C in the interpreter's own start, some 30 ms, Python may print where it was."""

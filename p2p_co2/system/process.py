@@ -1,9 +1,9 @@
 """This process among others: is the machine one we run on, who may stop us, and what do we leave behind.
 
-The first SIGINT or SIGTERM asks, the second ends at once, and even then no process below this one survives
-(the libp2p daemon would keep its port). A child that is forked from it, as a DataLoader's workers are, holds
-nothing of ours open, so that a folder and ports are free when their process ends. Linux only. Sources:
-signal(7), prctl(2) PR_SET_PDEATHSIG, proc(5), fork(2), dup(2)."""
+The first SIGINT or SIGTERM asks, the second ends at once. Even then no process below this one survives: the
+libp2p daemon would keep its port. A child that is forked from it, as a DataLoader's workers are, holds
+nothing of ours open. So a folder and ports are free when their process ends. Linux only. Sources: signal(7),
+prctl(2) PR_SET_PDEATHSIG, proc(5), fork(2), dup(2)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def processes_below(pid: int) -> list[int]:
 
 
 def program(module: str, *arguments: str) -> list[str]:
-    """The command line that runs one of our programs with this interpreter, wherever it is started: a user's
+    """The command line that runs one of our programs with this interpreter, wherever it is started. A user's
     own ``peers.py`` in the current folder is neither run nor imported instead."""
     return [sys.executable, "-P", "-c", _PROGRAM, str(_ROOT), module, *arguments]
 
@@ -220,8 +220,8 @@ def say(text: str) -> None:
 
 @contextmanager
 def full_disk_named(folder: Path) -> Iterator[None]:
-    """While entered, a write that finds the disk full says so with ``folder``: the kernel tells of the file
-    only who opens it, not who writes."""
+    """While entered, a write that finds the disk full says so with ``folder``. The kernel names the file only
+    to what opens it, not to what writes."""
     try:
         yield
     except OSError as error:
