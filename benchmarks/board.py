@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from monitoring.history import MEASURES, SWARM, Batch, Happening, History
+from monitoring.history import MEASURES, SWARM, Batch, BoardHistory, Happening
 from monitoring.model import Model, Recorder
 from tests.browser import browser, missing, wait_for
 from tests.made_swarm import MadeFeed, MadeSwarm, peer_id
@@ -39,7 +39,7 @@ def history() -> dict[str, Any]:
     """Write a week as a board would have, sample by sample, and open it."""
     folder = Path(tempfile.mkdtemp(prefix="p2p-co2-history-"))
     path = folder / "board.sqlite"
-    kept = History(path)
+    kept = BoardHistory(path)
     started_at = time.monotonic()
     names = [*(peer_id(number) for number in range(PEERS)), SWARM]
     # A board writes every 2 s. Fine samples live for 20 minutes and 4 hours only, so where they would be gone
@@ -52,7 +52,7 @@ def history() -> dict[str, Any]:
     wrote_s = time.monotonic() - started_at
     kept.close()
     opened_at = time.monotonic()
-    again = History(path)
+    again = BoardHistory(path)
     Recorder(Model(MadeFeed(MadeSwarm(0))), again)
     since, until = again.span()
     points = len(again.series(SWARM, since, until))
@@ -101,7 +101,7 @@ def facts(peers: int = 512) -> dict[str, Any]:
     feed.is_whole = False
     feed.advance(30)
     model = Model(feed)
-    recorder = Recorder(model, History(None))
+    recorder = Recorder(model, BoardHistory(None))
     recorder.follow(START + 30)
     steps, events, used_s = 0, 0, 0.0
     for t in range(30, 60):

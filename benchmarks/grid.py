@@ -52,16 +52,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bootstrap.internet import Internet
 from grid_recipe import PARAMETERS
 
 from bootstrap import netns
-from bootstrap.internet import Internet
 from bootstrap.local_swarm import Child, LocalSwarm, environment
-from monitoring.lines import ExchangeLog, Sample, SteadyState
+from monitoring.lines import Sample, SteadyState, timed_exchanges
 from p2p_co2.planning.profiles import PROFILES, LinkProfile
 from p2p_co2.system.process import program
 from p2p_co2.telemetry import events as ev
 from p2p_co2.telemetry.journal import read_events
+from p2p_co2.telemetry.view import SwarmView
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = f"{ROOT}/benchmarks/grid_recipe.py:make"
@@ -177,10 +178,11 @@ def _start_ours(place: Lines) -> list[Child]:
 
 
 def _figures_of_ours(place: Lines, events: Sequence[ev.Event]) -> Figures:
-    steady, exchanges = SteadyState(1), ExchangeLog()
+    steady = SteadyState(1)
+    view = SwarmView()
     for event in events:
         steady.add(event)
-        exchanges.add(event)
+        view.add(event)
     since = steady.since()
     trained = [e for e in events if isinstance(e, ev.Progress) and e.phase == "training" and e.inner_steps]
     if since is None:
@@ -192,7 +194,7 @@ def _figures_of_ours(place: Lines, events: Sequence[ev.Event]) -> Figures:
         (sum(last.versions) - sum(first.versions)) / FRAGMENTS / (last.at - first.at) for first, last in spans
     ]
     applied = [event for event in inside if isinstance(event, ev.FragmentApplied)]
-    transfers = [each.transfer_s for each in exchanges.exchanges() if since <= each.began_at <= until]
+    transfers = [each.transfer_s for each in timed_exchanges(view) if since <= each.began_at <= until]
     used = [(b.train_s - a.train_s) / (b.wall_s - a.wall_s) for a, b in spans]
     aside_s = sum(e.duration_s for e in inside if isinstance(e, ev.CheckpointSaved | ev.AgreedMeasured))
     return {

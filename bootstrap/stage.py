@@ -1,7 +1,7 @@
 """A run whose seed and peers are all processes of this machine: what a demo and a rehearsal share.
 
 ``run_in_new_folder`` gives it a folder and an exit status, ``prepare`` its recipe. ``Stage`` starts the
-processes, shows them to a ``Watch`` until they have ended, and tells what they leave as a ``RunEnd``.
+processes, shows them to a ``SwarmWatch`` until they have ended, and tells what they leave as a ``RunEnd``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from p2p_co2.planning.profiles import LinkProfile
 from p2p_co2.system.process import StopSignals, full_disk_named, program, require_supported_platform
 from p2p_co2.telemetry.events import CaughtUp, Event, PeerFinished, Progress
 from p2p_co2.telemetry.journal import Tail
+from p2p_co2.telemetry.watch import Watch
 
 LOOPBACK = ("--host", "127.0.0.1")
 _START_UP_S = 120.0
@@ -69,17 +70,14 @@ class RunEnd:
     notes: tuple[str, ...] = ()
 
 
-class Watch(Protocol):
-    """Who shows the run. ``see`` gets new events of all peers. ``finish`` writes and prints the end, and
-    returns why the run was no success (nothing if it was one). ``close`` gives the terminal back and may be
-    called twice."""
+class SwarmWatch(Watch, Protocol):
+    """What shows a run of one's own swarm. ``finish`` writes and prints the end, and returns why the run was
+    no success; nothing if it was one."""
 
-    def see(self, events: Sequence[Event]) -> None: ...
     def finish(self, end: RunEnd) -> list[str]: ...
-    def close(self) -> None: ...
 
 
-WatchWith = Callable[[RunConfig, Path, str, Sequence[Line]], Watch]
+WatchWith = Callable[[RunConfig, Path, str, Sequence[Line]], SwarmWatch]
 """Makes a watch of the run in a folder. A rehearsal says how lines are emulated, and which."""
 
 
@@ -165,7 +163,7 @@ class Stage:
     every process. ``text``: as of ``prepare``."""
 
     def __init__(
-        self, config: RunConfig, folder: Path, carrier: str, watch: Watch, text: Path | None = None
+        self, config: RunConfig, folder: Path, carrier: str, watch: SwarmWatch, text: Path | None = None
     ) -> None:
         self._config = config
         self._folder = folder

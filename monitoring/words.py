@@ -1,6 +1,6 @@
 """Figures and events in words, safe to print.
 
-Law: no text that came from a peer reaches the terminal with control characters or at unbounded length; every
+Law: no text that came from a peer reaches the terminal with control characters or at unbounded length. Every
 function takes "not known" (None or NaN) and says so with a dash.
 """
 
@@ -86,8 +86,16 @@ def links(carriers: Mapping[str, int]) -> str:
     return plain(", ".join(f"{count} {carrier}" for carrier, count in carriers.items()), 40) or UNKNOWN
 
 
+def loading_words(now: ev.StateLoading | None) -> str:
+    """How far the agreed state is that a peer loads; "" if it loads none."""
+    if now is None:
+        return ""
+    how_far = f"{size(now.received_bytes)} of {size(now.total_bytes)}"
+    return f"loading the agreed state: {how_far} from {now.donors} peer{'s'[: now.donors != 1]}"
+
+
 def capped_words(event: ev.ContributionCapped) -> str:
-    """What its peer claims and what it counted as: in the work of the round's median member, or as a share
+    """What its peer claims and what it counted as, in the work of the round's median member. It is a share
     where only the size of what it sent was too large."""
     times = event.claimed / event.median if event.median > 0 else math.inf
     if times >= 2:

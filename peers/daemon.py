@@ -26,6 +26,7 @@ from p2p_co2.system.extras import missing
 from p2p_co2.system.process import StopSignals, claim, end_with_parent, require_supported_platform
 from p2p_co2.telemetry.events import Event, PeerStarted, Warned
 from p2p_co2.telemetry.journal import Journal
+from p2p_co2.telemetry.watch import Watch
 from peers.doctor.findings import State
 from peers.doctor.machine import look_at_machine
 
@@ -51,16 +52,12 @@ class JoinOptions:
     parent: int = 0
 
 
-class Watch(Protocol):
-    """What shows a volunteer the peer. ``know`` is told the run, before there is a peer. ``see``, ``say`` and
-    ``leave`` (a first Ctrl-C) may be called from any thread. ``close`` gives the terminal back and may be
-    called twice."""
+class PeerWatch(Watch, Protocol):
+    """What shows a volunteer the peer; its methods may be called from any thread. ``know`` is told the run,
+    before there is a peer; ``leave`` answers a first Ctrl-C."""
 
     def know(self, run: RunConfig) -> None: ...
     def leave(self) -> None: ...
-    def see(self, event: Event) -> None: ...
-    def say(self, text: str) -> None: ...
-    def close(self) -> None: ...
 
 
 def import_slow() -> None:
@@ -75,7 +72,7 @@ def import_slow() -> None:
         gc.enable()
 
 
-def join_run(options: JoinOptions, watch: Watch) -> None:
+def join_run(options: JoinOptions, watch: PeerWatch) -> None:
     """Train until the run is over or somebody stops us. Raises ``TicketError``, ``ConfigError``,
     ``EnvironmentFault``, ``TransportError`` as named in those."""
     running = _Running(watch.leave)
@@ -88,7 +85,7 @@ def join_run(options: JoinOptions, watch: Watch) -> None:
         watch.close()
 
 
-def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> None:
+def _look_and_join(options: JoinOptions, running: _Running, watch: PeerWatch) -> None:
     end_with_parent(options.parent)
     _look_first(options.config, watch.say)
     options = replace(options, config=_on_a_device(options.config, watch.say))
@@ -98,7 +95,7 @@ def _look_and_join(options: JoinOptions, running: _Running, watch: Watch) -> Non
 
         def on_event(event: Event) -> None:
             journal.write(event)
-            watch.see(event)
+            watch.see([event])
             if isinstance(event, PeerStarted) and event.resumed_from:
                 at = f"step {event.inner_steps}, round {event.position:.2f}"
                 watch.say(f"resumed from {event.resumed_from}: {at}")
@@ -188,7 +185,7 @@ class _Running(StopSignals):
 
 
 def _join_and_train(
-    options: JoinOptions, running: _Running, on_event: Callable[[Event], None], watch: Watch
+    options: JoinOptions, running: _Running, on_event: Callable[[Event], None], watch: PeerWatch
 ) -> None:
     import torch
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import inspect
 import io
 import json
 import re
 import sys
+import textwrap
 import tomllib
 import typing
 from collections.abc import Callable, Iterator
@@ -30,7 +32,6 @@ from pydantic.fields import FieldInfo
 import p2p_co2
 from bootstrap.run_file import DEFAULT_RUN_FILE
 from monitoring import facts
-from monitoring.event_docs import event_docs
 from monitoring.metrics import FactsCollector
 from p2p_co2 import errors
 from p2p_co2.cli import main as cli
@@ -39,6 +40,7 @@ from p2p_co2.config import PeerConfig, RunConfig
 from p2p_co2.peer_options import PeerOption, peer_options
 from p2p_co2.recipes import Recipe, Stages, TiedTable
 from p2p_co2.swarm.joining import taken_by_name
+from p2p_co2.telemetry.events import EVENT_TYPES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE = "*Made by `make docs` from the code: change it there.*"
@@ -105,6 +107,20 @@ ADDRESSES = {
 }
 METRICS = """`/metrics` of a board is text for Prometheus. A peer's own page has that peer's figures. `p2p-co2
 board TICKET` has all peers' and the run's. `monitoring/grafana.json` draws them in Grafana.
+
+"""
+
+
+EVENTS = """\
+Every peer writes what happens to it to `events.jsonl` in its folder. It is one JSON object per line
+(RFC 8259, ASCII), appended as it happens, never changed. A reader skips lines that it does not
+know; fields may be added. `kind` says which event it is; `at` (unix seconds by the writer's clock)
+and `peer` (the writer's id) are in every event. A number that is not a number is null. Units are in
+the names: `_s` seconds, `_bytes`, `_at` unix seconds, `_steps` inner steps. In the names of events
+and fields a `round` is one fragment's: what other pages call a fragment exchange.
+
+Observers (`p2p-co2 board`, `watch`, `metrics`) get the same events in reports that each peer signs. There
+`round_counted` comes from certificates alone, never from a peer's word.
 
 """
 
@@ -307,6 +323,17 @@ def _flag_of(option: PeerOption) -> str:
     return code(option.flag) if is_shown else ""
 
 
+def field_words(kind: Any) -> dict[str, str]:
+    """The string that stands below a field of a class, by the field's name."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    found: dict[str, str] = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):  # type: ignore[attr-defined]
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(words))):
+                found[name] = " ".join(words.split()).replace("``", "`")
+    return found
+
+
 # ---- library
 
 
@@ -507,12 +534,12 @@ def _facts(kind: type[BaseModel], found: dict[str, type[BaseModel]] | None = Non
 def served() -> list[str]:
     """The addresses for programs that a board has."""
     from monitoring.board.server import make_app
-    from monitoring.history import History
+    from monitoring.history import BoardHistory
     from monitoring.model import Model, Recorder
     from tests.made_swarm import MadeFeed, MadeSwarm
 
     model = Model(MadeFeed(MadeSwarm(1)))
-    app = make_app(model, Recorder(model, History.or_in_memory(None)))
+    app = make_app(model, Recorder(model, BoardHistory.or_in_memory(None)))
     return [
         route.path for route in app.routes if getattr(route, "methods", None) and "_nicegui" not in route.path
     ]  # type: ignore[attr-defined]
@@ -524,12 +551,17 @@ def _json(annotation: Any) -> str:
         return words[annotation]
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is tuple:
-        return f"list of {_json(inner[0])}"
+        return f"list of {_several(inner[0])}"
     if origin is dict:
-        return f"table of {_json(inner[1])}"
+        return f"table of {_several(inner[1])}"
     if inner:
         return " or ".join(_json(one) for one in inner)
     return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+
+
+def _several(annotation: Any) -> str:
+    one = _json(annotation)
+    return one if " or " in one or "[" in one else f"{one}s"
 
 
 def metrics() -> str:
@@ -549,11 +581,29 @@ def metrics() -> str:
     return f"# Metrics\n\n{MADE}\n\n{METRICS}{table(('name', 'kind', 'labels', 'what it is'), rows)}"
 
 
+def event_pages() -> str:
+    kinds, sections = [], ""
+    for kind, event_type in EVENT_TYPES.items():
+        doc = marked(event_type.__doc__ or "")
+        first = " ".join(doc.split("\n\n")[0].split()).split(". ")[0].rstrip(".").split("; ")[0]
+        kinds.append((f"[`{kind}`](#{kind})", first))
+        hints, words = typing.get_type_hints(event_type), field_words(event_type)
+        rows = []
+        for field in dataclasses.fields(event_type):
+            is_optional = not field.default is field.default_factory is dataclasses.MISSING
+            note = f"{words.get(field.name, '')}{' (may be absent)' if is_optional else ''}"
+            if field.name not in {"at", "peer"}:
+                hint = hints[field.name]
+                rows.append((code(field.name), "number or null" if hint is float else _json(hint), note))
+        sections += f"\n## {kind}\n\n{doc}\n\n{table(('field', 'JSON', ''), rows)}"
+    return f"# Events\n\n{MADE}\n\n{EVENTS}{table(('kind', 'what it tells'), kinds)}{sections}"
+
+
 MAKERS: dict[str, Callable[[], str]] = {
     "reference/command-line.md": command_line, "reference/run-file.md": run_file,
     "reference/peer-file.md": peer_file, "reference/python-api.md": python_api,
     "reference/exit-status.md": exit_status, "reference/http-api.md": http_api,
-    "reference/metrics.md": metrics, "events.md": event_docs, "../p2p_co2/swarm/options.pyi": options_stub,
+    "reference/metrics.md": metrics, "events.md": event_pages, "../p2p_co2/swarm/options.pyi": options_stub,
 }  # fmt: skip
 """What makes each page, and the types of what ``join`` takes, by the path from ``docs``."""
 

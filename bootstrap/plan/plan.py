@@ -250,8 +250,10 @@ Row = tuple[str, Callable[[Setting, Forecast], str]]
 
 
 def run_plan(options: PlanOptions, say: Callable[[str], None] = print, is_brief: bool = False) -> int:
-    """Print the plan, of one that ``is_brief`` the verdict alone; returns the exit status. Raises
-    ``ConfigError`` and ``EnvironmentFault``."""
+    """Print the plan of a run of whole models; of one that ``is_brief`` the verdict alone.
+
+    Returns the exit status: 1 with ``options.check`` if the verdict is no. Raises ``ConfigError`` and
+    ``EnvironmentFault``."""
     if options.plot is not None:
         require("plot", "--plot")
     plan = make_plan(options)

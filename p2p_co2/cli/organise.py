@@ -22,9 +22,16 @@ def init() -> None:
 
 def plan(options: PlanOptions) -> int:
     """Whether links bear a run, what it will cost on them, and what to change. The verdict comes first."""
-    from bootstrap.plan.stages import run_any_plan
+    from p2p_co2.config import read_run_config
 
-    return run_any_plan(options, is_brief=LOUDNESS.get() is Loudness.QUIET)
+    is_brief = LOUDNESS.get() is Loudness.QUIET
+    if read_run_config(options.run_file).pipeline.stages > 1:
+        from bootstrap.plan.stages import run_staged_plan
+
+        return run_staged_plan(options, is_brief=is_brief)
+    from bootstrap.plan.plan import run_plan
+
+    return run_plan(options, is_brief=is_brief)
 
 
 def rehearse(options: RehearsalOptions) -> int:

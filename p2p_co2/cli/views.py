@@ -76,7 +76,8 @@ def status(
 ) -> None:
     """Say in some lines how a run is: its state, round, peers, and what is wrong. Without a ticket or folder:
     the peers of this machine. Exit status 0, also if nobody trains; 1 if the run cannot be reached."""
-    from monitoring.status import lines_of, look
+    from monitoring.status import look
+    from monitoring.terminal import print_status
 
     if not source and not os.environ.get(TICKET_VARIABLE):
         _print_own_peers(as_json)
@@ -86,7 +87,7 @@ def status(
     if as_json:
         print(facts.model_dump_json(indent=2))
         return
-    print("\n".join(lines_of(facts)[: 1 if LOUDNESS.get() is Loudness.QUIET else None]))
+    print_status(facts, is_short=LOUDNESS.get() is Loudness.QUIET)
 
 
 def _print_own_peers(as_json: bool) -> None:

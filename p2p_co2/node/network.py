@@ -29,7 +29,7 @@ from p2p_co2.net.transport.libp2p.daemon import keep_alive, start_p2p, stop_p2p
 from p2p_co2.net.transport.libp2p.hivemind import P2P
 from p2p_co2.net.transport.libp2p.relay import Places
 from p2p_co2.net.transport.probe import ProbeServer, clock_offsets_s, judge_clock
-from p2p_co2.net.transport.slow import Line, SlowLine
+from p2p_co2.net.transport.slow import SharedLine, SlowLine
 from p2p_co2.peer_options import listening
 from p2p_co2.system.process import FolderLock
 from p2p_co2.ticket import Ticket, by_peer, is_seed_address, kept_seeds
@@ -376,7 +376,7 @@ class Network:
         if config.carrier in ("auto", "libp2p"):
             carriers.append(Libp2pCarrier(self.p2p, me, run, newest=self.records.maddrs_of))
         if config.slow_line:
-            line = Line(SlowLine.parse(config.slow_line), zlib.crc32(me.peer_id.encode()))
+            line = SharedLine(SlowLine.parse(config.slow_line), zlib.crc32(me.peer_id.encode()))
             for carrier in carriers:
                 carrier.line = line
         for carrier in carriers:

@@ -45,9 +45,9 @@ from p2p_co2.telemetry.events import (
 )  # fmt: skip
 from p2p_co2.telemetry.feed import News, Sighting
 from p2p_co2.telemetry.journal import event_line, parse_event
-from p2p_co2.telemetry.view import PeerView, numbered, recalled
+from p2p_co2.telemetry.view import PeerRecord, numbered, recalled
 from p2p_co2.wire.heartbeat import HEARTBEAT_S
-from p2p_co2.wire.identity import Identity, PeerId, public_key_of, unseal
+from p2p_co2.wire.identity import Identity, PeerId, parsed, public_key_of, unseal
 from p2p_co2.wire.limits import MAX_FRAGMENTS, MAX_MEMBERS, MAX_STAGES, MAX_STRING
 from p2p_co2.wire.messages_pb2 import Decision, Outcome, Report, ReportRequest
 
@@ -83,11 +83,7 @@ def open_report(data: bytes, peer: PeerId, run: bytes) -> CheckedReport:
     if len(data) > MAX_REPORT_BYTES:
         raise RemoteProtocolError("too large", f"a report of {len(data)} bytes")
     signer, content = unseal(REPORT_CONTEXT, data)
-    report = Report()
-    try:
-        report.ParseFromString(content)
-    except DecodeError:
-        raise RemoteProtocolError("unreadable", "not a Report") from None
+    report = parsed(Report, content)
     if not signer == report.peer == peer or report.run != run:
         raise RemoteProtocolError("foreign report", f"of {report.peer[:64]!r}, signed by {signer}")
     whole = math.isfinite(report.sent_at) and 0 <= report.again_in_s < 3600
@@ -221,7 +217,7 @@ class Responder:
         self._identity = identity
         self._run = run
         self._process = process
-        self._base = PeerView(identity.peer_id)
+        self._base = PeerRecord(identity.peer_id)
         self._events: deque[Event] = deque()
         self._first = 1
         self._decisions: OrderedDict[tuple[int, int], Decision] = OrderedDict()
@@ -280,11 +276,7 @@ class Responder:
     def _read(self, data: bytes) -> ReportRequest:
         if len(data) > MAX_REQUEST_BYTES:
             raise RemoteProtocolError("too large", f"a request of {len(data)} bytes")
-        request = ReportRequest()
-        try:
-            request.ParseFromString(data)
-        except DecodeError:
-            raise RemoteProtocolError("unreadable", "not a ReportRequest") from None
+        request = parsed(ReportRequest, data)
         if request.run != self._run:
             raise RemoteProtocolError("another run", request.run.hex()[:16])
         return request

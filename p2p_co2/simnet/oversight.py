@@ -160,7 +160,7 @@ class Oversight:
 
 
 class Inspector:
-    """Of a whole swarm; implements ``process.Watch``. ``processes``: those that run, by their volunteers'
+    """Of a whole swarm; a ``ProcessWatch``. ``processes``: those that run, by their volunteers'
     index. ``offer_bound_s``: how long an offer may be open; ``heal_s``: how long a fork may be; ``ends``:
     with what each peer ended as the run was over.
 

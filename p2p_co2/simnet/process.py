@@ -115,7 +115,7 @@ class Training:
                 self._news.clear()
 
 
-class Watch(Protocol):
+class ProcessWatch(Protocol):
     """Who is told what a process comes to. ``ended``: last of all and once, with an error that is ours."""
 
     def saw_node(self, process: Process, node: Node) -> None: ...
@@ -129,7 +129,7 @@ class Process:
     ``trained_at``: since when it trains, in virtual seconds; ``contributed_at``: when it was in a mean
     first."""
 
-    def __init__(self, scene: Scene, volunteer: Volunteer, watch: Watch) -> None:
+    def __init__(self, scene: Scene, volunteer: Volunteer, watch: ProcessWatch) -> None:
         self._scene = scene
         self.volunteer = volunteer
         self._watch = watch

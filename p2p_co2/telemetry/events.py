@@ -15,8 +15,8 @@ from typing import Any, ClassVar, dataclass_transform
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What every event has. ``kind`` is the snake-case name used in ``events.jsonl``; each kind of event is a
-    frozen dataclass that is made by names, because it is an ``Event``."""
+    """What every event has. ``kind`` is the snake-case name used in ``events.jsonl``. Each subclass becomes a
+    frozen dataclass that is made by names."""
 
     kind: ClassVar[str] = ""
     at: float

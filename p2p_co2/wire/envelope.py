@@ -1,13 +1,12 @@
 """Messages as bytes: each in an envelope that names the protocol and the group, large data beside it.
 
-A protobuf message owns its bytes: 512 KiB would be copied when they are set, serialised, put into an
-envelope, parsed and read, at 0.1 to 0.2 ms each. So on the way out the data lies beside its message until the
-bytes that go out are joined; on the way in it is a view of the bytes that came.
+A protobuf message owns its bytes, so large data would be copied five times on its way. On the way out it lies
+beside its message until the bytes that go out are joined. On the way in it is a view of the bytes that came.
 
-Laws: what is sent is what ``Envelope(version, run, body=message)`` would be, byte for byte, but that ``data``
-is the last field of its body; what was written in another way is read by protobuf alone, to the same values.
-Nothing is taken out of what comes in before its size, version and group are checked. Whoever keeps a message
-keeps little more in memory than what it says. Price: ``with_data`` returns a stand-in that has the message's
+Laws: what is sent is what ``Envelope(version, run, body=message)`` would be, but that ``data`` is the last
+field of its body. What was written in another way is read by protobuf alone, to the same values. Nothing is
+taken out of what comes in before its size, version and group are checked. Whoever keeps a message keeps
+little more in memory than what it says. Price: ``with_data`` returns a stand-in that has the message's
 fields, to read, and what is defined here, and nothing else of a message.
 """
 
@@ -112,8 +111,11 @@ LEAST_BYTES = 4 << 10
 """Smaller data is parsed as quickly as it is found."""
 MOST_FIELDS = 256
 """Fields in front of the data that are looked through: a Mean names ``MAX_MEMBERS`` contributors."""
-_VARINT, _BYTES, _FIXED_BYTES = 0, 2, {1: 8, 5: 4}
-"""Wire types of protobuf, and how long a field of fixed length is."""
+_VARINT = 0
+_BYTES = 2
+"""Wire types of protobuf."""
+_FIXED_BYTES = {1: 8, 5: 4}
+"""How long a field of fixed length is, by wire type."""
 _MOST_SHIFT = 63
 
 
@@ -146,8 +148,8 @@ class _WithData:
 
 
 class _Place(NamedTuple):
-    """Where a body's data begins in its envelope, and the fields in front of it: the envelope's, and those of
-    the body, which is the envelope's field ``body_number``."""
+    """Where a body's data begins in its envelope. ``head`` and ``fields``: what is in front of it, of the
+    envelope and of the body, which is the envelope's field ``body_number``."""
 
     at: int
     head: bytes

@@ -21,8 +21,10 @@ MAX_PEERS = 4096
 """Peer records read from the DHT."""
 MAX_RECORD_BYTES = 8 << 10
 """A DHT value."""
-MAX_ADDRESSES, MAX_DIALLED = 16, 4
-"""Of one kind in a record, and of these those that are dialled."""
+MAX_ADDRESSES = 16
+"""Of one kind in a record."""
+MAX_DIALLED = 4
+"""Of these, those that are dialled."""
 MAX_STRING = 512
 MAX_PEER_ID = 64
 """Characters of a peer id."""

@@ -13,8 +13,6 @@ from functools import lru_cache
 from struct import pack
 from typing import Generic, TypeVar
 
-from google.protobuf.message import DecodeError
-
 from p2p_co2.errors import RemoteProtocolError
 from p2p_co2.protocol.rounds import bounds
 from p2p_co2.protocol.rounds.attempt import (
@@ -30,7 +28,7 @@ from p2p_co2.protocol.rounds.attempt import (
 from p2p_co2.protocol.rounds.events import PayloadShape
 from p2p_co2.protocol.rounds.parts import BlockRange, covers
 from p2p_co2.protocol.rounds.rank import coordination_order
-from p2p_co2.wire.identity import Identity, PeerId, verify
+from p2p_co2.wire.identity import Identity, PeerId, parsed, verify
 from p2p_co2.wire.limits import MAX_MEMBERS, MAX_MESSAGE_BYTES, MAX_PEER_ID
 from p2p_co2.wire.messages_pb2 import Decision, Outcome, PartOutcome, SignedMean
 
@@ -95,11 +93,7 @@ def _open(content: bytes, votes: tuple[tuple[int, bytes], ...], run: bytes, shap
 def check_certificate(content: bytes, votes: Collection[tuple[int, bytes]], run: bytes) -> Outcome:
     """The outcome, if a quorum of its members signed it; what else it says is not checked. Raises
     ``RemoteProtocolError``."""
-    outcome = Outcome()
-    try:
-        outcome.ParseFromString(content)
-    except DecodeError:
-        raise RemoteProtocolError("unreadable", "not an Outcome") from None
+    outcome = parsed(Outcome, content)
     if outcome.run != run:
         raise RemoteProtocolError("wrong run", "a decision of another run")
     members = [member.peer for member in outcome.members]
