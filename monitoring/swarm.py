@@ -29,8 +29,6 @@ from monitoring.words import loading_words, loss_unit
 from p2p_co2.telemetry.view import Outcomes, PeerRecord, RoundView, mean_of
 
 ROUNDS_SHOWN = 240
-LATE_RULES = frozenset({"co2", "eager"})
-"""Apply rules whose answers are one outer step old by design."""
 MODEL = "every peer that took part has the model: p2p-co2 model FOLDER --out DIR"
 
 
@@ -188,7 +186,7 @@ def round_facts(known: Known, view: RoundView) -> RoundFacts:
     reason = ""
     missed = view.missed_by
     aborts = view.aborts
-    late_from = 2 if known.run is not None and known.run.outer.rule in LATE_RULES else 1
+    late_from = 2 if known.run is not None and known.run.outer.is_delayed else 1  # late by design
     if outcome == "committed":
         if missed or view.staleness >= late_from:
             outcome = "late"

@@ -28,6 +28,7 @@ from pydantic import (
 
 from p2p_co2.codec_specs import SPECS, codec_names
 from p2p_co2.errors import ConfigError, in_our_words
+from p2p_co2.rule_specs import AGGREGATION_RULES, OUTER_RULES, implied_rule
 from p2p_co2.system.governor import read_hours
 from p2p_co2.wire.limits import MAX_STAGES
 
@@ -103,7 +104,23 @@ class OuterConfig(_Frozen):
     @property
     def is_delayed(self) -> bool:
         """Whether live parameters meet a round's mean at the fragment's next schedule point."""
-        return self.rule in {"co2", "eager"}
+        return OUTER_RULES[self.rule].returns_work
+
+
+class AggregationConfig(_Frozen):
+    """``rule``: how the slices that the peers sent for a part become one mean. "centred" lets no slice pull
+    harder, nor lie further from the others, than most do (centred clipping, Karimireddy, He and Jaggi 2021).
+    "mean" is the weighted mean, without that defence. Left out it is "centred", or "mean" where
+    ``weight_cap`` is 0."""
+
+    rule: str = "centred"
+
+    @field_validator("rule")
+    @classmethod
+    def _is_known(cls, rule: str) -> str:
+        if rule not in AGGREGATION_RULES:
+            raise ValueError(f"no rule is called that; use {' or '.join(AGGREGATION_RULES)}")
+        return rule
 
 
 BoundaryCodec = Literal["fp32", "bf16", "int8"]
@@ -172,7 +189,7 @@ class RunConfig(_Frozen):
 
     ``weight_cap`` is the defence against a peer that lies about its work. Tokens count at most as so many
     times the median member's; among four or more, for a third of all at most. What is far larger than the
-    others' for its work, or far from them, counts for less (``tensors.aggregation``). 0 is no defence."""
+    others' for its work, or far from them, counts for less (``aggregation``). 0 is no defence."""
 
     name: str = Field(default="run", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
     recipe: str = Field(default="byte-gpt", min_length=1, max_length=512)
@@ -186,15 +203,19 @@ class RunConfig(_Frozen):
     clock: ClockConfig = ClockConfig()
     codec: CodecConfig = CodecConfig()
     outer: OuterConfig = OuterConfig()
+    aggregation: AggregationConfig = AggregationConfig()
     pipeline: PipelineConfig = PipelineConfig()
 
     @model_validator(mode="before")
     @classmethod
-    def _one_group(cls, settings: object) -> object:
-        """Of a run that an earlier version published."""
-        if not isinstance(settings, dict) or settings.get("cells") != 1:
+    def _filled_in(cls, settings: object) -> object:
+        """What a run file leaves out, and what an earlier version published besides."""
+        if not isinstance(settings, dict):
             return settings
-        return {name: value for name, value in settings.items() if name != "cells"}
+        filled = {name: value for name, value in settings.items() if (name, value) != ("cells", 1)}
+        if filled.get("weight_cap") == 0:
+            filled.setdefault("aggregation", {"rule": implied_rule(0)})
+        return filled
 
     @field_validator("weight_cap")
     @classmethod
@@ -214,6 +235,11 @@ class RunConfig(_Frozen):
             )
         if self.clock.mode == "steps" and delay > steps:
             raise ValueError(f"outer.sync_delay_steps is {delay}, more than a round of {steps} steps")
+        if AGGREGATION_RULES[self.aggregation.rule].cuts and not self.weight_cap:
+            raise ValueError(
+                f"aggregation.rule {self.aggregation.rule!r} is a defence and weight_cap = 0 is none; use a "
+                'weight_cap of 1 or more, or aggregation.rule = "mean"'
+            )
         if self.outer.is_delayed and delay:
             raise ValueError(
                 f"outer.sync_delay_steps is {delay}, but rule {self.outer.rule!r} applies at the fragment's "
@@ -227,12 +253,15 @@ class RunConfig(_Frozen):
         return ":" in self.recipe
 
     def canonical_bytes(self) -> bytes:
-        """The agreed settings as bytes: JSON with sorted keys, every default written out."""
+        """The agreed settings as bytes: JSON with sorted keys, every default written out but for sections
+        that later versions added."""
         settings = self.model_dump(mode="json")
         if self.pipeline.stages == 1:
             del settings["pipeline"]
         if not self.salt:
             del settings["salt"]
+        if self.aggregation.rule == implied_rule(self.weight_cap):
+            del settings["aggregation"]
         return json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> bytes:

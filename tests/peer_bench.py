@@ -128,7 +128,8 @@ def meet(*peers: Lone) -> None:
         slices = [(name, offer.weight, offer.payload) for name, offer in sent.items()]
         mean = asyncio.run(peers[0].ledger.reduce(fragment, slices)).mean
         weights = {name: offer.weight for name, offer in sent.items()}
-        parts = (PartWeights(0, len(first.payload) // 512, weights),)
+        ids = {name: offer.offer_id for name, offer in sent.items()}
+        parts = (PartWeights(0, len(first.payload) // 512, weights, ids),)
         agreed = AgreedMean(fragment, first.round, first.base_version, first.state_digest, mean, parts)
         for peer in peers:
             asyncio.run(peer.ledger.commit(agreed))

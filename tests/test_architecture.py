@@ -15,7 +15,7 @@ from tools.prose import MOST_WORDS
 
 ROOT = house.ROOT
 FLOORS = (
-    {"errors", "system", "digest", "codec_specs", "version"},
+    {"errors", "system", "digest", "codec_specs", "rule_specs", "version"},
     {"config", "telemetry", "wire", "planning.profiles"},
     {"ticket", "tensors"},
     {"protocol", "recipes"},
@@ -33,6 +33,7 @@ NO_TORCH = MESSAGE_WING | {
     "errors",
     "config",
     "codec_specs",
+    "rule_specs",
     "system",
     "planning",
     "telemetry",

@@ -21,7 +21,7 @@ from p2p_co2.recipes import Stages, load_recipe, load_run_recipe, recipe_digest
 from p2p_co2.recipes.byte_gpt import byte_gpt_stages
 from p2p_co2.recipes.stages import TiedTable
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import centred
+from p2p_co2.tensors.aggregation.centred import centred
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.tensors.fragments import plan_fragments
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
@@ -29,6 +29,7 @@ from p2p_co2.trainer.network_thread import NetworkThread, NodeView
 from p2p_co2.trainer.ranks.gather import gather_folders
 from p2p_co2.wire.identity import PeerId
 from p2p_co2.wire.messages_pb2 import Status
+from p2p_co2.wire.schedule import OfferState
 from tests.fuzz.stages import StageWorld
 from tests.fuzz.world import RUN, run_virtual
 from tests.test_gather import loaded, write
@@ -90,12 +91,12 @@ def test_the_table_steps_by_both_uses(rule: Any) -> None:
     sides = [FragmentState(run, codec, name, outer.init(start.clone()), uses=2) for name in "ab"]
     learned = [torch.full((8,), 0.25), torch.full((8,), 0.5)]
     offers = [
-        side.offer(start - one, 10.0, b"%d" % at)
+        side.offer(start - one, OfferState(b"%d" % at, 10))
         for at, (side, one) in enumerate(zip(sides, learned, strict=True))
     ]
     sent = [codec.decode(torch.frombuffer(bytearray(offer.payload), dtype=torch.uint8)) for offer in offers]
     mean = codec.encode((sent[0] + sent[1])[:8] / 2).numpy().data
-    parts = [PartWeights(0, codec.blocks(8), {"a": 10.0, "b": 10.0})]
+    parts = [PartWeights(0, codec.blocks(8), {"a": 10.0, "b": 10.0}, {"a": b"0", "b": b"1"})]
     for side in sides:
         outcome = side.commit(1, 0, mean, parts)
         assert outcome.share == 1.0

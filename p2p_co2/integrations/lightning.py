@@ -23,6 +23,7 @@ from p2p_co2.swarm.data import reseed, warn_of_a_stream
 from p2p_co2.swarm.joining import check_names, join
 from p2p_co2.swarm.swarm import Swarm
 from p2p_co2.system.extras import require
+from p2p_co2.tensors.private import fetcher_of
 
 if TYPE_CHECKING:
     from p2p_co2.swarm.options import Options
@@ -47,14 +48,14 @@ class SwarmCallback(Callback):
         self.swarm = join(pl_module, trainer.optimizers, **self._options)
         self._steps = trainer.global_step
         self._has_left = False
-        for loader in _fetcher_of(trainer).combined_loader.flattened:
+        for loader in fetcher_of(trainer).combined_loader.flattened:
             warn_of_a_stream(loader)
         self.on_train_epoch_start(trainer, pl_module)
-        iter(_fetcher_of(trainer))  # the first pass had begun, and workers have drawn from it
+        iter(fetcher_of(trainer))  # the first pass had begun, and workers have drawn from it
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.swarm is not None:
-            for loader in _fetcher_of(trainer).combined_loader.flattened:
+            for loader in fetcher_of(trainer).combined_loader.flattened:
                 reseed(loader, trainer.current_epoch, self.swarm.data_seed)
 
     def on_train_batch_end(
@@ -82,11 +83,6 @@ class SwarmCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self.swarm is not None:
             self.swarm.leave(error=exception)
-
-
-def _fetcher_of(trainer: Trainer) -> Any:
-    """What Lightning takes the training batches from."""
-    return trainer.fit_loop._data_fetcher
 
 
 def _loss_of(outputs: Any) -> float | Tensor:

@@ -30,6 +30,7 @@ from torch.utils.data import (
 )
 
 from p2p_co2.errors import ConfigError
+from p2p_co2.tensors.device import choose_accelerator, current_accelerator
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
 
 _T = TypeVar("_T")
@@ -266,8 +267,7 @@ class Fetching:
         self._asked: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._found: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._device = torch.get_default_device()  # torch keeps these by thread
-        has_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-        self._cuda = torch.cuda.current_device() if has_cuda else None
+        self._accelerator = current_accelerator()
         self._is_needed = True
         self._thread = threading.Thread(target=self._work, name="p2p-co2 data", daemon=True)
         self._thread.start()
@@ -310,8 +310,7 @@ class Fetching:
             return found  # type: ignore[no-any-return]
 
     def _work(self) -> None:
-        if self._cuda is not None:
-            torch.cuda.set_device(self._cuda)
+        choose_accelerator(self._accelerator)
         if self._device.type != "cpu":
             torch.set_default_device(self._device)
         while (what := self._asked.get()) is not None:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -26,7 +25,7 @@ from p2p_co2.system.memory import use_one_arena
 from p2p_co2.system.process import say
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors import outer
-from p2p_co2.tensors.aggregation import centred_mean, weighted_mean
+from p2p_co2.tensors.aggregation import get_rule
 from p2p_co2.tensors.checkpoint import folder as checkpoints
 from p2p_co2.tensors.checkpoint.agreed import state_size_bytes
 from p2p_co2.tensors.checkpoint.folder import Checkpoint
@@ -204,7 +203,7 @@ class Connection:
             raise
         others = self._thread.view.swarm_position()
         progressed = caught_up(progressed, others, self.run.clock, time.monotonic())
-        if warning := outer.stability_warning(self.run.outer, delayed=self.run.outer.is_delayed):
+        if warning := outer.stability_warning(self.run.outer):
             self._thread.warn(warning)
         if not is_resumed:
             checkpoints.set_aside(self._checkpoints)
@@ -336,8 +335,7 @@ class Connection:
         fragments = [
             FragmentState(self.run, codec, me, state, index, uses) for index, state in enumerate(states)
         ]
-        rule = partial(centred_mean, uses=uses) if self.run.weight_cap else weighted_mean
-        ledger = TensorWorker(codec, fragments, rule)
+        ledger = TensorWorker(codec, fragments, get_rule(self.run.aggregation.rule, uses))
         if saved is None:
             return ledger, Progressed()
         for trouble in resuming.restore(saved, live, plan.model, plan.optimizer, is_scheduled):

@@ -22,6 +22,7 @@ from p2p_co2.system.governor import BY_HAND, Governor, WishFile
 from p2p_co2.system.process import StopSignals
 from p2p_co2.telemetry import events as ev
 from p2p_co2.tensors.checkpoint.agreed import swarm_digest
+from p2p_co2.tensors.device import random_state_kept
 from p2p_co2.tensors.names import unwrapped
 from p2p_co2.tensors.pretrained import full_state
 from p2p_co2.tensors.sharding import shard
@@ -71,9 +72,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
     what a user's evaluation changes there is no wish about training."""
     modes = [(module, module.training) for module in model.modules()]
     is_grad = torch.is_grad_enabled()
-    devices = {one.device for one in model.parameters() if one.device.type not in ("cpu", "meta")}
-    kind = next((one.type for one in devices), "cuda")
-    with torch.random.fork_rng([one.index for one in devices if one.type == kind], device_type=kind):
+    with random_state_kept({one.device for one in model.parameters()}):
         try:
             yield
         finally:
