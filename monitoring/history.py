@@ -5,7 +5,7 @@ board that is started again goes on where the last one stopped. A damaged file i
 name, and a place that cannot be written is replaced by memory (``or_in_memory``). One thread writes, in one
 transaction per ``write``; readers have a connection of their own, so a page never waits for a write.
 
-Price: a week of 64 peers takes some 100 MB (``benchmarks/board.py`` measures it). What is older than a tier
+Price: a week of 64 peers takes some 100 MB (``benchmarks/offline.py board``). What is older than a tier
 is the mean over the next tier's step, so a short dip is not seen for ever.
 """
 

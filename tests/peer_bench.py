@@ -22,9 +22,9 @@ from p2p_co2.trainer import synchroniser
 from p2p_co2.trainer.exchanged_model import Plan, check_model
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.trainer.ledger.worker import TensorWorker
-from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.peer import Peer
 from p2p_co2.trainer.rates import Rates
+from p2p_co2.trainer.session import Participation
 from p2p_co2.trainer.synchroniser import Progressed
 from tests.trainer_bench import RecordingWire
 
@@ -40,7 +40,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NoNetwork(RecordingWire):
-    """What a peer asks of its network thread, and nobody on the line."""
+    """What a peer asks of its group, and nobody on the line."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Lone:
         if start.inner_steps:
             rates.resumed()
         plan = Plan(self.run, config, fragments, model, optimizer)
-        self.peer = Peer(cast(NetworkThread, self.wire), self.ledger, plan, rates, start)
+        self.peer = Peer(cast(Participation, self.wire), self.ledger, plan, rates, start)
         self.sync, self.folder = self.peer._sync, folder
         self.draw = torch.Generator().manual_seed(sum(name.encode()))
 

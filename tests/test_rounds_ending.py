@@ -86,7 +86,7 @@ def test_a_commit_of_another_attempt_than_the_one_we_were_in_leaves_a_doubt() ->
 
 def test_so_does_one_that_is_only_known_from_the_donor_that_gave_its_mean() -> None:
     """The attempt that it was in had counted its slices, and the state that most held came of that: half a
-    minute of its work counted twice (run 800012 of ``benchmarks/ends.py drawn``)."""
+    minute of its work counted twice (run 800012 of ``benchmarks/offline.py ends``)."""
     machine, begin, first, _ = begun_member()
     machine.receive(begin, first, 0.5)
     drain(machine)

@@ -27,8 +27,8 @@ from p2p_co2.tensors.checkpoint.agreed import state_bytes, state_digest, state_v
 from p2p_co2.tensors.codec import get_codec
 from p2p_co2.trainer.ledger.fragment_state import FragmentState
 from p2p_co2.trainer.ledger.worker import TensorWorker
-from p2p_co2.trainer.network_thread import NodeView
 from p2p_co2.trainer.synchroniser import SYSTEM
+from p2p_co2.trainer.views import NodeView
 from p2p_co2.wire.messages_pb2 import Status
 from p2p_co2.wire.schedule import (
     FIRST_ROUND_BOUND_S,

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from p2p_co2.config import PeerConfig, PipelineConfig, RunConfig, read_peer_config
 from p2p_co2.errors import ConfigError, EnvironmentFault, LocalProtocolError, P2PCo2Error
-from p2p_co2.node.network import Held
+from p2p_co2.node.environment import RunGroup
 from p2p_co2.peer_options import listening, peer_config
 from p2p_co2.swarm import Swarm
 from p2p_co2.telemetry import events as ev
@@ -38,8 +38,8 @@ from p2p_co2.ticket import Ticket
 from p2p_co2.trainer import Connection, connect, join
 from p2p_co2.trainer.exchanged_model import check_model
 from p2p_co2.trainer.figures import mean_loss, tokens_of
-from p2p_co2.trainer.network_thread import NetworkThread
 from p2p_co2.trainer.rates import TWO_SCHEDULES
+from p2p_co2.trainer.session import Participation, Session
 from p2p_co2.trainer.synchroniser import Progressed
 from p2p_co2.wire.identity import Identity
 from tests.paced_recipe import Descent
@@ -49,7 +49,15 @@ __all__ = ["impatient"]
 pytestmark = pytest.mark.usefixtures("impatient")
 Made = tuple[Any, Any]
 """A model and its optimizer."""
-UNUSED = cast(NetworkThread, SimpleNamespace(warn=print))
+
+
+def whole_of(run: RunConfig) -> Participation:
+    """In the whole run, and nobody on the line."""
+    network = SimpleNamespace(run=run)
+    return cast(Participation, SimpleNamespace(warn=print, network=network, group=RunGroup.whole(run)))
+
+
+UNUSED = cast(Participation, SimpleNamespace(warn=print))
 
 
 def plain() -> nn.Sequential:
@@ -547,11 +555,11 @@ def test_a_callback_that_fails_ends_the_training_and_not_only_a_line_of_a_log(tm
 
     me = Identity.load_or_create(tmp_path / "identity").peer_id
     ticket = Ticket(bytes(32), me, (f"/ip4/127.0.0.1/tcp/1/p2p/{me}",))
-    thread = NetworkThread(ticket, PeerConfig(folder=tmp_path), on_event)
+    thread = Session(ticket, PeerConfig(folder=tmp_path), on_event)
     with pytest.raises(ValueError, match="disk is full"):
         thread.on_event(ev.Warned(at=0.0, peer=me, text="something"))
     with pytest.raises(ValueError, match="disk is full"):
-        thread.check()
+        raise cast(Exception, thread.failure)
     thread.close()
 
 
@@ -561,11 +569,11 @@ def test_a_callback_whose_terminal_is_gone_ends_nothing(tmp_path: Path, number: 
         raise OSError(number, "nobody reads it")
 
     me = Identity.load_or_create(tmp_path / "identity").peer_id
-    thread = NetworkThread(
+    thread = Session(
         Ticket(bytes(32), me, (f"/ip4/127.0.0.1/tcp/1/p2p/{me}",)), PeerConfig(folder=tmp_path), on_event
     )
     thread.on_event(ev.Warned(at=0.0, peer=me, text="something"))
-    thread.check()
+    assert thread.failure is None
     thread.close()
 
 
@@ -962,11 +970,10 @@ def test_a_schedule_is_tried_once_at_the_start(schedule: Any, words: str) -> Non
 )
 def test_a_whole_model_and_a_stage_are_not_taken_for_each_other(stages: int, stage: int, words: str) -> None:
     """It would train alone under the run's name, and be taken for a peer of the first stage."""
-    network = SimpleNamespace(run=RunConfig(pipeline=PipelineConfig(stages=stages)), holds=Held())
-    thread = cast(NetworkThread, SimpleNamespace(warn=print, network=network))
+    part = whole_of(RunConfig(pipeline=PipelineConfig(stages=stages)))
     model = plain()
     with pytest.raises(ConfigError, match=words):
-        Connection(thread, PeerConfig(stage=stage)).start(model, sgd(model))
+        Connection(part, PeerConfig(stage=stage)).start(model, sgd(model))
 
 
 # ---- a stage that waits for others

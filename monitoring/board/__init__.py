@@ -2,5 +2,5 @@
 
 ``server`` binds, guards and ticks; ``shell`` has what all pages share, ``pages`` the pages. Law: pages read
 facts and history and nothing else. Every page has a designed state for "not connected yet", "nobody here" and
-"connection lost". Price: see ``benchmarks/board.py``.
+"connection lost". Price: see ``benchmarks/offline.py board``.
 """

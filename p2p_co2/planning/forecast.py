@@ -23,7 +23,7 @@ from p2p_co2.wire.schedule import FIRST_ROUND_BOUND_S, FLUSH_CAP_S, few_at_once
 COPY_BYTES_PER_S = 3e9
 """fp32 bytes per second that the training thread copies out or merges in."""
 STEP_OVERHEAD_S = 0.0004
-"""``peer.step`` in an inner step in which nothing is due (``benchmarks/plan_accuracy.py``)."""
+"""``peer.step`` in an inner step in which nothing is due (``benchmarks/offline.py plan``)."""
 SETTLE_S = 0.5
 """From the last commit until all have merged it and heard that all agree (0.3 to 1.3 s, measured)."""
 NETWORK_BYTES = 150e6

@@ -27,8 +27,8 @@ from p2p_co2.simnet.virtual_time import ProcessLoop, VirtualTime, loop_of
 from p2p_co2.simnet.work import Saved, Work
 from p2p_co2.telemetry import events as ev
 from p2p_co2.trainer.arrival import Arrival, caught_up
-from p2p_co2.trainer.network_thread import NodeView
 from p2p_co2.trainer.synchroniser import Progressed, Source, Synchroniser
+from p2p_co2.trainer.views import NodeView
 from p2p_co2.wire.heartbeat import SLOWEST_HEARTBEAT_S
 from p2p_co2.wire.identity import Identity, PeerId
 

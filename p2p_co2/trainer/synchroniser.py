@@ -29,7 +29,8 @@ from p2p_co2.trainer.exchanged_model import ExchangedModel
 from p2p_co2.trainer.figures import Figures
 from p2p_co2.trainer.ledger.fragment_state import EncodedOffer, Outcome
 from p2p_co2.trainer.ledger.worker import NOT_FINITE, TensorWorker
-from p2p_co2.trainer.network_thread import CLOSE_BOUND_S, NodeView
+from p2p_co2.trainer.session import CLOSE_BOUND_S
+from p2p_co2.trainer.views import NodeView
 from p2p_co2.wire.messages_pb2 import Status
 from p2p_co2.wire.schedule import (
     FIRST_ROUND_BOUND_S,

@@ -40,7 +40,7 @@ from p2p_co2.trainer.peer import Asked, Peer, as_it_was
 from p2p_co2.trainer.ranks.parameters import Group
 from p2p_co2.trainer.ranks.words import CALLED, Call, Command, Ranks
 from p2p_co2.trainer.rates import Factor, Rates
-from p2p_co2.trainer.stages.side_thread import PeerThread
+from p2p_co2.trainer.session import Participation
 from p2p_co2.trainer.synchroniser import Progressed
 
 STOP, PAUSE, GO_ON, TOGGLE = 1, 2, 4, 8
@@ -53,7 +53,7 @@ class LeadingPeer(Peer):
     by all ranks at the same time; ``agreed_parameters`` by rank 0 alone, if it likes."""
 
     def __init__(
-        self, thread: PeerThread, ledger: TensorWorker, plan: Plan, rates: Rates, start: Progressed
+        self, part: Participation, ledger: TensorWorker, plan: Plan, rates: Rates, start: Progressed
     ) -> None:
         assert plan.group is not None
         self._ranks = plan.group.ranks
@@ -61,7 +61,7 @@ class LeadingPeer(Peer):
         self._waiting = set[int]()
         """Ranks that wait in ``leave`` for the others."""
         self._is_compared = False
-        super().__init__(thread, ledger, plan, rates, start)
+        super().__init__(part, ledger, plan, rates, start)
         self._signals = Asked(self.stop, signal.SIGINT, signal.SIGTERM)
 
     def step(self, tokens: int | Tensor, loss: float | Tensor) -> bool:

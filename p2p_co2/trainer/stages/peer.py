@@ -30,10 +30,10 @@ from p2p_co2.recipes.inner_step import clip_
 from p2p_co2.recipes.sizes import StageSize
 from p2p_co2.system.machine import available_memory_bytes
 from p2p_co2.tensors.device import is_accelerator, memory_bytes
-from p2p_co2.trainer.network_thread import PipelineView
 from p2p_co2.trainer.peer import Peer, heal
 from p2p_co2.trainer.stages.work import Crossings, Done, StageWork
 from p2p_co2.trainer.synchroniser import REPORT_EVERY_S
+from p2p_co2.trainer.views import PipelineView
 
 TRAINED_COPIES, AGREED_COPIES = 4, 4
 """Of the parameters: those in training, their gradient and two moments; and what is beside training."""
@@ -89,7 +89,7 @@ def fitting(sizes: Sequence[StageSize], run: RunConfig, device: str, cache_bytes
     return fits
 
 
-class Trained(NamedTuple):
+class TrainedGroup(NamedTuple):
     """What a stage's peer trains in one group: ``peer`` is in it, ``optimizer`` steps its parameters."""
 
     peer: Peer
@@ -103,7 +103,7 @@ class StagePeer:
     ``max_grad_norm``: as ``Recipe`` has it."""
 
     def __init__(
-        self, groups: Sequence[Trained], pipeline: PipelineView, place: Place, work: StageWork,
+        self, groups: Sequence[TrainedGroup], pipeline: PipelineView, place: Place, work: StageWork,
         max_grad_norm: float | None = None,
     ) -> None:  # fmt: skip
         self._groups = groups
